@@ -1,0 +1,113 @@
+"""The cluster's configuration, as written under ``args`` in the Serve YAML. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shoal_replica.config import ParallelConfig, SchedulerConfig
+from shoal_replica.errors import ConfigError
+
+DEFAULT_GRPC_ADDRESS = "127.0.0.1:9000"
+DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ReplicaSettings(_Settings):
+    """One replica: its engine and what it takes of a node."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    max_model_len: int | None = Field(None, ge=1)
+    block_size: int = Field(16, ge=1)
+    num_blocks: int | None = Field(None, ge=1, description="None sizes the pool to max_num_seqs, as memory allows")
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = Field(64, ge=1)
+    max_num_batched_tokens: int = Field(512, ge=1)
+    max_num_waiting: int = Field(1024, ge=1)
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    device: Literal["cpu", "npu"] = "cpu"
+    num_threads: int = Field(1, ge=1)
+    num_cpus: float = Field(1.0, ge=0)
+    resources: dict[str, float] = Field(default_factory=dict)
+    max_replicas_per_node: int | None = Field(None, ge=1, le=100)
+    feed_host: str = Field("127.0.0.1", description="where gateways reach the feed; 'node' is the node's own address")
+    drain_timeout_s: float = Field(60.0, gt=0)
+
+    def scheduler_config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_waiting=self.max_num_waiting,
+            policy=self.policy,
+        )
+
+    def parallel_config(self) -> ParallelConfig:
+        return ParallelConfig(device=self.device, num_threads=self.num_threads)
+
+
+class ScalingSettings(_Settings):
+    """Bounds of the replica count and when to move within them."""
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(1, ge=1)
+    target_utilization: float = Field(0.7, gt=0, le=1, description="share of blocks held by running sequences")
+    target_waiting_tokens: int = Field(4096, ge=1, description="tokens that may wait per replica")
+    downscale_delay_s: float = Field(120.0, ge=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas ({self.min_replicas}) must be at most max_replicas ({self.max_replicas})")
+        return self
+
+
+class GatewaySettings(_Settings):
+    """The front door. A port of 0 takes a free one."""
+
+    grpc_address: str = Field(DEFAULT_GRPC_ADDRESS, pattern=r"^\S+:\d{1,5}$")
+    http_address: str = Field(DEFAULT_HTTP_ADDRESS, pattern=r"^\S+:\d{1,5}$")
+    num_replicas: int = Field(1, ge=1)
+    num_cpus: float = Field(0.5, ge=0)
+    resources: dict[str, float] = Field(default_factory=dict)
+    request_timeout_s: float = Field(600.0, gt=0, description="longest life of a request without a deadline of its own")
+    placement_timeout_s: float = Field(30.0, gt=0, description="longest wait for a replica that can take a request")
+    max_request_bytes: int = Field(8 * 2**20, ge=1024)
+    max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
+
+
+class ClusterConfig(_Settings):
+    """Everything under ``args``."""
+
+    model: str = Field(min_length=1)
+    served_model_name: str | None = None
+    replica: ReplicaSettings = Field(default_factory=ReplicaSettings)
+    scaling: ScalingSettings = Field(default_factory=ScalingSettings)
+    gateway: GatewaySettings = Field(default_factory=GatewaySettings)
+
+    @classmethod
+    def from_args(cls, args: dict[str, Any]) -> ClusterConfig:
+        """Validate ``args``. Raises ConfigError: one line that names each wrong key, its value and the limit."""
+        try:
+            config = cls.model_validate(args)
+            config.replica.scheduler_config()
+        except ValidationError as error:
+            raise ConfigError("; ".join(_line(e) for e in error.errors())) from None
+        return config
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients: the last part of a path unless one is given."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _line(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "args"
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    if error["type"] == "missing":
+        return f"{key}: required"
+    return f"{key}: got {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"

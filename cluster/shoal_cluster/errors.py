@@ -1,0 +1,87 @@
+"""How each error is said to clients: its gRPC status, its HTTP code, and OpenAI's error words.
+
+=================  ====================  ====  =======================  ====================
+error              gRPC status           HTTP  OpenAI type              OpenAI code
+=================  ====================  ====  =======================  ====================
+InvalidArgument    INVALID_ARGUMENT      400   invalid_request_error    invalid_value
+NotFound           NOT_FOUND             404   invalid_request_error    model_not_found
+ResourceExhausted  RESOURCE_EXHAUSTED    429   rate_limit_error         rate_limit_exceeded
+DeadlineExceeded   DEADLINE_EXCEEDED     504   timeout_error            deadline_exceeded
+Unavailable        UNAVAILABLE           503   server_error             unavailable
+EngineDead         UNAVAILABLE           503   server_error             unavailable
+ConfigError        FAILED_PRECONDITION   500   server_error             misconfigured
+anything else      INTERNAL              500   server_error             internal_error
+=================  ====================  ====  =======================  ====================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_replica.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    ShoalError,
+    Unavailable,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """The words for one type of error. ``grpc_status`` names a member of ``grpc.StatusCode``."""
+
+    grpc_status: str
+    http_status: int
+    openai_type: str
+    openai_code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorReport:
+    """An error as a client may see it: one line, and no more than the client did or can do about it."""
+
+    kind: ErrorKind
+    message: str
+    field: str | None = None
+    retry_after_s: float | None = None
+
+    def openai_body(self) -> dict[str, dict[str, str | None]]:
+        """The body that OpenAI's clients parse."""
+        error = {
+            "message": self.message,
+            "type": self.kind.openai_type,
+            "param": self.field,
+            "code": self.kind.openai_code,
+        }
+        return {"error": error}
+
+
+INTERNAL = ErrorKind("INTERNAL", 500, "server_error", "internal_error")
+_UNAVAILABLE = ErrorKind("UNAVAILABLE", 503, "server_error", "unavailable")
+ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
+    InvalidArgument: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value"),
+    # Over HTTP a model is all that a client can name.
+    NotFound: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
+    ResourceExhausted: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
+    DeadlineExceeded: ErrorKind("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded"),
+    Unavailable: _UNAVAILABLE,
+    EngineDead: _UNAVAILABLE,
+    ConfigError: ErrorKind("FAILED_PRECONDITION", 500, "server_error", "misconfigured"),
+}
+
+
+def report_error(error: BaseException, request_id: str) -> ErrorReport:
+    """What to tell the client about ``error``. What Shoal did not raise on purpose stays in the log, named by the id."""
+    kind = next((ERROR_KINDS[base] for base in type(error).__mro__ if base in ERROR_KINDS), INTERNAL)
+    if kind is INTERNAL:
+        return ErrorReport(kind=INTERNAL, message=f"internal error (request id {request_id})")
+    return ErrorReport(
+        kind=kind,
+        message=" ".join(str(error).split()),
+        field=error.field if isinstance(error, InvalidArgument) else None,
+        retry_after_s=error.retry_after_s if isinstance(error, ResourceExhausted) else None,
+    )

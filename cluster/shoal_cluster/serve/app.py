@@ -1,0 +1,95 @@
+"""``build(args)``: from the YAML's ``args`` to a Serve application. Everything is checked before a replica starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from shoal_cluster.config import ClusterConfig
+from shoal_cluster.serve.gateway import Gateway
+from shoal_cluster.serve.replica_server import ReplicaServer
+from shoal_cluster.serve.request_router import BlockRouter
+from shoal_replica.build import resolve_config
+
+# Both deployments and their handles: streams of calls between actors by gRPC, and one event loop in a gateway, so that
+# the router and the gateway share the ledger without locks.
+ENVIRONMENT = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+}
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Bind the gateway over the replicas.
+
+    Raises:
+        ConfigError, NotFound: one line naming what is wrong in ``args``.
+    """
+    config = ClusterConfig.from_args(args)
+    _check_model(config)
+    replica, gateway = config.replica, config.gateway
+    replicas = serve.deployment(ReplicaServer).options(
+        name="ReplicaServer",
+        num_replicas=None,
+        max_ongoing_requests=replica.max_num_seqs + replica.max_num_waiting,
+        max_replicas_per_node=replica.max_replicas_per_node,
+        graceful_shutdown_timeout_s=replica.drain_timeout_s,
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        ray_actor_options=_actor(replica.num_cpus, replica.resources),
+        autoscaling_config=_autoscaling(config),
+        request_router_config=RequestRouterConfig(request_router_class=BlockRouter),
+    )
+    front = serve.deployment(Gateway).options(
+        name="Gateway",
+        num_replicas=gateway.num_replicas,
+        max_ongoing_requests=1000,
+        health_check_period_s=2,
+        ray_actor_options=_actor(gateway.num_cpus, gateway.resources),
+    )
+    return front.bind(replicas.bind(config), config)
+
+
+def _actor(num_cpus: float, resources: dict[str, float]) -> dict[str, Any]:
+    return {"num_cpus": num_cpus, "resources": resources, "runtime_env": {"env_vars": ENVIRONMENT}}
+
+
+def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
+    scaling = config.scaling
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        initial_replicas=scaling.min_replicas,
+        metrics_interval_s=1,
+        look_back_period_s=2,
+        upscale_delay_s=0,  # the policy has its own windows
+        downscale_delay_s=0,
+        policy=AutoscalingPolicy(
+            policy_function="shoal_cluster.serve.autoscaler:BlockScaling",
+            policy_kwargs={
+                "target_utilization": scaling.target_utilization,
+                "target_waiting_tokens": scaling.target_waiting_tokens,
+                "downscale_delay_s": scaling.downscale_delay_s,
+            },
+        ),
+    )
+
+
+def _check_model(config: ClusterConfig) -> None:
+    """The model exists and fits the largest node."""
+    nodes = [n["Resources"].get("memory", 0) for n in ray.nodes() if n["Alive"]] if ray.is_initialized() else []
+    replica = config.replica
+    resolve_config(
+        config.model,
+        dtype=replica.dtype,
+        max_model_len=replica.max_model_len,
+        block_size=replica.block_size,
+        num_blocks=replica.num_blocks,
+        scheduler=replica.scheduler_config(),
+        memory_bytes=int(max(nodes)) if nodes else None,
+    )

@@ -1,0 +1,135 @@
+"""A call as the gateway sees it: what both faces (gRPC, HTTP) hand in, and the chunks they get back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shoal_cluster.policies.routing import RouteRecord
+from shoal_replica.executor import TokenLogprobs
+from shoal_replica.request import FinishReason
+from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.stats import ReplicaStats
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """What a client asked, before tokenising. Exactly one of ``text``, ``token_ids`` and ``messages`` is given.
+
+    ``timeout_s`` counts from the arrival at the gateway; None means the gateway's own limit.
+    """
+
+    request_id: str
+    sampling_params: SamplingParams
+    model: str = ""
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[Message, ...] | None = None
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a request over all its sequences, and who computed them."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    replica_id: str
+    ttft_s: float
+    num_resumes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """New text and tokens of one sequence. Text may lag behind tokens (an unfinished character, a possible stop string).
+
+    ``finish_reason`` comes with a sequence's last chunk; ``usage`` with the request's last chunk.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """The served model as clients may ask for it."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+    created_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRow:
+    """One replica as the gateway knows it. ``stats`` is None until its feed has spoken; ``age_s`` is its stats' age."""
+
+    replica_id: str
+    node_id: str = ""
+    stats: ReplicaStats | None = None
+    age_s: float = 0.0
+    num_reserved_blocks: int = 0
+    connected: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRow:
+    """The cluster's sums, beside its replicas."""
+
+    model: str
+    replicas: tuple[ReplicaRow, ...]
+    num_requests: int = 0
+    num_active: int = 0
+    num_shed: int = 0
+    num_failed: int = 0
+    num_resumes: int = 0
+    recent_ttft_s: tuple[float, ...] = field(default=())
+
+
+class GatewayCore(Protocol):
+    """What the faces need of the gateway. Every method raises ShoalError subclasses for what clients did wrong."""
+
+    def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        """Stream a call. Closing the iterator cancels the request and frees its blocks."""
+        ...
+
+    def tokenize(
+        self, text: str | None, messages: Sequence[Message] | None, *, add_special_tokens: bool
+    ) -> tuple[int, ...]: ...
+
+    def check_model(self, name: str) -> None:
+        """Raise NotFound unless ``name`` is empty or the served model."""
+        ...
+
+    def model_card(self) -> ModelCard: ...
+
+    def cluster(self) -> ClusterRow: ...
+
+    def explain(self, request_id: str) -> Sequence[RouteRecord]:
+        """The routing decisions of a request, oldest first. Raises NotFound when none is kept."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether at least one replica can take a request."""
+        ...

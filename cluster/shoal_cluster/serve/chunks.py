@@ -1,0 +1,55 @@
+"""Streams of chunks: opened so that they are always closed, and several merged into one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import cast
+
+from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall
+
+
+def open_chunks(core: GatewayCore, call: GenerateCall) -> AbstractAsyncContextManager[AsyncGenerator[Chunk, None]]:
+    """The stream of ``call``, closed at the end of the context, which cancels what still runs."""
+    return aclosing(cast("AsyncGenerator[Chunk, None]", core.generate(call)))
+
+
+@asynccontextmanager
+async def open_merged_chunks(
+    core: GatewayCore, calls: Sequence[GenerateCall]
+) -> AsyncIterator[AsyncIterator[tuple[int, Chunk]]]:
+    """The streams of ``calls`` run together: (number of the call, chunk) as they come, all closed at the end.
+
+    The first error of any is raised to the reader. A slow reader holds the streams back.
+    """
+    queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(maxsize=len(calls))
+
+    async def pump(number: int, call: GenerateCall) -> None:
+        try:
+            async with open_chunks(core, call) as chunks:
+                async for chunk in chunks:
+                    await queue.put((number, chunk))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    async def read() -> AsyncIterator[tuple[int, Chunk]]:
+        num_open = len(calls)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+
+    pumps = [asyncio.create_task(pump(number, call)) for number, call in enumerate(calls)]
+    try:
+        yield read()
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,0 +1,218 @@
+"""The feed: one socket from a replica to each gateway, written once per engine step.
+
+A replica sends a ``Snapshot`` when a gateway dials, then ``Update``s numbered without a gap. A gateway that sees a gap,
+or hears nothing for ``SILENCE_S``, dials again. Frames are msgpack behind a four-byte length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from shoal_replica.engine import Engine, StepReport
+from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.request import TokenDelta
+from shoal_replica.stats import ReplicaStats
+
+SILENCE_S = 5.0
+MIN_REDIAL_S, MAX_REDIAL_S = 0.02, 1.0
+MAX_BACKLOG_BYTES = 32 * 2**20
+MAX_FRAME_BYTES = 256 * 2**20
+
+
+class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
+    """A gateway's first frame."""
+
+    gateway_id: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """A gateway wants no more of one sequence (its text has met a stop string)."""
+
+    request_id: str
+    index: int
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    """The whole ledger: every cached block and the stats. The next update has number ``seq + 1``."""
+
+    seq: int
+    stats: ReplicaStats
+    hashes: tuple[BlockHash, ...]
+
+
+class Update(msgspec.Struct, frozen=True, tag="update"):
+    """One step: blocks stored and removed, stats after it, the gateway's own tokens, its newly accepted requests."""
+
+    seq: int
+    stats: ReplicaStats
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    deltas: tuple[TokenDelta, ...] = ()
+    accepted: tuple[str, ...] = ()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_gateway = msgspec.msgpack.Decoder(Subscribe | Abort)
+_from_replica = msgspec.msgpack.Decoder(Snapshot | Update)
+
+
+def _frame(message: msgspec.Struct) -> bytes:
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    if size > MAX_FRAME_BYTES:
+        raise ConnectionError(f"a feed frame of {size} bytes is over {MAX_FRAME_BYTES}")
+    return await reader.readexactly(size)
+
+
+class _Subscriber:
+    """A connected gateway, its request ids, and its place in the numbering."""
+
+    def __init__(self, gateway_id: str, writer: asyncio.StreamWriter) -> None:
+        self.gateway_id = gateway_id
+        self.writer = writer
+        self.seq = 0
+        self.request_ids: set[str] = set()
+        self.accepted: list[str] = []
+
+
+class FeedServer:
+    """The replica's end. Requests belong to the gateway that sent them; when it is gone, they are aborted."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._subscribers: dict[str, _Subscriber] = {}
+        self._server: asyncio.Server | None = None
+        self._unsubscribe: Callable[[], None] | None = None
+
+    async def start(self, host: str) -> tuple[str, int]:
+        """Listen on a free port of ``host``; returns the address."""
+        self._server = await asyncio.start_server(self._serve, host, 0)
+        self._unsubscribe = self._engine.subscribe(self._publish)
+        address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
+        return address
+
+    def own(self, request_id: str, gateway_id: str) -> bool:
+        """Send a request's tokens to ``gateway_id``. False if that gateway is not connected."""
+        subscriber = self._subscribers.get(gateway_id)
+        if subscriber is None:
+            return False
+        subscriber.request_ids.add(request_id)
+        subscriber.accepted.append(request_id)
+        return True
+
+    def disown(self, request_id: str, gateway_id: str) -> None:
+        """The request has ended. Unknown ids are ignored."""
+        if (subscriber := self._subscribers.get(gateway_id)) is not None:
+            subscriber.request_ids.discard(request_id)
+
+    async def stop(self) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        if self._server is not None:
+            self._server.close()
+            for subscriber in list(self._subscribers.values()):
+                subscriber.writer.close()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        subscriber: _Subscriber | None = None
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                first = _from_gateway.decode(await _read(reader))
+            if not isinstance(first, Subscribe):
+                return
+            if (older := self._subscribers.pop(first.gateway_id, None)) is not None:
+                self._forget(older)
+                older.writer.close()
+            subscriber = _Subscriber(first.gateway_id, writer)
+            self._subscribers[first.gateway_id] = subscriber
+            writer.write(_frame(Snapshot(0, self._engine.stats(), self._engine.cache_hashes())))
+            while True:
+                message = _from_gateway.decode(await _read(reader))
+                if isinstance(message, Abort) and message.request_id in subscriber.request_ids:
+                    self._engine.abort(message.request_id, message.index)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError):
+            return
+        finally:
+            writer.close()
+            if subscriber is not None and self._subscribers.get(subscriber.gateway_id) is subscriber:
+                del self._subscribers[subscriber.gateway_id]
+                self._forget(subscriber)
+
+    def _forget(self, subscriber: _Subscriber) -> None:
+        for request_id in tuple(subscriber.request_ids):
+            self._engine.abort(request_id)
+
+    def _publish(self, report: StepReport) -> None:
+        for subscriber in tuple(self._subscribers.values()):
+            if subscriber.writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
+                subscriber.writer.transport.abort()  # it will dial again and take a snapshot
+                continue
+            subscriber.seq += 1
+            accepted, subscriber.accepted = tuple(subscriber.accepted), []
+            deltas = tuple(d for d in report.deltas if d.request_id in subscriber.request_ids)
+            update = Update(subscriber.seq, report.stats, report.stored, report.removed, deltas, accepted)
+            subscriber.writer.write(_frame(update))
+
+
+class FeedClient:
+    """The gateway's end for one replica: follows the feed, dialling again whenever it breaks, until closed."""
+
+    def __init__(
+        self,
+        gateway_id: str,
+        address: tuple[str, int],
+        on_message: Callable[[Snapshot | Update], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._address = address
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._writer: asyncio.StreamWriter | None = None
+        self._delay_s = MIN_REDIAL_S
+        self._task = asyncio.get_running_loop().create_task(self._follow(), name=f"shoal-feed-{address[1]}")
+
+    def abort(self, request_id: str, index: int) -> None:
+        """Ask the replica to end one sequence. Nothing happens when the feed is down: its requests are aborted anyway."""
+        if self._writer is not None:
+            self._writer.write(_frame(Abort(request_id, index)))
+
+    def close(self) -> Awaitable[object]:
+        """Stop following. The result may be awaited for the end of the task."""
+        self._task.cancel()
+        return asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                reader, self._writer = await asyncio.open_connection(*self._address)
+                self._writer.write(_frame(Subscribe(self._gateway_id)))
+                await self._receive(reader)
+            except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError):
+                pass  # dial again; the view shows the replica as disconnected meanwhile
+            finally:
+                if self._writer is not None:
+                    self._writer.close()
+                    self._writer = None
+                self._on_lost()
+            await asyncio.sleep(self._delay_s)
+            self._delay_s = min(MAX_REDIAL_S, self._delay_s * 2)
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        expected: int | None = None
+        while True:
+            async with asyncio.timeout(SILENCE_S):
+                message = _from_replica.decode(await _read(reader))
+            if isinstance(message, Update) and message.seq != expected:
+                raise ConnectionError(f"feed update {message.seq} came where {expected} was due")
+            expected = message.seq + 1
+            self._delay_s = MIN_REDIAL_S
+            self._on_message(message)

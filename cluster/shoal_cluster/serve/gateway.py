@@ -1,0 +1,262 @@
+"""The front door: checks a call, tokenises it once, admits it, and streams what the replicas generate."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import uvicorn
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+
+from shoal_cluster.config import ClusterConfig
+from shoal_cluster.policies.admission import AdmissionLimits, admit
+from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
+from shoal_cluster.serve import ledger as ledgers
+from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow
+from shoal_cluster.serve.generation import Generation
+from shoal_cluster.serve.grpc_service import start_grpc_server
+from shoal_cluster.serve.http_api import build_http_app
+from shoal_cluster.serve.replica_server import Outcome
+from shoal_replica.checkpoint import ensure_checkpoint
+from shoal_replica.config import ModelConfig
+from shoal_replica.errors import InvalidArgument, NotFound, ResourceExhausted, ShoalError, Unavailable
+from shoal_replica.llm import with_seed
+from shoal_replica.prefix_cache import hash_blocks
+from shoal_replica.request import Request, check_prompt
+from shoal_replica.tokenizer import Tokenizer
+
+HTTP_SHUTDOWN_S = 5
+NUM_RECENT = 512
+
+
+class _ServePlacement:
+    """A request in Serve's hands."""
+
+    def __init__(self, response: DeploymentResponse) -> None:
+        self._response = response
+
+    def outcome(self) -> asyncio.Future[Outcome]:
+        return asyncio.ensure_future(self._result())
+
+    def cancel(self) -> None:
+        self._response.cancel()
+
+    async def _result(self) -> Outcome:
+        outcome: Outcome = await self._response
+        return outcome
+
+
+class Gateway:
+    """A Serve deployment that implements GatewayCore and serves it by gRPC and HTTP on its own sockets."""
+
+    async def __init__(self, replicas: DeploymentHandle, config: ClusterConfig) -> None:  # type: ignore[misc]
+        self._config = config
+        self._settings = config.gateway
+        folder = await asyncio.to_thread(ensure_checkpoint, config.model)
+        replica = config.replica
+        self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len)
+        self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
+        self._created_s = int(time.time())
+        self._limits = AdmissionLimits(max_waiting_tokens=self._settings.max_waiting_tokens)
+        self._ledger = ledgers.Ledger(uuid.uuid4().hex, RouteWeights())
+        ledgers.install(self._ledger)
+        self._replicas = replicas
+        if not replicas.is_initialized:
+            replicas._init()  # builds the router now, so that feeds are up before the first call
+        self._num_requests = self._num_active = self._num_shed = self._num_failed = self._num_resumes = 0
+        self._recent_ttft_s: deque[float] = deque(maxlen=NUM_RECENT)
+        await self._open()
+
+    async def _open(self) -> None:
+        share_port = self._settings.num_replicas > 1
+        self._grpc_server, self._grpc_address = await start_grpc_server(
+            self, self._settings.grpc_address, self._settings.max_request_bytes, share_port=share_port
+        )
+        host, _, port = self._settings.http_address.rpartition(":")
+        config = uvicorn.Config(
+            build_http_app(self, self._settings.max_request_bytes),
+            host=host,
+            port=int(port),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=HTTP_SHUTDOWN_S,
+        )
+        self._http_server = uvicorn.Server(config)
+        self._http_task = asyncio.get_running_loop().create_task(self._http_server.serve(), name="shoal-http")
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve hands over ``user_config`` without replacing the gateway: ``routing`` holds RouteWeights' fields."""
+        unknown = user_config.keys() - {"routing"}
+        if unknown:
+            raise ValueError(f"user_config: unknown key {sorted(unknown)[0]!r}; the only key is 'routing'")
+        self._ledger.weights = RouteWeights(**user_config.get("routing", {}))
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Where the faces listen, for whoever asked for free ports."""
+        return {"shoal_grpc": self._grpc_address}
+
+    # GatewayCore
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        """Stream a call; see GatewayCore. Raises ShoalError subclasses."""
+        self._num_requests += 1
+        self._num_active += 1
+        generation: Generation | None = None
+        try:
+            request = self._request(call)
+            query = self._query(request)
+            await self._admit(query)
+            generation = Generation(
+                request, query, self._ledger, self._place, self._tokenizer, self._settings.placement_timeout_s
+            )
+            limit_s = self._settings.request_timeout_s
+            chunks = generation.chunks(min(call.timeout_s or limit_s, limit_s))
+            try:
+                async for chunk in chunks:
+                    yield chunk
+            finally:
+                await chunks.aclose()  # type: ignore[attr-defined]
+        except ResourceExhausted:
+            self._num_shed += 1
+            raise
+        except (ShoalError, RuntimeError):
+            self._num_failed += 1
+            raise
+        finally:
+            self._num_active -= 1
+            if generation is not None:
+                self._num_resumes += generation.num_resumes
+                if generation.ttft_s is not None:
+                    self._recent_ttft_s.append(generation.ttft_s)
+
+    def tokenize(
+        self, text: str | None, messages: Sequence[Message] | None, *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        if messages is not None:
+            text = self._tokenizer.apply_chat_template([(m.role, m.content) for m in messages])
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(text or "", add_special_tokens=add_special_tokens)
+
+    def check_model(self, name: str) -> None:
+        if name and name != self._config.name:
+            raise NotFound(f"model: {name!r} is not served here; {self._config.name!r} is")
+
+    def model_card(self) -> ModelCard:
+        return ModelCard(
+            name=self._config.name,
+            max_model_len=self._max_model_len(),
+            vocab_size=self._model.vocab_size,
+            block_size=self._config.replica.block_size,
+            dtype=self._model.dtype,
+            eos_token_ids=self._model.eos_token_ids,
+            has_chat_template=self._tokenizer.has_chat_template,
+            created_s=self._created_s,
+        )
+
+    def cluster(self) -> ClusterRow:
+        members = self._ledger.members
+        rows = tuple(
+            ReplicaRow(
+                replica_id=view.replica_id,
+                node_id=members[view.replica_id].node_id,
+                stats=view.stats,
+                age_s=view.age_s,
+                num_reserved_blocks=view.num_reserved_blocks,
+                connected=view.connected,
+            )
+            for view in self._ledger.view.replicas_for((), time.monotonic())
+        )
+        return ClusterRow(
+            model=self._config.name,
+            replicas=rows,
+            num_requests=self._num_requests,
+            num_active=self._num_active,
+            num_shed=self._num_shed,
+            num_failed=self._num_failed,
+            num_resumes=self._num_resumes,
+            recent_ttft_s=tuple(self._recent_ttft_s),
+        )
+
+    def explain(self, request_id: str) -> Sequence[RouteRecord]:
+        records = self._ledger.records(request_id)
+        if not records:
+            raise NotFound(f"request_id: no routing decision is kept for {request_id!r}")
+        return records
+
+    def is_ready(self) -> bool:
+        return any(view.connected for view in self._ledger.view.replicas_for((), time.monotonic()))
+
+    # Steps of the above
+
+    def _request(self, call: GenerateCall) -> Request:
+        self.check_model(call.model)
+        token_ids = call.token_ids
+        if token_ids is None:
+            if call.messages is not None and not call.messages:
+                raise InvalidArgument("messages", [], "must have at least one message")
+            token_ids = self.tokenize(call.text, call.messages, add_special_tokens=True)
+        check_prompt(token_ids, self._max_model_len(), self._model.vocab_size)
+        if self._ledger.records(call.request_id):
+            raise InvalidArgument("request_id", call.request_id, "must not have been used before")
+        return Request(
+            request_id=call.request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=with_seed(call.sampling_params),
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            tenant=call.tenant,
+        )
+
+    def _max_model_len(self) -> int:
+        """The model's limit, or the pool's where that is smaller: known from the ledger once a replica has spoken."""
+        pools = [
+            v.stats.num_total_blocks * v.stats.block_size
+            for v in self._ledger.view.replicas_for((), time.monotonic())
+            if v.stats is not None
+        ]
+        return min([self._model.max_model_len, *([max(pools)] if pools else [])])
+
+    def _query(self, request: Request) -> RouteQuery:
+        block_size = self._config.replica.block_size
+        hashes = hash_blocks(request.prompt_token_ids, block_size, request.cache_salt)
+        return RouteQuery(
+            request_id=request.request_id,
+            block_hashes=tuple(hashes),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_blocks_needed=-(-(request.num_prompt_tokens + 1) // block_size),
+            block_size=block_size,
+            excluded=frozenset(),
+        )
+
+    async def _admit(self, query: RouteQuery) -> None:
+        """Wait until some replica is known, then ask the admission policy."""
+        deadline = time.monotonic() + self._settings.placement_timeout_s
+        while not self.is_ready():
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise Unavailable(f"no replica was ready within {self._settings.placement_timeout_s:g} s")
+            await self._ledger.wait_for_change(remaining_s)
+        now = time.monotonic()
+        admission = admit(query, self._ledger.view.replicas_for(query.block_hashes, now), self._limits, now)
+        if not admission.admitted:
+            raise ResourceExhausted(admission.reason, admission.retry_after_s)
+
+    def _place(self, request: Request, query: RouteQuery) -> _ServePlacement:
+        return _ServePlacement(self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, query=query))
+
+    def check_health(self) -> None:
+        """Serve replaces the gateway when this raises."""
+        if self._http_task.done():
+            raise RuntimeError(f"the HTTP server has ended: {self._http_task}")
+
+    async def __del__(self) -> None:
+        """Serve awaits this after its own drain: let streams finish, then close."""
+        if hasattr(self, "_http_task"):
+            await self._grpc_server.stop(HTTP_SHUTDOWN_S)
+            self._http_server.should_exit = True
+            await self._http_task
+            await self._ledger.close()

@@ -1,0 +1,191 @@
+"""The gRPC face: `shoal.v1.Generation` and `shoal.v1.Control` over a gateway core, with health and reflection.
+
+Requests arrive as bytes and are parsed here, not by the server, so that a malformed one gets INVALID_ARGUMENT instead
+of the server's INTERNAL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from uuid import uuid4
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shoal_cluster.errors import INTERNAL, report_error
+from shoal_cluster.serve import codec
+from shoal_cluster.serve.call import GatewayCore
+from shoal_cluster.serve.chunks import open_chunks
+from shoal_protos import control_pb2, generation_pb2
+from shoal_replica.errors import ConfigError
+
+GENERATION = "shoal.v1.Generation"
+CONTROL = "shoal.v1.Control"
+DEFAULT_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+READINESS_PERIOD_S = 0.25
+KEEPALIVE_OPTIONS = (  # a client that vanished without a word is noticed within 40 s
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+
+_log = logging.getLogger(__name__)
+_followers: set[asyncio.Task[None]] = set()  # the event loop itself keeps tasks only weakly
+
+
+class GenerationService:
+    """Serves `shoal.v1.Generation`."""
+
+    def __init__(self, core: GatewayCore) -> None:
+        self._core = core
+
+    async def generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+        """Stream a call; whatever ends it early, a cancel included, closes the core's stream at once."""
+        fresh_id = uuid4().hex
+        async with _errors_as_status(context, fresh_id):
+            request = codec.parse(generation_pb2.GenerateRequest, raw)
+            call = codec.call_from_proto(request, fresh_id, timeout_s=context.time_remaining())
+            await context.send_initial_metadata((("x-request-id", call.request_id),))
+            async with open_chunks(self._core, call) as chunks:
+                async for chunk in chunks:
+                    await context.write(codec.chunk_to_proto(chunk))
+
+    async def tokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> generation_pb2.TokenizeResponse:
+        async with _errors_as_status(context, uuid4().hex):
+            request = codec.parse(generation_pb2.TokenizeRequest, raw)
+            self._core.check_model(request.model)
+            text, messages = codec.tokenize_input_from_proto(request)
+            # A long text takes long; meanwhile the streams go on.
+            token_ids = await asyncio.to_thread(
+                self._core.tokenize,
+                text,
+                messages,
+                add_special_tokens=not request.HasField("add_special_tokens") or request.add_special_tokens,
+            )
+            return generation_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def get_model(self, raw: bytes, context: grpc.aio.ServicerContext) -> generation_pb2.Model:
+        async with _errors_as_status(context, uuid4().hex):
+            self._core.check_model(codec.parse(generation_pb2.GetModelRequest, raw).model)
+            return codec.model_card_to_proto(self._core.model_card())
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server takes."""
+        return grpc.method_handlers_generic_handler(
+            GENERATION,
+            {
+                "Generate": grpc.unary_stream_rpc_method_handler(self.generate, response_serializer=_serialize),
+                "Tokenize": grpc.unary_unary_rpc_method_handler(self.tokenize, response_serializer=_serialize),
+                "GetModel": grpc.unary_unary_rpc_method_handler(self.get_model, response_serializer=_serialize),
+            },
+        )
+
+
+class ControlService:
+    """Serves `shoal.v1.Control`."""
+
+    def __init__(self, core: GatewayCore) -> None:
+        self._core = core
+
+    async def list_replicas(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.Cluster:
+        async with _errors_as_status(context, uuid4().hex):
+            codec.parse(control_pb2.ListReplicasRequest, raw)
+            return codec.cluster_to_proto(self._core.cluster())
+
+    async def explain_route(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.ExplainRouteResponse:
+        async with _errors_as_status(context, uuid4().hex):
+            request = codec.parse(control_pb2.ExplainRouteRequest, raw)
+            records = self._core.explain(request.request_id)
+            return control_pb2.ExplainRouteResponse(records=map(codec.route_record_to_proto, records))
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server takes."""
+        return grpc.method_handlers_generic_handler(
+            CONTROL,
+            {
+                "ListReplicas": grpc.unary_unary_rpc_method_handler(self.list_replicas, response_serializer=_serialize),
+                "ExplainRoute": grpc.unary_unary_rpc_method_handler(self.explain_route, response_serializer=_serialize),
+            },
+        )
+
+
+async def start_grpc_server(
+    core: GatewayCore,
+    address: str,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    *,
+    credentials: grpc.ServerCredentials | None = None,
+    reuse_port: bool = False,
+) -> tuple[grpc.aio.Server, int]:
+    """Serve ``core`` at ``address`` ("host:port"; port 0 takes a free one); the server and the port it got.
+
+    ``credentials`` turn TLS on. ``reuse_port`` lets several gateways of one host share a port. Health follows
+    ``core.is_ready()`` until the server stops.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    server = grpc.aio.server(
+        options=(
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.so_reuseport", int(reuse_port)),
+            *KEEPALIVE_OPTIONS,
+        )
+    )
+    server.add_generic_rpc_handlers((GenerationService(core).handler(), ControlService(core).handler()))
+    health_service = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    reflection.enable_server_reflection((GENERATION, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError:
+        raise ConfigError(f"grpc_address: cannot listen on {address!r}; it is malformed or in use") from None
+    await _set_health(core, health_service)
+    await server.start()
+    follower = asyncio.create_task(_follow_readiness(core, health_service, server))
+    _followers.add(follower)
+    follower.add_done_callback(_followers.discard)
+    return server, port
+
+
+async def _follow_readiness(core: GatewayCore, service: health.aio.HealthServicer, server: grpc.aio.Server) -> None:
+    """Keep health equal to readiness; ends with the server."""
+    while await server.wait_for_termination(READINESS_PERIOD_S):  # True: it timed out, so the server still runs
+        await _set_health(core, service)
+
+
+async def _set_health(core: GatewayCore, service: health.aio.HealthServicer) -> None:
+    response = health_pb2.HealthCheckResponse
+    status = response.SERVING if core.is_ready() else response.NOT_SERVING
+    for name in ("", GENERATION, CONTROL):
+        await service.set(name, status)
+
+
+@asynccontextmanager
+async def _errors_as_status(context: grpc.aio.ServicerContext, request_id: str) -> AsyncIterator[None]:
+    """End the call with the status that belongs to an error raised inside."""
+    try:
+        yield
+    except Exception as error:
+        report = report_error(error, request_id)
+        if report.kind is INTERNAL:
+            _log.exception("request %s failed", request_id)
+        metadata: tuple[tuple[str, str], ...] = ()
+        if report.retry_after_s is not None:
+            metadata = (("retry-after", f"{report.retry_after_s:g}"),)
+        status = grpc.StatusCode[report.kind.grpc_status]
+    else:
+        return
+    await context.abort(status, report.message, trailing_metadata=metadata)
+
+
+def _serialize(message: Any) -> bytes:
+    return bytes(message.SerializeToString())

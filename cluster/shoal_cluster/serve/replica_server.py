@@ -1,0 +1,106 @@
+"""The Serve deployment around one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+import ray
+
+from shoal_cluster.config import ClusterConfig
+from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.serve.feed import FeedServer
+from shoal_cluster.serve.request_router import FEED_KEY
+from shoal_replica.build import build_executor, build_scheduler, resolve_config
+from shoal_replica.config import EngineConfig
+from shoal_replica.engine import Engine
+from shoal_replica.errors import ResourceExhausted, Unavailable
+from shoal_replica.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call to a replica ended. A refused request has left no trace there; ``reason`` says why."""
+
+    refused: bool
+    reason: str = ""
+
+
+class ReplicaServer:
+    """Owns an Engine and its feed.
+
+    Tokens travel by the feed. The Serve call stays open until the request has ended, so that Serve's own accounting
+    (ongoing requests, draining) is true.
+    """
+
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        settings = config.replica
+        resolved: EngineConfig = await asyncio.to_thread(
+            resolve_config,
+            config.model,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            block_size=settings.block_size,
+            num_blocks=settings.num_blocks,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            scheduler=settings.scheduler_config(),
+            parallel=settings.parallel_config(),
+        )
+        executor = await asyncio.to_thread(build_executor, resolved)
+        self._engine = Engine(build_scheduler(resolved), executor)
+        self._engine.start()
+        self._feed = FeedServer(self._engine)
+        host = ray.util.get_node_ip_address() if settings.feed_host == "node" else settings.feed_host
+        self._address = await self._feed.start(host)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Told once to every router: where the feed is."""
+        return {FEED_KEY: list(self._address)}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """The ledger's numbers that the autoscaling policy reads."""
+        stats = self._engine.stats()
+        return {
+            "num_total_blocks": stats.num_total_blocks,
+            "num_allocated_blocks": stats.num_allocated_blocks,
+            "num_waiting_tokens": stats.num_waiting_tokens,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+        }
+
+    async def generate(self, request: Request, gateway_id: str, query: RouteQuery) -> Outcome:
+        """Run a request to its end. Cancelling the call frees its blocks.
+
+        Args:
+            query: what the router placed the request by; not needed here.
+
+        Raises:
+            EngineDead: the engine has failed; the replica is about to be replaced.
+        """
+        request = replace(request, arrival_s=monotonic())
+        if not self._feed.own(request.request_id, gateway_id):
+            return Outcome(refused=True, reason="the gateway's feed is not connected")
+        try:
+            finished = self._engine.add(request)
+        except (ResourceExhausted, Unavailable) as error:
+            self._feed.disown(request.request_id, gateway_id)
+            return Outcome(refused=True, reason=str(error))
+        try:
+            await finished
+        finally:
+            self._engine.abort(request.request_id)
+            self._feed.disown(request.request_id, gateway_id)
+        self._engine.check_health()
+        return Outcome(refused=False)
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        self._engine.check_health()
+
+    async def __del__(self) -> None:
+        """Serve awaits this after its own drain."""
+        if hasattr(self, "_feed"):
+            await self._engine.stop()
+            await self._feed.stop()

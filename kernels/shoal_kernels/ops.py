@@ -1,0 +1,100 @@
+"""The operators of a decoder, by name. Each goes to the backend of its tensors' device.
+
+T is the number of tokens of a step, D the head size, H a number of heads. A *cache* is one layer's keys or values,
+``[num_blocks, num_kv_heads, block_size, D]``: the tokens of one block and head lie side by side, so that attention
+for a head streams whole tiles of ``block_size × D`` numbers (1 KiB to 4 KiB and aligned to cache lines for D of 32 and
+up), once for all query heads of the group, and a block of all heads is still one contiguous piece to copy or to send.
+
+Rounding follows transformers: norms compute in float32 and round before the weight; rotary runs in the model's dtype;
+softmax is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import cast
+
+from torch import Tensor
+
+from shoal_kernels.metadata import AttentionMetadata
+
+BACKENDS = {"cpu": "shoal_kernels.cpu", "npu": "shoal_kernels.npu"}
+
+
+@cache
+def backend(device_type: str) -> ModuleType:
+    """Module with these operators for a torch device type. Raises NotImplementedError for a type without one."""
+    if device_type not in BACKENDS:
+        raise NotImplementedError(f"no kernels for device {device_type!r}; there are {', '.join(BACKENDS)}")
+    return import_module(BACKENDS[device_type])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: x [T, in], weight [out, in], bias [out] → [T, out]."""
+    return cast(Tensor, backend(x.device.type).linear(x, weight, bias))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row to unit root mean square (Zhang and Sennrich 2019), times weight: x [..., N], weight [N]."""
+    return cast(Tensor, backend(x.device.type).rms_norm(x, weight, eps))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``(rms_norm(x + residual), x + residual)``, both [T, N]. The backend may overwrite ``residual``."""
+    return cast(tuple[Tensor, Tensor], backend(x.device.type).add_rms_norm(x, residual, weight, eps))
+
+
+def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate pairs ``(i, i + D/2)`` of each head by the angle of its position (Su et al. 2021, Llama's halves).
+
+    Args:
+        positions: int64 [T].
+        q, k: [T, Hq, D] and [T, Hkv, D].
+        cos_sin_cache: [max_positions, D] in the dtype of q: D/2 cosines, then D/2 sines.
+
+    Returns:
+        The rotated q and k, of the same shapes.
+    """
+    return cast(tuple[Tensor, Tensor], backend(q.device.type).rotary_embedding(positions, q, k, cos_sin_cache))
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of [T, 2I], gate first → [T, I]."""
+    return cast(Tensor, backend(gate_up.device.type).silu_and_mul(gate_up))
+
+
+def write_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store k, v [T, Hkv, D] in the caches at slots [T] (int64, distinct)."""
+    backend(k.device.type).write_kv(k, v, key_cache, value_cache, slot_mapping)
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of this step's queries over their sequences' cached KV (Kwon et al. 2023), after ``write_kv``.
+
+    Args:
+        q: [T, Hq, D]; Hq is a multiple of Hkv, and query head h reads KV head ``h // (Hq / Hkv)``.
+        key_cache, value_cache: [num_blocks, Hkv, block_size, D].
+        scale: factor of the scores, usually D ** -0.5.
+        sliding_window: how many tokens, itself included, a query sees; None for all.
+
+    Returns:
+        [T, Hq, D].
+    """
+    return cast(
+        Tensor, backend(q.device.type).paged_attention(q, key_cache, value_cache, metadata, scale, sliding_window)
+    )
+
+
+def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks (source, destination) within one layer's caches; every source is read before anything is written."""
+    backend(key_cache.device.type).copy_blocks(key_cache, value_cache, pairs)

@@ -1,0 +1,92 @@
+"""The operators in plain float32 torch, one token and one head at a time: slow, and the oracle of every backend.
+
+Signatures and meaning are those of ``ops``; results are float32 whatever the inputs. A backend is right when it equals
+these up to its dtype's rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_kernels.metadata import AttentionMetadata
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = x.float() @ weight.float().T
+    return y if bias is None else y + bias.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x.float() + residual.float()
+    return rms_norm(total, weight, eps), total
+
+
+def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotate(positions, q, cos_sin_cache), _rotate(positions, k, cos_sin_cache)
+
+
+def _rotate(positions: Tensor, x: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    out = torch.empty(x.shape, dtype=torch.float32)
+    for token, position in enumerate(positions.tolist()):
+        cos, sin = cos_sin_cache[position, :half].float(), cos_sin_cache[position, half:].float()
+        for head in range(x.shape[1]):
+            first, second = x[token, head, :half].float(), x[token, head, half:].float()
+            out[token, head, :half] = first * cos - second * sin
+            out[token, head, half:] = second * cos + first * sin
+    return out
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    size = gate_up.shape[-1] // 2
+    gate, up = gate_up[:, :size].float(), gate_up[:, size:].float()
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def write_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    block_size = key_cache.shape[2]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        block_id, offset = divmod(slot, block_size)
+        key_cache[block_id, :, offset] = k[token]
+        value_cache[block_id, :, offset] = v[token]
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    num_heads, block_size = q.shape[1], key_cache.shape[2]
+    group = num_heads // key_cache.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float32)
+    for seq, seq_len in enumerate(metadata.seq_lens):
+        places = [(int(metadata.block_tables[seq, p // block_size]), p % block_size) for p in range(seq_len)]
+        start, end = metadata.query_start_loc[seq], metadata.query_start_loc[seq + 1]
+        for row in range(start, end):
+            position = seq_len - (end - row)
+            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            visible = places[first : position + 1]
+            for head in range(num_heads):
+                keys = torch.stack([key_cache[block, head // group, offset].float() for block, offset in visible])
+                values = torch.stack([value_cache[block, head // group, offset].float() for block, offset in visible])
+                weights = torch.softmax(keys @ q[row, head].float() * scale, dim=0)
+                out[row, head] = weights @ values
+    return out
+
+
+def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    for cache in (key_cache, value_cache):
+        before = cache.clone()
+        for source, destination in pairs:
+            cache[destination] = before[source]

@@ -1,0 +1,77 @@
+"""The engine for async programs: one stream of token deltas per request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+from shoal_replica.build import build_executor, build_scheduler
+from shoal_replica.config import EngineConfig
+from shoal_replica.engine import Engine, StepReport
+from shoal_replica.llm import with_seed
+from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
+from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """A streaming engine on the running event loop. Make it with ``await AsyncLLM.start(config)``; end it with ``stop``."""
+
+    def __init__(self, config: EngineConfig, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> AsyncLLM:
+        """Load the model in a thread and start the engine's loop."""
+        executor = await asyncio.to_thread(build_executor, config)
+        engine = Engine(build_scheduler(config), executor)
+        llm = cls(config, engine, Tokenizer.from_folder(config.model.folder))
+        engine.subscribe(llm._dispatch)
+        engine.start()
+        return llm
+
+    async def generate(
+        self, prompt: str | tuple[int, ...], params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[TokenDelta]:
+        """Stream a prompt's tokens. Closing the iterator frees the request's blocks.
+
+        Raises:
+            InvalidArgument, ResourceExhausted, EngineDead.
+        """
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        request = Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=token_ids,
+            sampling_params=with_seed(params),
+            arrival_s=time.monotonic(),
+        )
+        queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
+        self._queues[request.request_id] = queue
+        try:
+            self.engine.add(request)
+            num_open = params.n
+            while num_open:
+                delta = await queue.get()
+                if delta.finish_reason is FinishReason.ERROR:
+                    self.engine.check_health()
+                num_open -= delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._queues[request.request_id]
+            self.engine.abort(request.request_id)
+
+    async def stop(self) -> None:
+        """End all requests and release the model."""
+        await self.engine.stop()
+
+    def _dispatch(self, report: StepReport) -> None:
+        for delta in report.deltas:
+            queue = self._queues.get(delta.request_id)
+            if queue is not None:
+                queue.put_nowait(delta)

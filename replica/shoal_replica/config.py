@@ -1,0 +1,232 @@
+"""The four configurations of an engine. Each class is handed only its own; all are frozen and resolved once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shoal_replica.errors import ConfigError, NotFound
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DEVICES = ("cpu", "npu")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder, read from a Hugging Face ``config.json``.
+
+    ``dtype`` is that of weights, activations and KV. ``max_model_len`` counts prompt and generated tokens.
+    """
+
+    folder: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_model_len: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
+        """Read ``folder/config.json``.
+
+        Raises:
+            NotFound: no such folder, or it holds no config.json.
+            ConfigError: an architecture, dtype or length that Shoal does not serve.
+        """
+        path = Path(folder)
+        if not path.is_dir():
+            raise NotFound(f"model: no folder {str(folder)!r}")
+        raw = _read_json(path / "config.json")
+        if raw is None:
+            raise NotFound(f"model: {str(folder)!r} holds no config.json")
+        architecture = (raw.get("architectures") or ["?"])[0]
+        if architecture not in SUPPORTED_ARCHITECTURES:
+            raise ConfigError(
+                f"model: architecture {architecture!r} is not one of {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"model: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
+        if dtype == "auto":
+            stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+            dtype = "float32" if stored == "float32" else "bfloat16"
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype: got {dtype!r}; must be 'auto' or one of {', '.join(DTYPE_BYTES)}")
+        limit = int(raw.get("max_position_embeddings") or 2048)
+        if max_model_len is not None and not 1 <= max_model_len <= limit:
+            raise ConfigError(f"max_model_len: got {max_model_len}; the model allows 1 to {limit}")
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", "linear", "llama3"):
+            raise ConfigError(f"model: rope type {rope_type!r} is not one of default, linear, llama3")
+        num_heads = int(raw["num_attention_heads"])
+        is_qwen = architecture.startswith("Qwen")
+        uses_window = raw.get("use_sliding_window", not is_qwen)
+        if uses_window and raw.get("sliding_window") and is_qwen:
+            raise ConfigError("model: use_sliding_window mixes window and full layers, which is not supported")
+        return cls(
+            folder=str(path),
+            architecture=architecture,
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_heads=num_heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+            head_size=int(raw.get("head_dim") or raw["hidden_size"] // num_heads),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+            rope_scaling=dict(rope) if rope_type != "default" else None,
+            max_model_len=max_model_len or limit,
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=architecture == "Qwen2ForCausalLM" or bool(raw.get("attention_bias", False)),
+            output_bias=bool(raw.get("attention_bias", False)) and architecture != "Qwen2ForCausalLM",
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            sliding_window=int(raw["sliding_window"]) if uses_window and raw.get("sliding_window") else None,
+            eos_token_ids=_eos_token_ids(path, raw),
+            dtype=dtype,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the decoder, embeddings counted once when tied."""
+        d, h = self.hidden_size, self.head_size
+        attention = d * h * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * d * self.intermediate_size
+        embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_layers * (attention + mlp + 2 * d) + d
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_parameters * DTYPE_BYTES[self.dtype]
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one KV block over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * block_size * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The block pool: ``num_blocks`` blocks of ``block_size`` tokens."""
+
+    num_blocks: int
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        _at_least("num_blocks", self.num_blocks, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step: sequences running and tokens computed; and how many requests may wait."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_num_waiting: int = 1024
+    policy: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_waiting", self.max_num_waiting, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens: got {self.max_num_batched_tokens}; "
+                f"must be at least max_num_seqs ({self.max_num_seqs}), one token for each running sequence"
+            )
+        if self.policy not in SCHEDULING_POLICIES:
+            raise ConfigError(f"policy: got {self.policy!r}; must be one of {', '.join(SCHEDULING_POLICIES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Where the model runs. ``num_threads`` is per rank, for the CPU backend."""
+
+    device: str = "cpu"
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least("num_threads", self.num_threads, 1)
+        if self.device not in DEVICES:
+            raise ConfigError(f"device: got {self.device!r}; must be one of {', '.join(DEVICES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The four together, for whoever builds an engine."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        room = self.cache.num_blocks * self.cache.block_size
+        if room < self.model.max_model_len:
+            # One sequence must fit the pool, or it would wait forever: the pool is then the limit.
+            object.__setattr__(self, "model", replace(self.model, max_model_len=room))
+
+
+def check_memory(model: ModelConfig, cache: CacheConfig, memory_bytes: int) -> None:
+    """Raise ConfigError when weights and KV pool do not fit ``memory_bytes``, naming the smallest change that does."""
+    pool = cache.num_blocks * model.block_bytes(cache.block_size)
+    if model.weight_bytes + pool <= memory_bytes:
+        return
+    gib = 2**30
+    room = (memory_bytes - model.weight_bytes) // model.block_bytes(cache.block_size)
+    what = (
+        f"num_blocks: {cache.num_blocks} blocks take {pool / gib:.2f} GiB beside {model.weight_bytes / gib:.2f} GiB "
+        f"of weights, and {memory_bytes / gib:.2f} GiB are free"
+    )
+    raise ConfigError(f"{what}; num_blocks={room} fits" if room > 0 else f"{what}; the weights alone do not fit")
+
+
+def _at_least(field_name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{field_name}: got {value!r}; must be an integer of at least {low}")
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model: {path} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"model: {path} does not hold a JSON object")
+    return value
+
+
+def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    """generation_config.json wins over config.json, as in transformers."""
+    generation = _read_json(folder / "generation_config.json") or {}
+    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

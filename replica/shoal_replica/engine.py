@@ -1,0 +1,189 @@
+"""The async loop of one replica: schedule, execute, update, publish; until it is stopped or a step fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shoal_replica.errors import EngineDead, Unavailable
+from shoal_replica.executor import Executor
+from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.request import FinishReason, Request, TokenDelta
+from shoal_replica.scheduler import Scheduler
+from shoal_replica.stats import ReplicaStats
+
+HEARTBEAT_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step changed, for those who follow the engine: tokens, block events, the ledger after it."""
+
+    deltas: tuple[TokenDelta, ...]
+    stored: tuple[BlockHash, ...]
+    removed: tuple[BlockHash, ...]
+    stats: ReplicaStats
+
+
+Subscriber = Callable[[StepReport], None]
+
+
+class Engine:
+    """Runs a scheduler and an executor. All methods belong to the event loop that called ``start``.
+
+    Steps run in one worker thread. Subscribers are called on the loop after each step, after each abort, and once per
+    ``heartbeat_s`` when idle.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._heartbeat_s = heartbeat_s
+        self._subscribers: list[Subscriber] = []
+        self._finished: dict[str, asyncio.Future[None]] = {}
+        self._unfinished: dict[str, int] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-step")
+        self._task: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._draining = False
+        self._step_s = 0.0
+
+    def start(self) -> None:
+        """Begin stepping on the running event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="shoal-engine")
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call ``subscriber`` with every StepReport from now on. Returns the way to stop that."""
+        self._subscribers.append(subscriber)
+        return lambda: self._subscribers.remove(subscriber)
+
+    def add(self, request: Request) -> asyncio.Future[None]:
+        """Queue a request. The future is done when its last sequence has ended; its tokens go to subscribers.
+
+        Raises:
+            EngineDead: a step has failed.
+            Unavailable: the engine is draining.
+            ResourceExhausted: too many sequences wait.
+        """
+        self.check_health()
+        if self._draining:
+            raise Unavailable("the replica is draining")
+        self._scheduler.add(request)
+        finished = asyncio.get_running_loop().create_future()
+        self._finished[request.request_id] = finished
+        self._unfinished[request.request_id] = request.sampling_params.n
+        self._idle.clear()
+        self._wake.set()
+        return finished
+
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request, or one sequence of it, now; its blocks are free on return. Unknown ids are ignored."""
+        deltas = self._scheduler.abort(request_id, index, reason)
+        if not deltas:
+            return
+        if index is None:
+            self._unfinished[request_id] = len(deltas)  # siblings that never started end with the others
+        self._publish(deltas)
+
+    def stats(self) -> ReplicaStats:
+        return self._scheduler.stats(time.time(), self._step_s, self._draining)
+
+    def cache_hashes(self) -> tuple[BlockHash, ...]:
+        """Every hash in the prefix cache; with the events of later reports, a complete picture."""
+        return tuple(self._scheduler.cache_hashes())
+
+    def check_health(self) -> None:
+        """Raise EngineDead if a step has failed."""
+        if self._failure is not None:
+            raise EngineDead(f"the engine stopped: {self._failure!r}") from self._failure
+
+    def check_invariants(self) -> None:
+        self._scheduler.check_invariants()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more requests and wait for those here. False if some were left after ``timeout_s``."""
+        self._draining = True
+        self._publish(())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        self._scheduler.check_invariants()
+        return True
+
+    async def stop(self) -> None:
+        """End every request with FinishReason.ABORT, then the loop, the worker thread and the executor."""
+        self._draining = True
+        for request_id in self._scheduler.request_ids():
+            self.abort(request_id)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await asyncio.to_thread(self._thread.shutdown)
+        self._executor.close()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._step()
+        except Exception as error:
+            self._die(error)
+
+    async def _step(self) -> None:
+        output = self._scheduler.schedule(time.monotonic())
+        if output is None:
+            await self._rest()
+            return
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self._thread, self._executor.execute, output)
+        self._step_s = time.perf_counter() - started
+        self._publish(self._scheduler.update(output, result))
+
+    async def _rest(self) -> None:
+        """Wait for work; after a heartbeat without any, look the books over and say that we live."""
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(self._heartbeat_s):
+                await self._wake.wait()
+        except TimeoutError:
+            self._scheduler.check_invariants()
+            self._publish(())
+
+    def _publish(self, deltas: Iterable[TokenDelta]) -> None:
+        deltas = tuple(deltas)
+        stored, removed = self._scheduler.take_block_events()
+        report = StepReport(deltas, tuple(stored), tuple(removed), self.stats())
+        for subscriber in tuple(self._subscribers):
+            subscriber(report)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._count_finished(delta.request_id)
+
+    def _count_finished(self, request_id: str) -> None:
+        self._unfinished[request_id] -= 1
+        if self._unfinished[request_id]:
+            return
+        del self._unfinished[request_id]
+        finished = self._finished.pop(request_id)
+        if not finished.done():
+            finished.set_result(None)
+        if not self._finished:
+            self._idle.set()
+
+    def _die(self, error: Exception) -> None:
+        """Fail every request: nobody may wait on an engine that has stopped."""
+        self._failure = error
+        logger.error("the engine stopped: a step failed", exc_info=error)
+        for request_id in self._scheduler.request_ids():
+            self.abort(request_id, reason=FinishReason.ERROR)

@@ -1,0 +1,79 @@
+"""What can go wrong, as types. The cluster maps each to a gRPC status and an HTTP code.
+
+ShoalError
+├── InvalidArgument    the request is wrong: names the field, the value and the limit
+├── NotFound           no such model, file or request
+├── ResourceExhausted  no room now; may carry ``retry_after_s``
+├── DeadlineExceeded   the caller's deadline passed
+├── Unavailable        the replica or the cluster cannot answer; trying again may help
+├── ConfigError        the deployment is wrong: one line, before anything starts
+└── EngineDead         the engine failed and cannot go on
+"""
+
+from __future__ import annotations
+
+MAX_SHOWN_VALUE = 80
+
+
+class ShoalError(Exception):
+    """Root of every error that Shoal raises on purpose. ``str(error)`` is one line fit for a client."""
+
+
+class InvalidArgument(ShoalError):
+    """A request field is outside its limits.
+
+    Args:
+        field: name of the field as the caller spells it.
+        value: what was given (shown shortened).
+        limit: what is allowed, in words.
+    """
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        shown = repr(value)
+        if len(shown) > MAX_SHOWN_VALUE:
+            shown = shown[: MAX_SHOWN_VALUE - 1] + "…"
+        super().__init__(f"{field}: got {shown}; {limit}")
+        self.field = field
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), str(self), {"field": self.field, "limit": self.limit})
+
+
+class NotFound(ShoalError):
+    """Something named in the request does not exist."""
+
+
+class ResourceExhausted(ShoalError):
+    """There is no room for the request now. ``retry_after_s`` is a hint, or None when waiting will not help."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), str(self), {"retry_after_s": self.retry_after_s})
+
+
+class DeadlineExceeded(ShoalError):
+    """The caller's deadline passed before the request finished."""
+
+
+class Unavailable(ShoalError):
+    """The service cannot answer now; the same call may succeed later."""
+
+
+class ConfigError(ShoalError):
+    """The configuration is impossible."""
+
+
+class EngineDead(ShoalError):
+    """The engine stopped because a step failed; the replica must be replaced."""
+
+
+def _rebuild(kind: type[ShoalError], message: str, attributes: dict[str, object]) -> ShoalError:
+    """Errors cross process borders by pickle, which would call ``__init__`` with the message alone."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    error.__dict__.update(attributes)
+    return error

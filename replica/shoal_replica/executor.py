@@ -1,0 +1,89 @@
+"""What the scheduler asks of the model, and what it gets back: the only words that cross to the ranks.
+
+A sequence is sent whole once (``NewSequence``); later steps carry only what changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal_replica.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence the executor does not hold: first seen, or back from preemption."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]  # prompt, then tokens generated so far
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    index: int  # with the seed, names the random stream
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step.
+
+    The executor computes tokens ``[num_computed_tokens, num_computed_tokens + num_new_tokens)`` and samples one more
+    token exactly when ``samples``; it appends the sampled token to its own copy.
+    """
+
+    seq_id: int
+    num_computed_tokens: int
+    num_new_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step.
+
+    Order of execution: drop ``dropped_seq_ids``; apply ``block_copies`` (source, destination); take ``new_sequences``;
+    apply ``block_updates``; compute ``scheduled``.
+    """
+
+    step: int
+    scheduled: tuple[ScheduledSequence, ...]
+    new_sequences: tuple[NewSequence, ...] = ()
+    block_updates: tuple[tuple[int, int, tuple[int, ...]], ...] = ()  # (seq_id, first index, block ids from there on)
+    block_copies: tuple[tuple[int, int], ...] = ()
+    dropped_seq_ids: tuple[int, ...] = ()  # finished or preempted
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_new_tokens for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of a sampled token and of the likeliest ones, natural log, before temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    seq_id: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One sampled token for each scheduled sequence with ``samples``, in the same order."""
+
+    sampled: tuple[SampledToken, ...]
+
+
+class Executor(Protocol):
+    """Runs steps. ``execute`` blocks until the step is done and raises if the model failed."""
+
+    def execute(self, output: SchedulerOutput) -> StepResult: ...
+
+    def close(self) -> None: ...

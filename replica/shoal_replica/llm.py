@@ -1,0 +1,199 @@
+"""The offline API: prompts in, finished outputs out; no cluster, no event loop."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from shoal_replica.build import build_executor, build_scheduler, resolve_config
+from shoal_replica.config import ParallelConfig, SchedulerConfig
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.executor import TokenLogprobs
+from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
+from shoal_replica.sampling_params import MAX_SEED, SamplingParams
+from shoal_replica.text_stream import TextStream
+from shoal_replica.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """One generated sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What became of one prompt. ``token_ids``, ``text`` and ``finish_reason`` are those of the first sequence."""
+
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[SequenceOutput]
+    num_cached_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason
+
+
+class LLM:
+    """One replica's engine, used from a plain program.
+
+    Args:
+        model: a Hugging Face folder, a hub id, or the demo model's name.
+        block_size, num_blocks: the KV block pool; ``num_blocks=None`` sizes it to the traffic that ``max_num_seqs`` allows.
+        max_num_seqs, max_num_batched_tokens: limits of one step.
+        dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+        num_threads: CPU threads of the model.
+        max_model_len: None takes the model's.
+
+    Raises:
+        NotFound, ConfigError: see ``resolve_config``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        dtype: str = "auto",
+        num_threads: int = 1,
+        enable_prefix_caching: bool = True,
+        max_model_len: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.config = resolve_config(
+            model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            parallel=ParallelConfig(device=device, num_threads=num_threads),
+        )
+        self.tokenizer = Tokenizer.from_folder(self.config.model.folder)
+        self._scheduler = build_scheduler(self.config)
+        self._executor = build_executor(self.config)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts together; outputs come in the prompts' order.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            params: one for all, or one per prompt.
+
+        Raises:
+            InvalidArgument: a prompt is empty or too long, or the counts of prompts and params differ.
+        """
+        listed = _as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(listed)
+        if len(params) != len(listed):
+            raise InvalidArgument("params", len(params), f"must be one, or one for each of {len(listed)} prompts")
+        requests = [self._request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
+        outputs = {r.request_id: _Collector(r, self.tokenizer) for r in requests}
+        pending = list(reversed(requests))
+        try:
+            while pending or self._scheduler.has_work:
+                while pending and self._scheduler.has_room:
+                    self._scheduler.add(pending.pop())
+                self._step(outputs)
+        finally:
+            for request in requests:
+                self._scheduler.abort(request.request_id)
+        return [outputs[r.request_id].result for r in requests]
+
+    def close(self) -> None:
+        """Release the model and the block pool."""
+        self._executor.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        return Request(
+            request_id=str(next(self._ids)),
+            prompt_token_ids=token_ids,
+            sampling_params=with_seed(params),
+            arrival_s=time.monotonic(),
+        )
+
+    def _step(self, outputs: dict[str, _Collector]) -> None:
+        step = self._scheduler.schedule(time.monotonic())
+        if step is None:
+            raise RuntimeError("the scheduler has work but no step")
+        for delta in self._scheduler.update(step, self._executor.execute(step)):
+            if outputs[delta.request_id].take(delta):
+                self._scheduler.abort(delta.request_id, delta.index)
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """The same parameters with a seed chosen, so that the request's draws are repeatable from here on."""
+    return params if params.seed is not None else replace(params, seed=secrets.randbelow(MAX_SEED))
+
+
+class _Collector:
+    """Gathers the deltas of one request into its output."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        params = request.sampling_params
+        self.result = RequestOutput(request.prompt_token_ids, [SequenceOutput() for _ in range(params.n)])
+        self._texts = [TextStream(tokenizer, params.stop) for _ in range(params.n)]
+
+    def take(self, delta: TokenDelta) -> bool:
+        """Add a delta; True when its text has just met a stop string and the sequence should be aborted."""
+        output, text = self.result.outputs[delta.index], self._texts[delta.index]
+        output.token_ids.extend(delta.token_ids)
+        output.logprobs.extend(delta.logprobs)
+        self.result.num_cached_tokens = max(self.result.num_cached_tokens, delta.num_cached_tokens)
+        new_text, stopped = text.push(delta.token_ids)
+        output.text += new_text
+        if delta.finish_reason is not None and not stopped:
+            output.text += text.finish()
+        output.finish_reason = FinishReason.STOP if stopped else delta.finish_reason
+        return stopped and delta.finish_reason is None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]

@@ -1,0 +1,34 @@
+"""How much memory there is, and how many blocks to make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from shoal_replica.config import ModelConfig
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
+
+DEFAULT_TOKENS_PER_SEQUENCE = 1024
+POOL_SHARE = 0.8  # of what weights leave; the rest is for activations and the process itself
+
+
+def available_bytes() -> int:
+    """Host memory that can still be taken, the container's limit respected."""
+    available = int(psutil.virtual_memory().available)
+    if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()) != "max":
+        available = min(available, int(limit) - int(CGROUP_USAGE.read_text()))
+    return max(0, available)
+
+
+def default_num_blocks(model: ModelConfig, block_size: int, max_num_seqs: int, memory_bytes: int) -> int:
+    """Room for ``max_num_seqs`` sequences of ordinary length, or one of full length if that is more; as memory allows.
+
+    At least 1: a pool that cannot hold the model at all is refused by ``check_memory``.
+    """
+    tokens = max(model.max_model_len, max_num_seqs * min(model.max_model_len, DEFAULT_TOKENS_PER_SEQUENCE))
+    wanted = -(-tokens // block_size)
+    fitting = int((memory_bytes - model.weight_bytes) * POOL_SHARE) // model.block_bytes(block_size)
+    return max(1, min(wanted, fitting))

@@ -1,0 +1,127 @@
+"""The parts of a Llama-family decoder layer: views on packed weights, and a call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal_kernels import ops
+from shoal_kernels.metadata import AttentionMetadata
+from shoal_replica.config import ModelConfig
+
+Weights = dict[str, Tensor]
+LayerCache = tuple[Tensor, Tensor]
+"""One layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What every layer of a step shares.
+
+    Attributes:
+        positions: int64 [num_tokens].
+        cos_sin_cache: [max_positions, head_size], see ``rotary_cache``.
+    """
+
+    positions: Tensor
+    cos_sin_cache: Tensor
+    attention: AttentionMetadata
+
+
+class Linear:
+    """``x @ weight.T + bias``, bias optional."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self.weight = weights[f"{name}.weight"]
+        self.bias = weights.get(f"{name}.bias")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class Attention:
+    """Grouped-query attention with rotary positions; Qwen3 also norms each query and key head."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        self.qkv_proj = Linear(weights, f"{prefix}qkv_proj")
+        self.o_proj = Linear(weights, f"{prefix}o_proj")
+        self.q_norm = weights.get(f"{prefix}q_norm.weight")
+        self.k_norm = weights.get(f"{prefix}k_norm.weight")
+        self.num_heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.head_size = config.head_size
+        self.eps = config.rms_norm_eps
+        self.scale = config.head_size**-0.5
+        self.sliding_window = config.sliding_window
+
+    def __call__(self, x: Tensor, cache: LayerCache, step: StepInputs) -> Tensor:
+        """x [T, hidden] → [T, hidden]; the step's keys and values are written to ``cache`` first."""
+        num_tokens = x.shape[0]
+        heads = self.qkv_proj(x).view(num_tokens, -1, self.head_size)
+        q, k, v = torch.split(heads, self.num_heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = ops.rms_norm(q, self.q_norm, self.eps)
+            k = ops.rms_norm(k, self.k_norm, self.eps)
+        q, k = ops.rotary_embedding(step.positions, q, k, step.cos_sin_cache)
+        ops.write_kv(k, v, *cache, step.attention.slot_mapping)
+        out = ops.paged_attention(q, *cache, step.attention, self.scale, self.sliding_window)
+        return self.o_proj(out.view(num_tokens, -1))
+
+
+class DecoderLayer:
+    """Attention and gated MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        self.input_norm = weights[f"{prefix}input_layernorm.weight"]
+        self.attention = Attention(config, weights, prefix)
+        self.post_attention_norm = weights[f"{prefix}post_attention_layernorm.weight"]
+        self.gate_up_proj = Linear(weights, f"{prefix}gate_up_proj")
+        self.down_proj = Linear(weights, f"{prefix}down_proj")
+        self.eps = config.rms_norm_eps
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, cache: LayerCache, step: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [T, hidden] → the same; the stream is their sum, added by the norm that reads it next."""
+        if residual is None:
+            x, residual = ops.rms_norm(x, self.input_norm, self.eps), x
+        else:
+            x, residual = ops.add_rms_norm(x, residual, self.input_norm, self.eps)
+        x = self.attention(x, cache, step)
+        x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x))), residual
+
+
+def rotary_cache(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Cosines, then sines, of every position's angles: [max_model_len, head_size], made in float32."""
+    positions = torch.arange(config.max_model_len, dtype=torch.float32)
+    angles = torch.outer(positions, rotary_frequencies(config))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair, float32 [head_size / 2]: Su et al. 2021, and the config's scaling."""
+    exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    factor = float(scaling["factor"])
+    if scaling.get("rope_type", scaling.get("type")) == "linear":
+        return frequencies / factor
+    return _llama3_frequencies(frequencies, factor, scaling)
+
+
+def _llama3_frequencies(frequencies: Tensor, factor: float, scaling: dict[str, float]) -> Tensor:
+    """Llama 3.1: long wavelengths are divided by ``factor``, short ones kept, those between interpolated."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    context = scaling["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (context / wavelengths - low) / (high - low)
+    between = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelengths > context / low, frequencies / factor, between)
+    return torch.where(wavelengths < context / high, frequencies, scaled)

@@ -1,0 +1,186 @@
+"""From logits to tokens, one row per sequence, by each sequence's own parameters and random stream."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal_replica.executor import TokenLogprobs
+from shoal_replica.sampling_params import SamplingParams
+
+UNIFORM_BITS = 52  # below a double's 53, so that u * total stays below total
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRow:
+    """The sequence of one row of logits.
+
+    Attributes:
+        token_ids: int64, prompt then generated tokens; the next token's position is their number.
+        index: number of the sequence within its request; with the seed, it names the random stream.
+    """
+
+    seq_id: int
+    params: SamplingParams
+    index: int
+    num_prompt_tokens: int
+    token_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """What penalties need of a sequence, kept up to date token by token."""
+
+    output_counts: Tensor  # float32 [vocab_size], how often each token was generated
+    seen: Tensor  # bool [vocab_size], in the prompt or generated
+    num_counted: int = 0
+
+    def extend(self, row: SamplerRow) -> None:
+        """Count the tokens that the row has and this has not."""
+        new = torch.from_numpy(row.token_ids[self.num_counted :])
+        self.seen[new] = True
+        generated = new[max(0, row.num_prompt_tokens - self.num_counted) :]
+        self.output_counts.index_add_(0, generated, torch.ones(len(generated)))
+        self.num_counted = len(row.token_ids)
+
+
+class Sampler:
+    """Chooses tokens: penalties, then temperature, then min-p, top-k and top-p, then one draw.
+
+    A row's draw takes one uniform number, a function of (seed, index, position) alone, and inverts the distribution
+    function in token-id order; so batch, step and replica do not matter to it. Greedy rows take the likeliest token.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._counts: dict[int, TokenCounts] = {}
+
+    def forget(self, seq_id: int) -> None:
+        """Drop what is kept of a sequence; it is counted anew if it comes back."""
+        self._counts.pop(seq_id, None)
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sample]:
+        """Choose a token for each row of ``logits``, float32 [len(rows), vocab_size].
+
+        Raises:
+            FloatingPointError: a row holds NaN or infinity as its largest logit.
+        """
+        if not rows:
+            return []
+        largest, likeliest = logits.max(dim=-1)
+        if not torch.isfinite(largest).all():
+            raise FloatingPointError("the model's logits are not finite")
+        logprobs = _Logprobs.of(logits, rows)
+        penalised = [i for i, row in enumerate(rows) if row.params.has_penalties]
+        if penalised:
+            logits = logits.clone()
+            for i in penalised:
+                self._penalise(logits[i], rows[i])
+            likeliest = logits.argmax(dim=-1)
+        token_ids = likeliest.tolist()
+        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if drawn:
+            picked = logits if len(drawn) == len(rows) else logits[torch.tensor(drawn)]
+            for i, token_id in zip(drawn, _draw(picked, [rows[i] for i in drawn]), strict=True):
+                token_ids[i] = token_id
+        return [Sample(token_id, logprobs.row(i, token_id)) for i, token_id in enumerate(token_ids)]
+
+    def _penalise(self, logits: Tensor, row: SamplerRow) -> None:
+        """Change one row in place: CTRL's repetition penalty (Keskar et al. 2019), then OpenAI's two."""
+        counts = self._counts.get(row.seq_id)
+        if counts is None:
+            counts = self._counts[row.seq_id] = TokenCounts(
+                torch.zeros(self._vocab_size), torch.zeros(self._vocab_size, dtype=torch.bool)
+            )
+        counts.extend(row)
+        params = row.params
+        if params.repetition_penalty != 1.0:
+            penalty = params.repetition_penalty
+            logits.copy_(torch.where(counts.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
+        logits -= params.frequency_penalty * counts.output_counts
+        logits -= params.presence_penalty * (counts.output_counts > 0)
+
+
+def uniform(seed: int | None, index: int, position: int) -> float:
+    """The number in [0, 1) that draws the token at ``position`` of sequence ``index`` of a request."""
+    digest = blake2b(struct.pack("<QQQ", seed or 0, index, position), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") >> (64 - UNIFORM_BITS)) / float(1 << UNIFORM_BITS)
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+    """One token per row, none of them greedy."""
+    temperatures = torch.tensor([row.params.temperature for row in rows]).unsqueeze(1)
+    # Shifted to a maximum of 0 first: a tiny temperature then gives 0 and -inf, never inf.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
+    min_ps = torch.tensor([row.params.min_p for row in rows]).unsqueeze(1)
+    if bool(min_ps.any()):
+        # In logits, p < min_p * max(p) reads: logit < max + log(min_p), and the maximum is 0.
+        scaled = scaled.masked_fill(scaled < min_ps.log(), -torch.inf)
+    cut = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1.0]
+    if cut:
+        picked = torch.tensor(cut)
+        scaled[picked] = _keep_top(scaled[picked], [rows[i].params for i in cut])
+    cdf = scaled.softmax(dim=-1).double().cumsum(dim=-1)
+    uniforms = [uniform(row.params.seed, row.index, len(row.token_ids)) for row in rows]
+    targets = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1) * cdf[:, -1:]
+    token_ids: list[int] = torch.searchsorted(cdf, targets, right=True).squeeze(1).tolist()
+    return token_ids
+
+
+def _keep_top(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """-inf outside each row's top-k, then outside the smallest set that has probability top-p (Holtzman et al. 2020).
+
+    Tokens as likely as the k-th all stay, as in vLLM; of equally likely ones at the edge of top-p, lower ids stay.
+    """
+    vocab_size = logits.shape[-1]
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+    ks = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params]).unsqueeze(1)
+    ranked = ranked.masked_fill(ranked < ranked.gather(1, ks - 1), -torch.inf)
+    probs = ranked.softmax(dim=-1).double()
+    top_ps = torch.tensor([p.top_p for p in params], dtype=torch.float64).unsqueeze(1)
+    before = probs.cumsum(dim=-1) - probs
+    # Rounding may end the sum below 1, so a row that keeps everything is not compared.
+    ranked = ranked.masked_fill((before >= top_ps) & (top_ps < 1.0), -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ranked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Log-probabilities of the raw logits, for the rows that want them."""
+
+    places: dict[int, int]  # row of the batch → row here
+    values: Tensor
+    top: list[tuple[tuple[int, float], ...]]
+
+    @classmethod
+    def of(cls, logits: Tensor, rows: Sequence[SamplerRow]) -> _Logprobs:
+        wanted = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]
+        if not wanted:
+            return cls({}, logits, [])
+        values = logits[torch.tensor([i for i, _ in wanted])].log_softmax(dim=-1)
+        most = min(max(count for _, count in wanted), values.shape[-1])
+        top_values, top_ids = (part.tolist() for part in values.topk(most, dim=-1))
+        top = [
+            tuple(zip(ids[:count], logprobs[:count], strict=True))
+            for ids, logprobs, (_, count) in zip(top_ids, top_values, wanted, strict=True)
+        ]
+        return cls({i: place for place, (i, _) in enumerate(wanted)}, values, top)
+
+    def row(self, i: int, token_id: int) -> TokenLogprobs | None:
+        place = self.places.get(i)
+        if place is None:
+            return None
+        return TokenLogprobs(token_id, float(self.values[place, token_id]), self.top[place])

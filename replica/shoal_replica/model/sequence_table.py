@@ -1,0 +1,112 @@
+"""The runner's copy of its sequences: tokens and blocks in host arrays, from which a step's inputs are indexed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal_replica.executor import NewSequence, ScheduledSequence
+from shoal_replica.sampling_params import SamplingParams
+
+INITIAL_ROWS = 16
+
+
+@dataclass(slots=True)
+class HeldSequence:
+    """A sequence and the row of the table where its tokens and blocks are."""
+
+    row: int
+    num_tokens: int
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """A step's inputs as host arrays; see ``AttentionMetadata`` for the last four."""
+
+    input_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    query_start_loc: list[int]
+    seq_lens: list[int]
+    block_tables: NDArray[np.int32]
+    slot_mapping: NDArray[np.int64]
+
+
+class SequenceTable:
+    """One row per sequence: its token ids and its block ids. Rows are reused; the table doubles when full."""
+
+    def __init__(self, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        # One more than the model's length: the last token may be sampled, though never computed.
+        self._token_ids = np.zeros((INITIAL_ROWS, max_model_len + 1), np.int64)
+        self._block_ids = np.zeros((INITIAL_ROWS, -(-(max_model_len + 1) // block_size)), np.int32)
+        self._free_rows = list(reversed(range(INITIAL_ROWS)))
+        self._held: dict[int, HeldSequence] = {}
+
+    def __getitem__(self, seq_id: int) -> HeldSequence:
+        return self._held[seq_id]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, new: NewSequence) -> None:
+        if new.seq_id in self._held:
+            raise RuntimeError(f"sequence {new.seq_id} is already held")
+        if not self._free_rows:
+            self._grow()
+        row = self._free_rows.pop()
+        num_tokens = len(new.token_ids)
+        self._token_ids[row, :num_tokens] = new.token_ids
+        self._held[new.seq_id] = HeldSequence(row, num_tokens, new.num_prompt_tokens, new.sampling_params, new.index)
+        self.set_blocks(new.seq_id, 0, new.block_ids)
+
+    def drop(self, seq_id: int) -> None:
+        self._free_rows.append(self._held.pop(seq_id).row)
+
+    def set_blocks(self, seq_id: int, first: int, block_ids: Sequence[int]) -> None:
+        """Put ``block_ids`` at places ``first`` and on of the sequence's block table."""
+        self._block_ids[self._held[seq_id].row, first : first + len(block_ids)] = block_ids
+
+    def append(self, seq_id: int, token_id: int) -> None:
+        held = self._held[seq_id]
+        self._token_ids[held.row, held.num_tokens] = token_id
+        held.num_tokens += 1
+
+    def token_ids(self, seq_id: int) -> NDArray[np.int64]:
+        """Prompt, then generated tokens; a view."""
+        held = self._held[seq_id]
+        return self._token_ids[held.row, : held.num_tokens]
+
+    def arrays(self, scheduled: Sequence[ScheduledSequence]) -> StepArrays:
+        """Inputs of a step that computes ``scheduled``, in that order."""
+        rows = np.array([self._held[s.seq_id].row for s in scheduled])
+        starts = np.array([s.num_computed_tokens for s in scheduled])
+        counts = np.array([s.num_new_tokens for s in scheduled])
+        ends = np.cumsum(counts)
+        seq_lens = starts + counts
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, counts)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        num_blocks = -(-int(seq_lens.max()) // self._block_size)
+        # A reused row still holds an older sequence's blocks beyond its own; padding is 0.
+        table = self._block_ids[rows, :num_blocks]
+        table[np.arange(num_blocks) * self._block_size >= seq_lens[:, None]] = 0
+        return StepArrays(
+            input_ids=self._token_ids[token_rows, positions],
+            positions=positions,
+            query_start_loc=[0, *ends.tolist()],
+            seq_lens=seq_lens.tolist(),
+            block_tables=table,
+            slot_mapping=self._block_ids[token_rows, blocks].astype(np.int64) * self._block_size + offsets,
+        )
+
+    def _grow(self) -> None:
+        num_rows = len(self._token_ids)
+        self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
+        self._block_ids = np.concatenate((self._block_ids, np.zeros_like(self._block_ids)))
+        self._free_rows.extend(reversed(range(num_rows, 2 * num_rows)))

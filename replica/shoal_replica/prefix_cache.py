@@ -1,0 +1,109 @@
+"""Chained block hashes, and the map from hash to the block that holds its KV."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+
+DIGEST_BYTES = 16
+
+
+def hash_blocks(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[BlockHash]:
+    """Hash every full block of ``token_ids``; each hash covers all tokens before it too.
+
+    Equal in every process (blake2b over little-endian uint32), so a router and a replica agree. ``salt`` keeps
+    tenants and adapters apart.
+    """
+    hashes: list[BlockHash] = []
+    extend_block_hashes(hashes, token_ids, block_size, salt)
+    return hashes
+
+
+def extend_block_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, salt: str = "") -> None:
+    """Append to ``hashes`` the hashes of the full blocks it does not cover yet."""
+    first, last = len(hashes), len(token_ids) // block_size
+    if first >= last:
+        return
+    parent = hashes[-1] if hashes else blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+    words = array("I", token_ids[first * block_size : last * block_size])
+    if sys.byteorder == "big":
+        words.byteswap()
+    data = words.tobytes()
+    stride = block_size * words.itemsize
+    for start in range(0, len(data), stride):
+        parent = blake2b(parent + data[start : start + stride], digest_size=DIGEST_BYTES).digest()
+        hashes.append(BlockHash(parent))
+
+
+class PrefixCache:
+    """Which blocks hold which prefix. Knows nothing of reference counts or eviction order.
+
+    Changes are also noted as events (hashes stored, hashes removed) for whoever mirrors the cache.
+    """
+
+    def __init__(self) -> None:
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+        self._stored: dict[BlockHash, None] = {}
+        self._removed: dict[BlockHash, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._block_of
+
+    def hashes(self) -> Iterable[BlockHash]:
+        """Every cached hash, oldest insertion first."""
+        return self._block_of.keys()
+
+    def match(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Block ids of the longest cached prefix of ``block_hashes``."""
+        block_ids = []
+        for block_hash in block_hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def insert(self, block_hash: BlockHash, block_id: int) -> bool:
+        """Remember that ``block_id`` holds ``block_hash``. False if another block already does, or it holds another."""
+        if block_hash in self._block_of or block_id in self._hash_of:
+            return False
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
+        if self._removed.pop(block_hash, self) is self:
+            self._stored[block_hash] = None
+        return True
+
+    def evict(self, block_id: int) -> None:
+        """Forget what ``block_id`` holds, if anything."""
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is None:
+            return
+        del self._block_of[block_hash]
+        if self._stored.pop(block_hash, self) is self:
+            self._removed[block_hash] = None
+
+    def holds(self, block_id: int) -> bool:
+        """Whether ``block_id`` holds a cached prefix."""
+        return block_id in self._hash_of
+
+    def take_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
+        """Net (stored, removed) hashes since the last call."""
+        stored, removed = list(self._stored), list(self._removed)
+        self._stored.clear()
+        self._removed.clear()
+        return stored, removed
+
+    def check_invariants(self) -> None:
+        """The two maps are each other's inverse."""
+        assert len(self._block_of) == len(self._hash_of)
+        for block_hash, block_id in self._block_of.items():
+            assert self._hash_of[block_id] == block_hash

@@ -1,0 +1,134 @@
+"""Request (what was asked), Sequence (how far it got) and the one table of status transitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.executor import TokenLogprobs
+from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
+from shoal_replica.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. Every sequence ends with exactly one."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token id or a stop string
+    LENGTH = "length"  # max_tokens or the model's context is used up
+    ABORT = "abort"  # the caller went away
+    ERROR = "error"  # the engine failed
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waiting again; its blocks were taken, its tokens were kept
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}),
+    SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generate call, tokenised.
+
+    Attributes:
+        request_id: unique in the cluster.
+        prompt_token_ids: at least one token.
+        sampling_params: with ``seed`` resolved, so that a resumed request draws the same tokens.
+        output_token_ids: tokens already emitted by another replica; generation goes on after them.
+        index: number of the first sequence; a resumed sequence of an ``n > 1`` request keeps its own.
+        priority: lower runs first under the ``priority`` policy.
+        arrival_s: when it came, on the engine's clock.
+        cache_salt: separates the prefix caches of tenants.
+        tenant: whose request it is.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    index: int = 0
+    priority: int = 0
+    arrival_s: float = 0.0
+    cache_salt: str = ""
+    tenant: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Progress of one sequence of a request. Only the scheduler writes it.
+
+    ``num_computed_tokens`` counts tokens whose KV is in blocks; the engine's whole work is to raise it to
+    ``num_tokens``, whereupon one more token is sampled.
+    """
+
+    seq_id: int
+    request: Request
+    index: int
+    token_ids: list[int]
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first ran
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    finish_reason: FinishReason | None = None
+    block_hashes: list[BlockHash] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    def move(self, status: SequenceStatus) -> None:
+        """Change status along TRANSITIONS; anything else is a bug."""
+        if status not in TRANSITIONS[self.status]:
+            raise RuntimeError(f"sequence {self.seq_id}: {self.status.value} cannot become {status.value}")
+        self.status = status
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Hash the blocks that ``token_ids`` has filled since the last call."""
+        extend_block_hashes(self.block_hashes, self.token_ids, block_size, self.request.cache_salt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """New tokens of one sequence. ``position`` counts the output tokens before these."""
+
+    request_id: str
+    index: int
+    position: int
+    token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int) -> None:
+    """Raise InvalidArgument unless the prompt has tokens, all of the vocabulary, and room for one more."""
+    if not prompt_token_ids:
+        raise InvalidArgument("prompt", "", "must have at least one token")
+    if len(prompt_token_ids) >= max_model_len:
+        limit = f"must be at most {max_model_len - 1} tokens, which leaves one to generate"
+        raise InvalidArgument("prompt", f"{len(prompt_token_ids)} tokens", limit)
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= vocab_size:
+        raise InvalidArgument("prompt", low if low < 0 else high, f"token ids must be in [0, {vocab_size})")

@@ -1,0 +1,97 @@
+"""How a request wants its tokens chosen; validated when made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+
+from shoal_replica.errors import InvalidArgument
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling controls of one request. Raises InvalidArgument for a value outside its range.
+
+    Attributes:
+        max_tokens: most tokens to generate per sequence, at least 1. None means as many as the model has room for.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
+        min_p: drop tokens less likely than ``min_p`` times the likeliest, in [0, 1].
+        presence_penalty, frequency_penalty: OpenAI's, over generated tokens, in [-2, 2].
+        repetition_penalty: CTRL's, over prompt and generated tokens; above 0; 1 is off.
+        seed: makes the draw repeatable; None lets the gateway choose one.
+        n: how many sequences to generate.
+        logprobs: None, or how many top log-probabilities to return beside the chosen token's (0 to 20).
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: token ids that end the sequence.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        _number("temperature", self.temperature, lambda x: x >= 0, "must be a finite number of at least 0")
+        _integer("top_k", self.top_k, 0, None)
+        _number("top_p", self.top_p, lambda x: 0 < x <= 1, "must be in (0, 1]")
+        _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "must be in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), lambda x: -2 <= x <= 2, "must be in [-2, 2]")
+        _number("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "must be above 0")
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, MAX_SEED)
+        _integer("n", self.n, 1, MAX_N)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidArgument("stop", self.stop, f"must have at most {MAX_STOP_STRINGS} strings")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidArgument("stop", text, "must be non-empty strings")
+        for token_id in self.stop_token_ids:
+            _integer("stop_token_ids", token_id, 0, None)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _integer(field: str, value: object, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise InvalidArgument(field, value, f"must be an integer of at least {low}{upper}")
+
+
+def _number(field: str, value: object, allowed: Callable[[float], bool], limit: str) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or not allowed(float(value)):
+        raise InvalidArgument(field, value, limit)

@@ -1,0 +1,376 @@
+"""Continuous batching: which tokens of which sequences each step computes.
+
+There is no prefill or decode phase. A sequence is behind by ``num_tokens - num_computed_tokens`` and catches up
+within each step's token budget (iteration-level scheduling: Orca, OSDI '22; chunked prefill: Sarathi-Serve, OSDI '24).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from shoal_replica.config import CacheConfig, SchedulerConfig
+from shoal_replica.errors import ResourceExhausted
+from shoal_replica.executor import (
+    NewSequence,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepResult,
+)
+from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatus, TokenDelta
+from shoal_replica.scheduling_policy import choose_victim, rank
+from shoal_replica.stats import ReplicaStats, Totals
+from shoal_replica.waiting_queue import WaitingQueue
+
+
+class Scheduler:
+    """Owns every sequence from ``add`` to its FinishReason. Has no clock, no model and no IO.
+
+    Args:
+        max_model_len: most tokens of a sequence, prompt and output together; must fit the pool.
+        eos_token_ids: tokens that end a sequence unless it ignores them.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        if max_model_len > cache_config.num_blocks * cache_config.block_size:
+            raise ValueError("max_model_len does not fit the block pool")
+        self._config = config
+        self._kv = KVCacheManager(cache_config)
+        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._requests: dict[str, list[Sequence]] = {}
+        self._by_id: dict[int, Sequence] = {}
+        self._waiting = WaitingQueue(config.policy)
+        self._running: list[Sequence] = []  # in rank order
+        self._held_by_executor: set[int] = set()
+        self._dropped: list[int] = []
+        self._next_seq_id = 0
+        self._totals = Totals()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether ``add`` would take another request."""
+        return len(self._waiting) < self._config.max_num_waiting
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ResourceExhausted: ``max_num_waiting`` sequences wait already.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} is already here")
+        if request.num_prompt_tokens + len(request.output_token_ids) >= self._max_model_len:
+            raise ValueError(f"request {request.request_id!r} does not fit the model")
+        if not self.has_room:
+            self._totals.num_refused += 1
+            raise ResourceExhausted(
+                f"{len(self._waiting)} sequences are waiting, which is the limit", retry_after_s=1.0
+            )
+        self._requests[request.request_id] = []
+        self._enqueue(self._new_sequence(request, request.index, request.output_token_ids))
+
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
+        budget = self._config.max_num_batched_tokens
+        scheduled: list[ScheduledSequence] = []
+        new_sequences: list[NewSequence] = []
+        block_updates: list[tuple[int, int, tuple[int, ...]]] = []
+        block_copies: list[tuple[int, int]] = []
+        preempted = False
+
+        for sequence in list(self._running):
+            if budget == 0:
+                break
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            end = sequence.num_computed_tokens + num_new
+            if not self._make_room(sequence, end):
+                preempted = True
+                continue
+            change = self._kv.append(sequence.seq_id, sequence.num_computed_tokens, end)
+            if change is not None:
+                block_copies.extend(change.copies)
+            if sequence.seq_id not in self._held_by_executor:
+                new_sequences.append(self._introduce(sequence))
+            elif change is not None:
+                block_updates.append((sequence.seq_id, change.first_index, change.block_ids))
+            scheduled.append(self._share(sequence, num_new))
+            budget -= num_new
+
+        preempted = preempted or any(s.status is SequenceStatus.PREEMPTED for s in self._waiting)
+        num_admitted = 0
+        for sequence in self._waiting:
+            if budget == 0 or len(self._running) + num_admitted >= self._config.max_num_seqs:
+                break
+            if preempted and scheduled and sequence.status is SequenceStatus.WAITING:
+                break  # blocks are short: nobody new before those who were pushed out are back
+            matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
+            if not self._kv.can_allocate(matched, sequence.num_tokens + 1):
+                break
+            self._kv.allocate(sequence.seq_id, matched, sequence.num_tokens)
+            sequence.num_computed_tokens = len(matched) * self._kv.block_size
+            self._note_first_run(sequence, now)
+            sequence.move(SequenceStatus.RUNNING)
+            num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            new_sequences.append(self._introduce(sequence))
+            scheduled.append(self._share(sequence, num_new))
+            budget -= num_new
+            num_admitted += 1
+        if num_admitted:
+            self._start_running(num_admitted)
+        if not scheduled:
+            return None
+
+        self._totals.num_steps += 1
+        dropped, self._dropped = tuple(self._dropped), []
+        return SchedulerOutput(
+            step=self._totals.num_steps,
+            scheduled=tuple(scheduled),
+            new_sequences=tuple(new_sequences),
+            block_updates=tuple(block_updates),
+            block_copies=tuple(block_copies),
+            dropped_seq_ids=dropped,
+        )
+
+    def update(self, output: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
+        """Take a step's tokens: advance sequences, commit full blocks, end those that are done."""
+        deltas: list[TokenDelta] = []
+        sampled = {token.seq_id: token for token in result.sampled}
+        for share in output.scheduled:
+            sequence = self._by_id.get(share.seq_id)
+            if sequence is None or sequence.status is not SequenceStatus.RUNNING:
+                continue  # aborted while the step ran
+            sequence.num_computed_tokens = share.num_computed_tokens + share.num_new_tokens
+            sequence.extend_hashes(self._kv.block_size)
+            self._kv.commit(sequence.seq_id, sequence.block_hashes, sequence.num_computed_tokens)
+            if not share.samples:
+                continue
+            token = sampled[share.seq_id]
+            if sequence.num_output_tokens == 0 and sequence.index == sequence.request.index:
+                self._fork_siblings(sequence)
+            position = sequence.num_output_tokens
+            sequence.token_ids.append(token.token_id)
+            self._totals.num_generated_tokens += 1
+            finish_reason = self._finish_reason(sequence, token.token_id)
+            deltas.append(
+                TokenDelta(
+                    request_id=sequence.request.request_id,
+                    index=sequence.index,
+                    position=position,
+                    token_ids=(token.token_id,),
+                    num_cached_tokens=sequence.num_cached_tokens,
+                    logprobs=() if token.logprobs is None else (token.logprobs,),
+                    finish_reason=finish_reason,
+                )
+            )
+            if finish_reason is not None:
+                self._finish(sequence, finish_reason)
+        return deltas
+
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> list[TokenDelta]:
+        """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored."""
+        deltas = []
+        for sequence in list(self._requests.get(request_id, ())):
+            if index is None or sequence.index == index:
+                deltas.append(
+                    TokenDelta(
+                        request_id=request_id,
+                        index=sequence.index,
+                        position=sequence.num_output_tokens,
+                        token_ids=(),
+                        num_cached_tokens=sequence.num_cached_tokens,
+                        finish_reason=reason,
+                    )
+                )
+                self._finish(sequence, reason)
+        return deltas
+
+    def request_ids(self) -> list[str]:
+        """Requests that have not ended."""
+        return list(self._requests)
+
+    def take_block_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
+        """Net (stored, removed) block hashes since the last call."""
+        return self._kv.prefix_cache.take_events()
+
+    def cache_hashes(self) -> Iterable[BlockHash]:
+        """Every block hash in the prefix cache."""
+        return self._kv.prefix_cache.hashes()
+
+    def stats(self, time_s: float, step_s: float = 0.0, draining: bool = False) -> ReplicaStats:
+        """The ledger as of now; ``time_s`` is the caller's wall clock."""
+        pool = self._kv.pool
+        behind = sum(s.num_tokens - s.num_computed_tokens for s in self._running)
+        return ReplicaStats(
+            time_s=time_s,
+            block_size=self._kv.block_size,
+            num_total_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_allocated_blocks=pool.num_allocated,
+            num_cached_blocks=pool.num_cached,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=self._waiting.num_tokens + behind,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            step_s=step_s,
+            **asdict(self._totals),
+            draining=draining,
+        )
+
+    def check_invariants(self) -> None:
+        """Queues, statuses and block tables tell one story; an idle scheduler holds no block."""
+        self._kv.check_invariants()
+        for sequence in self._running:
+            assert sequence.status is SequenceStatus.RUNNING
+            table = self._kv.block_table(sequence.seq_id)
+            assert len(table) >= self._kv.num_blocks_for(sequence.num_computed_tokens)
+            assert sequence.num_computed_tokens < sequence.num_tokens <= self._max_model_len
+        for sequence in self._waiting:
+            assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+        live = {s.seq_id for s in self._running} | {s.seq_id for s in self._waiting}
+        assert live == self._by_id.keys() == {s.seq_id for group in self._requests.values() for s in group}
+        assert len(self._running) <= self._config.max_num_seqs
+        assert self._waiting.num_tokens == sum(s.num_tokens for s in self._waiting)
+        if not self._running:
+            assert self._kv.pool.num_allocated == 0
+
+    # Steps of the above
+
+    def _new_sequence(self, request: Request, index: int, output_token_ids: tuple[int, ...]) -> Sequence:
+        sequence = Sequence(
+            seq_id=self._next_seq_id,
+            request=request,
+            index=index,
+            token_ids=[*request.prompt_token_ids, *output_token_ids],
+        )
+        self._next_seq_id += 1
+        self._requests[request.request_id].append(sequence)
+        self._by_id[sequence.seq_id] = sequence
+        return sequence
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.extend_hashes(self._kv.block_size)
+        self._waiting.push(sequence)
+
+    def _start_running(self, num_admitted: int) -> None:
+        """Move the first ``num_admitted`` of the waiting; the running stay in rank order, so victims come last."""
+        self._running.extend(self._waiting.pop_first(num_admitted))
+        self._running.sort(key=lambda s: rank(s, self._config.policy))
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Preempt from the back until ``sequence`` can grow to ``num_tokens``. False if it had to go itself."""
+        while True:
+            needed = self._kv.num_blocks_to_append(sequence.seq_id, sequence.num_computed_tokens, num_tokens)
+            if needed <= self._kv.pool.num_free:
+                return True
+            victim = choose_victim(self._running, self._config.policy)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._kv.free(sequence.seq_id)
+        self._running.remove(sequence)
+        sequence.move(SequenceStatus.PREEMPTED)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self._totals.num_preemptions += 1
+        self._drop(sequence)
+        self._enqueue(sequence)
+
+    def _introduce(self, sequence: Sequence) -> NewSequence:
+        self._held_by_executor.add(sequence.seq_id)
+        return NewSequence(
+            seq_id=sequence.seq_id,
+            token_ids=tuple(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed_tokens=sequence.num_computed_tokens,
+            block_ids=tuple(self._kv.block_table(sequence.seq_id)),
+            sampling_params=sequence.request.sampling_params,
+            index=sequence.index,
+        )
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence.seq_id in self._held_by_executor:
+            self._held_by_executor.remove(sequence.seq_id)
+            self._dropped.append(sequence.seq_id)
+
+    @staticmethod
+    def _share(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
+        end = sequence.num_computed_tokens + num_new_tokens
+        return ScheduledSequence(
+            sequence.seq_id, sequence.num_computed_tokens, num_new_tokens, samples=end == sequence.num_tokens
+        )
+
+    def _note_first_run(self, sequence: Sequence, now: float) -> None:
+        if sequence.first_scheduled_s is not None:
+            return
+        sequence.first_scheduled_s = now
+        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        self._totals.num_prompt_tokens += sequence.num_prompt_tokens
+        self._totals.num_cached_tokens += sequence.num_cached_tokens
+
+    def _fork_siblings(self, parent: Sequence) -> None:
+        """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks.
+
+        Each computes the last prompt token again, which is what its own first token is drawn from.
+        """
+        request = parent.request
+        for offset in range(1, request.sampling_params.n):
+            child = self._new_sequence(request, request.index + offset, ())
+            child.num_cached_tokens = parent.num_cached_tokens
+            child.first_scheduled_s = parent.first_scheduled_s
+            if len(self._running) < self._config.max_num_seqs:
+                self._kv.fork(parent.seq_id, child.seq_id)
+                child.num_computed_tokens = child.num_tokens - 1
+                child.extend_hashes(self._kv.block_size)
+                child.move(SequenceStatus.RUNNING)
+                self._running.append(child)
+                self._running.sort(key=lambda s: rank(s, self._config.policy))
+            else:
+                self._enqueue(child)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        params = sequence.request.sampling_params
+        if token_id in self._eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        if params.max_tokens is not None and sequence.num_output_tokens >= params.max_tokens:
+            return FinishReason.LENGTH
+        if sequence.num_tokens >= self._max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.status is SequenceStatus.RUNNING:
+            self._kv.free(sequence.seq_id)
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.move(SequenceStatus.FINISHED)
+        sequence.finish_reason = reason
+        self._drop(sequence)
+        del self._by_id[sequence.seq_id]
+        group = self._requests[sequence.request.request_id]
+        group.remove(sequence)
+        if not group:
+            del self._requests[sequence.request.request_id]
+            self._totals.num_finished += 1

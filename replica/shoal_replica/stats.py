@@ -1,0 +1,65 @@
+"""What a replica says of itself: dated numbers, safe to send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a scheduler has done since it was made."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+    num_refused: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """The block ledger and load of one replica, as of ``time_s``. Owner: the replica's scheduler, after each step.
+
+    Blocks are counted once: ``num_total_blocks = num_allocated_blocks + num_free_blocks``; of the free ones
+    ``num_cached_blocks`` still hold a prefix that a new request may reuse (they are evicted last).
+
+    Attributes:
+        time_s: wall-clock time of the count (``time.time()`` of the replica's host).
+        num_waiting_tokens: tokens of known prompts that no step has computed yet, waiting and running requests alike.
+        step_s: length of the last step, seconds.
+        num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_steps: totals
+            since the replica started.
+    """
+
+    time_s: float
+    block_size: int
+    num_total_blocks: int
+    num_free_blocks: int
+    num_allocated_blocks: int
+    num_cached_blocks: int
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    step_s: float = 0.0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+    num_refused: int = 0
+    draining: bool = False
+
+    @property
+    def utilization(self) -> float:
+        """Share of blocks that running sequences hold, in [0, 1]."""
+        return self.num_allocated_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in the prefix cache, in [0, 1]."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0

@@ -1,0 +1,124 @@
+"""Fakes that are product code: a model-free executor and short factories for tests, the simulator and demos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal_replica.config import CacheConfig, SchedulerConfig
+from shoal_replica.executor import (
+    NewSequence,
+    SampledToken,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepResult,
+)
+from shoal_replica.request import Request
+from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.scheduler import Scheduler
+
+FAKE_VOCAB_SIZE = 32_000
+_MASK = 2**64 - 1
+
+
+def mix(state: int, value: int) -> int:
+    """One step of a splitmix64 chain: equal in every process, different for every history."""
+    state = (state ^ (value + 0x9E3779B97F4A7C15 + (state << 6) + (state >> 2))) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    return state ^ (state >> 31)
+
+
+def expected_tokens(token_ids: Sequence[int], count: int, index: int = 0) -> list[int]:
+    """The ``count`` tokens FakeExecutor generates after ``token_ids``, computed without blocks or batches."""
+    state, output = 0, []
+    for token_id in token_ids:
+        state = mix(state, token_id)
+    for _ in range(count):
+        output.append(_draw(state, index))
+        state = mix(state, output[-1])
+    return output
+
+
+def _draw(state: int, index: int) -> int:
+    return mix(state, index) % FAKE_VOCAB_SIZE
+
+
+class FakeExecutor:
+    """An executor whose "KV" is a hash of all tokens so far, kept in real block slots.
+
+    A step reads what its sequence left in the blocks, as attention does: a wrong block table, a missed copy or a block
+    given out twice changes the tokens.
+    """
+
+    def __init__(self, cache_config: CacheConfig) -> None:
+        self._block_size = cache_config.block_size
+        self._slots = [[0] * cache_config.block_size for _ in range(cache_config.num_blocks)]
+        self._sequences: dict[int, NewSequence] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._tables: dict[int, list[int]] = {}
+        self.is_closed = False
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        for seq_id in output.dropped_seq_ids:
+            del self._sequences[seq_id], self._tokens[seq_id], self._tables[seq_id]
+        for source, destination in output.block_copies:
+            self._slots[destination][:] = self._slots[source]
+        for new in output.new_sequences:
+            self._sequences[new.seq_id] = new
+            self._tokens[new.seq_id] = list(new.token_ids)
+            self._tables[new.seq_id] = list(new.block_ids)
+        for seq_id, first_index, block_ids in output.block_updates:
+            self._tables[seq_id][first_index:] = block_ids
+        return StepResult(tuple(token for s in output.scheduled if (token := self._compute(s)) is not None))
+
+    def _compute(self, scheduled: ScheduledSequence) -> SampledToken | None:
+        tokens, table = self._tokens[scheduled.seq_id], self._tables[scheduled.seq_id]
+        start, end = scheduled.num_computed_tokens, scheduled.num_computed_tokens + scheduled.num_new_tokens
+        state = self._slots[table[(start - 1) // self._block_size]][(start - 1) % self._block_size] if start else 0
+        for position in range(start, end):
+            state = mix(state, tokens[position])
+            self._slots[table[position // self._block_size]][position % self._block_size] = state
+        if not scheduled.samples:
+            return None
+        token_id = _draw(state, self._sequences[scheduled.seq_id].index)
+        tokens.append(token_id)
+        return SampledToken(scheduled.seq_id, token_id)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def make_request(
+    request_id: str = "request",
+    prompt_token_ids: Sequence[int] = (1, 2, 3),
+    *,
+    max_tokens: int = 4,
+    n: int = 1,
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    output_token_ids: Sequence[int] = (),
+) -> Request:
+    """A greedy request that ignores end-of-sequence tokens."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n, seed=0, ignore_eos=True),
+        output_token_ids=tuple(output_token_ids),
+        arrival_s=arrival_s,
+        priority=priority,
+    )
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int = 128,
+    enable_prefix_caching: bool = True,
+    policy: str = "fcfs",
+) -> tuple[Scheduler, FakeExecutor]:
+    """A small scheduler and the fake executor that fits it."""
+    cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy)
+    return Scheduler(config, cache, min(max_model_len, num_blocks * block_size), ()), FakeExecutor(cache)

@@ -1,0 +1,110 @@
+"""From tokens to the text a client may see: whole characters, ended by the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal_replica.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+class _StopMatcher:
+    """How much of one stop string the text's end matches (Knuth, Morris and Pratt 1977), one character at a time.
+
+    ``_borders[k]`` is the length of the longest proper prefix of ``stop[:k]`` that also ends it. The table grows only
+    as far as the text has matched, so that a long stop string costs nothing until it is met.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._borders = [0, 0]
+
+    def advance(self, character: str) -> bool:
+        """Take one character; whether the stop string is now complete."""
+        self.num_matched = self._next(self.num_matched, character)
+        if self.num_matched == len(self._borders):
+            self._borders.append(self._next(self._borders[-1], self.stop[self.num_matched - 1]))
+        return self.num_matched == len(self.stop)
+
+    def _next(self, num_matched: int, character: str) -> int:
+        while num_matched and self.stop[num_matched] != character:
+            num_matched = self._borders[num_matched]
+        return num_matched + 1 if self.stop[num_matched] == character else 0
+
+
+class StopChecker:
+    """Passes text on until the first stop string is complete, holding back any end that may begin one.
+
+    The first is the one that ends earliest; of several ending together, the longest. Amortised constant work for each
+    character and stop string.
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._matchers = [_StopMatcher(text) for text in stop]
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text now sure to stand before any stop string. After a stop there is none."""
+        if self.stopped:
+            return ""
+        if not self._matchers:
+            return text
+        for end, character in enumerate(text, start=1):
+            complete = [matcher for matcher in self._matchers if matcher.advance(character)]
+            if complete:
+                self.stopped = True
+                before = self._held + text[:end]
+                self._held = ""
+                return before[: len(before) - max(len(matcher.stop) for matcher in complete)]
+        known = self._held + text
+        num_sure = len(known) - max(matcher.num_matched for matcher in self._matchers)
+        self._held = known[num_sure:]
+        return known[:num_sure]
+
+    def flush(self) -> str:
+        """The text held back, now that no more will come."""
+        held, self._held = self._held, ""
+        return held
+
+
+class TextStream:
+    """The visible text of one sequence, as its tokens come.
+
+    However the tokens are cut into pushes, the texts returned add up to the same: the decoded tokens up to the first
+    stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._checker = StopChecker(stop)
+        self._has_stop = bool(stop)
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens consumed: all that were pushed, or those up to and with the one that completed a stop string."""
+        return self._num_tokens
+
+    @property
+    def stopped(self) -> bool:
+        return self._checker.stopped
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        """Take tokens; (text to emit, whether a stop string ended the text). Tokens after a stop are not consumed."""
+        if not self._has_stop:
+            self._num_tokens += len(token_ids)
+            return self._detokenizer.push(token_ids), False
+        texts = []
+        for token_id in token_ids:  # one at a time, to know which one completes the stop string
+            if self.stopped:
+                break
+            self._num_tokens += 1
+            texts.append(self._checker.push(self._detokenizer.push((token_id,))))
+        return "".join(texts), self.stopped
+
+    def finish(self) -> str:
+        """The text held back, when no more tokens will come; empty after a stop."""
+        if self.stopped:
+            return ""
+        return self._checker.push(self._detokenizer.flush()) + self._checker.flush()

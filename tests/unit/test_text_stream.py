@@ -1,0 +1,65 @@
+"""Streams of text: stop strings found wherever tokens are cut, and counted exactly."""
+
+from __future__ import annotations
+
+import pytest
+from shoal_replica.text_stream import StopChecker, TextStream
+
+from fixtures.tiny_tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "emitted"),
+    [
+        (("END",), ["abc", "E", "N", "Q"], ["abc", "", "", "ENQ"]),
+        (("END",), ["abE", "NDxyz"], ["ab", ""]),
+        (("END",), ["EEND"], ["E"]),
+        (("aab",), ["a", "a", "a", "b"], ["", "", "a", ""]),
+        (("abcd", "bc"), ["abc"], ["a"]),  # the one that ends first
+        (("bc", "abc"), ["abc"], [""]),  # ending together, the longest
+        (("\n\n",), ["one\n", "two\n", "\n"], ["one", "\ntwo", ""]),
+        ((), ["anything"], ["anything"]),
+    ],
+)
+def test_stop_checker(stop: tuple[str, ...], pieces: list[str], emitted: list[str]) -> None:
+    checker = StopChecker(stop)
+    assert [checker.push(piece) for piece in pieces] == emitted
+
+
+def test_nothing_comes_after_a_stop() -> None:
+    checker = StopChecker(("x",))
+    assert (checker.push("axb"), checker.push("c"), checker.flush(), checker.stopped) == ("a", "", "", True)
+
+
+def test_held_text_comes_at_the_end() -> None:
+    stream = TextStream(TOKENIZER, ("stop",))
+    assert stream.push(TOKENIZER.encode("do not sto")) == ("do not ", False)
+    assert stream.finish() == "sto"
+    assert stream.num_tokens == len(TOKENIZER.encode("do not sto"))
+
+
+def test_tokens_after_the_stop_are_not_counted() -> None:
+    stream = TextStream(TOKENIZER, ("the",))
+    before, after = TOKENIZER.encode("in the"), TOKENIZER.encode(" end")
+    assert stream.push(before + after) == ("in ", True)
+    assert stream.num_tokens == len(before)
+    assert stream.push(after) == ("", True)
+    assert stream.num_tokens == len(before)
+    assert stream.finish() == ""
+
+
+def test_without_stop_all_is_passed_on() -> None:
+    stream = TextStream(TOKENIZER)
+    token_ids = TOKENIZER.encode("naïve 👧")
+    text, stopped = stream.push(token_ids[:-1])
+    assert (text, stopped) == ("naïve ", False)
+    assert stream.push(token_ids[-1:]) == ("👧", False)
+    assert stream.num_tokens == len(token_ids)
+
+
+def test_an_unfinished_character_is_shown_at_the_end() -> None:
+    stream = TextStream(TOKENIZER, ("zzz",))
+    assert stream.push(TOKENIZER.encode("👧")[:2]) == ("", False)
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"

@@ -1,0 +1,141 @@
+"""The tokenizer over a tiny byte-level BPE made here: round trips, chat templates, and what may be missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
+from shoal_replica.tokenizer import IncrementalDetokenizer, Tokenizer
+
+from fixtures.tiny_tokenizer import CHAT_TEMPLATE, EOS, tiny_tokenizer, write_tiny_tokenizer
+
+TEXTS = ["Hello, world!", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family 🏳️‍🌈", "tabs\tand\nnewlines  ", "\N{REPLACEMENT CHARACTER}?", ""]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(write_tiny_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decode_undoes_encode(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_token_bytes_spell_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+def test_special_tokens_are_skipped_on_demand(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode(f"a{EOS}b")
+    assert tokenizer.decode(token_ids) == "ab"
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == f"a{EOS}b"
+    assert EOS.encode() in map(tokenizer.token_bytes, token_ids)
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
+    beyond = tokenizer.vocab_size + 7
+    assert tokenizer.token_bytes(beyond) == b""
+    assert tokenizer.decode((*tokenizer.encode("a"), beyond)) == "a"
+
+
+def test_lone_surrogate_is_an_invalid_argument(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidArgument, match="text: .*Unicode"):
+        tokenizer.encode("a\ud800b")
+
+
+def test_sentencepiece_pieces_have_bytes() -> None:
+    model = tokenizers.models.BPE({"<0xE2>": 0, "\u2581hello": 1, "<unk>": 2}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(tokenizers.Tokenizer(model))
+    assert [tokenizer.token_bytes(i) for i in range(2)] == [b"\xe2", b" hello"]
+
+
+def test_chat_template_renders_as_transformers_does(tokenizer: Tokenizer) -> None:
+    text = tokenizer.apply_chat_template([("system", "Be brief <&>."), ("user", "Hi")])
+    assert text == f"<s><|system|>\nBe brief <&>.{EOS}\n<|user|>\nHi{EOS}\n<|assistant|>\n"
+
+
+def test_template_refusal_names_the_messages(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidArgument, match="messages: .*tool.*unknown role tool"):
+        tokenizer.apply_chat_template([("tool", "x")])
+
+
+def test_template_cannot_reach_python(tmp_path: Path) -> None:
+    folder = write_tiny_tokenizer(tmp_path, chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(InvalidArgument, match="messages"):
+        Tokenizer.from_folder(folder).apply_chat_template([("user", "x")])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content | tojson }}{% endfor %}",
+        "{% generation %}{{ messages[0]['content'] | tojson }}{% endgeneration %}",
+    ],
+)
+def test_template_extensions_of_transformers(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer.from_folder(write_tiny_tokenizer(tmp_path, chat_template=template))
+    assert tokenizer.apply_chat_template([("user", "é<b>"), ("user", "2")]) == '"é<b>"'
+
+
+def test_template_file_wins_over_the_config(tmp_path: Path) -> None:
+    folder = write_tiny_tokenizer(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ eos_token }}{% if add_generation_prompt %}!{% endif %}")
+    assert Tokenizer.from_folder(folder).apply_chat_template([("user", "x")]) == f"{EOS}!"
+
+
+def test_the_template_named_default_is_taken(tmp_path: Path) -> None:
+    folder = write_tiny_tokenizer(tmp_path)
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert Tokenizer.from_folder(folder).apply_chat_template([("user", "x")]) == "plain"
+
+
+def test_without_template_messages_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer.from_folder(folder)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidArgument, match="messages: .*no chat template"):
+        tokenizer.apply_chat_template([("user", "x")])
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+    folder = write_tiny_tokenizer(tmp_path, chat_template="{% if %}")
+    with pytest.raises(ConfigError, match="chat template: line 1"):
+        Tokenizer.from_folder(folder)
+
+
+def test_detokenizer_holds_back_unfinished_characters() -> None:
+    tokenizer = tiny_tokenizer()
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.push((token_id,)) for token_id in tokenizer.encode("👧é")]
+    assert pieces == ["", "", "", "👧", "", "é"]
+    assert detokenizer.flush() == ""
+
+
+def test_detokenizer_shows_what_stays_unfinished() -> None:
+    tokenizer = tiny_tokenizer()
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert detokenizer.push(tokenizer.encode("a👧")[:3]) == "a"
+    assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_detokenizer_keeps_a_bounded_window() -> None:
+    tokenizer = tiny_tokenizer()
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    half_character = tokenizer.encode("é")[0]
+    text = "".join(detokenizer.push((half_character,)) for _ in range(1000)) + detokenizer.flush()
+    assert text == tokenizer.decode((half_character,) * 1000)
+    assert len(detokenizer._token_ids) < 16
+
+

@@ -6,11 +6,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
 from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
-
-DEFAULT_GRPC_ADDRESS = "127.0.0.1:9000"
-DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 
 
 class _Settings(BaseModel):
@@ -84,9 +82,9 @@ class ClusterConfig(_Settings):
 
     model: str = Field(min_length=1)
     served_model_name: str | None = None
-    replica: ReplicaSettings = Field(default_factory=ReplicaSettings)
-    scaling: ScalingSettings = Field(default_factory=ScalingSettings)
-    gateway: GatewaySettings = Field(default_factory=GatewaySettings)
+    replica: ReplicaSettings = ReplicaSettings()
+    scaling: ScalingSettings = ScalingSettings()
+    gateway: GatewaySettings = GatewaySettings()
 
     @classmethod
     def from_args(cls, args: dict[str, Any]) -> ClusterConfig:

@@ -75,13 +75,13 @@ ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
 
 
 def report_error(error: BaseException, request_id: str) -> ErrorReport:
-    """What to tell the client about ``error``. What Shoal did not raise on purpose stays in the log, named by the id."""
+    """What to tell the client about ``error``. What was not raised on purpose stays in the log."""
     kind = next((ERROR_KINDS[base] for base in type(error).__mro__ if base in ERROR_KINDS), INTERNAL)
     if kind is INTERNAL:
         return ErrorReport(kind=INTERNAL, message=f"internal error (request id {request_id})")
     return ErrorReport(
         kind=kind,
-        message=" ".join(str(error).split()),
+        message=" ".join(str(error).encode(errors="replace").decode().split()),
         field=error.field if isinstance(error, InvalidArgument) else None,
         retry_after_s=error.retry_after_s if isinstance(error, ResourceExhausted) else None,
     )

@@ -17,7 +17,7 @@ from shoal_replica.tokenizer import Tokenizer
 
 
 class AsyncLLM:
-    """A streaming engine on the running event loop. Make it with ``await AsyncLLM.start(config)``; end it with ``stop``."""
+    """A streaming engine on the running event loop. Made by ``start``, ended by ``stop``."""
 
     def __init__(self, config: EngineConfig, engine: Engine, tokenizer: Tokenizer) -> None:
         self.config = config

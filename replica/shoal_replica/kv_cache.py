@@ -29,7 +29,7 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.prefix_cache = PrefixCache()
         self.pool = BlockPool(config.num_blocks, self.prefix_cache.holds, self.prefix_cache.evict)
-        self._caching = config.enable_prefix_caching
+        self.is_caching = config.enable_prefix_caching
         self._tables: dict[int, BlockTable] = {}
         self._num_committed: dict[int, int] = {}
 
@@ -41,7 +41,7 @@ class KVCacheManager:
 
     def match(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> list[int]:
         """Cached blocks a sequence of ``num_tokens`` may reuse; its last token is always computed anew."""
-        if not self._caching:
+        if not self.is_caching:
             return []
         return self.prefix_cache.match(block_hashes[: (num_tokens - 1) // self.block_size])
 
@@ -104,7 +104,7 @@ class KVCacheManager:
 
     def commit(self, seq_id: int, block_hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
         """Enter the blocks that ``num_computed_tokens`` have filled into the prefix cache."""
-        if not self._caching:
+        if not self.is_caching:
             return
         first, last = self._num_committed[seq_id], num_computed_tokens // self.block_size
         table = self._tables[seq_id]

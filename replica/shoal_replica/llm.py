@@ -15,6 +15,7 @@ from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
 from shoal_replica.sampling_params import MAX_SEED, SamplingParams
+from shoal_replica.stats import ReplicaStats
 from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer
 
@@ -61,7 +62,7 @@ class LLM:
 
     Args:
         model: a Hugging Face folder, a hub id, or the demo model's name.
-        block_size, num_blocks: the KV block pool; ``num_blocks=None`` sizes it to the traffic that ``max_num_seqs`` allows.
+        block_size, num_blocks: the KV block pool; None sizes it to what ``max_num_seqs`` allows.
         max_num_seqs, max_num_batched_tokens: limits of one step.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
         num_threads: CPU threads of the model.
@@ -131,6 +132,10 @@ class LLM:
             for request in requests:
                 self._scheduler.abort(request.request_id)
         return [outputs[r.request_id].result for r in requests]
+
+    def stats(self) -> ReplicaStats:
+        """The block ledger and the totals so far."""
+        return self._scheduler.stats(time.time())
 
     def close(self) -> None:
         """Release the model and the block pool."""

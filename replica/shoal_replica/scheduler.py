@@ -11,17 +11,13 @@ from dataclasses import asdict
 
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ResourceExhausted
-from shoal_replica.executor import (
-    NewSequence,
-    ScheduledSequence,
-    SchedulerOutput,
-    StepResult,
-)
+from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduling_policy import choose_victim, rank
 from shoal_replica.stats import ReplicaStats, Totals
+from shoal_replica.step_plan import StepPlan
 from shoal_replica.waiting_queue import WaitingQueue
 
 
@@ -84,67 +80,14 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
-        budget = self._config.max_num_batched_tokens
-        scheduled: list[ScheduledSequence] = []
-        new_sequences: list[NewSequence] = []
-        block_updates: list[tuple[int, int, tuple[int, ...]]] = []
-        block_copies: list[tuple[int, int]] = []
-        preempted = False
-
-        for sequence in list(self._running):
-            if budget == 0:
-                break
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue
-            num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            end = sequence.num_computed_tokens + num_new
-            if not self._make_room(sequence, end):
-                preempted = True
-                continue
-            change = self._kv.append(sequence.seq_id, sequence.num_computed_tokens, end)
-            if change is not None:
-                block_copies.extend(change.copies)
-            if sequence.seq_id not in self._held_by_executor:
-                new_sequences.append(self._introduce(sequence))
-            elif change is not None:
-                block_updates.append((sequence.seq_id, change.first_index, change.block_ids))
-            scheduled.append(self._share(sequence, num_new))
-            budget -= num_new
-
-        preempted = preempted or any(s.status is SequenceStatus.PREEMPTED for s in self._waiting)
-        num_admitted = 0
-        for sequence in self._waiting:
-            if budget == 0 or len(self._running) + num_admitted >= self._config.max_num_seqs:
-                break
-            if preempted and scheduled and sequence.status is SequenceStatus.WAITING:
-                break  # blocks are short: nobody new before those who were pushed out are back
-            matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
-            if not self._kv.can_allocate(matched, sequence.num_tokens + 1):
-                break
-            self._kv.allocate(sequence.seq_id, matched, sequence.num_tokens)
-            sequence.num_computed_tokens = len(matched) * self._kv.block_size
-            self._note_first_run(sequence, now)
-            sequence.move(SequenceStatus.RUNNING)
-            num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            new_sequences.append(self._introduce(sequence))
-            scheduled.append(self._share(sequence, num_new))
-            budget -= num_new
-            num_admitted += 1
-        if num_admitted:
-            self._start_running(num_admitted)
-        if not scheduled:
+        plan = StepPlan(self._config.max_num_batched_tokens)
+        self._advance_running(plan)
+        self._admit_waiting(plan, now)
+        if not plan.num_sequences:
             return None
-
         self._totals.num_steps += 1
         dropped, self._dropped = tuple(self._dropped), []
-        return SchedulerOutput(
-            step=self._totals.num_steps,
-            scheduled=tuple(scheduled),
-            new_sequences=tuple(new_sequences),
-            block_updates=tuple(block_updates),
-            block_copies=tuple(block_copies),
-            dropped_seq_ids=dropped,
-        )
+        return plan.output(self._totals.num_steps, dropped)
 
     def update(self, output: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
         """Take a step's tokens: advance sequences, commit full blocks, end those that are done."""
@@ -269,10 +212,61 @@ class Scheduler:
         sequence.extend_hashes(self._kv.block_size)
         self._waiting.push(sequence)
 
-    def _start_running(self, num_admitted: int) -> None:
-        """Move the first ``num_admitted`` of the waiting; the running stay in rank order, so victims come last."""
-        self._running.extend(self._waiting.pop_first(num_admitted))
+    def _sort_running(self) -> None:
+        """Rank order: victims come last."""
         self._running.sort(key=lambda s: rank(s, self._config.policy))
+
+    def _advance_running(self, plan: StepPlan) -> None:
+        """Plan the running sequences in rank order; those at the back give way when blocks run out."""
+        for sequence in list(self._running):
+            if plan.budget == 0:
+                return
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted by one before it
+            start = sequence.num_computed_tokens
+            end = start + plan.share(sequence)
+            if not self._make_room(sequence, end):
+                continue
+            change = self._kv.append(sequence.seq_id, start, end)
+            if change is not None:
+                plan.copy_blocks(change)
+            if sequence.seq_id not in self._held_by_executor:
+                self._introduce(plan, sequence)
+            elif change is not None:
+                plan.update_blocks(sequence, change)
+            plan.compute(sequence, self._kv.block_size)
+
+    def _admit_waiting(self, plan: StepPlan, now: float) -> None:
+        """Start waiting sequences in order while budget, slots and blocks last.
+
+        One whose prompt goes on where another's is being computed in this very step waits for the next, which finds
+        that part cached.
+        """
+        room = self._config.max_num_seqs - len(self._running)
+        admitted: list[Sequence] = []
+        first = next(iter(self._waiting), None)
+        any_preempted = first is not None and first.status is SequenceStatus.PREEMPTED
+        for sequence in self._waiting:
+            if plan.budget == 0 or len(admitted) == room:
+                break
+            if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
+                break  # blocks are short: nobody new before those who were pushed out are back
+            matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
+            if self._kv.is_caching and plan.computes_most_of(sequence, len(matched), self._kv.block_size):
+                continue
+            if not self._kv.can_allocate(matched, sequence.num_tokens + 1):
+                break
+            self._kv.allocate(sequence.seq_id, matched, sequence.num_tokens)
+            sequence.num_computed_tokens = len(matched) * self._kv.block_size
+            self._note_first_run(sequence, now)
+            sequence.move(SequenceStatus.RUNNING)
+            self._introduce(plan, sequence)
+            plan.compute(sequence, self._kv.block_size)
+            admitted.append(sequence)
+        if admitted:
+            self._waiting.take(admitted)
+            self._running.extend(admitted)
+            self._sort_running()
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Preempt from the back until ``sequence`` can grow to ``num_tokens``. False if it had to go itself."""
@@ -295,29 +289,14 @@ class Scheduler:
         self._drop(sequence)
         self._enqueue(sequence)
 
-    def _introduce(self, sequence: Sequence) -> NewSequence:
+    def _introduce(self, plan: StepPlan, sequence: Sequence) -> None:
         self._held_by_executor.add(sequence.seq_id)
-        return NewSequence(
-            seq_id=sequence.seq_id,
-            token_ids=tuple(sequence.token_ids),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_computed_tokens=sequence.num_computed_tokens,
-            block_ids=tuple(self._kv.block_table(sequence.seq_id)),
-            sampling_params=sequence.request.sampling_params,
-            index=sequence.index,
-        )
+        plan.introduce(sequence, self._kv.block_table(sequence.seq_id))
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.seq_id in self._held_by_executor:
             self._held_by_executor.remove(sequence.seq_id)
             self._dropped.append(sequence.seq_id)
-
-    @staticmethod
-    def _share(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
-        end = sequence.num_computed_tokens + num_new_tokens
-        return ScheduledSequence(
-            sequence.seq_id, sequence.num_computed_tokens, num_new_tokens, samples=end == sequence.num_tokens
-        )
 
     def _note_first_run(self, sequence: Sequence, now: float) -> None:
         if sequence.first_scheduled_s is not None:
@@ -343,7 +322,7 @@ class Scheduler:
                 child.extend_hashes(self._kv.block_size)
                 child.move(SequenceStatus.RUNNING)
                 self._running.append(child)
-                self._running.sort(key=lambda s: rank(s, self._config.policy))
+                self._sort_running()
             else:
                 self._enqueue(child)
 

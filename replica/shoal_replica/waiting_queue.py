@@ -32,12 +32,11 @@ class WaitingQueue:
         self._is_sorted = False
         self.num_tokens += sequence.num_tokens
 
-    def pop_first(self, count: int) -> list[Sequence]:
-        """Remove and return the first ``count``."""
-        popped = list(self)[:count]
-        self._sequences = self._sequences[count:]
-        self.num_tokens -= sum(s.num_tokens for s in popped)
-        return popped
+    def take(self, sequences: list[Sequence]) -> None:
+        """Remove ``sequences``, which keep their order here."""
+        taken = {s.seq_id for s in sequences}
+        self._sequences = [s for s in self._sequences if s.seq_id not in taken]
+        self.num_tokens -= sum(s.num_tokens for s in sequences)
 
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fixtures.tiny_tokenizer import EOS, tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal_replica.text_stream import StopChecker, TextStream
 
-from fixtures.tiny_tokenizer import EOS, tiny_tokenizer
+from shoal_replica.text_stream import StopChecker, TextStream
 
 TOKENIZER = tiny_tokenizer()
 EOS_ID = TOKENIZER.encode(EOS)[0]
@@ -16,7 +16,9 @@ any_tokens = st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=60).map
 text_tokens = st.text(st.sampled_from("abthe in日👧é\n"), max_size=40).map(TOKENIZER.encode)
 broken_tokens = st.lists(st.sampled_from([*TOKENIZER.encode("é👧日"), EOS_ID]), max_size=60).map(tuple)
 tokens = any_tokens | text_tokens | broken_tokens
-stops = st.lists(st.text(st.sampled_from("abthe日\N{REPLACEMENT CHARACTER}"), min_size=1, max_size=4), max_size=3).map(tuple)
+stops = st.lists(st.text(st.sampled_from("abthe日\N{REPLACEMENT CHARACTER}"), min_size=1, max_size=4), max_size=3).map(
+    tuple
+)
 
 
 def cut(data: st.DataObject, items: Sequence[int] | str) -> list[Sequence[int] | str]:
@@ -42,7 +44,9 @@ def test_stream_equals_decoding_at_once(data: st.DataObject, token_ids: tuple[in
 
 
 @given(st.data(), tokens, stops)
-def test_count_does_not_depend_on_the_cuts(data: st.DataObject, token_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
+def test_count_does_not_depend_on_the_cuts(
+    data: st.DataObject, token_ids: tuple[int, ...], stop: tuple[str, ...]
+) -> None:
     stream, at_once = TextStream(TOKENIZER, stop), TextStream(TOKENIZER, stop)
     for piece in cut(data, token_ids):
         stream.push(piece)

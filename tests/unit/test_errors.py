@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from shoal_cluster.errors import ERROR_KINDS, INTERNAL, report_error
 from shoal_replica import errors
 from shoal_replica.errors import InvalidArgument, NotFound, ResourceExhausted, ShoalError, Unavailable
@@ -70,4 +71,7 @@ def test_the_unforeseen_tells_only_the_request_id() -> None:
 
 def test_module_does_not_import_grpc() -> None:
     code = "import shoal_cluster.errors, sys; sys.exit('grpc' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, env={"PYTHONPATH": ":".join(sys.path)}).returncode
+        == 0
+    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from shoal_replica.text_stream import StopChecker, TextStream
-
 from fixtures.tiny_tokenizer import tiny_tokenizer
+
+from shoal_replica.text_stream import StopChecker, TextStream
 
 TOKENIZER = tiny_tokenizer()
 

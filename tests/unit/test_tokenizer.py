@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from fixtures.tiny_tokenizer import EOS, tiny_tokenizer, write_tiny_tokenizer
+
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
 from shoal_replica.tokenizer import IncrementalDetokenizer, Tokenizer
 
-from fixtures.tiny_tokenizer import CHAT_TEMPLATE, EOS, tiny_tokenizer, write_tiny_tokenizer
-
-TEXTS = ["Hello, world!", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family 🏳️‍🌈", "tabs\tand\nnewlines  ", "\N{REPLACEMENT CHARACTER}?", ""]
+TEXTS = [
+    "Hello, world!",
+    "naïve café",
+    "日本語のテキスト",
+    "👩‍👩‍👧 family 🏳️‍🌈",
+    "tabs\tand\nnewlines  ",
+    "\N{REPLACEMENT CHARACTER}?",
+    "",
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +52,14 @@ def test_ids_beyond_the_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
 
 
 def test_lone_surrogate_is_an_invalid_argument(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidArgument, match="text: .*Unicode"):
+    with pytest.raises(InvalidArgument, match=r"text: .*Unicode"):
         tokenizer.encode("a\ud800b")
 
 
 def test_sentencepiece_pieces_have_bytes() -> None:
-    model = tokenizers.models.BPE({"<0xE2>": 0, "\u2581hello": 1, "<unk>": 2}, [], unk_token="<unk>", byte_fallback=True)
+    model = tokenizers.models.BPE(
+        {"<0xE2>": 0, "\u2581hello": 1, "<unk>": 2}, [], unk_token="<unk>", byte_fallback=True
+    )
     tokenizer = Tokenizer(tokenizers.Tokenizer(model))
     assert [tokenizer.token_bytes(i) for i in range(2)] == [b"\xe2", b" hello"]
 
@@ -60,7 +70,7 @@ def test_chat_template_renders_as_transformers_does(tokenizer: Tokenizer) -> Non
 
 
 def test_template_refusal_names_the_messages(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidArgument, match="messages: .*tool.*unknown role tool"):
+    with pytest.raises(InvalidArgument, match=r"messages: .*tool.*unknown role tool"):
         tokenizer.apply_chat_template([("tool", "x")])
 
 
@@ -100,7 +110,7 @@ def test_without_template_messages_are_refused(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     tokenizer = Tokenizer.from_folder(folder)
     assert not tokenizer.has_chat_template
-    with pytest.raises(InvalidArgument, match="messages: .*no chat template"):
+    with pytest.raises(InvalidArgument, match=r"messages: .*no chat template"):
         tokenizer.apply_chat_template([("user", "x")])
 
 
@@ -137,5 +147,3 @@ def test_detokenizer_keeps_a_bounded_window() -> None:
     text = "".join(detokenizer.push((half_character,)) for _ in range(1000)) + detokenizer.flush()
     assert text == tokenizer.decode((half_character,) * 1000)
     assert len(detokenizer._token_ids) < 16
-
-

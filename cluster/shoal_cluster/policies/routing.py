@@ -44,13 +44,13 @@ class RouteWeights:
             cached blocks its KV will displace. Replays of real traces are flat and best between 3 and 5.
         decode_price: cost of one running sequence in one step. A step over a full budget of prompt tokens is that
             much longer for each sequence that decodes beside them.
-        max_age_s: stats older than this are stale: still used, at a price.
+        max_age_s: stats older than this are stale: still used, at a price. Idle replicas report once a second.
         stale_tokens_per_s: work assumed to have reached a replica, unseen, for each second past ``max_age_s``.
     """
 
     prefill_price: float = 4.0
     decode_price: float = 4.0
-    max_age_s: float = 1.0
+    max_age_s: float = 3.0
     stale_tokens_per_s: float = 2000.0
 
     def __post_init__(self) -> None:
@@ -199,8 +199,8 @@ def _predicted_work(query: RouteQuery, row: ReplicaView, stats: ReplicaStats, we
     prefill = weights.prefill_price * uncached
     running = weights.decode_price * stats.num_running * num_steps
     stale = weights.stale_tokens_per_s * unseen_s
-    # The queue's blocks are still counted free: the scheduler takes a block only when a step fills it.
-    queued_blocks = -(-stats.num_waiting_tokens // stats.block_size)
+    # A queued prompt's blocks are still counted free: they are taken, all at once, when its first step is scheduled.
+    queued_blocks = -(-stats.num_waiting_tokens // stats.block_size) if stats.num_waiting else 0
     free_blocks = stats.num_free_blocks - row.num_reserved_blocks - queued_blocks
     free_slots = stats.max_num_seqs - stats.num_running - stats.num_waiting - row.num_reserved
     return Score(

@@ -54,7 +54,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """New text and tokens of one sequence. Text may lag behind tokens (an unfinished character, a possible stop string).
+    """New text and tokens of one sequence. Text may lag behind tokens: an unfinished character, a possible stop.
 
     ``finish_reason`` comes with a sequence's last chunk; ``usage`` with the request's last chunk.
     """
@@ -122,12 +122,20 @@ class GatewayCore(Protocol):
         """Raise NotFound unless ``name`` is empty or the served model."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for."""
+        ...
+
     def model_card(self) -> ModelCard: ...
 
     def cluster(self) -> ClusterRow: ...
 
     def explain(self, request_id: str) -> Sequence[RouteRecord]:
         """The routing decisions of a request, oldest first. Raises NotFound when none is kept."""
+        ...
+
+    def recent_routes(self, limit: int) -> Sequence[RouteRecord]:
+        """The last routing decisions of all requests, newest first, at most ``limit``."""
         ...
 
     def is_ready(self) -> bool:

@@ -23,6 +23,10 @@ async def open_merged_chunks(
 
     The first error of any is raised to the reader. A slow reader holds the streams back.
     """
+    if len(calls) == 1:  # the usual case needs no queue between
+        async with open_chunks(core, calls[0]) as chunks:
+            yield ((0, chunk) async for chunk in chunks)
+        return
     queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(maxsize=len(calls))
 
     async def pump(number: int, call: GenerateCall) -> None:

@@ -181,7 +181,7 @@ class FeedClient:
         self._task = asyncio.get_running_loop().create_task(self._follow(), name=f"shoal-feed-{address[1]}")
 
     def abort(self, request_id: str, index: int) -> None:
-        """Ask the replica to end one sequence. Nothing happens when the feed is down: its requests are aborted anyway."""
+        """Ask the replica to end one sequence; when the feed is down it is ended anyway."""
         if self._writer is not None:
             self._writer.write(_frame(Abort(request_id, index)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 import uuid
 from collections import deque
@@ -15,21 +16,21 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits, admit
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
-from shoal_cluster.serve import ledger as ledgers
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow
+from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.replica_server import Outcome
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
-from shoal_replica.errors import InvalidArgument, NotFound, ResourceExhausted, ShoalError, Unavailable
+from shoal_replica.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.llm import with_seed
 from shoal_replica.prefix_cache import hash_blocks
 from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
 
-HTTP_SHUTDOWN_S = 5
+SHUTDOWN_S = 5
 NUM_RECENT = 512
 
 
@@ -62,8 +63,8 @@ class Gateway:
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         self._created_s = int(time.time())
         self._limits = AdmissionLimits(max_waiting_tokens=self._settings.max_waiting_tokens)
-        self._ledger = ledgers.Ledger(uuid.uuid4().hex, RouteWeights())
-        ledgers.install(self._ledger)
+        self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights())
+        install(self._ledger)
         self._replicas = replicas
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
@@ -72,21 +73,29 @@ class Gateway:
         await self._open()
 
     async def _open(self) -> None:
-        share_port = self._settings.num_replicas > 1
-        self._grpc_server, self._grpc_address = await start_grpc_server(
-            self, self._settings.grpc_address, self._settings.max_request_bytes, share_port=share_port
+        settings = self._settings
+        share_port = settings.num_replicas > 1
+        self._grpc_server, self._grpc_port = await start_grpc_server(
+            self, settings.grpc_address, settings.max_request_bytes, share_port=share_port
         )
-        host, _, port = self._settings.http_address.rpartition(":")
-        config = uvicorn.Config(
-            build_http_app(self, self._settings.max_request_bytes),
-            host=host,
-            port=int(port),
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=HTTP_SHUTDOWN_S,
+        host, _, port = settings.http_address.rpartition(":")
+        try:
+            listener = socket.create_server((host, int(port)), reuse_port=share_port)
+        except OSError as error:
+            raise ConfigError(f"http_address: cannot listen on {settings.http_address!r}: {error.strerror}") from None
+        self._http_port: int = listener.getsockname()[1]
+        self._http_server = uvicorn.Server(
+            uvicorn.Config(
+                build_http_app(self, settings.max_request_bytes),
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
         )
-        self._http_server = uvicorn.Server(config)
-        self._http_task = asyncio.get_running_loop().create_task(self._http_server.serve(), name="shoal-http")
+        self._http_task = asyncio.get_running_loop().create_task(
+            self._http_server.serve(sockets=[listener]), name="shoal-http"
+        )
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve hands over ``user_config`` without replacing the gateway: ``routing`` holds RouteWeights' fields."""
@@ -97,7 +106,7 @@ class Gateway:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where the faces listen, for whoever asked for free ports."""
-        return {"shoal_grpc": self._grpc_address}
+        return {"shoal_grpc_port": self._grpc_port, "shoal_http_port": self._http_port}
 
     # GatewayCore
 
@@ -158,11 +167,10 @@ class Gateway:
         )
 
     def cluster(self) -> ClusterRow:
-        members = self._ledger.members
         rows = tuple(
             ReplicaRow(
                 replica_id=view.replica_id,
-                node_id=members[view.replica_id].node_id,
+                node_id=view.node_id,
                 stats=view.stats,
                 age_s=view.age_s,
                 num_reserved_blocks=view.num_reserved_blocks,
@@ -181,11 +189,17 @@ class Gateway:
             recent_ttft_s=tuple(self._recent_ttft_s),
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
     def explain(self, request_id: str) -> Sequence[RouteRecord]:
         records = self._ledger.records(request_id)
         if not records:
             raise NotFound(f"request_id: no routing decision is kept for {request_id!r}")
         return records
+
+    def recent_routes(self, limit: int) -> Sequence[RouteRecord]:
+        return self._ledger.recent_records(limit)
 
     def is_ready(self) -> bool:
         return any(view.connected for view in self._ledger.view.replicas_for((), time.monotonic()))
@@ -242,6 +256,8 @@ class Gateway:
             await self._ledger.wait_for_change(remaining_s)
         now = time.monotonic()
         admission = admit(query, self._ledger.view.replicas_for(query.block_hashes, now), self._limits, now)
+        if admission.never_fits:
+            raise InvalidArgument("prompt", f"{query.num_prompt_tokens} tokens", admission.reason)
         if not admission.admitted:
             raise ResourceExhausted(admission.reason, admission.retry_after_s)
 
@@ -256,7 +272,7 @@ class Gateway:
     async def __del__(self) -> None:
         """Serve awaits this after its own drain: let streams finish, then close."""
         if hasattr(self, "_http_task"):
-            await self._grpc_server.stop(HTTP_SHUTDOWN_S)
+            await self._grpc_server.stop(SHUTDOWN_S)
             self._http_server.should_exit = True
             await self._http_task
             await self._ledger.close()

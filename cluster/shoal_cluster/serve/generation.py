@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.call import Chunk, Usage
-from shoal_cluster.serve.ledger import Follower, Ledger
+from shoal_cluster.serve.gateway_ledger import Follower, GatewayLedger
 from shoal_cluster.serve.replica_server import Outcome
 from shoal_replica.errors import DeadlineExceeded, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, Request, TokenDelta
@@ -53,7 +53,7 @@ class _Output:
 class _Leg:
     """One placement of a request: where it went, and whether that replica was lost."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[TokenDelta], bool]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[str, TokenDelta], bool]) -> None:
         self.replica_id = ""
         self.routed: asyncio.Future[None] = loop.create_future()
         self.lost: asyncio.Future[None] = loop.create_future()
@@ -65,8 +65,8 @@ class _Leg:
         if not self.routed.done():
             self.routed.set_result(None)
 
-    def _on_delta(self, delta: TokenDelta) -> None:
-        if not self._take(delta):
+    def _on_delta(self, replica_id: str, delta: TokenDelta) -> None:
+        if not self._take(replica_id, delta):
             self._on_lost()
 
     def _on_lost(self) -> None:
@@ -81,7 +81,7 @@ class Generation:
         self,
         request: Request,
         query: RouteQuery,
-        ledger: Ledger,
+        ledger: GatewayLedger,
         place: Place,
         tokenizer: Tokenizer,
         placement_timeout_s: float,
@@ -161,6 +161,7 @@ class Generation:
 
     async def _run_leg(self, request: Request, indexes: range) -> None:
         excluded: frozenset[str] = frozenset()
+        reason = ""
         try:
             for _ in range(MAX_RESUMES + 1):
                 try:
@@ -173,8 +174,9 @@ class Generation:
                     return
                 if refused_by is None:
                     return
-                excluded |= {refused_by[0]}
-            raise ResourceExhausted(f"refused by {len(excluded)} replicas: {refused_by[1]}", retry_after_s=1.0)
+                replica_id, reason = refused_by
+                excluded |= {replica_id}
+            raise ResourceExhausted(f"refused by {len(excluded)} replicas: {reason}", retry_after_s=1.0)
         except ShoalError as error:
             self._fail(error)
 
@@ -189,17 +191,16 @@ class Generation:
         placement = self._place(request, query)
         outcome = placement.outcome()
         try:
-            await asyncio.wait(
-                [outcome, leg.routed], timeout=self._placement_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            routed: list[asyncio.Future[Any]] = [outcome, leg.routed]
+            await asyncio.wait(routed, timeout=self._placement_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not (outcome.done() or leg.routed.done()):
                 raise Unavailable(f"no replica could take the request within {self._placement_timeout_s:g} s")
-            await asyncio.wait([outcome, leg.lost], return_when=asyncio.FIRST_COMPLETED)
+            ended: list[asyncio.Future[Any]] = [outcome, leg.lost]
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             if not outcome.done():
                 raise ReplicaLost(f"the feed of replica {leg.replica_id} broke")
             if (error := outcome.exception()) is not None:
                 raise ReplicaLost(f"replica {leg.replica_id}: {type(error).__name__}")
-            self._replica_id = leg.replica_id
             if outcome.result().refused:
                 return leg.replica_id, outcome.result().reason
             # The call's end may overtake the last tokens, which come by the feed.
@@ -235,13 +236,14 @@ class Generation:
 
     # Tokens
 
-    def _take(self, delta: TokenDelta) -> bool:
+    def _take(self, replica_id: str, delta: TokenDelta) -> bool:
         """Pass a delta on to the client. False if it does not follow what the client has."""
         output = self._outputs[delta.index]
         if output.is_done or delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             return True  # an end that the replica chose is not the call's: the leg resumes
         if delta.position != len(output.token_ids):
             return False
+        self._replica_id = replica_id
         if self._first_token_s is None:
             self._first_token_s = time.monotonic()
             self._num_cached_tokens = delta.num_cached_tokens

@@ -11,16 +11,16 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from uuid import uuid4
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shoal_cluster.errors import INTERNAL, report_error
-from shoal_cluster.serve import codec
+from shoal_cluster.serve import codec, control_codec
 from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.chunks import open_chunks
+from shoal_cluster.serve.request_id import new_request_id
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import ConfigError
 
@@ -46,17 +46,18 @@ class GenerationService:
 
     async def generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
         """Stream a call; whatever ends it early, a cancel included, closes the core's stream at once."""
-        fresh_id = uuid4().hex
+        fresh_id = new_request_id()
         async with _errors_as_status(context, fresh_id):
             request = codec.parse(generation_pb2.GenerateRequest, raw)
             call = codec.call_from_proto(request, fresh_id, timeout_s=context.time_remaining())
+        async with _errors_as_status(context, call.request_id):
             await context.send_initial_metadata((("x-request-id", call.request_id),))
             async with open_chunks(self._core, call) as chunks:
                 async for chunk in chunks:
                     await context.write(codec.chunk_to_proto(chunk))
 
     async def tokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> generation_pb2.TokenizeResponse:
-        async with _errors_as_status(context, uuid4().hex):
+        async with _errors_as_status(context, new_request_id()):
             request = codec.parse(generation_pb2.TokenizeRequest, raw)
             self._core.check_model(request.model)
             text, messages = codec.tokenize_input_from_proto(request)
@@ -70,7 +71,7 @@ class GenerationService:
             return generation_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def get_model(self, raw: bytes, context: grpc.aio.ServicerContext) -> generation_pb2.Model:
-        async with _errors_as_status(context, uuid4().hex):
+        async with _errors_as_status(context, new_request_id()):
             self._core.check_model(codec.parse(generation_pb2.GetModelRequest, raw).model)
             return codec.model_card_to_proto(self._core.model_card())
 
@@ -93,15 +94,15 @@ class ControlService:
         self._core = core
 
     async def list_replicas(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.Cluster:
-        async with _errors_as_status(context, uuid4().hex):
+        async with _errors_as_status(context, new_request_id()):
             codec.parse(control_pb2.ListReplicasRequest, raw)
-            return codec.cluster_to_proto(self._core.cluster())
+            return control_codec.cluster_to_proto(self._core.cluster())
 
     async def explain_route(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.ExplainRouteResponse:
-        async with _errors_as_status(context, uuid4().hex):
+        async with _errors_as_status(context, new_request_id()):
             request = codec.parse(control_pb2.ExplainRouteRequest, raw)
             records = self._core.explain(request.request_id)
-            return control_pb2.ExplainRouteResponse(records=map(codec.route_record_to_proto, records))
+            return control_pb2.ExplainRouteResponse(records=map(control_codec.route_record_to_proto, records))
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server takes."""
@@ -120,11 +121,11 @@ async def start_grpc_server(
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     *,
     credentials: grpc.ServerCredentials | None = None,
-    reuse_port: bool = False,
+    share_port: bool = False,
 ) -> tuple[grpc.aio.Server, int]:
     """Serve ``core`` at ``address`` ("host:port"; port 0 takes a free one); the server and the port it got.
 
-    ``credentials`` turn TLS on. ``reuse_port`` lets several gateways of one host share a port. Health follows
+    ``credentials`` turn TLS on. ``share_port`` lets several gateways of one host share a port. Health follows
     ``core.is_ready()`` until the server stops.
 
     Raises:
@@ -134,7 +135,7 @@ async def start_grpc_server(
         options=(
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
-            ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.so_reuseport", int(share_port)),
             *KEEPALIVE_OPTIONS,
         )
     )

@@ -11,6 +11,7 @@ import ray
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.feed import FeedServer
 from shoal_cluster.serve.request_router import FEED_KEY
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
@@ -59,16 +60,9 @@ class ReplicaServer:
         """Told once to every router: where the feed is."""
         return {FEED_KEY: list(self._address)}
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
+    def record_autoscaling_stats(self) -> dict[str, int]:
         """The ledger's numbers that the autoscaling policy reads."""
-        stats = self._engine.stats()
-        return {
-            "num_total_blocks": stats.num_total_blocks,
-            "num_allocated_blocks": stats.num_allocated_blocks,
-            "num_waiting_tokens": stats.num_waiting_tokens,
-            "num_running": stats.num_running,
-            "num_waiting": stats.num_waiting,
-        }
+        return ledger_metrics(self._engine.stats())
 
     async def generate(self, request: Request, gateway_id: str, query: RouteQuery) -> Outcome:
         """Run a request to its end. Cancelling the call frees its blocks.

@@ -13,7 +13,7 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
     """Adapter only. Serve runs a by-value copy of this module, so the ledger is imported where it is used."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        from shoal_cluster.serve.ledger import Member, current
+        from shoal_cluster.serve.gateway_ledger import Member, current
 
         super().update_replicas(replicas)
         members = []
@@ -26,7 +26,7 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        from shoal_cluster.serve.ledger import current
+        from shoal_cluster.serve.gateway_ledger import current
 
         query = pending_request.kwargs.get("query") if pending_request is not None else None
         if query is None:
@@ -36,7 +36,7 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
         return [[candidates[replica_id]] for replica_id in decision.ranked if replica_id in candidates]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        from shoal_cluster.serve.ledger import current
+        from shoal_cluster.serve.gateway_ledger import current
 
         query: Any = pending_request.kwargs.get("query")
         if query is not None:

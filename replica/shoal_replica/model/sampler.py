@@ -16,6 +16,7 @@ from shoal_replica.executor import TokenLogprobs
 from shoal_replica.sampling_params import SamplingParams
 
 UNIFORM_BITS = 52  # below a double's 53, so that u * total stays below total
+MIN_TEMPERATURE = 1e-30  # float32 must not read it as 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,9 @@ class Sampler:
         params = row.params
         if params.repetition_penalty != 1.0:
             penalty = params.repetition_penalty
-            logits.copy_(torch.where(counts.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
+            changed = torch.where(logits > 0, logits / penalty, logits * penalty)
+            # A penalty beyond float32 makes inf, or NaN of a logit of 0; the draw needs finite numbers.
+            logits.copy_(torch.where(counts.seen, changed.nan_to_num(nan=0.0), logits))
         logits -= params.frequency_penalty * counts.output_counts
         logits -= params.presence_penalty * (counts.output_counts > 0)
 
@@ -122,7 +125,7 @@ def uniform(seed: int | None, index: int, position: int) -> float:
 
 def _draw(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
     """One token per row, none of them greedy."""
-    temperatures = torch.tensor([row.params.temperature for row in rows]).unsqueeze(1)
+    temperatures = torch.tensor([max(row.params.temperature, MIN_TEMPERATURE) for row in rows]).unsqueeze(1)
     # Shifted to a maximum of 0 first: a tiny temperature then gives 0 and -inf, never inf.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
     min_ps = torch.tensor([row.params.min_p for row in rows]).unsqueeze(1)

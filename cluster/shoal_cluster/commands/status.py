@@ -1,0 +1,129 @@
+"""``shoal status``: the block ledger of every replica, and the cluster's sums."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shoal_cluster.serve.call import ClusterRow, ReplicaRow
+    from shoal_cluster.serve.ledger import BlockLedger
+    from shoal_replica.stats import ReplicaStats
+
+WATCH_PERIOD_S = 1.0
+COLUMNS = ("alloc", "cached", "free", "total", "used", "resv", "run", "wait", "hit", "age")
+
+
+def status(
+    address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew each second until Ctrl-C.")] = False,
+) -> None:
+    """Show each replica's KV blocks (allocated, cached, free, total, used, reserved) and the cluster's sums."""
+    if watch:
+        asyncio.run(_watch(address))
+        return
+    cluster = asyncio.run(_fetch(address))
+    if as_json:
+        typer.echo(json.dumps(_as_json(cluster), indent=2))
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(_table(cluster))
+
+
+async def _fetch(address: str) -> ClusterRow:
+    from shoal_cluster.commands.client import GatewayClient
+
+    async with GatewayClient(address) as client:
+        return await client.cluster()
+
+
+async def _watch(address: str) -> None:
+    from rich.live import Live
+
+    from shoal_cluster.commands.client import GatewayClient
+
+    async with GatewayClient(address) as client:
+        with Live(_table(await client.cluster()), auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(WATCH_PERIOD_S)
+                live.update(_table(await client.cluster()), refresh=True)
+
+
+def _as_json(cluster: ClusterRow) -> dict[str, Any]:
+    from shoal_cluster.serve.ledger import sum_blocks
+
+    ledger = sum_blocks(cluster.replicas)
+    body = asdict(cluster) | {"blocks": asdict(ledger) | {"utilization": ledger.utilization}}
+    for row, replica in zip(cluster.replicas, body["replicas"], strict=True):
+        if row.stats is not None:
+            replica["stats"]["utilization"] = row.stats.utilization
+    return body
+
+
+def _table(cluster: ClusterRow) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from shoal_cluster.serve.ledger import sum_blocks
+
+    spoken = [row.stats for row in cluster.replicas if row.stats is not None]
+    title = (
+        f"{cluster.model}: {cluster.num_active} active of {cluster.num_requests} requests, {cluster.num_shed} shed, "
+        f"{cluster.num_failed} failed, {cluster.num_resumes} resumed"
+    )
+    table = Table(title=title, title_justify="left", show_footer=True, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    sums = [
+        *_blocks(sum_blocks(cluster.replicas)),
+        str(sum(row.num_reserved_blocks for row in cluster.replicas)),
+        str(sum(stats.num_running for stats in spoken)),
+        str(sum(stats.num_waiting for stats in spoken)),
+    ]
+    table.add_column("replica", footer="cluster", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for name, footer in zip(COLUMNS, sums + [""] * (len(COLUMNS) - len(sums)), strict=True):
+        table.add_column(name, footer=footer, justify="right", no_wrap=True)
+    for row in cluster.replicas:
+        table.add_row(row.replica_id, _state(row), *_cells(row))
+    return table
+
+
+def _state(row: ReplicaRow) -> str:
+    if not row.connected:
+        return "lost"
+    if row.stats is None:
+        return "silent"
+    return "draining" if row.stats.draining else "ready"
+
+
+def _cells(row: ReplicaRow) -> list[str]:
+    stats = row.stats
+    if stats is None:
+        return ["-"] * len(COLUMNS)
+    return [
+        *_blocks(stats),
+        str(row.num_reserved_blocks),
+        str(stats.num_running),
+        str(stats.num_waiting),
+        f"{stats.hit_rate:.0%}",
+        f"{row.age_s:.1f} s",
+    ]
+
+
+def _blocks(ledger: BlockLedger | ReplicaStats) -> list[str]:
+    return [
+        str(ledger.num_allocated_blocks),
+        str(ledger.num_cached_blocks),
+        str(ledger.num_free_blocks),
+        str(ledger.num_total_blocks),
+        f"{ledger.utilization:.0%}",
+    ]

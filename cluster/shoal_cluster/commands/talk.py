@@ -1,0 +1,129 @@
+"""``shoal generate`` and ``shoal chat``: words in, words out, as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
+
+if TYPE_CHECKING:  # gRPC and what it brings load only when a command runs
+    from shoal_cluster.serve.call import GenerateCall, Message, Usage
+
+Address = Annotated[str, typer.Option(help="The gateway's gRPC address.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate; all there is room for by default.")]
+Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
+Seed = Annotated[int | None, typer.Option(help="Makes the answer repeatable.")]
+Stats = Annotated[bool, typer.Option("--stats/--no-stats", help="Say who computed it and how fast, on stderr.")]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say.")],
+    address: Address = DEFAULT_GRPC_ADDRESS,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 1.0,
+    seed: Seed = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, not as a chat.")] = False,
+    stats: Stats = True,
+) -> None:
+    """Send one prompt and stream the answer."""
+    from shoal_cluster.serve.call import Message
+
+    messages = None if raw else (Message("user", prompt),)
+    call = _call(prompt if raw else None, messages, max_tokens, temperature, seed)
+    answer = asyncio.run(_stream(address, call))
+    if stats:
+        typer.echo(answer.stats_line(), err=True)
+
+
+def chat(
+    address: Address = DEFAULT_GRPC_ADDRESS,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 1.0,
+    seed: Seed = None,
+    stats: Stats = True,
+) -> None:
+    """Talk with the model; it remembers the conversation. Ctrl-C stops an answer, Ctrl-D ends the chat."""
+    from shoal_cluster.serve.call import Message
+
+    history = [] if system is None else [Message("system", system)]
+    while True:
+        try:
+            said = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        if not said:
+            continue
+        history.append(Message("user", said))
+        try:
+            answer = asyncio.run(_stream(address, _call(None, tuple(history), max_tokens, temperature, seed)))
+        except KeyboardInterrupt:
+            history.pop()  # an answer cut short is no part of the conversation
+            typer.echo()
+            continue
+        history.append(Message("assistant", answer.text))
+        if stats:
+            typer.echo(answer.stats_line(), err=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A finished stream. ``seconds`` is its whole length as the client saw it."""
+
+    request_id: str
+    text: str
+    usage: Usage | None
+    seconds: float
+
+    def stats_line(self) -> str:
+        usage = self.usage
+        if usage is None:
+            return f"[{self.request_id}]"
+        decode_s = max(self.seconds - usage.ttft_s, 1e-9)
+        parts = [
+            self.request_id,
+            f"replica {usage.replica_id}",
+            f"{usage.num_prompt_tokens} prompt tokens",
+            f"{usage.num_cached_tokens} cached",
+            f"{usage.num_output_tokens} output",
+            f"TTFT {usage.ttft_s * 1000:.0f} ms",
+            f"{max(usage.num_output_tokens - 1, 0) / decode_s:.1f} tok/s",
+        ]
+        return f"[{' · '.join(parts)}]"
+
+
+def _call(
+    text: str | None, messages: tuple[Message, ...] | None, max_tokens: int | None, temperature: float, seed: int | None
+) -> GenerateCall:
+    from shoal_cluster.serve.call import GenerateCall
+    from shoal_cluster.serve.request_id import new_request_id
+    from shoal_replica.sampling_params import SamplingParams
+
+    return GenerateCall(
+        request_id=new_request_id(),
+        sampling_params=SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed),
+        text=text,
+        messages=messages,
+    )
+
+
+async def _stream(address: str, call: GenerateCall) -> _Answer:
+    """Print the answer as it comes."""
+    from shoal_cluster.commands.client import GatewayClient
+
+    started = time.monotonic()
+    texts: list[str] = []
+    usage: Usage | None = None
+    async with GatewayClient(address) as client:
+        async for chunk in client.generate(call):
+            typer.echo(chunk.text, nl=False)
+            texts.append(chunk.text)
+            usage = chunk.usage or usage
+    typer.echo()
+    return _Answer(call.request_id, "".join(texts), usage, time.monotonic() - started)

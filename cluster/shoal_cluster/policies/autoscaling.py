@@ -1,0 +1,106 @@
+"""How many replicas there should be: up at once by what the ledger shows, down late and only when it is safe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shoal_cluster.policies.view import ReplicaView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleConfig:
+    """What one replica should carry, and how slowly to shrink.
+
+    Attributes:
+        target_utilization: share of a replica's blocks that running sequences should hold, in (0, 1].
+        target_waiting_tokens: prompt tokens that may wait per replica.
+        downscale_delay_s: how long fewer replicas must have been enough.
+        max_age_s: older stats count as missing.
+    """
+
+    target_utilization: float = 0.7
+    target_waiting_tokens: int = 4096
+    downscale_delay_s: float = 120.0
+    max_age_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleView:
+    """A snapshot: every replica that runs or starts, the bounds, and the count asked for so far."""
+
+    replicas: tuple[ReplicaView, ...]
+    num_target: int
+    min_replicas: int
+    max_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState:
+    """Carried from one decision to the next: since when fewer were enough, and the most needed in that time."""
+
+    enough_since_s: float | None = None
+    peak_needed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleDecision:
+    num_replicas: int
+    reason: str
+    terms: tuple[tuple[str, float], ...]
+    state: ScaleState
+
+
+def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float) -> ScaleDecision:
+    """Replicas needed for the blocks held and the tokens waiting, at ``config``'s targets.
+
+    More are asked for at once, several if need be. Fewer only after the smaller count would have been enough,
+    survivors staying under target, at every look for ``downscale_delay_s``, and never below the most that were needed
+    in that time. A replica that is missing, starting or stale adds no load and forbids shrinking. Bounds always hold.
+    """
+    known = [
+        row.stats
+        for row in view.replicas
+        if row.stats is not None and row.connected and row.age_s <= config.max_age_s and not row.stats.draining
+    ]
+    num_silent = max(0, view.num_target - len(known))
+    held = sum(s.num_allocated_blocks for s in known)
+    total = sum(s.num_total_blocks for s in known)
+    waiting = sum(s.num_waiting_tokens for s in known) + sum(r.num_reserved_tokens for r in view.replicas)
+    utilization = held / total if total else 0.0
+    for_blocks = _needed(utilization * len(known), config.target_utilization)
+    for_waiting = _needed(waiting, config.target_waiting_tokens)
+    needed = max(for_blocks, for_waiting, 1)
+    terms = (
+        ("utilization", utilization),
+        ("waiting_tokens", float(waiting)),
+        ("needed_for_blocks", float(for_blocks)),
+        ("needed_for_waiting", float(for_waiting)),
+        ("num_silent", float(num_silent)),
+    )
+
+    def decide(count: int, reason: str, next_state: ScaleState) -> ScaleDecision:
+        bounded = min(max(count, view.min_replicas), view.max_replicas)
+        if bounded != count:
+            reason += f"; bounds are {view.min_replicas} to {view.max_replicas}"
+        return ScaleDecision(bounded, reason, terms, next_state)
+
+    load = f"{utilization:.0%} of blocks held, {waiting} tokens wait"
+    if needed > view.num_target:
+        return decide(needed, f"up: {load}", ScaleState())
+    if num_silent:
+        return decide(view.num_target, f"hold: {num_silent} of {view.num_target} replicas do not report", ScaleState())
+    if needed == view.num_target:
+        return decide(view.num_target, f"hold: {load}", ScaleState())
+    since_s = now if state.enough_since_s is None else state.enough_since_s
+    peak = max(needed, state.peak_needed)
+    if now - since_s < config.downscale_delay_s or peak >= view.num_target:
+        left_s = config.downscale_delay_s - (now - since_s)
+        reason = f"hold: {load}; {needed} would do, down in {max(0.0, left_s):.0f} s if that lasts"
+        return decide(view.num_target, reason, ScaleState(since_s, peak))
+    return decide(peak, f"down: {load}; {peak} were enough for {now - since_s:.0f} s", ScaleState())
+
+
+def _needed(load: float, target_per_replica: float) -> int:
+    """Least number of replicas that carry ``load`` at no more than the target each."""
+    return math.ceil(load / target_per_replica - 1e-9)

@@ -1,0 +1,219 @@
+"""`shoal.v1.Generation`: proto to domain and back. Nothing is lost either way.
+
+Defaults of absent fields are those an OpenAI or vLLM user expects (temperature 1, no truncation of the distribution,
+one sequence), but ``max_tokens``, which is as many as the model has room for: a stream can be cancelled at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
+
+from shoal_cluster.serve.call import Chunk, GenerateCall, Message, ModelCard, Usage
+from shoal_cluster.serve.request_id import check_request_id
+from shoal_protos import generation_pb2 as pb
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.executor import TokenLogprobs
+from shoal_replica.request import FinishReason
+from shoal_replica.sampling_params import SamplingParams
+
+M = TypeVar("M", bound=ProtoMessage)
+
+_SCALARS = (  # the fields of SamplingParams that are `optional` in the proto, under the same names
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "n",
+    "logprobs",
+    "ignore_eos",
+)
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+_FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
+
+
+def parse(message_type: type[M], raw: bytes) -> M:
+    """A message from its bytes. Raises InvalidArgument when they are none, or a string in them is not UTF-8."""
+    try:
+        return message_type.FromString(raw)
+    except DecodeError:
+        name = message_type.DESCRIPTOR.full_name
+        raise InvalidArgument("request", f"{len(raw)} bytes", f"must be a {name}, its strings in UTF-8") from None
+
+
+def call_from_proto(request: pb.GenerateRequest, fresh_id: str, timeout_s: float | None = None) -> GenerateCall:
+    """What a client asked; ``fresh_id`` names a request that has no id of its own.
+
+    Raises:
+        InvalidArgument: no prompt, or a field outside its limits.
+    """
+    prompt = request.WhichOneof("prompt")
+    if prompt is None:
+        raise InvalidArgument("prompt", None, "one of text, token_ids and messages must be set")
+    return GenerateCall(
+        request_id=check_request_id(request.request_id) if request.HasField("request_id") else fresh_id,
+        sampling_params=sampling_params_from_proto(request.sampling_params),
+        model=request.model,
+        text=request.text if prompt == "text" else None,
+        token_ids=tuple(request.token_ids.ids) if prompt == "token_ids" else None,
+        messages=_messages_from_proto(request.messages) if prompt == "messages" else None,
+        priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+        timeout_s=timeout_s,
+    )
+
+
+def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
+    """The request that asks for ``call``; its ``timeout_s`` travels as the deadline, not in the message."""
+    request = pb.GenerateRequest(
+        sampling_params=sampling_params_to_proto(call.sampling_params),
+        model=call.model,
+        priority=call.priority,
+        tenant=call.tenant,
+        cache_salt=call.cache_salt,
+        request_id=call.request_id,
+    )
+    if call.text is not None:
+        request.text = call.text
+    if call.token_ids is not None:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=call.token_ids))
+    if call.messages is not None:
+        request.messages.CopyFrom(_messages_to_proto(call.messages))
+    return request
+
+
+def sampling_params_from_proto(params: pb.SamplingParams) -> SamplingParams:
+    """Raises InvalidArgument for a field outside its limits."""
+    given: dict[str, Any] = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
+    return SamplingParams(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        stop=tuple(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        **given,
+    )
+
+
+def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        max_tokens=params.max_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        **{name: getattr(params, name) for name in _SCALARS},
+    )
+
+
+def chunk_to_proto(chunk: Chunk) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        index=chunk.index,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        logprobs=[_logprobs_to_proto(logprobs) for logprobs in chunk.logprobs],
+        finish_reason=None if chunk.finish_reason is None else _FINISH_REASONS[chunk.finish_reason],
+        usage=None if chunk.usage is None else _usage_to_proto(chunk.usage),
+    )
+
+
+def chunk_from_proto(response: pb.GenerateResponse) -> Chunk:
+    return Chunk(
+        index=response.index,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        logprobs=tuple(_logprobs_from_proto(logprobs) for logprobs in response.logprobs),
+        finish_reason=_FINISH_REASONS_BACK.get(response.finish_reason),
+        usage=_usage_from_proto(response.usage) if response.HasField("usage") else None,
+    )
+
+
+def chunk_from_bytes(raw: bytes) -> Chunk:
+    """What a client reads of the stream."""
+    return chunk_from_proto(pb.GenerateResponse.FromString(raw))
+
+
+def tokenize_input_from_proto(request: pb.TokenizeRequest) -> tuple[str | None, tuple[Message, ...] | None]:
+    """(text, messages), one of them None. Raises InvalidArgument when neither is set."""
+    match request.WhichOneof("input"):
+        case "text":
+            return request.text, None
+        case "messages":
+            return None, _messages_from_proto(request.messages)
+        case _:
+            raise InvalidArgument("input", None, "one of text and messages must be set")
+
+
+def model_card_to_proto(card: ModelCard) -> pb.Model:
+    return pb.Model(
+        name=card.name,
+        max_model_len=card.max_model_len,
+        vocab_size=card.vocab_size,
+        block_size=card.block_size,
+        dtype=card.dtype,
+        eos_token_ids=card.eos_token_ids,
+        has_chat_template=card.has_chat_template,
+        created_s=card.created_s,
+    )
+
+
+def model_card_from_proto(model: pb.Model) -> ModelCard:
+    return ModelCard(
+        name=model.name,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        block_size=model.block_size,
+        dtype=model.dtype,
+        eos_token_ids=tuple(model.eos_token_ids),
+        has_chat_template=model.has_chat_template,
+        created_s=model.created_s,
+    )
+
+
+def _messages_from_proto(messages: pb.ChatMessages) -> tuple[Message, ...]:
+    return tuple(Message(message.role, message.content) for message in messages.messages)
+
+
+def _messages_to_proto(messages: Iterable[Message]) -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(role=m.role, content=m.content) for m in messages])
+
+
+def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top]
+    return pb.TokenLogprobs(token_id=logprobs.token_id, logprob=logprobs.logprob, top=top)
+
+
+def _logprobs_from_proto(logprobs: pb.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((entry.token_id, entry.logprob) for entry in logprobs.top)
+    return TokenLogprobs(logprobs.token_id, logprobs.logprob, top)
+
+
+def _usage_to_proto(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.num_prompt_tokens,
+        cached_tokens=usage.num_cached_tokens,
+        output_tokens=usage.num_output_tokens,
+        replica_id=usage.replica_id,
+        ttft_s=usage.ttft_s,
+        num_resumes=usage.num_resumes,
+    )
+
+
+def _usage_from_proto(usage: pb.Usage) -> Usage:
+    return Usage(
+        num_prompt_tokens=usage.prompt_tokens,
+        num_cached_tokens=usage.cached_tokens,
+        num_output_tokens=usage.output_tokens,
+        replica_id=usage.replica_id,
+        ttft_s=usage.ttft_s,
+        num_resumes=usage.num_resumes,
+    )

@@ -1,0 +1,215 @@
+"""`shoal.v1.Control`: proto to domain and back. Nothing is lost either way."""
+
+from __future__ import annotations
+
+from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
+from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.serve.call import ClusterRow, ReplicaRow
+from shoal_cluster.serve.ledger import BlockLedger, sum_blocks
+from shoal_protos import control_pb2 as pb
+from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.stats import ReplicaStats
+
+_STATS_SCALARS = (  # of ReplicaStats, under the same names in the proto; its blocks are a message of their own
+    "time_s",
+    "block_size",
+    "num_running",
+    "num_waiting",
+    "num_waiting_tokens",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "step_s",
+    "num_steps",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_generated_tokens",
+    "num_finished",
+    "num_preemptions",
+    "num_refused",
+    "draining",
+)
+_VIEW_SCALARS = (
+    "replica_id",
+    "node_id",
+    "age_s",
+    "connected",
+    "num_reserved",
+    "num_reserved_blocks",
+    "num_reserved_tokens",
+    "num_matched_blocks",
+)
+
+
+def cluster_to_proto(cluster: ClusterRow) -> pb.Cluster:
+    """With the sums of the block ledger."""
+    return pb.Cluster(
+        model=cluster.model,
+        replicas=map(_replica_to_proto, cluster.replicas),
+        blocks=_ledger_to_proto(sum_blocks(cluster.replicas)),
+        num_requests=cluster.num_requests,
+        num_active=cluster.num_active,
+        num_shed=cluster.num_shed,
+        num_failed=cluster.num_failed,
+        num_resumes=cluster.num_resumes,
+        recent_ttft_s=cluster.recent_ttft_s,
+    )
+
+
+def cluster_from_proto(cluster: pb.Cluster) -> ClusterRow:
+    return ClusterRow(
+        model=cluster.model,
+        replicas=tuple(map(_replica_from_proto, cluster.replicas)),
+        num_requests=cluster.num_requests,
+        num_active=cluster.num_active,
+        num_shed=cluster.num_shed,
+        num_failed=cluster.num_failed,
+        num_resumes=cluster.num_resumes,
+        recent_ttft_s=tuple(cluster.recent_ttft_s),
+    )
+
+
+def cluster_from_bytes(raw: bytes) -> ClusterRow:
+    """What a client reads of ListReplicas."""
+    return cluster_from_proto(pb.Cluster.FromString(raw))
+
+
+def explain_request_to_bytes(request_id: str) -> bytes:
+    """What a client sends to ExplainRoute."""
+    return bytes(pb.ExplainRouteRequest(request_id=request_id).SerializeToString())
+
+
+def records_from_bytes(raw: bytes) -> tuple[RouteRecord, ...]:
+    """What a client reads of ExplainRoute."""
+    return tuple(map(route_record_from_proto, pb.ExplainRouteResponse.FromString(raw).records))
+
+
+def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
+    query, weights, decision = record.query, record.weights, record.decision
+    return pb.RouteRecord(
+        time_s=record.time_s,
+        query=pb.RouteQuery(
+            request_id=query.request_id,
+            block_hashes=query.block_hashes,
+            num_prompt_tokens=query.num_prompt_tokens,
+            num_blocks_needed=query.num_blocks_needed,
+            block_size=query.block_size,
+            excluded=sorted(query.excluded),
+        ),
+        replicas=map(_view_to_proto, record.replicas),
+        weights=pb.RouteWeights(
+            prefill_price=weights.prefill_price,
+            decode_price=weights.decode_price,
+            max_age_s=weights.max_age_s,
+            stale_tokens_per_s=weights.stale_tokens_per_s,
+        ),
+        seed=record.seed,
+        decision=pb.RouteDecision(
+            ranked=decision.ranked,
+            reason=decision.reason,
+            candidates=map(_candidate_to_proto, decision.candidates),
+        ),
+    )
+
+
+def route_record_from_proto(record: pb.RouteRecord) -> RouteRecord:
+    query, weights, decision = record.query, record.weights, record.decision
+    return RouteRecord(
+        time_s=record.time_s,
+        query=RouteQuery(
+            request_id=query.request_id,
+            block_hashes=tuple(map(BlockHash, query.block_hashes)),
+            num_prompt_tokens=query.num_prompt_tokens,
+            num_blocks_needed=query.num_blocks_needed,
+            block_size=query.block_size,
+            excluded=frozenset(query.excluded),
+        ),
+        replicas=tuple(map(_view_from_proto, record.replicas)),
+        weights=RouteWeights(
+            prefill_price=weights.prefill_price,
+            decode_price=weights.decode_price,
+            max_age_s=weights.max_age_s,
+            stale_tokens_per_s=weights.stale_tokens_per_s,
+        ),
+        seed=record.seed,
+        decision=RouteDecision(
+            ranked=tuple(decision.ranked),
+            reason=decision.reason,
+            candidates=tuple(map(_candidate_from_proto, decision.candidates)),
+        ),
+    )
+
+
+def _candidate_to_proto(candidate: CandidateTerms) -> pb.Candidate:
+    return pb.Candidate(
+        replica_id=candidate.replica_id,
+        eligible=candidate.eligible,
+        rejected=candidate.rejected,
+        score=candidate.score,
+        terms=[pb.Term(name=name, value=value) for name, value in candidate.terms],
+    )
+
+
+def _candidate_from_proto(candidate: pb.Candidate) -> CandidateTerms:
+    return CandidateTerms(
+        replica_id=candidate.replica_id,
+        eligible=candidate.eligible,
+        rejected=candidate.rejected,
+        score=candidate.score,
+        terms=tuple((term.name, term.value) for term in candidate.terms),
+    )
+
+
+def _view_to_proto(view: ReplicaView) -> pb.ReplicaView:
+    stats = None if view.stats is None else _stats_to_proto(view.stats)
+    return pb.ReplicaView(stats=stats, **{name: getattr(view, name) for name in _VIEW_SCALARS})
+
+
+def _view_from_proto(view: pb.ReplicaView) -> ReplicaView:
+    stats = _stats_from_proto(view.stats) if view.HasField("stats") else None
+    return ReplicaView(stats=stats, **{name: getattr(view, name) for name in _VIEW_SCALARS})
+
+
+def _replica_to_proto(row: ReplicaRow) -> pb.Replica:
+    return pb.Replica(
+        replica_id=row.replica_id,
+        node_id=row.node_id,
+        stats=None if row.stats is None else _stats_to_proto(row.stats),
+        age_s=row.age_s,
+        num_reserved_blocks=row.num_reserved_blocks,
+        connected=row.connected,
+    )
+
+
+def _replica_from_proto(replica: pb.Replica) -> ReplicaRow:
+    return ReplicaRow(
+        replica_id=replica.replica_id,
+        node_id=replica.node_id,
+        stats=_stats_from_proto(replica.stats) if replica.HasField("stats") else None,
+        age_s=replica.age_s,
+        num_reserved_blocks=replica.num_reserved_blocks,
+        connected=replica.connected,
+    )
+
+
+def _ledger_to_proto(ledger: BlockLedger | ReplicaStats) -> pb.BlockLedger:
+    return pb.BlockLedger(
+        num_allocated_blocks=ledger.num_allocated_blocks,
+        num_cached_blocks=ledger.num_cached_blocks,
+        num_free_blocks=ledger.num_free_blocks,
+        num_total_blocks=ledger.num_total_blocks,
+        utilization=ledger.utilization,
+    )
+
+
+def _stats_to_proto(stats: ReplicaStats) -> pb.ReplicaStats:
+    return pb.ReplicaStats(blocks=_ledger_to_proto(stats), **{name: getattr(stats, name) for name in _STATS_SCALARS})
+
+
+def _stats_from_proto(stats: pb.ReplicaStats) -> ReplicaStats:
+    return ReplicaStats(
+        num_allocated_blocks=stats.blocks.num_allocated_blocks,
+        num_cached_blocks=stats.blocks.num_cached_blocks,
+        num_free_blocks=stats.blocks.num_free_blocks,
+        num_total_blocks=stats.blocks.num_total_blocks,
+        **{name: getattr(stats, name) for name in _STATS_SCALARS},
+    )

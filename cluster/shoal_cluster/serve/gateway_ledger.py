@@ -1,0 +1,199 @@
+"""The gateway's books: the view of every replica, the feeds that keep it, and the decisions taken on it.
+
+One per gateway process. Serve pickles a request router's module by value, so the router finds the ledger through this
+module, which both import by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal_cluster.policies.routing import (
+    RouteDecision,
+    RouteQuery,
+    RouteRecord,
+    RouteWeights,
+    decide,
+    uncached_blocks,
+    uncached_tokens,
+)
+from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.serve.feed import FeedClient, Snapshot, Update
+from shoal_replica.request import TokenDelta
+
+MAX_RECORDED_REQUESTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A running replica as Serve names it, with the address of its feed."""
+
+    replica_id: str
+    node_id: str
+    feed_address: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """Who wants to know what becomes of a placed request."""
+
+    on_routed: Callable[[str], None]
+    on_delta: Callable[[str, TokenDelta], None]
+    on_lost: Callable[[], None]
+
+
+class GatewayLedger:
+    """Everything here happens on one event loop."""
+
+    def __init__(self, gateway_id: str, weights: RouteWeights) -> None:
+        self.gateway_id = gateway_id
+        self.weights = weights
+        self.view = ClusterView()
+        self._seeds = random.Random()
+        self._members: dict[str, Member] = {}
+        self._feeds: dict[str, FeedClient] = {}
+        self._followers: dict[str, Follower] = {}
+        self._replica_of: dict[str, str] = {}
+        self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
+        self._changed = asyncio.Event()
+
+    # What Serve tells
+
+    def set_members(self, members: list[Member]) -> None:
+        """Follow exactly these replicas."""
+        wanted = {m.replica_id: m for m in members}
+        for replica_id in [r for r in self._members if r not in wanted]:
+            del self._members[replica_id]
+            self._feeds.pop(replica_id).close()
+            self._lost(replica_id)
+            self.view.leave(replica_id)
+        for replica_id, member in wanted.items():
+            if replica_id not in self._members:
+                self._members[replica_id] = member
+                self.view.join(replica_id, member.node_id)
+                self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
+        self._changed.set()
+
+    def decide(self, query: RouteQuery) -> RouteDecision:
+        """Route a request, reserve its blocks on the best replica and keep the record."""
+        now = time.monotonic()
+        replicas = self.view.replicas_for(query.block_hashes, now)
+        seed = self._seeds.getrandbits(32)
+        record = decide(query, replicas, self.weights, seed=seed, time_s=time.time())
+        self._keep(record)
+        if record.decision.ranked:
+            best = next(r for r in replicas if r.replica_id == record.decision.ranked[0])
+            num_blocks, num_tokens = uncached_blocks(query, best), uncached_tokens(query, best)
+            self.view.reserve(query.request_id, best.replica_id, num_blocks, num_tokens, now, query.block_hashes)
+        return record.decision
+
+    def routed(self, query: RouteQuery, replica_id: str) -> None:
+        """Serve has handed the request to ``replica_id``, which may be a lower rank than the first."""
+        if (follower := self._followers.get(query.request_id)) is None:
+            self.view.release(query.request_id)  # the client has left meanwhile
+            return
+        self._replica_of[query.request_id] = replica_id
+        held = self.view.reservation(query.request_id)
+        if held is not None and held.replica_id != replica_id:
+            self.view.move(query.request_id, replica_id, time.monotonic())
+        follower.on_routed(replica_id)
+
+    # What the gateway asks
+
+    def follow(self, request_id: str, follower: Follower) -> None:
+        """Tell ``follower`` of a request that is about to be placed."""
+        self._followers[request_id] = follower
+
+    def unfollow(self, request_id: str) -> None:
+        """The request is over for us: drop its reservation. Unknown ids are ignored."""
+        self._followers.pop(request_id, None)
+        self._replica_of.pop(request_id, None)
+        self.view.release(request_id)
+
+    def abort(self, request_id: str, index: int) -> None:
+        """End one sequence at its replica."""
+        replica_id = self._replica_of.get(request_id)
+        if replica_id is not None and (feed := self._feeds.get(replica_id)) is not None:
+            feed.abort(request_id, index)
+
+    def records(self, request_id: str) -> list[RouteRecord]:
+        """The decisions kept for a call, those of its resumes included, oldest first."""
+        return list(self._records.get(request_id, ()))
+
+    def recent_records(self, limit: int) -> list[RouteRecord]:
+        """The last decisions of all calls, newest first."""
+        calls = itertools.islice(reversed(self._records.values()), limit)
+        records = sorted(itertools.chain.from_iterable(calls), key=lambda record: record.time_s, reverse=True)
+        return records[:limit]
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Return when a replica has joined, left, connected or been lost, or after ``timeout_s``."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def close(self) -> None:
+        """Stop following every feed."""
+        await asyncio.gather(*(feed.close() for feed in self._feeds.values()))
+        self._feeds.clear()
+
+    # What the feeds tell
+
+    def _feed(self, replica_id: str, address: tuple[str, int]) -> FeedClient:
+        return FeedClient(
+            self.gateway_id,
+            address,
+            on_message=lambda message: self._take(replica_id, message),
+            on_lost=lambda: self._lost(replica_id),
+        )
+
+    def _take(self, replica_id: str, message: Snapshot | Update) -> None:
+        now = time.monotonic()
+        if isinstance(message, Snapshot):
+            self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
+            self._changed.set()
+            return
+        self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
+        self.view.settle(message.accepted)
+        for delta in message.deltas:
+            if (follower := self._followers.get(delta.request_id)) is not None:
+                follower.on_delta(replica_id, delta)
+
+    def _lost(self, replica_id: str) -> None:
+        self.view.disconnect(replica_id)
+        for request_id in [r for r, where in self._replica_of.items() if where == replica_id]:
+            if (follower := self._followers.get(request_id)) is not None:
+                follower.on_lost()
+        self._changed.set()
+
+    def _keep(self, record: RouteRecord) -> None:
+        call_id = record.query.request_id.partition("#")[0]
+        self._records.setdefault(call_id, []).append(record)
+        self._records.move_to_end(call_id)
+        while len(self._records) > MAX_RECORDED_REQUESTS:
+            self._records.popitem(last=False)
+
+
+_installed: GatewayLedger | None = None
+
+
+def install(ledger: GatewayLedger) -> None:
+    """Make ``ledger`` this process's."""
+    global _installed
+    _installed = ledger
+
+
+def current() -> GatewayLedger:
+    """This process's ledger."""
+    if _installed is None:
+        raise RuntimeError("no ledger: only a gateway routes to replicas")
+    return _installed

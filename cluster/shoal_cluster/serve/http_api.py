@@ -1,0 +1,148 @@
+"""The HTTP face: OpenAI's routes over a gateway core, health and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+
+from shoal_cluster.errors import ErrorKind, ErrorReport
+from shoal_cluster.serve.call import GatewayCore, ModelCard
+from shoal_cluster.serve.dashboard.page import dashboard_router
+from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_response, until_disconnect
+from shoal_cluster.serve.metrics import CONTENT_TYPE, render_metrics
+from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, CompletionShape, answer_events, whole_answer
+from shoal_cluster.serve.openai_types import ChatRequest, CompletionRequest
+
+DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
+CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
+
+
+class HttpCore(GatewayCore, Protocol):
+    """What this face needs beside: OpenAI's log-probabilities name tokens by their text."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for."""
+        ...
+
+
+def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> FastAPI:
+    """The ASGI application. A body above ``max_body_bytes`` gets 413."""
+    app = FastAPI(title="Shoal", docs_url="/docs", redoc_url=None)
+    app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.include_router(dashboard_router(core))
+    chat_shape, completion_shape = ChatShape(core.token_bytes), CompletionShape(core.token_bytes)
+
+    @app.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        return await _answer(core, body, request, chat_shape)
+
+    @app.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        return await _answer(core, body, request, completion_shape)
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_body(core.model_card())]}
+
+    @app.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str, request: Request) -> Response:
+        try:
+            core.check_model(model_id)
+        except Exception as error:
+            return error_response(error, request.state.request_id)
+        return JSONResponse(_model_body(core.model_card()))
+
+    @app.get("/healthz")
+    async def health() -> Response:
+        ready = core.is_ready()
+        return JSONResponse({"status": "ok" if ready else "no replica is ready"}, status_code=200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(render_metrics(core.cluster()), headers={"content-type": CONTENT_TYPE})
+
+    return app
+
+
+async def _answer(
+    core: GatewayCore, body: ChatRequest | CompletionRequest, request: Request, shape: AnswerShape
+) -> Response:
+    """Run the body's calls; whatever ends them early, a disconnect included, closes the core's streams."""
+    request_id: str = request.state.request_id
+    try:
+        core.check_model(body.model)
+        calls = body.to_calls(request_id)
+        model = core.model_card().name
+        if body.stream:
+            events = answer_events(core, calls, shape, request_id, model, body.include_usage)
+            return EventStream(events, request_id)
+        answer = whole_answer(core, calls, shape, request_id, model)
+        return JSONResponse(await until_disconnect(request.receive, answer))
+    except ClientDisconnect:
+        raise
+    except Exception as error:
+        return error_response(error, request_id)
+
+
+def _model_body(card: ModelCard) -> dict[str, Any]:
+    """OpenAI's model, with vLLM's ``max_model_len``."""
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created_s,
+        "owned_by": "shoal",
+        "max_model_len": card.max_model_len,
+    }
+
+
+async def _on_invalid_body(_: Request, error: Exception) -> Response:
+    """One line for the first wrong field, under its path in the body."""
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    field = _path(errors[0]["loc"])
+    same = [e for e in errors if _path(e["loc"]) == field]  # a union complains once per alternative
+    words = (e["msg"].removeprefix("Value error, ") for e in same)
+    limits = dict.fromkeys(line[0].lower() + line[1:] for line in words)
+    shown = "" if same[0]["type"] in ("missing", "json_invalid") else f"got {_shown(same[0].get('input'))}; "
+    message = f"{field}: {shown}{', or '.join(limits)}"
+    return _refusal(400, "invalid_request_error", "invalid_value", message, field)
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    """What the router itself refuses: unknown paths, wrong methods, bodies too large."""
+    assert isinstance(error, HTTPException)
+    return _refusal(error.status_code, "invalid_request_error", f"http_{error.status_code}", str(error.detail), None)
+
+
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _refusal(status: int, kind: str, code: str, message: str, field: str | None) -> Response:
+    told = ErrorReport(kind=ErrorKind("INVALID_ARGUMENT", status, kind, code), message=message, field=field)
+    return JSONResponse(told.openai_body(), status_code=status)
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """``messages.0.content`` from pydantic's location, without the names of a union's alternatives."""
+    parts = [str(part) for part in location[1:]] if location[:1] == ("body",) else [str(part) for part in location]
+    named = []
+    for part in parts:
+        if "[" in part or part == "str":
+            break
+        named.append(part)
+    return ".".join(named) or "body"
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:79] + "…"

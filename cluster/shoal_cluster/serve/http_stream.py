@@ -1,0 +1,154 @@
+"""Below the routes: who asks (request id), how much (body limit), and whether the client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal_cluster.errors import INTERNAL, ErrorReport, report_error
+from shoal_cluster.serve.openai_answers import event
+from shoal_cluster.serve.request_id import check_request_id, new_request_id
+from shoal_replica.errors import ShoalError
+
+T = TypeVar("T")
+
+DRAIN_FACTOR = 8  # how far past the limit a body is read, so that its sender gets to see the refusal
+
+_log = logging.getLogger(__name__)
+
+
+class RequestFrame:
+    """ASGI middleware: gives each request an id, answers with it in ``x-request-id``, and limits its body.
+
+    A client may bring its own id in the same header. The id is at ``request.state.request_id``.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id") or new_request_id()
+        try:
+            check_request_id(request_id)
+        except ShoalError as error:
+            await error_response(error, "")(scope, receive, send)
+            return
+        scope.setdefault("state", {})["request_id"] = request_id
+        num_bytes = 0
+
+        async def limited_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes <= self._max_body_bytes:
+                return message
+            while message.get("more_body") and num_bytes < DRAIN_FACTOR * self._max_body_bytes:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+            raise HTTPException(413, f"body: must be at most {self._max_body_bytes} bytes")
+
+        async def named_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, limited_receive, named_send)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled, and has ended, when the client goes away first.
+
+    Plain tasks rather than a cancel scope: a scope would cancel every await of the clean-up too.
+
+    Raises:
+        ClientDisconnect: the client went away.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            return worker.result()
+        raise ClientDisconnect
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. An error before the first event is a plain error answer, a later one the last event.
+
+    The events' generator is closed as soon as the client goes away.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], request_id: str) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events = events
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_events(scope, receive, send))
+        except ClientDisconnect:
+            return
+
+    async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with aclosing(self._events) as events:
+            while True:
+                error = None
+                try:
+                    data = await anext(events, None)
+                except Exception as caught:
+                    error, data = caught, None
+                if error is not None and not started:
+                    await error_response(error, self._request_id)(scope, receive, send)
+                    return
+                if error is not None:
+                    data = event(report(error, self._request_id).openai_body())
+                if not started:
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    started = True
+                more = data is not None and error is None
+                await send({"type": "http.response.body", "body": data or b"", "more_body": more})
+                if not more:
+                    return
+
+
+def report(error: Exception, request_id: str) -> ErrorReport:
+    """What the client may know of ``error``; what it may not goes to the log."""
+    told = report_error(error, request_id)
+    if told.kind is INTERNAL:
+        _log.error("request %s failed", request_id, exc_info=error)
+    return told
+
+
+def error_response(error: Exception, request_id: str) -> Response:
+    """OpenAI's error answer."""
+    told = report(error, request_id)
+    headers = {}
+    if told.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(told.retry_after_s))
+    return JSONResponse(told.openai_body(), status_code=told.kind.http_status, headers=headers)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

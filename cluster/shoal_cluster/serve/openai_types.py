@@ -1,0 +1,208 @@
+"""What OpenAI's clients may ask, and the calls it becomes.
+
+The bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extra fields (top_k, min_p, repetition_penalty,
+ignore_eos, stop_token_ids, priority, cache_salt). Unknown fields are ignored; fields of OpenAI's that would change the
+answer but are not served here are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from shoal_cluster.serve.call import GenerateCall, Message
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.sampling_params import MAX_LOGPROBS, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions; a chat may go on as long as the model has room
+MAX_PROMPTS = 128
+
+_PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+
+
+def _unicode(text: str) -> str:
+    """JSON's escapes can spell half a surrogate pair, which no UTF-8 can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be valid Unicode, without lone surrogates") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+
+
+class TextPart(_Body):
+    """One part of a message's content; only text is served."""
+
+    type: Text
+    text: Text = ""
+
+
+class ChatTurn(_Body):
+    role: Text
+    content: Text | list[TextPart] | None = None
+
+    def to_message(self, position: int) -> Message:
+        if not isinstance(self.content, list):
+            return Message(self.role, self.content or "")
+        for part in self.content:
+            if part.type != "text":
+                raise InvalidArgument(f"messages.{position}.content", part.type, "only parts of type 'text' are served")
+        return Message(self.role, "".join(part.text for part in self.content))
+
+
+class _Request(_Body):
+    """What both bodies share."""
+
+    model: Text = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: Text | list[Text] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    priority: int = 0
+    cache_salt: Text = ""
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with an event that holds the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences per prompt."""
+        return 1 if self.n is None else self.n
+
+    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Raises InvalidArgument for a field outside its limits."""
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "n": self.n,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "top_k": None if self.top_k == -1 else self.top_k,  # vLLM's other word for all
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "ignore_eos": self.ignore_eos,
+        }
+        present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=self.seed,
+            logprobs=logprobs,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **present,
+        )
+
+    def refuse(self, *names: str) -> None:
+        """Raise InvalidArgument for the first of these fields that is set to more than nothing."""
+        for name in names:
+            value = getattr(self, name)
+            if value:
+                raise InvalidArgument(name, value, "is not supported; leave it out")
+
+
+class ChatRequest(_Request):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatTurn]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    def to_calls(self, request_id: str) -> list[GenerateCall]:
+        """The one call that this is. Raises InvalidArgument."""
+        self.refuse("tools", "functions", "logit_bias")
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise InvalidArgument("response_format", self.response_format, "only {'type': 'text'} is supported")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidArgument("top_logprobs", self.top_logprobs, "needs logprobs to be true")
+        if not self.messages:
+            raise InvalidArgument("messages", [], "must have at least one message")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        call = GenerateCall(
+            request_id=request_id,
+            sampling_params=self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None),
+            model=self.model,
+            messages=tuple(turn.to_message(position) for position, turn in enumerate(self.messages)),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
+        return [call]
+
+
+class CompletionRequest(_Request):
+    """`POST /v1/completions`."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def to_calls(self, request_id: str) -> list[GenerateCall]:
+        """One call per prompt. Raises InvalidArgument."""
+        self.refuse("echo", "suffix", "logit_bias")
+        if self.best_of not in (None, self.num_sequences):
+            raise InvalidArgument("best_of", self.best_of, "is not supported; leave it out")
+        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        params = self.sampling_params(max_tokens, self.logprobs)
+        prompts = _prompts(self.prompt)
+        return [
+            GenerateCall(
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
+                sampling_params=params,
+                model=self.model,
+                text=prompt if isinstance(prompt, str) else None,
+                token_ids=None if isinstance(prompt, str) else prompt,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+
+
+def _prompts(prompt: object) -> list[str | tuple[int, ...]]:
+    """OpenAI's four shapes of a prompt, as a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise InvalidArgument("prompt", prompt, _PROMPT_SHAPES)
+    if not prompt:
+        raise InvalidArgument("prompt", prompt, "must not be empty")
+    if all(type(item) is int for item in prompt):
+        return [tuple(prompt)]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidArgument("prompt", f"{len(prompt)} prompts", f"must be at most {MAX_PROMPTS}")
+    if all(isinstance(item, str) for item in prompt):
+        return list(prompt)
+    if all(isinstance(item, list) and all(type(token_id) is int for token_id in item) for item in prompt):
+        return [tuple(item) for item in prompt]
+    raise InvalidArgument("prompt", prompt, _PROMPT_SHAPES)

@@ -1,0 +1,22 @@
+"""The name of a request: in headers, logs and routing records."""
+
+from __future__ import annotations
+
+import re
+from uuid import uuid4
+
+from shoal_replica.errors import InvalidArgument
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def new_request_id() -> str:
+    """An id nobody else has."""
+    return uuid4().hex
+
+
+def check_request_id(request_id: str) -> str:
+    """``request_id`` itself. Raises InvalidArgument unless it can travel in a header."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidArgument("request_id", request_id, "must be 1 to 128 printable ASCII characters without spaces")
+    return request_id

@@ -1,0 +1,51 @@
+"""The cluster that a run simulates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.autoscaling import ScaleConfig
+from shoal_cluster.policies.baselines import Routing
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.sim.latency import StepTime
+from shoal_replica.config import CacheConfig, SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPlan:
+    """Autoscaling in a run: every ``interval_s`` a decision; a new replica serves after ``startup_s``."""
+
+    min_replicas: int
+    max_replicas: int
+    config: ScaleConfig = field(default_factory=ScaleConfig)
+    interval_s: float = 5.0
+    startup_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimConfig:
+    """A cluster to simulate.
+
+    Attributes:
+        heartbeat_s: how often an idle replica reports.
+        feed_delay_s: from the end of a step until the gateway knows of it, tokens included.
+        objective_s, objective_prefills: a first token is good within ``objective_s`` plus ``objective_prefills`` times
+            the request's own uncached prefill.
+    """
+
+    num_replicas: int
+    cache: CacheConfig
+    scheduler: SchedulerConfig = field(
+        default_factory=lambda: SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2048)
+    )
+    step_time: StepTime = field(default_factory=StepTime)
+    routing: Routing = "predicted_ttft"
+    weights: RouteWeights = field(default_factory=RouteWeights)
+    limits: AdmissionLimits = field(default_factory=AdmissionLimits)
+    scaling: ScalingPlan | None = None
+    heartbeat_s: float = 1.0
+    feed_delay_s: float = 0.005
+    objective_s: float = 2.0
+    objective_prefills: float = 2.0
+    seed: int = 0

@@ -1,0 +1,33 @@
+"""Simulated time: a heap of what happens when."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+
+class EventLoop:
+    """Runs callbacks in order of their time; those of one instant in the order they were set. Nothing ever waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_set = 0
+
+    def at(self, time_s: float, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at ``time_s``, which may be now but not before."""
+        if time_s < self.now:
+            raise ValueError(f"cannot set an event at {time_s}: it is {self.now} already")
+        heapq.heappush(self._heap, (time_s, self._num_set, callback))
+        self._num_set += 1
+
+    def after(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self.at(self.now + delay_s, callback)
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._heap:
+            self.now, _, callback = heapq.heappop(self._heap)
+            self.num_events += 1
+            callback()

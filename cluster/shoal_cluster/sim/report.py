@@ -1,0 +1,88 @@
+"""What a run showed: a plain record with deterministic JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request's fate, filled in as the run goes. Times are seconds of simulated time; None: it did not happen."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    replica_id: str | None = None
+    num_predicted_tokens: int = 0  # prompt tokens the gateway expected to be cached where it sent the request
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    objective_s: float = 0.0  # longest time to first token that counts as good
+    refusal: str | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it finished, with its first token within the objective."""
+        return (
+            self.finished_s is not None
+            and self.first_token_s is not None
+            and self.first_token_s - self.arrival_s <= self.objective_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Mean and percentiles (nearest rank) in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution:
+        """Of nothing, everything is 0."""
+        ordered = sorted(values) or [0.0]
+        p50, p90, p99 = (ordered[-(-len(ordered) * p // 100) - 1] for p in PERCENTILES)
+        return cls(sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimReport:
+    """A run.
+
+    Attributes:
+        goodput: share of all requests, refused ones included, whose first token came within the objective.
+        hit_rate, predicted_hit_rate: share of prompt tokens that the replicas found cached; that the gateway expected.
+        imbalance: busiest replica's busy time over the mean, of replicas that lived.
+        utilization: busy time over lifetime, mean of replicas.
+        duration_s: simulated time from the first arrival to the last token.
+    """
+
+    routing: str
+    num_requests: int
+    num_finished: int
+    num_shed: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_replicas_peak: int
+    ttft_s: Distribution
+    latency_s: Distribution
+    goodput: float
+    hit_rate: float
+    predicted_hit_rate: float
+    imbalance: float
+    utilization: float
+    duration_s: float
+    output_tokens_per_s: float
+    busy_s: dict[str, float]
+
+    def to_json(self) -> str:
+        """Keys in order, floats in full: equal runs give equal bytes."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True)

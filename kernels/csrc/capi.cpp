@@ -1,0 +1,62 @@
+#include <exception>
+#include <string>
+
+#include "decoder.h"
+#include "shoal_native.h"
+
+// The handle of the C interface is the decoder itself.
+struct ShoalDecoder : shoal::Decoder {
+    using shoal::Decoder::Decoder;
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+// Exceptions must not cross the C boundary.
+template <class Call>
+int guarded(const Call& call) {
+    try {
+        call();
+        return 0;
+    } catch (const std::exception& error) {
+        last_error = error.what();
+        return -1;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+ShoalDecoder* shoal_decoder_create(const ShoalShape* shape) {
+    ShoalDecoder* decoder = nullptr;
+    guarded([&] { decoder = new ShoalDecoder(*shape); });
+    return decoder;
+}
+
+void shoal_decoder_destroy(ShoalDecoder* decoder) { delete decoder; }
+
+int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data) {
+    return guarded([&] { decoder->set_parameter(static_cast<ShoalParameter>(parameter), layer, data); });
+}
+
+int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin) {
+    return guarded([&] { decoder->set_rotary(cos_sin); });
+}
+
+int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step) {
+    return guarded([&] { decoder->forward(*step); });
+}
+
+int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count) {
+    return guarded([&] { decoder->copy_blocks(pairs, count); });
+}
+
+const char* shoal_decoder_kernels(const ShoalDecoder* decoder) { return decoder->kernels_name(); }
+
+const char* shoal_supported_kernels(void) { return shoal::supported_kernels(); }
+
+const char* shoal_error(void) { return last_error.c_str(); }
+
+}  // extern "C"

@@ -1,0 +1,75 @@
+// A Llama-family decoder with its packed weights, its KV pages and its threads.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "shoal_native.h"
+#include "threads.h"
+
+namespace shoal {
+
+// KV pages of all layers, zeroed, straight from the system so that unused ones cost nothing.
+class Pool {
+public:
+    Pool(int64_t layers, int64_t blocks, int64_t block_words);
+    ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    Word* layer(int layer) { return words_ + layer * blocks_ * block_words_; }
+    // Every destination becomes what its source was before the call.
+    void copy(const int64_t* pairs, int count);
+
+private:
+    int64_t layers_, blocks_, block_words_;
+    Word* words_;
+};
+
+struct Layer {
+    std::vector<float> input_norm, post_norm, query_norm, key_norm;
+    Linear qkv, output, gate_up, down;
+};
+
+class Decoder {
+public:
+    // Throws std::invalid_argument for a shape that the kernels do not cover.
+    explicit Decoder(const ShoalShape& shape);
+
+    void set_parameter(ShoalParameter parameter, int layer, const void* data);
+    void set_rotary(const float* cos_sin);
+    // Throws std::out_of_range, before anything is computed, for a token, position or slot that does not exist.
+    void forward(const ShoalStep& step);
+    void copy_blocks(const int64_t* pairs, int count) { pool_.copy(pairs, count); }
+    const char* kernels_name() const { return kernels_.name; }
+
+private:
+    void check(const ShoalStep& step) const;
+    void reserve(int64_t tokens, int64_t samples);
+    void plan_attention(const ShoalStep& step);
+    void run_layer(const ShoalStep& step, int index);
+    void attend(const ShoalStep& step, int index);
+    void normalise(const float* x, const std::vector<float>& weight, int rows);
+    void multiply(const Linear& linear, const std::vector<Word>& x, int64_t x_values, int rows, void* out,
+                  int64_t out_stride, Finish finish);
+
+    const ShoalShape shape_;
+    const Dtype dtype_;
+    const Kernels& kernels_;
+    Team team_;
+    Pool pool_;
+    std::vector<Layer> layers_;
+    std::vector<float> final_norm_, cos_sin_;
+    Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
+    int gated_stride_;         // values of a row of gated_
+
+    // Buffers of a step, grown to the largest one seen.
+    std::vector<float> residual_, qkv_, sampled_, partials_;
+    std::vector<Word> normed_, queries_, attended_, gated_;
+    std::vector<AttentionUnit> units_, split_;  // split_: the first unit of each query whose keys were split
+    std::vector<int> parts_;                    // units of each entry of split_
+};
+
+}  // namespace shoal

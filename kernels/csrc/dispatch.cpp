@@ -1,0 +1,71 @@
+// Chooses among the instruction sets that were built, by what the processor and the system support.
+#include <cstring>
+#include <string>
+
+#include "kernels.h"
+
+namespace shoal {
+
+#if defined(SHOAL_X86)
+namespace avx512bf16 {
+extern const Kernels table;
+}
+namespace avx512 {
+extern const Kernels table;
+}
+namespace avx2 {
+extern const Kernels table;
+}
+#endif
+namespace portable {
+extern const Kernels table;
+}
+
+namespace {
+
+struct Candidate {
+    const Kernels* kernels;
+    bool supported;
+};
+
+std::vector<const Kernels*> supported() {
+#if defined(SHOAL_X86)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const Candidate candidates[] = {
+        {&avx512bf16::table, avx512 && __builtin_cpu_supports("avx512bf16")},
+        {&avx512::table, avx512},
+        {&avx2::table, avx2},
+        {&portable::table, true},
+    };
+#else
+    const Candidate candidates[] = {{&portable::table, true}};
+#endif
+    std::vector<const Kernels*> found;
+    for (const Candidate& c : candidates)
+        if (c.supported) found.push_back(c.kernels);
+    return found;
+}
+
+}  // namespace
+
+const Kernels* find_kernels(const char* name) {
+    const auto found = supported();
+    if (name == nullptr || *name == '\0') return found.front();
+    for (const Kernels* k : found)
+        if (std::strcmp(k->name, name) == 0) return k;
+    return nullptr;
+}
+
+const char* supported_kernels() {
+    static const std::string names = [] {
+        std::string joined;
+        for (const Kernels* k : supported()) joined += (joined.empty() ? "" : ",") + std::string(k->name);
+        return joined;
+    }();
+    return names.c_str();
+}
+
+}  // namespace shoal

@@ -1,0 +1,114 @@
+// What every instruction set implements, and the packed data that passes between them and the decoder.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace shoal {
+
+// Two bf16 values that follow one another along the summed dimension, or one float32.
+using Word = uint32_t;
+
+enum class Dtype : int32_t { Bf16 = 0, Float32 = 1 };
+
+inline int values_per_word(Dtype dtype) { return dtype == Dtype::Bf16 ? 2 : 1; }
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int kPanel = 16;          // columns of a weight panel; tokens of a KV page
+constexpr int kBlockColumns = 32;   // a weight block: two panels, word s of all its columns contiguous
+constexpr int kMaxHeadSize = 256;
+constexpr int kAttentionRows = 96;  // query rows (token, head of the group) that one attention unit may hold
+
+// y = x W^T + bias, packed for the matrix product: block b holds words [inputs / pack][32].
+// A gated pair interleaves panels: block b holds 16 gate columns, then the 16 up columns of the same outputs.
+struct Linear {
+    Dtype dtype = Dtype::Bf16;
+    int outputs = 0;  // rows of W
+    int inputs = 0;   // columns of W
+    int blocks = 0;
+    bool gated = false;
+    std::vector<Word> words;
+    std::vector<float> bias;  // in packed column order; empty without bias
+
+    int steps() const { return inputs / values_per_word(dtype); }
+    const Word* block(int b) const { return words.data() + static_cast<int64_t>(b) * steps() * kBlockColumns; }
+};
+
+enum class Finish {
+    Store,   // out = y, float32
+    Add,     // out += y, float32: the residual stream
+    SwiGlu,  // out = silu(gate) * up, in the dtype of the weights
+};
+
+// Rows [row_begin, row_end) by blocks [block_begin, block_end) of a product.
+struct GemmCall {
+    const Linear* linear;
+    const Word* x;
+    int64_t x_stride;  // words
+    void* out;
+    int64_t out_stride;  // values of out
+    Finish finish;
+};
+
+// One step's queries and keys, after the projection, to the attention's own layout and the KV pages.
+struct RotaryCall {
+    const float* qkv;  // [tokens][(heads + 2 kv_heads) * head_size]
+    Word* queries;     // [kv head][tokens][group][head_size]
+    Word* pool;        // this layer's pages
+    const int64_t* positions;
+    const int64_t* slots;
+    const float* cos_sin;       // [positions][head_size]: cosines, then sines
+    const float* query_norm;    // [head_size], or null
+    const float* key_norm;      // [head_size], or null
+    float eps;
+    int tokens, heads, kv_heads, head_size, block_size;
+};
+
+// Queries [first_token, first_token + tokens) of a sequence against keys [key_begin, key_end), for one KV head.
+struct AttentionUnit {
+    int sequence;
+    int kv_head;
+    int first_row;   // row of the step's tokens where the unit's queries begin
+    int tokens;
+    int position;    // of the first query
+    int key_begin, key_end;
+    int partial;     // place of its unnormalised result, or -1 when it covers all its keys
+};
+
+struct AttentionCall {
+    const Word* queries;  // [kv head][step tokens][group][head_size]
+    const Word* pool;     // this layer's pages
+    const int32_t* block_tables;
+    int64_t table_stride;
+    void* out;            // [step tokens][heads * head_size], in the dtype
+    float* partials;      // [places][group][head_size + 2]: sums, then maximum and denominator
+    float scale;
+    int step_tokens, heads, kv_heads, head_size, block_size, window;  // window 0: none
+};
+
+// KV pages: [block][kv head][block_size / 16][keys, values]. Keys are [head_size / pack][16 tokens] words, values
+// [16 tokens / pack][head_size] words: both are right-hand sides of a matrix product as they lie.
+inline int64_t page_words(Dtype dtype, int head_size) {
+    return static_cast<int64_t>(head_size) * kPanel / values_per_word(dtype);
+}
+
+struct Kernels {
+    const char* name;
+    void (*gemm)(const GemmCall&, int row_begin, int row_end, int block_begin, int block_end);
+    void (*rms_norm)(Dtype, const float* x, const float* weight, float eps, void* out, int size);
+    void (*rotary)(Dtype, const RotaryCall&, int token_begin, int token_end);
+    void (*attention)(Dtype, const AttentionCall&, const AttentionUnit&);
+    void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
+};
+
+// The best set that this machine runs, or the named one; null when it is not built or not supported here.
+const Kernels* find_kernels(const char* name);
+// Comma-separated names, best first, of the sets that this machine runs.
+const char* supported_kernels();
+
+Linear pack_linear(Dtype dtype, const void* weight, int outputs, int inputs, bool gated);
+std::vector<float> pack_bias(const Linear& linear, Dtype dtype, const void* bias);
+// Row `output` of the weight, widened to float32: the packed head is also the embedding.
+void unpack_row(const Linear& linear, int output, float* out);
+
+}  // namespace shoal

@@ -1,0 +1,32 @@
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "decoder.h"
+
+namespace shoal {
+
+// calloc takes fresh zero pages from the system, which become real memory only when first written.
+Pool::Pool(int64_t layers, int64_t blocks, int64_t block_words)
+    : layers_(layers),
+      blocks_(blocks),
+      block_words_(block_words),
+      words_(static_cast<Word*>(std::calloc(static_cast<size_t>(layers * blocks * block_words), sizeof(Word)))) {
+    if (words_ == nullptr) throw std::bad_alloc();
+}
+
+Pool::~Pool() { std::free(words_); }
+
+void Pool::copy(const int64_t* pairs, int count) {
+    const size_t bytes = static_cast<size_t>(block_words_) * sizeof(Word);
+    std::vector<Word> sources(static_cast<size_t>(block_words_ * count));
+    for (int l = 0; l < layers_; ++l) {
+        Word* base = layer(l);
+        for (int i = 0; i < count; ++i)
+            std::memcpy(&sources[i * block_words_], base + pairs[2 * i] * block_words_, bytes);
+        for (int i = 0; i < count; ++i)
+            std::memcpy(base + pairs[2 * i + 1] * block_words_, &sources[i * block_words_], bytes);
+    }
+}
+
+}  // namespace shoal

@@ -1,0 +1,58 @@
+/* The plain C interface of the native decoder: raw pointers in, status out. */
+#ifndef SHOAL_NATIVE_H
+#define SHOAL_NATIVE_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ShoalDecoder ShoalDecoder;
+
+/* dtype: 0 bfloat16, 1 float32, of weights, activations between products, and KV. sliding_window: 0 for none. */
+typedef struct ShoalShape {
+    int32_t dtype, vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_size;
+    int32_t block_size, num_blocks, num_threads, sliding_window, max_positions, tied_embeddings;
+    float rms_norm_eps;
+    char kernels[16]; /* name of an instruction set, or empty for the best */
+} ShoalShape;
+
+/* Row-major, in the decoder's dtype. QKV is [query; key; value] rows, GATE_UP is [gate; up] rows. */
+typedef enum ShoalParameter {
+    SHOAL_EMBEDDING = 0, SHOAL_HEAD = 1, SHOAL_FINAL_NORM = 2,
+    SHOAL_INPUT_NORM = 3, SHOAL_POST_NORM = 4, SHOAL_QUERY_NORM = 5, SHOAL_KEY_NORM = 6,
+    SHOAL_QKV = 7, SHOAL_QKV_BIAS = 8, SHOAL_OUTPUT = 9, SHOAL_OUTPUT_BIAS = 10,
+    SHOAL_GATE_UP = 11, SHOAL_GATE_UP_BIAS = 12, SHOAL_DOWN = 13, SHOAL_DOWN_BIAS = 14
+} ShoalParameter;
+
+/* One step: the tokens of num_seqs sequences, one after the other. */
+typedef struct ShoalStep {
+    int32_t num_tokens, num_seqs, num_samples;
+    const int64_t* input_ids;       /* [num_tokens] */
+    const int64_t* positions;       /* [num_tokens] */
+    const int64_t* slots;           /* [num_tokens]: block * block_size + offset */
+    const int32_t* query_start_loc; /* [num_seqs + 1] */
+    const int32_t* seq_lens;        /* [num_seqs], this step's tokens included */
+    const int32_t* block_tables;    /* [num_seqs][table_stride] */
+    int64_t table_stride;
+    const int64_t* sample_rows;     /* [num_samples] */
+    float* logits;                  /* [num_samples][vocab_size] */
+} ShoalStep;
+
+/* Functions that return int give 0, or -1 with a message in shoal_error() of the calling thread. */
+ShoalDecoder* shoal_decoder_create(const ShoalShape* shape); /* NULL on error */
+void shoal_decoder_destroy(ShoalDecoder* decoder);
+int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data);
+int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
+int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step);
+int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
+const char* shoal_decoder_kernels(const ShoalDecoder* decoder);
+const char* shoal_supported_kernels(void);
+const char* shoal_error(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,181 @@
+// Vectors of one instruction set, by compiler vector extensions.
+//
+// isa.cpp is compiled once for each instruction set with its own flags; everything that includes this header lands in
+// the namespace of that set. The only intrinsic is the bf16 dot product: the rest is plain vector arithmetic that the
+// compiler lowers to AVX-512, AVX2, NEON or SSE2.
+//
+// Packed data is made of 32-bit words: two bf16 values that follow one another along the summed dimension, or one
+// float32. A word is what a matrix product broadcasts, so both dtypes share every loop.
+#pragma once
+
+#include <cstring>
+
+#include "kernels.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace shoal {
+namespace SHOAL_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kTileRows = 12;  // 24 accumulators, 2 right-hand vectors and a broadcast, of 32 registers
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kTileRows = 4;  // bf16 is widened to two float32 operands, and there are 16 registers
+#else
+constexpr int kLanes = 4;
+constexpr int kTileRows = 4;
+#endif
+
+typedef float F32 __attribute__((vector_size(kLanes * 4)));
+typedef int32_t I32 __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t U32 __attribute__((vector_size(kLanes * 4)));
+typedef float F32Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint32_t U32Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+#define SHOAL_INLINE inline __attribute__((always_inline))
+
+SHOAL_INLINE F32 load(const float* p) { return *reinterpret_cast<const F32Unaligned*>(p); }
+SHOAL_INLINE U32 load(const Word* p) { return *reinterpret_cast<const U32Unaligned*>(p); }
+SHOAL_INLINE void store(float* p, F32 v) { *reinterpret_cast<F32Unaligned*>(p) = v; }
+SHOAL_INLINE void store(Word* p, U32 v) { *reinterpret_cast<U32Unaligned*>(p) = v; }
+SHOAL_INLINE F32 splat(float x) { return F32{} + x; }
+SHOAL_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
+
+SHOAL_INLINE I32 lane_index() {
+    I32 v;
+    for (int i = 0; i < kLanes; ++i) v[i] = i;
+    return v;
+}
+
+// Sums and maxima across lanes, by halving, so that the order is the same in every build of one width.
+SHOAL_INLINE float horizontal_sum(F32 v) {
+    float x[kLanes];
+    store(x, v);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) x[i] += x[i + width];
+    return x[0];
+}
+
+SHOAL_INLINE float horizontal_max(F32 v) {
+    float x[kLanes];
+    store(x, v);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+    return x[0];
+}
+
+// 2^x, relative error about 1e-7 (Cephes exp2f); anything below 2^-125 counts as 2^-125.
+SHOAL_INLINE F32 exp2(F32 x) {
+    x = max(x, splat(-125.0f));
+    const F32 magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to the nearest integer
+    const F32 shifted = x + magic;
+    const F32 f = x - (shifted - magic);
+    F32 p = splat(1.535336188319500e-4f);
+    p = p * f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    return (F32)((I32)p + ((I32)shifted << 23));
+}
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+SHOAL_INLINE F32 silu(F32 x) {
+    // Below -80, exp2 of the negated argument would overflow; x * sigmoid(x) is then 0 to float32 precision.
+    const F32 bounded = max(x, splat(-80.0f));
+    return x / (exp2(bounded * -kLog2E) + 1.0f);
+}
+
+// Round to nearest even, on the upper 16 bits. NaN stays NaN.
+SHOAL_INLINE U32 round_bf16(F32 v) {
+    const U32 bits = (U32)v;
+    const U32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return ((v == v) ? rounded : bits | 0x00400000u) >> 16;
+}
+
+struct Bf16 {
+    static constexpr int kPack = 2;  // values in a word
+    using Scalar = uint16_t;
+
+#if defined(__AVX512BF16__)
+    using Right = __m512bh;
+    static SHOAL_INLINE Right right(U32 words) { return (__m512bh)words; }
+    static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
+        acc = (F32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)*left), r);
+    }
+#else
+    struct Right {
+        F32 low, high;
+    };
+    static SHOAL_INLINE Right right(U32 words) { return {(F32)(words << 16), (F32)(words & 0xffff0000u)}; }
+    static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
+        const Word w = *left;
+        acc += r.low * widen(static_cast<Scalar>(w));
+        acc += r.high * widen(static_cast<Scalar>(w >> 16));
+    }
+#endif
+    static SHOAL_INLINE float widen(Scalar x) {
+        const uint32_t bits = static_cast<uint32_t>(x) << 16;
+        float f;
+        std::memcpy(&f, &bits, 4);
+        return f;
+    }
+    static SHOAL_INLINE Scalar narrow(float x) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        if (x != x) return static_cast<Scalar>((bits | 0x00400000u) >> 16);
+        return static_cast<Scalar>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+    }
+    // Consecutive values as scalars.
+    static SHOAL_INLINE void store_row(Scalar* p, F32 v) {
+#if defined(__AVX512BF16__)
+        const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+        std::memcpy(p, &half, sizeof half);
+#else
+        typedef uint16_t Half __attribute__((vector_size(kLanes * 2)));
+        const Half half = __builtin_convertvector(round_bf16(v), Half);
+        std::memcpy(p, &half, sizeof half);
+#endif
+    }
+};
+
+struct Float32 {
+    static constexpr int kPack = 1;
+    using Scalar = float;
+    using Right = F32;
+    static SHOAL_INLINE Right right(U32 words) { return (F32)words; }
+    static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
+        float w;
+        std::memcpy(&w, left, 4);
+        acc += r * w;
+    }
+    static SHOAL_INLINE float widen(Scalar x) { return x; }
+    static SHOAL_INLINE Scalar narrow(float x) { return x; }
+    static SHOAL_INLINE void store_row(Scalar* p, F32 v) { store(p, v); }
+};
+
+// acc[i][j] += sum over s of left row i, word s, times right vector j at step s. Every caller sums in this one order,
+// so a row's result does not depend on the rows that share its tile.
+template <class T, int MR, int NV>
+SHOAL_INLINE void accumulate(F32 (&acc)[MR][NV], const Word* left, long left_stride, const Word* const (&right)[NV],
+                             long right_stride, int steps) {
+    for (int s = 0; s < steps; ++s) {
+        typename T::Right r[NV];
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; ++j) r[j] = T::right(load(right[j] + s * right_stride));
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) {
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) T::dot(acc[i][j], left + i * left_stride + s, r[j]);
+        }
+    }
+}
+
+}  // namespace SHOAL_ISA
+}  // namespace shoal

@@ -1,0 +1,211 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ListReplicasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Cluster(_message.Message):
+    __slots__ = ("model", "replicas", "blocks", "num_requests", "num_active", "num_shed", "num_failed", "num_resumes", "recent_ttft_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESUMES_FIELD_NUMBER: _ClassVar[int]
+    RECENT_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    replicas: _containers.RepeatedCompositeFieldContainer[Replica]
+    blocks: BlockLedger
+    num_requests: int
+    num_active: int
+    num_shed: int
+    num_failed: int
+    num_resumes: int
+    recent_ttft_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_active: _Optional[int] = ..., num_shed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_resumes: _Optional[int] = ..., recent_ttft_s: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class BlockLedger(_message.Message):
+    __slots__ = ("num_allocated_blocks", "num_cached_blocks", "num_free_blocks", "num_total_blocks", "utilization")
+    NUM_ALLOCATED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    num_allocated_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    num_total_blocks: int
+    utilization: float
+    def __init__(self, num_allocated_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., utilization: _Optional[float] = ...) -> None: ...
+
+class Replica(_message.Message):
+    __slots__ = ("replica_id", "node_id", "stats", "age_s", "num_reserved_blocks", "connected")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    node_id: str
+    stats: ReplicaStats
+    age_s: float
+    num_reserved_blocks: int
+    connected: bool
+    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., num_reserved_blocks: _Optional[int] = ..., connected: _Optional[bool] = ...) -> None: ...
+
+class ReplicaStats(_message.Message):
+    __slots__ = ("time_s", "block_size", "blocks", "num_running", "num_waiting", "num_waiting_tokens", "max_num_seqs", "max_num_batched_tokens", "step_s", "num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_finished", "num_preemptions", "num_refused", "draining")
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    time_s: float
+    block_size: int
+    blocks: BlockLedger
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    step_s: float
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_finished: int
+    num_preemptions: int
+    num_refused: int
+    draining: bool
+    def __init__(self, time_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_refused: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class ExplainRouteRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainRouteResponse(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[RouteRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[RouteRecord, _Mapping]]] = ...) -> None: ...
+
+class RouteRecord(_message.Message):
+    __slots__ = ("time_s", "query", "replicas", "weights", "seed", "decision")
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    time_s: float
+    query: RouteQuery
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaView]
+    weights: RouteWeights
+    seed: int
+    decision: RouteDecision
+    def __init__(self, time_s: _Optional[float] = ..., query: _Optional[_Union[RouteQuery, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaView, _Mapping]]] = ..., weights: _Optional[_Union[RouteWeights, _Mapping]] = ..., seed: _Optional[int] = ..., decision: _Optional[_Union[RouteDecision, _Mapping]] = ...) -> None: ...
+
+class RouteQuery(_message.Message):
+    __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    num_prompt_tokens: int
+    num_blocks_needed: int
+    block_size: int
+    excluded: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReplicaView(_message.Message):
+    __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MATCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    node_id: str
+    stats: ReplicaStats
+    age_s: float
+    connected: bool
+    num_reserved: int
+    num_reserved_blocks: int
+    num_reserved_tokens: int
+    num_matched_blocks: int
+    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., connected: _Optional[bool] = ..., num_reserved: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_reserved_tokens: _Optional[int] = ..., num_matched_blocks: _Optional[int] = ...) -> None: ...
+
+class RouteWeights(_message.Message):
+    __slots__ = ("prefill_price", "decode_price", "max_age_s", "stale_tokens_per_s")
+    PREFILL_PRICE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PRICE_FIELD_NUMBER: _ClassVar[int]
+    MAX_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STALE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    prefill_price: float
+    decode_price: float
+    max_age_s: float
+    stale_tokens_per_s: float
+    def __init__(self, prefill_price: _Optional[float] = ..., decode_price: _Optional[float] = ..., max_age_s: _Optional[float] = ..., stale_tokens_per_s: _Optional[float] = ...) -> None: ...
+
+class RouteDecision(_message.Message):
+    __slots__ = ("ranked", "reason", "candidates")
+    RANKED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    ranked: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    def __init__(self, ranked: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("replica_id", "eligible", "rejected", "score", "terms")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ELIGIBLE_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    eligible: bool
+    rejected: str
+    score: float
+    terms: _containers.RepeatedCompositeFieldContainer[Term]
+    def __init__(self, replica_id: _Optional[str] = ..., eligible: _Optional[bool] = ..., rejected: _Optional[str] = ..., score: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[Term, _Mapping]]] = ...) -> None: ...
+
+class Term(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...

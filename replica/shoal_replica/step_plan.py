@@ -1,0 +1,76 @@
+"""A step while it is being put together: what it computes so far, and how much of its budget is left."""
+
+from __future__ import annotations
+
+from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
+from shoal_replica.kv_cache import BlockTable, TableChange
+from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.request import Sequence
+
+
+class StepPlan:
+    """Collects sequences until ``budget`` tokens are planned; ``output`` is then sent to the executor."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.num_sequences = 0
+        self._hashes: set[BlockHash] = set()
+        self._scheduled: list[ScheduledSequence] = []
+        self._new_sequences: list[NewSequence] = []
+        self._block_updates: list[tuple[int, int, tuple[int, ...]]] = []
+        self._block_copies: list[tuple[int, int]] = []
+
+    def share(self, sequence: Sequence) -> int:
+        """Tokens of ``sequence`` that the rest of the budget allows."""
+        return min(sequence.num_tokens - sequence.num_computed_tokens, self.budget)
+
+    def compute(self, sequence: Sequence, block_size: int) -> None:
+        """Plan the sequence's share; it samples when that brings it up to its last token."""
+        num_new = self.share(sequence)
+        start = sequence.num_computed_tokens
+        samples = start + num_new == sequence.num_tokens
+        self._scheduled.append(ScheduledSequence(sequence.seq_id, start, num_new, samples))
+        self.budget -= num_new
+        self._hashes.update(sequence.block_hashes[start // block_size : (start + num_new) // block_size])
+        self.num_sequences += 1
+
+    def computes_most_of(self, sequence: Sequence, num_matched_blocks: int, block_size: int) -> bool:
+        """Whether this step fills the blocks of at least half of what ``sequence`` has left to compute."""
+        num_shared = 0
+        last = (sequence.num_tokens - 1) // block_size  # the last token is always computed, so its block is not reused
+        for block_hash in sequence.block_hashes[num_matched_blocks:last]:
+            if block_hash not in self._hashes:
+                break
+            num_shared += 1
+        return num_shared > 0 and 2 * num_shared * block_size >= sequence.num_tokens - num_matched_blocks * block_size
+
+    def introduce(self, sequence: Sequence, block_table: BlockTable) -> None:
+        """Send the whole sequence: the executor does not hold it."""
+        self._new_sequences.append(
+            NewSequence(
+                seq_id=sequence.seq_id,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_computed_tokens=sequence.num_computed_tokens,
+                block_ids=tuple(block_table),
+                sampling_params=sequence.request.sampling_params,
+                index=sequence.index,
+            )
+        )
+
+    def update_blocks(self, sequence: Sequence, change: TableChange) -> None:
+        """Send what changed in the block table of a sequence that the executor holds."""
+        self._block_updates.append((sequence.seq_id, change.first_index, change.block_ids))
+
+    def copy_blocks(self, change: TableChange) -> None:
+        self._block_copies.extend(change.copies)
+
+    def output(self, step: int, dropped_seq_ids: tuple[int, ...]) -> SchedulerOutput:
+        return SchedulerOutput(
+            step=step,
+            scheduled=tuple(self._scheduled),
+            new_sequences=tuple(self._new_sequences),
+            block_updates=tuple(self._block_updates),
+            block_copies=tuple(self._block_copies),
+            dropped_seq_ids=dropped_seq_ids,
+        )

@@ -1,0 +1,140 @@
+"""The `shoal` command against a scripted core behind a real gRPC server; and how light it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from fixtures.fake_gateway import FakeGateway
+from typer.testing import CliRunner
+
+from shoal_cluster.cli import LATER, app
+from shoal_cluster.serve.grpc_service import start_grpc_server
+from shoal_replica.errors import Unavailable
+
+WIDE = {"COLUMNS": "200"}
+
+
+@pytest.fixture
+def core() -> FakeGateway:
+    return FakeGateway()
+
+
+@pytest.fixture
+def address(core: FakeGateway) -> Iterator[str]:
+    """The core served from a thread of its own: commands run an event loop themselves."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server, port = asyncio.run_coroutine_threadsafe(start_grpc_server(core, "127.0.0.1:0"), loop).result(10)
+    yield f"127.0.0.1:{port}"
+    asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def test_generate_streams_an_answer_and_its_stats(core: FakeGateway, address: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "hi", "--address", address, "--seed", "7", "--temperature", "0"])
+    assert (result.exit_code, result.stdout) == (0, f"{core.text}\n")
+    (call,) = core.calls
+    assert call.messages is not None
+    assert [(m.role, m.content) for m in call.messages] == [("user", "hi")]
+    assert (call.sampling_params.seed, call.sampling_params.temperature) == (7, 0.0)
+    for words in (call.request_id, "replica r0", "2 cached", "TTFT 125 ms", "tok/s"):
+        assert words in result.stderr
+
+
+def test_generate_raw_without_stats(core: FakeGateway, address: str) -> None:
+    arguments = ["generate", "hi", "--address", address, "--raw", "--no-stats", "--max-tokens", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "H\n", "")
+    assert (core.calls[0].text, core.calls[0].messages) == ("hi", None)
+
+
+def test_chat_remembers(core: FakeGateway, address: str) -> None:
+    result = CliRunner().invoke(app, ["chat", "--address", address, "--system", "s"], input="one\n\ntwo\n")
+    assert result.exit_code == 0
+    messages = core.calls[-1].messages
+    assert messages is not None
+    assert [m.role for m in messages] == ["system", "user", "assistant", "user"]
+    assert [m.content for m in messages] == ["s", "one", core.text, "two"]
+
+
+def test_status_shows_ledgers_and_sums(address: str) -> None:
+    result = CliRunner().invoke(app, ["status", "--address", address], env=WIDE)
+    lines = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.strip()}
+    assert lines["r0"][1:9] == ["ready", "30", "20", "70", "100", "30%", "3", "2"]
+    assert lines["r1"][1:3] == ["lost", "-"]
+    assert lines["cluster"][1:7] == ["30", "20", "70", "100", "30%", "3"]
+
+
+def test_status_as_json(address: str) -> None:
+    body = json.loads(CliRunner().invoke(app, ["status", "--json", "--address", address]).stdout)
+    assert body["blocks"]["num_total_blocks"] == 100
+    assert body["blocks"]["utilization"] == body["replicas"][0]["stats"]["utilization"] == 0.3
+    assert body["replicas"][1]["stats"] is None
+
+
+def test_explain_shows_terms_and_reason(address: str) -> None:
+    result = CliRunner().invoke(app, ["explain", "asked", "--address", address], env=WIDE)
+    assert result.exit_code == 0
+    for words in ("score", "prefill", "free_blocks", "not connected", "r0: least cost"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["explain", "unknown"], "request_id: no routing decision is kept for 'unknown'"),
+        (["generate", "hi", "--temperature", "-1"], "temperature: got -1.0"),
+        (["generate", "x" * 500], "below 128 tokens"),
+    ],
+)
+def test_an_error_is_one_line(address: str, arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--address", address])
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_error_of_the_core_is_one_line(core: FakeGateway, address: str) -> None:
+    core.error = Unavailable("no replica is ready")
+    result = CliRunner().invoke(app, ["generate", "hi", "--address", address])
+    assert (result.exit_code, result.stderr) == (1, "no replica is ready\n")
+
+
+@pytest.mark.parametrize("arguments", [["generate", "hi"], ["status"], ["explain", "x"]])
+def test_no_gateway_is_said_plainly(arguments: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    result = CliRunner().invoke(app, [*arguments, "--address", address])
+    assert result.exit_code == 1
+    assert result.stderr == f"no Shoal gateway at {address}; start one with `make demo`\n"
+
+
+def test_help_lists_everything_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from shoal_cluster.cli import app\n"
+        "print(CliRunner().invoke(app, ['--help']).stdout)\n"
+        "heavy = {'grpc', 'torch', 'ray', 'numpy', 'transformers', 'pydantic', 'google.protobuf'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("generate", "chat", "status", "explain", *LATER):
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_late_commands_load(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0
+    assert "--help" in result.stdout

@@ -1,0 +1,304 @@
+"""The faces of a real cluster, used by the clients that people use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+import grpc
+import httpx
+import openai
+import pytest
+from fixtures.live_cluster import LiveCluster
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message
+from shoal_replica import LLM, SamplingParams
+from shoal_replica.errors import NotFound, ResourceExhausted, ShoalError
+from shoal_replica.executor import TokenLogprobs
+from shoal_replica.llm import RequestOutput
+from shoal_replica.request import FinishReason
+
+pytestmark = pytest.mark.integration
+
+SYSTEM = Message("system", "You answer briefly. " * 12)
+
+
+def call(text: str = "Why is the sea salty?", request_id: str | None = None, **params: object) -> GenerateCall:
+    return GenerateCall(
+        request_id=request_id or uuid.uuid4().hex,
+        messages=(SYSTEM, Message("user", text)),
+        sampling_params=SamplingParams(**{"max_tokens": 16, "temperature": 0.0, **params}),  # type: ignore[arg-type]
+        timeout_s=120,
+    )
+
+
+async def collect(client: GatewayClient, request: GenerateCall) -> list[Chunk]:
+    return [chunk async for chunk in client.generate(request)]
+
+
+def tokens(chunks: list[Chunk], index: int = 0) -> list[int]:
+    return [token for chunk in chunks if chunk.index == index for token in chunk.token_ids]
+
+
+def text(chunks: list[Chunk], index: int = 0) -> str:
+    return "".join(chunk.text for chunk in chunks if chunk.index == index)
+
+
+async def until(client: GatewayClient, condition: Callable[[ClusterRow], bool], timeout_s: float = 60.0) -> None:
+    """Ask for the cluster's state until ``condition`` holds of it."""
+    async with asyncio.timeout(timeout_s):
+        while not condition(await client.cluster()):
+            pass  # each look is a round trip
+
+
+def is_idle(row: ClusterRow) -> bool:
+    """No replica runs, holds or has been promised anything."""
+    return row.num_active == 0 and all(
+        r.stats is not None
+        and not (r.stats.num_running or r.stats.num_waiting or r.stats.num_allocated_blocks)
+        and not r.num_reserved_blocks
+        for r in row.replicas
+    )
+
+
+async def test_a_call_says_who_ran_it_and_what_was_cached(cluster: LiveCluster):
+    async with GatewayClient(cluster.grpc_address) as client:
+        first = await collect(client, call("What is a reef?", max_tokens=8))
+        again = await collect(client, call("What is a reef?", max_tokens=8))
+        row = await client.cluster()
+    usage, usage_again = first[-1].usage, again[-1].usage
+    assert usage is not None
+    assert usage_again is not None
+    assert tokens(first) == tokens(again)
+    assert usage.num_output_tokens == len(tokens(first)) == 8
+    assert first[-1].finish_reason is FinishReason.LENGTH
+    assert usage_again.num_cached_tokens == (usage.num_prompt_tokens - 1) // 16 * 16
+    assert usage_again.replica_id == usage.replica_id
+    assert usage.replica_id in {r.replica_id for r in row.replicas}
+    assert len(row.replicas) == 2
+
+
+def undisturbed(cluster: LiveCluster, requests: list[GenerateCall]) -> list[RequestOutput]:
+    """What the offline engine generates for the same calls."""
+    with LLM(cluster.model, dtype="float32", num_threads=1, num_blocks=512) as llm:
+        prompts = []
+        for request in requests:
+            chat = llm.tokenizer.apply_chat_template([(m.role, m.content) for m in request.messages or ()])
+            prompts.append(list(llm.tokenizer.encode(chat, add_special_tokens=False)))
+        return llm.generate(prompts, [request.sampling_params for request in requests])
+
+
+async def test_the_cluster_generates_what_the_offline_engine_does(cluster: LiveCluster):
+    requests = [call(question, max_tokens=12) for question in ("Name a fish.", "Name a bird.", "Name a tree.")]
+    requests.append(call("Name a star.", temperature=0.9, seed=11))
+    async with GatewayClient(cluster.grpc_address) as client:
+        streams = await asyncio.gather(*(collect(client, request) for request in requests))
+    for stream, output in zip(streams, undisturbed(cluster, requests), strict=True):
+        assert tokens(stream) == output.token_ids
+        assert text(stream) == output.text
+
+
+async def test_sampling_is_repeatable_by_seed_and_n_sequences_differ(cluster: LiveCluster):
+    params = {"temperature": 1.0, "seed": 7, "n": 3, "max_tokens": 6, "logprobs": 2, "ignore_eos": True}
+    async with GatewayClient(cluster.grpc_address) as client:
+        one = await collect(client, call(**params))
+        two = await collect(client, call(**params))
+    for index in range(3):
+        assert tokens(one, index) == tokens(two, index)
+        assert len(tokens(one, index)) == 6
+    assert len({tuple(tokens(one, index)) for index in range(3)}) > 1
+    logprobs = [entry for chunk in one for entry in chunk.logprobs]
+    assert len(logprobs) == 18
+    assert all(isinstance(e, TokenLogprobs) and len(e.top) == 2 and e.top[0][1] >= e.logprob for e in logprobs)
+
+
+async def test_a_stop_string_ends_the_text_and_frees_the_blocks(cluster: LiveCluster):
+    async with GatewayClient(cluster.grpc_address) as client:
+        whole = text(await collect(client, call(max_tokens=24)))
+        stop = whole[len(whole) // 2 :][:4]
+        stopped = await collect(client, call(max_tokens=24, stop=(stop,)))
+        assert text(stopped) == whole[: whole.index(stop)]
+        assert stopped[-1].finish_reason is FinishReason.STOP
+        await until(client, is_idle)
+
+
+async def test_thirty_cancels_in_a_row_free_everything(cluster: LiveCluster):
+    async with GatewayClient(cluster.grpc_address) as client:
+        for number in range(30):
+            stream = client.generate(call(f"Count to {number}.", max_tokens=2000, ignore_eos=True))
+            seen = 0
+            async for _ in stream:
+                seen += 1
+                if seen == 3:
+                    break
+            await stream.aclose()  # type: ignore[attr-defined]
+        await until(client, is_idle)
+
+
+async def test_explain_gives_the_recorded_decision_and_it_replays(cluster: LiveCluster):
+    async with GatewayClient(cluster.grpc_address) as client:
+        request = call("Explain yourself.", max_tokens=2)
+        usage = (await collect(client, request))[-1].usage
+        (record,) = await client.explain(request.request_id)
+        assert usage is not None
+        assert record.decision.ranked[0] == usage.replica_id
+        assert record.replay() == record.decision
+        with pytest.raises(NotFound, match="nobody"):
+            await client.explain("nobody")
+
+
+async def test_health_and_reflection(cluster: LiveCluster):
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        reply = await health.Check(health_pb2.HealthCheckRequest(service="shoal.v1.Generation"), timeout=10)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        listed = [
+            service.name async for r in stub.ServerReflectionInfo(asked) for service in r.list_services_response.service
+        ]
+        assert {"shoal.v1.Generation", "shoal.v1.Control"} <= set(listed)
+
+
+BAD_CALLS = [
+    ({"temperature": -1.0}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "prompt"),
+    ({"messages": "hello"}, "messages"),
+    ({"temperature": "warm"}, "temperature"),
+    ({"n": 1000}, "n"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "field"), BAD_CALLS)
+def test_bad_input_names_the_field_and_others_go_on(cluster: LiveCluster, wrong, field):
+    url = f"http://{cluster.http_address}/v1/chat/completions"
+    good = {"model": cluster.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    reply = httpx.post(url, json={**good, **wrong}, timeout=60)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert field in (error["param"] or error["message"])
+    assert "Traceback" not in reply.text
+    assert httpx.post(url, json=good, timeout=60).status_code == 200
+
+
+def test_a_prompt_of_ten_megabytes_and_bytes_that_are_no_text_are_refused(cluster: LiveCluster):
+    url = f"http://{cluster.http_address}/v1/completions"
+    huge = httpx.post(url, json={"model": cluster.model, "prompt": "x" * 10_000_000}, timeout=60)
+    assert huge.status_code in (400, 413)
+    assert huge.json()["error"]["message"]
+    nonsense = httpx.post(
+        url, content=b'{"model": "\xff\xfe"}', headers={"content-type": "application/json"}, timeout=60
+    )
+    assert nonsense.status_code == 400
+    assert nonsense.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_openai_client(cluster: LiveCluster):
+    client = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0)
+    assert [model.id for model in client.models.list()] == [cluster.model]
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    whole = client.chat.completions.create(
+        model=cluster.model, messages=messages, max_tokens=12, temperature=0, n=2, logprobs=True, top_logprobs=1
+    )
+    assert "Paris" in (whole.choices[0].message.content or "")
+    assert len(whole.choices) == 2
+    assert whole.usage.completion_tokens == sum(len(c.logprobs.content) for c in whole.choices)
+    stream = client.chat.completions.create(
+        model=cluster.model,
+        messages=messages,
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert streamed == whole.choices[0].message.content
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.chat.completions.create(model="gpt-9", messages=messages)
+    completion = client.completions.create(model=cluster.model, prompt="1, 2, 3,", max_tokens=4, temperature=0)
+    assert completion.choices[0].text.strip().startswith("4")
+
+
+def test_the_command_line(cluster: LiveCluster):
+    def shoal(*arguments: str) -> str:
+        command = [sys.executable, "-m", "shoal_cluster.cli", *arguments, "--address", cluster.grpc_address]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert "Paris" in shoal("generate", "What is the capital of France?", "--temperature", "0", "--max-tokens", "12")
+    status = json.loads(shoal("status", "--json"))
+    assert len(status["replicas"]) == 2
+
+
+def replica_pid(cluster: LiveCluster, replica_id: str) -> int:
+    """The process of a replica, as Ray's dashboard knows it."""
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+    details = ServeSubmissionClient(cluster.dashboard_url).get_serve_details()
+    replicas = details["applications"]["shoal"]["deployments"]["ReplicaServer"]["replicas"]
+    (pid,) = [r["pid"] for r in replicas if r["replica_id"] == replica_id]
+    return int(pid)
+
+
+async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cluster: LiveCluster):
+    """Eight streams, four of them on a replica that is killed: each gets the tokens of an undisturbed run."""
+    params = {"max_tokens": 120, "ignore_eos": True, "temperature": 0.8}
+    # Different from the first block on, so that they spread over both replicas.
+    requests = [replace(call(seed=i, **params), messages=(Message("user", f"{i}: tell a story."),)) for i in range(8)]
+    async with GatewayClient(cluster.grpc_address) as client:
+        streams: list[list[Chunk]] = [[] for _ in requests]
+        started = asyncio.Event()
+
+        async def run(number: int) -> None:
+            async for chunk in client.generate(requests[number]):
+                streams[number].append(chunk)
+                if all(len(tokens(s)) >= 10 for s in streams):
+                    started.set()
+
+        tasks = [asyncio.create_task(run(i)) for i in range(8)]
+        async with asyncio.timeout(60):
+            await started.wait()
+        row = await client.cluster()
+        victim = max(row.replicas, key=lambda r: r.stats.num_running if r.stats else 0)
+        os.kill(replica_pid(cluster, victim.replica_id), signal.SIGKILL)
+        await asyncio.gather(*tasks)
+        num_resumes = [stream[-1].usage.num_resumes for stream in streams if stream[-1].usage]
+        assert sum(num_resumes) >= 1
+        assert sorted(set(num_resumes)) == [0, 1]
+        for stream, output in zip(streams, undisturbed(cluster, requests), strict=True):
+            assert tokens(stream) == output.token_ids
+            assert text(stream) == output.text
+        await until(client, lambda row: sum(r.connected for r in row.replicas) == 2)  # the capacity comes back
+        await until(client, is_idle)
+
+
+def test_no_errors_leak_tracebacks(cluster: LiveCluster):
+    async def refused() -> ShoalError:
+        async with GatewayClient(cluster.grpc_address) as client:
+            wrong = GenerateCall(
+                request_id="bad", token_ids=(1, 2, 10**6), sampling_params=SamplingParams(max_tokens=1), timeout_s=30
+            )
+            with pytest.raises(ShoalError) as caught:
+                await collect(client, wrong)
+            return caught.value
+
+    error = asyncio.run(refused())
+    assert not isinstance(error, ResourceExhausted)
+    assert "prompt" in str(error)
+    assert "Traceback" not in str(error)

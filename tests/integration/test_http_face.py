@@ -1,0 +1,386 @@
+"""The HTTP face over a scripted core: real uvicorn, the real openai client, loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+import uvicorn
+from fixtures.fake_gateway import MODEL, TOKENIZER, FakeGateway
+
+from shoal_cluster.serve.http_api import build_http_app
+from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
+
+MAX_BODY_BYTES = 64 * 1024
+DEADLINE_S = 10.0
+HI = [{"role": "user", "content": "hi"}]
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for all: starting and stopping it is slow
+
+
+@pytest.fixture(scope="module")
+def shared_core() -> FakeGateway:
+    return FakeGateway()
+
+
+@pytest.fixture
+def core(shared_core: FakeGateway) -> FakeGateway:
+    shared_core.reset()
+    return shared_core
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_url(shared_core: FakeGateway) -> AsyncIterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(build_http_app(shared_core, MAX_BODY_BYTES), log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    await task
+
+
+@pytest.fixture
+def url(shared_url: str, core: FakeGateway) -> str:
+    return shared_url
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as http:
+        yield http
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110  (what is waited for is on the other side of a socket)
+            await asyncio.sleep(0.001)
+
+
+async def test_chat(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    raw = await client.chat.completions.with_raw_response.create(model=MODEL, messages=HI)
+    answer = raw.parse()
+    assert (answer.object, answer.model) == ("chat.completion", MODEL)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", core.text, "stop")
+    assert answer.usage is not None
+    num_prompt = len(TOKENIZER.encode(TOKENIZER.apply_chat_template([("user", "hi")])))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        num_prompt,
+        len(TOKENIZER.encode(core.text)),
+    )
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert raw.headers["x-request-id"] == core.calls[0].request_id
+    assert answer.id == f"chatcmpl-{core.calls[0].request_id}"
+
+
+async def test_chat_stream(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    options: Any = {"include_usage": True}
+    stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True, stream_options=options)
+    events = [event async for event in stream]
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(e.choices[0].delta.content or "" for e in events[:-1]) == core.text
+    assert events[-2].choices[0].finish_reason == "stop"
+    assert (events[-1].choices, events[0].usage) == ([], None)
+    assert events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == len(TOKENIZER.encode(core.text))
+    assert len({event.id for event in events}) == 1
+
+
+async def test_stream_without_usage_ends_with_done(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/chat/completions", json={"messages": HI, "stream": True})
+    events = answer.text.removesuffix("\n\n").split("\n\n")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert events[-1] == "data: [DONE]"
+    assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_two_chat_sequences_with_logprobs(client: openai.AsyncOpenAI, core: FakeGateway, stream: bool) -> None:
+    entries: dict[int, list[Any]] = {0: [], 1: []}
+    asked: dict[str, Any] = {"model": MODEL, "messages": HI, "n": 2, "logprobs": True, "top_logprobs": 2}
+    if stream:
+        async for event in await client.chat.completions.create(**asked, stream=True):
+            for part in event.choices:
+                entries[part.index] += part.logprobs.content if part.logprobs else []
+    else:
+        for choice in (await client.chat.completions.create(**asked)).choices:
+            assert choice.message.content == core.text
+            assert choice.logprobs is not None
+            entries[choice.index] += choice.logprobs.content or []
+    for content in entries.values():
+        assert b"".join(bytes(entry.bytes) for entry in content) == core.text.encode()
+        assert all(entry.logprob == -0.5 and len(entry.top_logprobs) == 2 for entry in content)
+        assert content[0].token == "H"
+        assert content[-2].token.startswith("bytes:\\x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completion_logprobs(client: openai.AsyncOpenAI, core: FakeGateway, stream: bool) -> None:
+    core.text = "then"
+    answer: Any = await client.completions.create(model=MODEL, prompt="x", logprobs=1, stream=stream)
+    parts = [e.choices[0] async for e in answer] if stream else [answer.choices[0]]
+    logprobs = [part.logprobs for part in parts if part.logprobs]
+    rows = [row for lp in logprobs for row in zip(lp.tokens, lp.text_offset, lp.token_logprobs, strict=True)]
+    assert rows == [("the", 0, -0.5), ("n", 3, -0.5)]
+    assert [list(top) for lp in logprobs for top in lp.top_logprobs] == [["the"], ["n"]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        ("ab", [("ab", None)]),
+        (["ab", "c"], [("ab", None), ("c", None)]),
+        ([1, 2], [(None, (1, 2))]),
+        ([[1, 2], [3]], [(None, (1, 2)), (None, (3,))]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completion_prompts(
+    client: openai.AsyncOpenAI, core: FakeGateway, prompt: Any, asked: list[Any], stream: bool
+) -> None:
+    texts = [""] * (2 * len(asked))
+    reasons: dict[int, str] = {}
+    answer: Any = await client.completions.create(model=MODEL, prompt=prompt, n=2, max_tokens=3, stream=stream)
+
+    async def choices() -> AsyncIterator[Any]:
+        if stream:
+            async for event in answer:
+                for choice in event.choices:
+                    yield choice
+        else:
+            for choice in answer.choices:
+                yield choice
+
+    async for choice in choices():
+        texts[choice.index] += choice.text
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [TOKENIZER.decode(TOKENIZER.encode(core.text)[:3])] * len(texts)
+    assert reasons == dict.fromkeys(range(len(texts)), "length")
+    assert sorted((c.text or "", c.token_ids or ()) for c in core.calls) == sorted((t or "", i or ()) for t, i in asked)
+    assert len({call.request_id for call in core.calls}) == len(asked)
+
+
+async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        max_completion_tokens=4,
+        temperature=0.5,
+        top_p=0.25,
+        stop="END",
+        seed=7,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        extra_body={
+            "top_k": 5,
+            "min_p": 0.125,
+            "repetition_penalty": 1.5,
+            "ignore_eos": True,
+            "stop_token_ids": [3, 4],
+            "priority": -1,
+            "cache_salt": "s",
+            "not_a_field": 1,
+        },
+    )
+    (call,) = core.calls
+    params = call.sampling_params
+    assert call.messages is not None
+    assert call.messages[0].content == "ab"
+    assert (params.max_tokens, params.temperature, params.top_p, params.stop, params.seed) == (
+        4,
+        0.5,
+        0.25,
+        ("END",),
+        7,
+    )
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.5)
+    assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (5, 0.125, True, (3, 4))
+    assert (call.priority, call.cache_salt) == (-1, "s")
+
+
+async def test_defaults_are_openais(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    await client.chat.completions.create(model=MODEL, messages=HI)
+    await client.completions.create(model=MODEL, prompt="x")
+    chat, completion = (call.sampling_params for call in core.calls)
+    assert (chat.max_tokens, completion.max_tokens) == (None, 16)
+    assert (chat.temperature, completion.temperature) == (1.0, 1.0)
+
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"),
+    [
+        (CHAT, {"messages": []}, 400, "messages", "at least one message"),
+        (CHAT, {}, 400, "messages", "field required"),
+        (CHAT, {"messages": "hi"}, 400, "messages", "got 'hi'; input should be a valid list"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content", "valid string"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", "text"),
+        (CHAT, {"messages": [{"role": "x", "content": ""}]}, 400, "messages", "unknown role x"),
+        (CHAT, {"messages": HI, "model": "other"}, 404, None, "'other' is not served here"),
+        (CHAT, {"messages": HI, "temperature": -1}, 400, "temperature", "got -1"),
+        (CHAT, {"messages": HI, "temperature": "hot"}, 400, "temperature", "got 'hot'"),
+        (CHAT, {"messages": HI, "top_p": 1.5}, 400, "top_p", "(0, 1]"),
+        (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens", "at least 1"),
+        (CHAT, {"messages": HI, "max_tokens": "7"}, 400, "max_tokens", "integer"),
+        (CHAT, {"messages": HI, "n": 0}, 400, "n", "at least 1"),
+        (CHAT, {"messages": HI, "stop": 3}, 400, "stop", "valid string, or input should be a valid list"),
+        (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
+        (CHAT, {"messages": HI, "tools": [{}]}, 400, "tools", "not supported"),
+        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format", "text"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "prompt", "below 128"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * MAX_BODY_BYTES * 3}]}, 413, None, "at most"),
+        (COMPLETION, {"prompt": ""}, 400, "prompt", "at least one token"),
+        (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
+        (COMPLETION, {}, 400, "prompt", "must be a string"),
+        (COMPLETION, {"prompt": ["a", 1]}, 400, "prompt", "must be a string"),
+        (COMPLETION, {"prompt": ["a"] * 129}, 400, "prompt", "at most 128"),
+        (COMPLETION, {"prompt": "x", "echo": True}, 400, "echo", "not supported"),
+        (COMPLETION, {"prompt": "x", "logprobs": 21}, 400, "logprobs", "at most 20"),
+        ("/v1/none", {}, 404, None, "Not Found"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_input_has_openais_error_body(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str | None, words: str, stream: bool
+) -> None:
+    answer = await http.post(path, json={**body, "stream": stream})
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert words in error["message"]
+    assert "\n" not in error["message"]
+    assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{",
+        b"\xff\xfe{}",
+        b"[" * 50_000,
+        b"null",
+        b'{"messages": [{"role": "\\ud800"}]}',
+        b'{"messages": [], "cache_salt": "\\udfff"}',
+    ],
+)
+async def test_a_body_that_is_no_json_is_a_bad_request(http: httpx.AsyncClient, raw: bytes) -> None:
+    answer = await http.post(CHAT, content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    assert "Traceback" not in answer.text
+
+
+async def test_wrong_method_and_wrong_model(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    assert (await http.get(CHAT)).json()["error"]["code"] == "http_405"
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ResourceExhausted("no room", retry_after_s=1.5), 429, "rate_limit_exceeded"),
+        (DeadlineExceeded("too late"), 504, "deadline_exceeded"),
+        (Unavailable("no replica"), 503, "unavailable"),
+        (EngineDead("step failed"), 503, "unavailable"),
+        (KeyError("secret"), 500, "internal_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_of_the_core_have_their_code(
+    http: httpx.AsyncClient, core: FakeGateway, error: Exception, status: int, code: str, stream: bool
+) -> None:
+    core.error = error
+    answer = await http.post(CHAT, json={"messages": HI, "stream": stream}, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert "secret" not in answer.text
+    assert answer.headers.get("retry-after") == ("2" if status == 429 else None)
+    assert answer.headers["x-request-id"] == "mine"
+
+
+async def test_an_error_amid_a_stream_is_its_last_event(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    core.error, core.error_after = Unavailable("lost"), 2
+    stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+    seen = [await anext(stream) for _ in range(3)]
+    assert [event.choices[0].finish_reason for event in seen] == [None] * 3
+    with pytest.raises(openai.APIError, match="lost"):
+        await anext(stream)
+    assert core.num_open == 0
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_closes_the_cores_streams(
+    url: str, core: FakeGateway, path: str, stream: bool
+) -> None:
+    core.gate.clear()
+    body = {"messages": HI, "prompt": ["a", "b"], "stream": stream}
+    num_streams = 1 if path == CHAT else 2
+    for number in range(1, 11):
+        async with httpx.AsyncClient(base_url=url) as http:
+            request = asyncio.create_task(read_on(http, path, body))
+            await until(lambda number=number: len(core.calls) == number * num_streams)
+            request.cancel()
+            await asyncio.wait([request])
+        await until(lambda number=number: core.num_closed_early == number * num_streams)
+    assert core.num_open == 0
+
+
+async def read_on(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    async with http.stream("POST", path, json=body) as answer:
+        async for _ in answer.aiter_bytes():
+            pass
+
+
+async def test_models_and_health(client: openai.AsyncOpenAI, http: httpx.AsyncClient, core: FakeGateway) -> None:
+    assert [model.id async for model in client.models.list()] == [MODEL]
+    assert (await client.models.retrieve(MODEL)).created == 1700000000
+    assert (await http.get("/healthz")).status_code == 200
+    core.ready = False
+    assert (await http.get("/healthz")).status_code == 503
+
+
+async def test_metrics(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.text.splitlines()
+    for line in (
+        "shoal_cluster_blocks_allocated 30.0",
+        "shoal_cluster_block_utilization 0.3",
+        'shoal_replica_blocks_cached{replica_id="r0"} 20.0',
+        'shoal_replica_connected{replica_id="r1"} 0.0',
+        'shoal_replica_preemptions_total{replica_id="r0"} 4.0',
+        "shoal_gateway_requests_total 9.0",
+        'shoal_gateway_recent_ttft_seconds{quantile="0.5"} 0.2',
+    ):
+        assert line in lines
+    assert 'shoal_replica_blocks_free{replica_id="r1"}' not in answer.text
+
+
+async def test_a_bad_request_id_is_refused(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/v1/models", headers={"x-request-id": "a b"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")

@@ -1,0 +1,191 @@
+"""Proto to domain and back: whatever a value, it comes back equal, also through bytes."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
+from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.serve import codec, control_codec
+from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, Usage
+from shoal_protos import control_pb2, generation_pb2
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.executor import TokenLogprobs
+from shoal_replica.request import FinishReason
+from shoal_replica.sampling_params import MAX_SEED, SamplingParams
+from shoal_replica.stats import ReplicaStats
+
+text = st.text(max_size=8)
+count = st.integers(0, 2**31 - 1)
+number = st.floats(allow_nan=False, allow_infinity=False)
+amount = st.floats(0, 1e9)
+token_id = st.integers(0, 2**32 - 1)
+token_ids = st.lists(token_id, max_size=5).map(tuple)
+request_id = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=128)
+
+sampling_params = st.builds(
+    SamplingParams,
+    max_tokens=st.none() | st.integers(1, 2**40),
+    temperature=amount,
+    top_k=count,
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0, 10, exclude_min=True),
+    seed=st.none() | st.integers(0, MAX_SEED),
+    n=st.integers(1, 128),
+    logprobs=st.none() | st.integers(0, 20),
+    stop=st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
+    stop_token_ids=token_ids,
+    ignore_eos=st.booleans(),
+)
+prompts: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.fixed_dictionaries({"text": text}),
+    st.fixed_dictionaries({"token_ids": token_ids}),
+    st.fixed_dictionaries({"messages": st.lists(st.builds(Message, text, text), max_size=3).map(tuple)}),
+)
+calls = st.builds(
+    lambda prompt, **others: GenerateCall(**prompt, **others),
+    prompts,
+    request_id=request_id,
+    sampling_params=sampling_params,
+    model=text,
+    priority=st.integers(-(2**31), 2**31 - 1),
+    tenant=text,
+    cache_salt=text,
+    timeout_s=st.none() | amount,
+)
+logprobs = st.builds(TokenLogprobs, token_id, number, st.lists(st.tuples(token_id, number), max_size=3).map(tuple))
+usages = st.builds(
+    Usage,
+    num_prompt_tokens=count,
+    num_cached_tokens=count,
+    num_output_tokens=count,
+    replica_id=text,
+    ttft_s=amount,
+    num_resumes=count,
+)
+chunks = st.builds(
+    Chunk,
+    index=count,
+    text=text,
+    token_ids=token_ids,
+    logprobs=st.lists(logprobs, max_size=2).map(tuple),
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    usage=st.none() | usages,
+)
+cards = st.builds(
+    ModelCard,
+    name=text,
+    max_model_len=count,
+    vocab_size=count,
+    block_size=count,
+    dtype=text,
+    eos_token_ids=token_ids,
+    has_chat_template=st.booleans(),
+    created_s=count,
+)
+stats = st.builds(
+    ReplicaStats,
+    **{name: count for name in ReplicaStats.__dataclass_fields__ if name not in ("time_s", "step_s", "draining")},
+    time_s=amount,
+    step_s=amount,
+    draining=st.booleans(),
+)
+rows = st.builds(
+    ReplicaRow,
+    replica_id=text,
+    node_id=text,
+    stats=st.none() | stats,
+    age_s=amount,
+    num_reserved_blocks=count,
+    connected=st.booleans(),
+)
+clusters = st.builds(
+    ClusterRow,
+    model=text,
+    replicas=st.lists(rows, max_size=3).map(tuple),
+    num_requests=count,
+    num_active=count,
+    num_shed=count,
+    num_failed=count,
+    num_resumes=count,
+    recent_ttft_s=st.lists(amount, max_size=3).map(tuple),
+)
+views = st.builds(
+    ReplicaView,
+    replica_id=text,
+    stats=st.none() | stats,
+    age_s=amount,
+    connected=st.booleans(),
+    num_reserved=count,
+    num_reserved_blocks=count,
+    num_reserved_tokens=count,
+    num_matched_blocks=count,
+    node_id=text,
+)
+candidates = st.builds(
+    CandidateTerms, text, st.booleans(), text, number, st.lists(st.tuples(text, number), max_size=3).map(tuple)
+)
+records = st.builds(
+    RouteRecord,
+    time_s=amount,
+    query=st.builds(
+        RouteQuery,
+        request_id=text,
+        block_hashes=st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(tuple),
+        num_prompt_tokens=count,
+        num_blocks_needed=count,
+        block_size=count,
+        excluded=st.frozensets(text, max_size=3),
+    ),
+    replicas=st.lists(views, max_size=2).map(tuple),
+    weights=st.builds(
+        RouteWeights, prefill_price=amount, decode_price=amount, max_age_s=amount, stale_tokens_per_s=amount
+    ),
+    seed=st.integers(0, 2**64 - 1),
+    decision=st.builds(
+        RouteDecision, st.lists(text, max_size=3).map(tuple), text, st.lists(candidates, max_size=2).map(tuple)
+    ),
+)
+
+
+@given(calls)
+def test_calls(call: GenerateCall) -> None:
+    raw = codec.call_to_proto(call).SerializeToString()
+    request = codec.parse(generation_pb2.GenerateRequest, raw)
+    assert codec.call_from_proto(request, "fresh", timeout_s=call.timeout_s) == call
+
+
+@given(chunks)
+def test_chunks(chunk: Chunk) -> None:
+    raw = codec.chunk_to_proto(chunk).SerializeToString()
+    assert codec.chunk_from_proto(generation_pb2.GenerateResponse.FromString(raw)) == chunk
+
+
+@given(cards)
+def test_model_cards(card: ModelCard) -> None:
+    assert codec.model_card_from_proto(codec.model_card_to_proto(card)) == card
+
+
+@given(clusters)
+def test_clusters(cluster: ClusterRow) -> None:
+    raw = control_codec.cluster_to_proto(cluster).SerializeToString()
+    assert control_codec.cluster_from_proto(control_pb2.Cluster.FromString(raw)) == cluster
+
+
+@given(records)
+def test_route_records(record: RouteRecord) -> None:
+    raw = control_codec.route_record_to_proto(record).SerializeToString()
+    assert control_codec.route_record_from_proto(control_pb2.RouteRecord.FromString(raw)) == record
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_a_request_or_an_invalid_argument(raw: bytes) -> None:
+    with suppress(InvalidArgument):
+        codec.call_from_proto(codec.parse(generation_pb2.GenerateRequest, raw), "fresh")

@@ -1,0 +1,243 @@
+"""Whole clusters in simulated time, with the real scheduler and the real policies."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.autoscaling import ScaleConfig
+from shoal_cluster.policies.baselines import ROUTINGS, Routing
+from shoal_cluster.sim.cluster import SimCluster, simulate
+from shoal_cluster.sim.command import sim
+from shoal_cluster.sim.config import ScalingPlan, SimConfig
+from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.latency import StepTime
+from shoal_cluster.sim.report import Distribution
+from shoal_cluster.sim.workload import SimRequest, poisson, read_trace, shared_prefixes, speed_up
+from shoal_replica.config import CacheConfig, SchedulerConfig
+from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.executor import ScheduledSequence, SchedulerOutput
+
+CONFIG = SimConfig(
+    num_replicas=4,
+    cache=CacheConfig(num_blocks=200, block_size=64),
+    scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+)
+
+
+def chats(seed: int = 1, requests_per_s: float = 8.0, num_requests: int = 300) -> list[SimRequest]:
+    """Sixteen system prompts of 1 024 tokens; the cluster's caches hold them all, no single replica's does."""
+    return shared_prefixes(
+        requests_per_s=requests_per_s,
+        num_requests=num_requests,
+        num_groups=16,
+        num_prefix_tokens=1024,
+        num_own_tokens=100,
+        num_output_tokens=20,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_same_seed_same_report_byte_for_byte(routing: Routing) -> None:
+    config = replace(CONFIG, routing=routing)
+    requests = chats(num_requests=100)
+    assert simulate(config, requests).to_json() == simulate(config, requests).to_json()
+
+
+def test_another_seed_breaks_ties_differently() -> None:
+    requests = chats(num_requests=100)
+    assert simulate(CONFIG, requests).to_json() != simulate(replace(CONFIG, seed=1), requests).to_json()
+
+
+def test_prefix_routing_beats_round_robin() -> None:
+    ours = simulate(CONFIG, chats())
+    theirs = simulate(replace(CONFIG, routing="round_robin"), chats())
+    assert ours.num_finished == theirs.num_finished == 300
+    assert ours.hit_rate > 1.2 * theirs.hit_rate
+    assert ours.ttft_s.mean < theirs.ttft_s.mean
+    assert ours.imbalance < 1.5
+
+
+def test_predicted_hits_are_the_actual_ones() -> None:
+    report = simulate(CONFIG, chats(requests_per_s=2.0))
+    assert report.hit_rate > 0.5
+    assert report.predicted_hit_rate == pytest.approx(report.hit_rate, abs=0.01)
+
+
+def test_a_pool_under_pressure_preempts_and_conserves() -> None:
+    config = replace(CONFIG, cache=CacheConfig(num_blocks=40, block_size=16))
+    requests = poisson(requests_per_s=50, num_requests=120, num_prompt_tokens=100, num_output_tokens=200, seed=3)
+    report = simulate(config, requests)
+    assert report.num_preemptions > 0
+    assert report.num_output_tokens == 120 * 200
+
+
+def test_an_idle_replica_is_not_taken_for_a_silent_one() -> None:
+    """Two lulls of a minute: every replica still gets its share of what comes after."""
+    bursts = [
+        replace(r, request_id=f"{lull}-{r.request_id}", arrival_s=r.arrival_s + 60 * lull)
+        for lull in range(3)
+        for r in poisson(requests_per_s=50, num_requests=20, num_prompt_tokens=500, num_output_tokens=4, seed=lull)
+    ]
+    report = simulate(CONFIG, bursts)
+    assert report.num_finished == 60
+    assert report.imbalance < 1.15
+
+
+def test_overload_is_shed_and_counts_against_goodput() -> None:
+    config = replace(CONFIG, num_replicas=1, limits=AdmissionLimits(max_waiting_tokens=4096))
+    report = simulate(config, chats(requests_per_s=100))
+    assert report.num_shed > 0
+    assert report.num_finished + report.num_shed == 300
+    assert report.goodput <= report.num_finished / 300
+
+
+def test_a_request_no_pool_can_hold_is_refused() -> None:
+    giant = SimRequest("giant", 0.0, ((1, 200 * 64),), 4)
+    report = simulate(CONFIG, [giant, *chats(num_requests=5)])
+    assert (report.num_shed, report.num_finished) == (1, 5)
+
+
+def test_conservation_catches_a_lost_token() -> None:
+    cluster = SimCluster(CONFIG)
+    for request in chats(num_requests=5):
+        cluster.arrive(request)
+    cluster.loop.run()
+    cluster.check_conservation()
+    cluster.outcomes["request-3"].num_output_tokens -= 1
+    with pytest.raises(AssertionError):
+        cluster.check_conservation()
+
+
+def test_the_autoscaler_grows_under_load_and_drains_without_loss() -> None:
+    burst = chats(requests_per_s=30, num_requests=300)
+    quiet = [replace(r, request_id=f"late-{r.request_id}", arrival_s=r.arrival_s * 20 + 30) for r in burst[:60]]
+    plan = ScalingPlan(
+        min_replicas=1,
+        max_replicas=6,
+        config=ScaleConfig(target_utilization=0.6, target_waiting_tokens=2048, downscale_delay_s=10.0),
+        interval_s=1.0,
+        startup_s=3.0,
+    )
+    report = simulate(replace(CONFIG, num_replicas=1, scaling=plan), [*burst, *quiet])
+    assert report.num_finished == 360
+    assert report.num_replicas_peak > 2
+    assert report.num_shed == 0
+
+
+def test_an_empty_run_reports_zeros() -> None:
+    report = simulate(CONFIG, [])
+    assert (report.num_requests, report.goodput, report.ttft_s.p99) == (0, 0.0, 0.0)
+
+
+def test_event_order_is_time_then_insertion() -> None:
+    loop = EventLoop()
+    seen: list[str] = []
+
+    def second() -> None:
+        seen.append("second")
+        loop.after(0.5, lambda: seen.append("nested"))
+
+    loop.at(2.0, lambda: seen.append("late"))
+    loop.at(1.0, lambda: seen.append("first"))
+    loop.at(1.0, second)
+    loop.run()
+    assert seen == ["first", "second", "nested", "late"]
+    with pytest.raises(ValueError, match="already"):
+        loop.at(1.0, lambda: None)
+
+
+def test_step_time_adds_prefills_and_one_weight_read() -> None:
+    time = StepTime(prefill_tokens_per_s=1000, pair_s=1e-6, decode_s=0.03, decode_sequence_s=0.001)
+    prompt = ScheduledSequence(0, 100, 50, samples=True)
+    decodes = tuple(ScheduledSequence(i, 10, 1, samples=True) for i in (1, 2))
+    assert time.step_s(SchedulerOutput(1, decodes)) == pytest.approx(0.032)
+    assert time.step_s(SchedulerOutput(1, (prompt, *decodes))) == pytest.approx(0.032 + 0.05 + (5000 + 1275) * 1e-6)
+    assert time.prefill_s(0, 150) == pytest.approx(time.prefill_s(0, 100) + time.prefill_s(100, 50))
+
+
+def test_percentiles_are_nearest_rank() -> None:
+    distribution = Distribution.of([float(i) for i in range(1, 101)])
+    assert (distribution.p50, distribution.p90, distribution.p99, distribution.max) == (50.0, 90.0, 99.0, 100.0)
+    assert Distribution.of([7.0]).p50 == 7.0
+
+
+# Traces
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 1]},
+    {"timestamp": 1500, "input_length": 1024, "output_length": 4, "hash_ids": [0, 2]},
+]
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in MOONCAKE)
+    return path
+
+
+def test_mooncake_prompts_share_what_their_ids_share(mooncake: Path) -> None:
+    first, second = read_trace(mooncake, "mooncake")
+    assert (first.num_prompt_tokens, second.num_prompt_tokens, second.arrival_s) == (700, 1024, 1.5)
+    assert first.prompt_token_ids()[:512] == second.prompt_token_ids()[:512]
+    assert first.prompt_token_ids()[512] != second.prompt_token_ids()[512]
+    config = replace(CONFIG, num_replicas=1)
+    assert simulate(config, [first, second]).hit_rate == pytest.approx(512 / 1724)
+
+
+def test_azure_prompts_share_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE)
+    first, second = speed_up(read_trace(path, "azure"), 2.0)
+    assert second.arrival_s == pytest.approx(4.314579 / 2)
+    assert (first.num_prompt_tokens, second.num_output_tokens) == (374, 109)
+    assert set(first.prompt_token_ids()).isdisjoint(second.prompt_token_ids())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"timestamp": 0}',
+        '{"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0]}',
+        '{"timestamp": 0, "input_length": 70, "output_length": 3, "hash_ids": [0, 1]}',
+    ],
+)
+def test_a_bad_trace_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(MOONCAKE[0]) + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=r"trace\.jsonl: request 2"):
+        read_trace(path, "mooncake")
+    assert len(read_trace(path, "mooncake", limit=1)) == 1
+
+
+def test_no_such_trace() -> None:
+    with pytest.raises(NotFound, match="nowhere"):
+        read_trace(Path("nowhere"), "azure")
+
+
+def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
+    app = typer.Typer()
+    app.command()(sim)
+    arguments = ["--trace", str(mooncake), "--replicas", "2", "--blocks-per-replica", "50"]
+    run = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert json.loads(run.output)["num_finished"] == 2
+    assert "2 finished, 0 shed" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
+    for wrong in (["--routing", "x"], ["--format", "x"], ["--speed", "0"]):
+        with pytest.raises(ConfigError, match=wrong[0].strip("-")):
+            CliRunner().invoke(app, [*arguments, *wrong], catch_exceptions=False)

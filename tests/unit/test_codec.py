@@ -1,0 +1,85 @@
+"""What absence means on the wire, and what is refused there. Round trips: tests/property/test_codec.py."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.fake_gateway import CLUSTER, example_record
+
+from shoal_cluster.serve import codec, control_codec
+from shoal_cluster.serve.call import Message
+from shoal_protos import control_pb2, generation_pb2
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.sampling_params import SamplingParams
+
+
+def test_an_empty_request_has_the_documented_defaults() -> None:
+    call = codec.call_from_proto(generation_pb2.GenerateRequest(text="x"), "fresh", timeout_s=2.0)
+    assert call.sampling_params == SamplingParams(max_tokens=None, temperature=1.0, top_p=1.0, n=1)
+    assert (call.request_id, call.timeout_s, call.model, call.priority) == ("fresh", 2.0, "", 0)
+    assert (call.text, call.token_ids, call.messages) == ("x", None, None)
+
+
+def test_zero_is_a_value() -> None:
+    params = generation_pb2.SamplingParams(temperature=0, seed=0, logprobs=0)
+    domain = codec.sampling_params_from_proto(params)
+    assert (domain.temperature, domain.seed, domain.logprobs) == (0.0, 0, 0)
+
+
+def test_an_empty_prompt_is_still_a_prompt() -> None:
+    request = generation_pb2.GenerateRequest(messages=generation_pb2.ChatMessages())
+    assert codec.call_from_proto(request, "fresh").messages == ()
+    assert codec.call_from_proto(generation_pb2.GenerateRequest(text=""), "fresh").text == ""
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (generation_pb2.GenerateRequest(), "prompt"),
+        (generation_pb2.GenerateRequest(text="x", request_id=""), "request_id"),
+        (generation_pb2.GenerateRequest(text="x", request_id="a b"), "request_id"),
+        (generation_pb2.GenerateRequest(text="x", request_id="a\n"), "request_id"),
+        (generation_pb2.GenerateRequest(text="x", request_id="é"), "request_id"),
+        (generation_pb2.GenerateRequest(text="x", request_id="a" * 129), "request_id"),
+        (generation_pb2.GenerateRequest(text="x", sampling_params={"max_tokens": 0}), "max_tokens"),
+        (generation_pb2.GenerateRequest(text="x", sampling_params={"temperature": -1}), "temperature"),
+        (generation_pb2.GenerateRequest(text="x", sampling_params={"temperature": float("nan")}), "temperature"),
+        (generation_pb2.GenerateRequest(text="x", sampling_params={"top_p": 0}), "top_p"),
+        (generation_pb2.GenerateRequest(text="x", sampling_params={"seed": -1}), "seed"),
+        (generation_pb2.GenerateRequest(text="x", sampling_params={"stop": [""]}), "stop"),
+    ],
+)
+def test_refused_requests_name_their_field(request_: generation_pb2.GenerateRequest, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        codec.call_from_proto(request_, "fresh")
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("raw", [b"\x0a\x02\xff\xfe", b"\xff", b"\x0a\x7f"])
+def test_malformed_bytes_are_an_invalid_argument(raw: bytes) -> None:
+    with pytest.raises(InvalidArgument, match=r"shoal\.v1\.GenerateRequest"):
+        codec.parse(generation_pb2.GenerateRequest, raw)
+
+
+def test_tokenize_input() -> None:
+    messages = generation_pb2.ChatMessages(messages=[{"role": "user", "content": "hi"}])
+    assert codec.tokenize_input_from_proto(generation_pb2.TokenizeRequest(text="")) == ("", None)
+    assert codec.tokenize_input_from_proto(generation_pb2.TokenizeRequest(messages=messages)) == (
+        None,
+        (Message("user", "hi"),),
+    )
+    with pytest.raises(InvalidArgument, match="input"):
+        codec.tokenize_input_from_proto(generation_pb2.TokenizeRequest())
+
+
+def test_cluster_carries_the_sums_of_the_ledger() -> None:
+    cluster = control_codec.cluster_to_proto(CLUSTER)
+    assert cluster.blocks == control_pb2.BlockLedger(
+        num_allocated_blocks=30, num_cached_blocks=20, num_free_blocks=70, num_total_blocks=100, utilization=0.3
+    )
+    assert cluster.replicas[0].stats.blocks.utilization == 0.3
+    assert not cluster.replicas[1].HasField("stats")
+
+
+def test_a_record_replays_after_the_journey() -> None:
+    record = control_codec.route_record_from_proto(control_codec.route_record_to_proto(example_record()))
+    assert record.replay() == record.decision == example_record().decision

@@ -1,0 +1,118 @@
+"""The prefix index by example."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal_cluster.policies.prefix_index import PrefixIndex
+from shoal_replica.prefix_cache import BlockHash, hash_blocks
+
+A, B, C, D = hash_blocks(range(16), 4)
+
+
+def test_matches_the_longest_unbroken_prefix_of_each_replica() -> None:
+    index = PrefixIndex()
+    index.store("long", [A, B, C])
+    index.store("short", [A])
+    index.store("hole", [A, C, D])
+    index.store("tail", [B, C])
+    assert index.match([A, B, C, D]) == {"long": 3, "short": 1, "hole": 1}
+
+
+def test_nothing_matches_nothing() -> None:
+    index = PrefixIndex()
+    assert index.match([A]) == {}
+    index.store("one", [A])
+    assert index.match([]) == {}
+
+
+def test_storing_and_removing_twice_is_once() -> None:
+    index = PrefixIndex()
+    index.store("one", [A, A])
+    index.store("one", [A])
+    assert index.num_held("one") == 1
+    index.remove("one", [A])
+    index.remove("one", [A])
+    index.remove("stranger", [A])
+    assert (index.num_held("one"), len(index)) == (0, 0)
+    index.check_invariants()
+
+
+def test_removing_from_one_leaves_the_other() -> None:
+    index = PrefixIndex()
+    index.store("one", [A, B])
+    index.store("two", [A, B])
+    index.remove("one", [B])
+    assert index.match([A, B]) == {"one": 1, "two": 2}
+
+
+def test_drop_frees_the_slot_for_another_without_its_blocks() -> None:
+    index = PrefixIndex()
+    index.store("one", [A, B])
+    index.store("two", [A])
+    index.drop("one")
+    index.store("three", [C])
+    assert index.match([A, B]) == {"two": 1}
+    assert index.match([C]) == {"three": 1}
+    assert index.replica_ids() == {"two", "three"}
+    index.check_invariants()
+
+
+def test_replace_keeps_only_the_snapshot() -> None:
+    index = PrefixIndex()
+    index.store("one", [A, B])
+    index.replace("one", [A, C])
+    assert index.match([A, B]) == {"one": 1}
+    assert index.num_held("one") == 2
+    index.check_invariants()
+
+
+def test_the_cap_evicts_the_least_recently_stored() -> None:
+    index = PrefixIndex(max_entries=2)
+    index.store("one", [A, B])
+    index.store("two", [A])
+    index.store("one", [C])
+    assert index.match([A]) == {"one": 1, "two": 1}
+    assert index.match([B]) == {}
+    assert index.num_held("one") == 2
+    index.check_invariants()
+
+
+def test_touch_keeps_a_used_prefix_and_loses_its_tail_first() -> None:
+    index = PrefixIndex(max_entries=4)
+    index.store("one", [A, B, C, D])
+    index.touch([A, B])
+    fresh = hash_blocks(range(100, 112), 4)
+    index.store("one", fresh[:2])
+    assert index.match([A, B]) == {"one": 2}
+    index.store("one", fresh[2:])
+    assert index.match([A, B]) == {"one": 1}
+
+
+def test_match_changes_nothing() -> None:
+    index = PrefixIndex(max_entries=2)
+    index.store("one", [A, B])
+    index.match([A])
+    index.store("one", [C])
+    assert index.match([A]) == {}
+
+
+def test_many_replicas() -> None:
+    index = PrefixIndex()
+    names = [f"replica-{i}" for i in range(130)]
+    for i, name in enumerate(names):
+        index.store(name, [A, B, C, D][: i % 5])
+    assert index.match([A, B, C, D]) == {name: i % 5 for i, name in enumerate(names) if i % 5}
+
+
+def test_refuses_a_cap_of_none() -> None:
+    with pytest.raises(ValueError, match="max_entries"):
+        PrefixIndex(0)
+
+
+def test_invariants_catch_a_wrong_count() -> None:
+    index = PrefixIndex()
+    index.store("one", [A])
+    index._mask_of[BlockHash(b"x")] = 1
+    with pytest.raises(AssertionError):
+        index.check_invariants()

@@ -1,0 +1,249 @@
+"""Routing: a table for each term, and what must hold for every query."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from fixtures.cluster_views import make_query, make_row, make_stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal_cluster.policies.baselines import ROUTINGS, place
+from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteWeights, decide, route
+from shoal_cluster.policies.view import ReplicaView
+from shoal_replica.errors import ConfigError
+from shoal_replica.prefix_cache import hash_blocks
+
+WEIGHTS = RouteWeights()
+
+
+def decision_of(query: RouteQuery, *rows: ReplicaView, seed: int = 0, weights: RouteWeights = WEIGHTS) -> RouteDecision:
+    return route(query, rows, weights, Random(seed))
+
+
+@pytest.mark.parametrize(
+    ("term", "better", "worse"),
+    [
+        ("waiting tokens", {}, {"stats": make_stats(num_waiting_tokens=50)}),
+        ("reserved tokens", {}, {"num_reserved_tokens": 50}),
+        ("cached prefix", {"num_matched_blocks": 3}, {"num_matched_blocks": 2}),
+        ("running sequences", {"stats": make_stats(num_running=1)}, {"stats": make_stats(num_running=2)}),
+        ("stale stats", {"age_s": 2.9}, {"age_s": 3.1}),
+        ("free blocks barrier", {}, {"stats": make_stats(num_free_blocks=10)}),
+        ("reserved blocks barrier", {"num_reserved_blocks": 89}, {"num_reserved_blocks": 90}),
+        ("slots barrier", {}, {"num_reserved": 8}),
+        (
+            "queue's blocks barrier",
+            {"stats": make_stats(num_waiting=1, num_waiting_tokens=89 * 16)},
+            {"stats": make_stats(num_waiting=1, num_waiting_tokens=89 * 16 + 1)},
+        ),
+        (
+            "a full replica comes after one with more work",
+            {"stats": make_stats(num_waiting_tokens=10_000)},
+            {"num_matched_blocks": 1, "stats": make_stats(num_free_blocks=0)},
+        ),
+        (
+            "cached blocks count as room",
+            {"num_matched_blocks": 10, "stats": make_stats(num_free_blocks=1)},
+            {"num_matched_blocks": 9, "stats": make_stats(num_free_blocks=1)},
+        ),
+        (
+            "a hit is worth its price in queue",
+            {"num_matched_blocks": 5, "stats": make_stats(num_waiting_tokens=319)},
+            {},
+        ),
+        (
+            "a longer queue outweighs the hit",
+            {},
+            {"num_matched_blocks": 5, "stats": make_stats(num_waiting_tokens=321)},
+        ),
+    ],
+)
+def test_each_term(term: str, better: dict[str, Any], worse: dict[str, Any]) -> None:
+    """Whatever the ids and the dice say."""
+    for seed in range(5):
+        for first, second in (("a", "b"), ("b", "a")):
+            decision = decision_of(make_query(160), make_row(first, **better), make_row(second, **worse), seed=seed)
+            assert decision.ranked == (first, second), term
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"connected": False}, "not connected"),
+        ({"stats": make_stats(draining=True)}, "draining"),
+        ({"stats": make_stats(num_total_blocks=10)}, "needs 11 blocks, has 10"),
+    ],
+)
+def test_the_filter_names_its_reason(changes: dict[str, Any], why: str) -> None:
+    decision = decision_of(make_query(160), make_row("bad", **changes))
+    assert decision.ranked == ()
+    assert decision.candidates[0].rejected == why
+    assert why in decision.reason
+
+
+def test_a_replica_without_stats_is_not_eligible() -> None:
+    decision = decision_of(make_query(), ReplicaView(replica_id="new", connected=True))
+    assert (decision.ranked, decision.candidates[0].rejected) == ((), "no stats yet")
+
+
+def test_excluded_replicas_are_left_out() -> None:
+    decision = decision_of(make_query(excluded=frozenset({"a"})), make_row("a"), make_row("b"))
+    assert decision.ranked == ("b",)
+    assert decision_of(make_query(excluded=frozenset({"a"})), make_row("a")).ranked == ()
+
+
+def test_no_replica_at_all() -> None:
+    assert decision_of(make_query()).reason == "no replica is known"
+
+
+def test_the_reason_tells_hits_barrier_and_stale_stats() -> None:
+    hashes = tuple(hash_blocks(range(160), 16))
+    fresh = make_row("fresh", num_matched_blocks=4)
+    stale = make_row("stale", age_s=4.0)
+    reason = decision_of(make_query(160, block_hashes=hashes), fresh, stale).reason
+    assert reason.startswith("fresh: least cost")
+    assert "4 of 10 prompt blocks cached" in reason
+    assert "stale stats: stale (4.0 s)" in reason
+    full = make_row("full", stats=make_stats(num_free_blocks=0))
+    assert "none can start it now" in decision_of(make_query(), full).reason
+    busy = make_row("busy", stats=make_stats(num_waiting_tokens=10_000))
+    assert "cheaper ones have no room now" in decision_of(make_query(), full, busy).reason
+
+
+def test_terms_add_up_to_the_score() -> None:
+    row = make_row(
+        stats=make_stats(num_running=3, num_waiting_tokens=70), num_reserved_tokens=5, age_s=4.0, num_matched_blocks=2
+    )
+    (candidate,) = decision_of(make_query(), row).candidates
+    costs = [value for name, value in candidate.terms if not name.endswith(("_blocks", "_slots"))]
+    assert candidate.score == pytest.approx(sum(costs))
+    assert candidate.score == pytest.approx(75 + 4 * 128 + 4 * 3 * (1 + (75 + 128) / 256) + 2000)
+
+
+def test_equals_are_spread_evenly() -> None:
+    rows = [make_row(name) for name in "abcd"]
+    first = Counter(decision_of(make_query(), *rows, seed=seed).ranked[0] for seed in range(2000))
+    assert all(400 < first[name] < 600 for name in "abcd")
+
+
+def test_reserving_what_was_placed_spreads_a_burst() -> None:
+    rows = {name: make_row(name) for name in "abcd"}
+    for number in range(40):
+        best = decision_of(make_query(64), *rows.values(), seed=number).ranked[0]
+        rows[best] = replace(rows[best], num_reserved_tokens=rows[best].num_reserved_tokens + 64)
+    assert {row.num_reserved_tokens for row in rows.values()} == {640}
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_weights_must_be_finite_and_not_negative(value: float) -> None:
+    with pytest.raises(ConfigError, match="prefill_price"):
+        RouteWeights(prefill_price=value)
+
+
+# For every query
+
+
+@st.composite
+def replica_rows(draw: st.DrawFn) -> list[ReplicaView]:
+    rows = []
+    for replica_id in draw(st.lists(st.sampled_from("abcdef"), max_size=6, unique=True)):
+        total = draw(st.integers(5, 40))
+        stats = make_stats(
+            num_total_blocks=total,
+            num_free_blocks=draw(st.integers(0, total)),
+            num_running=draw(st.integers(0, 9)),
+            num_waiting=draw(st.integers(0, 3)),
+            num_waiting_tokens=draw(st.sampled_from((0, 10, 500))),
+            draining=draw(st.booleans()),
+        )
+        rows.append(
+            ReplicaView(
+                replica_id=replica_id,
+                stats=draw(st.sampled_from((stats, stats, stats, None))),
+                age_s=draw(st.sampled_from((0.0, 0.5, 5.0))),
+                connected=draw(st.sampled_from((True, True, False))),
+                num_reserved_blocks=draw(st.integers(0, 10)),
+                num_reserved_tokens=draw(st.sampled_from((0, 30))),
+                num_matched_blocks=draw(st.integers(0, 8)),
+            )
+        )
+    return rows
+
+
+queries = st.builds(
+    make_query, st.integers(1, 400), excluded=st.frozensets(st.sampled_from("abcdef"), max_size=2).map(frozenset)
+)
+seeds = st.integers(0, 2**32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=replica_rows(), query=queries, seed=seeds)
+def test_ranks_exactly_those_that_can_take_it(rows: list[ReplicaView], query: RouteQuery, seed: int) -> None:
+    can = {
+        r.replica_id
+        for r in rows
+        if r.connected
+        and r.stats is not None
+        and not r.stats.draining
+        and r.stats.num_total_blocks >= query.num_blocks_needed
+        and r.replica_id not in query.excluded
+    }
+    for routing in ROUTINGS:
+        ranked = place(routing, query, rows, WEIGHTS, Random(seed), turn=seed).ranked
+        assert len(ranked) == len(set(ranked))
+        assert set(ranked) == can
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=replica_rows(), query=queries, seed=seeds)
+def test_candidate_order_does_not_matter_and_records_replay(
+    rows: list[ReplicaView], query: RouteQuery, seed: int
+) -> None:
+    record = decide(query, tuple(rows), WEIGHTS, seed=seed, time_s=1.0)
+    assert record.replay() == record.decision
+    shuffled = Random(seed).sample(rows, len(rows))
+    assert decision_of(query, *shuffled, seed=seed) == record.decision
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=replica_rows(), query=queries, seed=seeds, data=st.data())
+def test_more_free_blocks_never_rank_a_replica_lower(
+    rows: list[ReplicaView], query: RouteQuery, seed: int, data: st.DataObject
+) -> None:
+    before = decision_of(query, *rows, seed=seed).ranked
+    if not before:
+        return
+    chosen = data.draw(st.sampled_from(before))
+    freed = []
+    for row in rows:
+        if row.replica_id == chosen and row.stats is not None:
+            more = data.draw(st.integers(row.stats.num_free_blocks, row.stats.num_total_blocks))
+            stats = replace(row.stats, num_free_blocks=more, num_allocated_blocks=row.stats.num_total_blocks - more)
+            row = replace(row, stats=stats)
+        freed.append(row)
+    after = decision_of(query, *freed, seed=seed).ranked
+    assert after.index(chosen) <= before.index(chosen)
+
+
+# Baselines
+
+
+def test_round_robin_takes_each_in_turn_and_skips_the_drained() -> None:
+    rows = [make_row("a"), make_row("b", stats=make_stats(draining=True)), make_row("c")]
+    first = [place("round_robin", make_query(), rows, WEIGHTS, Random(0), turn).ranked[0] for turn in range(6)]
+    assert first == ["a", "c", "c", "a", "c", "c"]
+
+
+def test_baselines_know_only_their_own_signal() -> None:
+    light = make_row("light", stats=make_stats(num_running=1, num_free_blocks=20))
+    roomy = make_row("roomy", stats=make_stats(num_running=5, num_free_blocks=90, num_waiting_tokens=9999))
+    for seed in range(5):
+        by_requests = place("least_requests", make_query(), [light, roomy], WEIGHTS, Random(seed), 0)
+        by_blocks = place("most_free_blocks", make_query(), [light, roomy], WEIGHTS, Random(seed), 0)
+        assert (by_requests.ranked[0], by_blocks.ranked[0]) == ("light", "roomy")

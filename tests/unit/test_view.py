@@ -1,0 +1,113 @@
+"""The gateway's view of the replicas."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.cluster_views import make_stats
+
+from shoal_cluster.policies.view import ClusterView, ReplicaView
+from shoal_replica.prefix_cache import hash_blocks
+
+A, B, C = hash_blocks(range(12), 4)
+
+
+@pytest.fixture
+def view() -> ClusterView:
+    view = ClusterView()
+    for replica_id in ("one", "two"):
+        view.join(replica_id, f"node-of-{replica_id}")
+        assert view.apply_snapshot(replica_id, make_stats(), [], now=10.0)
+    return view
+
+
+def row(view: ClusterView, replica_id: str, now: float = 10.0) -> ReplicaView:
+    return next(r for r in view.replicas_for((A, B, C), now) if r.replica_id == replica_id)
+
+
+def test_a_member_is_silent_until_its_snapshot() -> None:
+    view = ClusterView()
+    view.join("one", "node")
+    assert view.replicas_for((), 5.0) == (ReplicaView(replica_id="one", node_id="node"),)
+    assert not view.apply_update("one", make_stats(), [A], [], now=5.0)
+    view.apply_snapshot("one", make_stats(num_free_blocks=7), [A], now=6.0)
+    (only,) = view.replicas_for((A, B), 6.5)
+    assert (only.connected, only.age_s, only.num_matched_blocks) == (True, 0.5, 1)
+    assert only.stats is not None
+    assert only.stats.num_free_blocks == 7
+
+
+def test_updates_change_stats_blocks_and_age(view: ClusterView) -> None:
+    view.apply_update("one", make_stats(num_running=3), [A, B], [], now=11.0)
+    view.apply_update("one", make_stats(num_running=4), [C], [B], now=12.0)
+    one = row(view, "one", now=12.25)
+    assert one.stats is not None
+    assert (one.stats.num_running, one.num_matched_blocks, one.age_s) == (4, 1, 0.25)
+    assert row(view, "two", now=12.25).age_s == 2.25
+
+
+def test_a_snapshot_replaces_what_was_held(view: ClusterView) -> None:
+    view.apply_update("one", make_stats(), [A, B], [], now=11.0)
+    view.apply_snapshot("one", make_stats(), [A], now=12.0)
+    assert row(view, "one").num_matched_blocks == 1
+
+
+def test_news_of_strangers_is_dropped(view: ClusterView) -> None:
+    view.leave("two")
+    assert not view.apply_snapshot("two", make_stats(), [A], now=11.0)
+    assert not view.apply_update("two", make_stats(), [A], [], now=11.0)
+    view.disconnect("two")
+    view.reserve("r", "two", 1, 1, now=11.0)
+    assert view.reservation("r") is None
+    assert view.replica_ids == ("one",)
+    view.check_invariants()
+
+
+def test_disconnect_needs_a_new_snapshot(view: ClusterView) -> None:
+    view.disconnect("one")
+    assert not row(view, "one").connected
+    assert not view.apply_update("one", make_stats(), [], [], now=11.0)
+    view.apply_snapshot("one", make_stats(), [], now=11.0)
+    assert row(view, "one").connected
+
+
+def test_promises_add_up_and_end(view: ClusterView) -> None:
+    view.reserve("r1", "one", 3, 40, now=10.0)
+    view.reserve("r2", "one", 2, 10, now=10.0)
+    one = row(view, "one")
+    assert (one.num_reserved, one.num_reserved_blocks, one.num_reserved_tokens) == (2, 5, 50)
+    view.settle(["r1", "unknown"])
+    view.settle(["r1"])
+    assert row(view, "one").num_reserved_blocks == 2
+    view.release("r2")
+    view.release("r2")
+    assert row(view, "one").num_reserved_tokens == 0
+    view.check_invariants()
+
+
+def test_a_request_holds_one_promise(view: ClusterView) -> None:
+    view.reserve("r", "one", 3, 40, now=10.0)
+    view.reserve("r", "two", 5, 60, now=10.0)
+    assert (row(view, "one").num_reserved, row(view, "two").num_reserved_blocks) == (0, 5)
+    view.move("r", "one", now=11.0)
+    assert (row(view, "one").num_reserved_blocks, row(view, "two").num_reserved) == (5, 0)
+    view.move("unknown", "one", now=11.0)
+    view.check_invariants()
+
+
+def test_leaving_takes_promises_and_blocks_along(view: ClusterView) -> None:
+    view.apply_update("one", make_stats(), [A], [], now=11.0)
+    view.reserve("r", "one", 3, 40, now=11.0)
+    view.leave("one")
+    view.leave("one")
+    view.release("r")
+    view.join("one")
+    assert row(view, "one") == ReplicaView(replica_id="one")
+    view.check_invariants()
+
+
+def test_rows_are_sorted_and_frozen_in_time(view: ClusterView) -> None:
+    view.join("a")
+    before = view.replicas_for((), 10.0)
+    view.reserve("r", "one", 3, 40, now=10.0)
+    assert [r.replica_id for r in before] == ["a", "one", "two"]
+    assert all(r.num_reserved == 0 for r in before)

@@ -37,8 +37,8 @@ ShoalDecoder* shoal_decoder_create(const ShoalShape* shape) {
 
 void shoal_decoder_destroy(ShoalDecoder* decoder) { delete decoder; }
 
-int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data) {
-    return guarded([&] { decoder->set_parameter(static_cast<ShoalParameter>(parameter), layer, data); });
+int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data, int64_t count) {
+    return guarded([&] { decoder->set_parameter(static_cast<ShoalParameter>(parameter), layer, data, count); });
 }
 
 int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin) {

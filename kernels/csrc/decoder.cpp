@@ -61,23 +61,35 @@ Decoder::Decoder(const ShoalShape& shape)
       layers_(static_cast<size_t>(shape.num_layers)),
       gated_stride_(static_cast<int>(divide_up(shape.intermediate_size, kPanel) * kPanel)) {}
 
-void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* data) {
+void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count) {
     if (layer < 0 || layer >= shape_.num_layers) throw std::out_of_range("layer");
     const int hidden = shape_.hidden_size, intermediate = shape_.intermediate_size;
     const int queries = shape_.num_heads * shape_.head_size, kv = shape_.num_kv_heads * shape_.head_size;
     Layer& l = layers_[static_cast<size_t>(layer)];
+    const auto expect = [&](int64_t size) {
+        if (count != size) throw std::invalid_argument("parameter: " + std::to_string(count) + " values, not " + std::to_string(size));
+    };
     const auto pack = [&](int outputs, int inputs, bool gated = false) {
+        expect(int64_t{outputs} * inputs);
         return pack_linear(dtype_, data, outputs, inputs, gated);
     };
-    const auto bias = [&](Linear& linear) { linear.bias = pack_bias(linear, dtype_, data); };
+    const auto norm = [&](int size) {
+        expect(size);
+        return widen(dtype_, data, size);
+    };
+    // A bias is set after its weight, whose packing it follows.
+    const auto bias = [&](Linear& linear) {
+        expect(linear.outputs);
+        linear.bias = pack_bias(linear, dtype_, data);
+    };
     switch (parameter) {
         case SHOAL_EMBEDDING: embedding_ = pack(shape_.vocab_size, hidden); return;
         case SHOAL_HEAD: head_ = pack(shape_.vocab_size, hidden); return;
-        case SHOAL_FINAL_NORM: final_norm_ = widen(dtype_, data, hidden); return;
-        case SHOAL_INPUT_NORM: l.input_norm = widen(dtype_, data, hidden); return;
-        case SHOAL_POST_NORM: l.post_norm = widen(dtype_, data, hidden); return;
-        case SHOAL_QUERY_NORM: l.query_norm = widen(dtype_, data, shape_.head_size); return;
-        case SHOAL_KEY_NORM: l.key_norm = widen(dtype_, data, shape_.head_size); return;
+        case SHOAL_FINAL_NORM: final_norm_ = norm(hidden); return;
+        case SHOAL_INPUT_NORM: l.input_norm = norm(hidden); return;
+        case SHOAL_POST_NORM: l.post_norm = norm(hidden); return;
+        case SHOAL_QUERY_NORM: l.query_norm = norm(shape_.head_size); return;
+        case SHOAL_KEY_NORM: l.key_norm = norm(shape_.head_size); return;
         case SHOAL_QKV: l.qkv = pack(queries + 2 * kv, hidden); return;
         case SHOAL_QKV_BIAS: bias(l.qkv); return;
         case SHOAL_OUTPUT: l.output = pack(hidden, queries); return;

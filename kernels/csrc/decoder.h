@@ -38,7 +38,8 @@ public:
     // Throws std::invalid_argument for a shape that the kernels do not cover.
     explicit Decoder(const ShoalShape& shape);
 
-    void set_parameter(ShoalParameter parameter, int layer, const void* data);
+    // Throws std::invalid_argument when `count`, the values of data, is not what the shape asks for.
+    void set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count);
     void set_rotary(const float* cos_sin);
     // Throws std::out_of_range, before anything is computed, for a token, position or slot that does not exist.
     void forward(const ShoalStep& step);

@@ -48,6 +48,22 @@ SHOAL_INLINE void rotate(const float* x, const float* norm, float eps, const flo
     }
 }
 
+// How many tokens of this step, from `token` on, fill its page. They may be other threads' to write.
+SHOAL_INLINE int tokens_ahead(const RotaryCall& call, int token) {
+    int ahead = 1;
+    while (ahead < kPanel && token + ahead < call.tokens && call.slots[token + ahead] == call.slots[token] + ahead) ++ahead;
+    return ahead;
+}
+
+// A page begins clean: what an earlier sequence left beyond the first `kept` tokens, even NaN, must not reach this one's
+// sums, where it is multiplied by a weight of zero.
+template <class T>
+SHOAL_INLINE void clear_values(Word* values, int kept, int size) {
+    auto* v = reinterpret_cast<typename T::Scalar*>(values);
+    for (int lane = kept; lane < kPanel; ++lane)
+        for (int i = 0; i < size; ++i) v[((lane / T::kPack) * size + i) * T::kPack + lane % T::kPack] = 0;
+}
+
 template <class T>
 void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
     constexpr int pack = T::kPack;
@@ -72,8 +88,7 @@ void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
             const float* value = key + call.kv_heads * size;
             Word* keys = call.pool + ((block * call.kv_heads + head) * pages_per_block + offset / kPanel) * 2 * page;
             Word* values = keys + page;
-            // A page begins clean: whatever an earlier sequence left there, even NaN, must not reach this one's sums.
-            if (lane == 0) std::memset(values, 0, page * sizeof(Word));
+            if (lane == 0) clear_values<T>(values, tokens_ahead(call, token), size);
             rotate(key, call.key_norm, call.eps, cos_sin, turned, size);
             auto* k = reinterpret_cast<Scalar*>(keys) + lane * pack;
             for (int i = 0; i < size; ++i) k[(i / pack) * kPanel * pack + i % pack] = T::narrow(turned[i]);

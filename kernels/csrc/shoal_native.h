@@ -8,6 +8,9 @@
 extern "C" {
 #endif
 
+/* The library is built with hidden symbols: these are the only ones it shows. */
+#define SHOAL_API __attribute__((visibility("default")))
+
 typedef struct ShoalDecoder ShoalDecoder;
 
 /* dtype: 0 bfloat16, 1 float32, of weights, activations between products, and KV. sliding_window: 0 for none. */
@@ -41,15 +44,16 @@ typedef struct ShoalStep {
 } ShoalStep;
 
 /* Functions that return int give 0, or -1 with a message in shoal_error() of the calling thread. */
-ShoalDecoder* shoal_decoder_create(const ShoalShape* shape); /* NULL on error */
-void shoal_decoder_destroy(ShoalDecoder* decoder);
-int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data);
-int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
-int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step);
-int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
-const char* shoal_decoder_kernels(const ShoalDecoder* decoder);
-const char* shoal_supported_kernels(void);
-const char* shoal_error(void);
+SHOAL_API ShoalDecoder* shoal_decoder_create(const ShoalShape* shape); /* NULL on error */
+SHOAL_API void shoal_decoder_destroy(ShoalDecoder* decoder);
+SHOAL_API int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data,
+                                int64_t count); /* count: values of data */
+SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
+SHOAL_API int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step);
+SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
+SHOAL_API const char* shoal_decoder_kernels(const ShoalDecoder* decoder);
+SHOAL_API const char* shoal_supported_kernels(void);
+SHOAL_API const char* shoal_error(void);
 
 #ifdef __cplusplus
 }

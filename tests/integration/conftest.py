@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,17 @@ import pytest
 from fixtures.live_cluster import LiveCluster, free_address
 
 from shoal_cluster.commands.deploy import deploy, read_config
-from shoal_cluster.commands.local_ray import LocalRay
+from shoal_cluster.commands.local_ray import LocalRay, make_token
+
+# Ray reads these once, when it is first imported: they must be the same for every cluster of this process.
+_token_folder = tempfile.TemporaryDirectory(prefix="shoal-test-")
+os.environ.update(
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN_PATH=str(make_token(Path(_token_folder.name))),
+    RAY_ENABLE_AUTO_CONNECT="0",
+    RAY_SERVE_USE_GRPC_BY_DEFAULT="1",
+    RAY_USAGE_STATS_ENABLED="0",
+)
 
 LOCAL_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "local.yaml"
 
@@ -24,11 +35,5 @@ def cluster() -> Iterator[LiveCluster]:
     args["replica"]["dtype"] = "float32"  # tokens then do not depend on what shares their batch
     with LocalRay(num_cpus=4) as ray:
         ray.wait_until_up()
-        before = dict(os.environ)
-        os.environ.update(ray.environment)
-        try:
-            deploy(document, ray.dashboard_url, lambda progress: None)
-            yield LiveCluster(grpc_address, http_address, ray.dashboard_url, settings.name)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        deploy(document, ray.dashboard_url, lambda progress: None)
+        yield LiveCluster(grpc_address, http_address, ray.dashboard_url, settings.name)

@@ -258,7 +258,7 @@ def replica_pid(cluster: LiveCluster, replica_id: str) -> int:
 
 async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cluster: LiveCluster):
     """Eight streams, four of them on a replica that is killed: each gets the tokens of an undisturbed run."""
-    params = {"max_tokens": 120, "ignore_eos": True, "temperature": 0.8}
+    params = {"max_tokens": 120, "ignore_eos": True}
     # Different from the first block on, so that they spread over both replicas.
     requests = [replace(call(seed=i, **params), messages=(Message("user", f"{i}: tell a story."),)) for i in range(8)]
     async with GatewayClient(cluster.grpc_address) as client:

@@ -36,12 +36,9 @@ class LocalRay:
     def __init__(self, num_cpus: float) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shoal-"))
         self.gcs_port, self.dashboard_port = _free_ports(2)
-        token = self.folder / "token"
-        token.write_text(secrets.token_hex(32))
-        token.chmod(0o600)
         self.environment = {
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_AUTH_TOKEN_PATH": os.environ.get("RAY_AUTH_TOKEN_PATH") or str(make_token(self.folder)),
             "RAY_ENABLE_AUTO_CONNECT": "0",
             "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -110,6 +107,14 @@ class LocalRay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def make_token(folder: Path) -> Path:
+    """A new token for Ray's own authentication, readable by us alone."""
+    path = folder / "token"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
 
 
 def _free_ports(count: int) -> list[int]:

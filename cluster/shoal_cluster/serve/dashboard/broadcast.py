@@ -37,7 +37,7 @@ class Broadcast:
                 yield await self._news(self._task)
         finally:
             self._num_viewers -= 1
-            if self._num_viewers == 0:
+            if self._num_viewers == 0 and self._task is not None:
                 self._task.cancel()
                 self._task = self._latest = None
 

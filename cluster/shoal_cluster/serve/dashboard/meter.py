@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shoal_cluster.serve.call import ClusterRow
 from shoal_cluster.serve.dashboard.history import SAMPLE_PERIOD_S, Sample
@@ -16,9 +16,9 @@ WINDOW_S = 5.0
 class Rates:
     """Requests taken in and tokens generated per second, and the tokens by replica."""
 
-    requests_per_s: float = 0.0
-    tokens_per_s: float = 0.0
-    tokens_per_s_of: dict[str, float] = field(default_factory=dict)
+    requests_per_s: float
+    tokens_per_s: float
+    tokens_per_s_of: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,13 @@ class Meter:
     def __init__(self) -> None:
         self._seen: deque[_Totals] = deque(maxlen=int(WINDOW_S / SAMPLE_PERIOD_S) + 1)
 
-    def observe(self, cluster: ClusterRow, now: float, time_s: float) -> Sample:
-        """Take the totals at ``now``; the sample for ``time_s``, with the rates since the last look."""
+    def observe(self, cluster: ClusterRow, now: float, time_s: float) -> Sample | None:
+        """Take the totals at ``now``; the sample for ``time_s``, with the rates since the last look. None at the first."""
         tokens = {row.replica_id: row.stats.num_generated_tokens for row in cluster.replicas if row.stats is not None}
         self._seen.append(_Totals(now, cluster.num_requests, tokens))
-        rates = _between(self._seen[-2], self._seen[-1]) if len(self._seen) > 1 else Rates()
+        if len(self._seen) < 2:
+            return None
+        rates = _between(self._seen[-2], self._seen[-1])
         return Sample(
             time_s=time_s,
             requests_per_s=rates.requests_per_s,

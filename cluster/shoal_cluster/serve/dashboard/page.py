@@ -67,7 +67,9 @@ class Dashboard:
     async def keep_history(self) -> None:
         """Sample the cluster until cancelled, viewers or not: what happened is looked at afterwards."""
         while True:
-            self.history.add(self._meter.observe(self._core.cluster(), time.monotonic(), time.time()))
+            sample = self._meter.observe(self._core.cluster(), time.monotonic(), time.time())
+            if sample is not None:
+                self.history.add(sample)
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
     def _event(self) -> bytes:

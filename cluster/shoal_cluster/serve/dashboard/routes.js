@@ -1,0 +1,130 @@
+// The last routing decisions, and the full record of one: every candidate with the terms of its score.
+
+import { count, element, setText, timeOfDay } from "./format.js";
+
+const BARRIER = /_(blocks|slots)$/;
+
+export class Routes {
+  constructor(table, none, dialog, form) {
+    this.body = table.tBodies[0];
+    this.none = none;
+    this.dialog = dialog;
+    this.title = dialog.querySelector("h2");
+    this.record = dialog.querySelector("#record-body");
+    this.rows = new Map();
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const id = form.querySelector("input").value.trim();
+      if (id) this.explain(id);
+    });
+  }
+
+  show(routes) {
+    this.none.hidden = routes.length > 0;
+    this.body.parentElement.hidden = routes.length === 0;
+    const keys = new Set(routes.map(key));
+    for (const [known, row] of this.rows) {
+      // A row that has the focus stays until the focus moves on.
+      if (keys.has(known) || row.contains(document.activeElement)) continue;
+      row.remove();
+      this.rows.delete(known);
+    }
+    routes.forEach((route, place) => {
+      let row = this.rows.get(key(route));
+      if (!row) this.rows.set(key(route), (row = this.row(route)));
+      if (this.body.rows[place] !== row && !row.contains(document.activeElement)) {
+        this.body.insertBefore(row, this.body.rows[place] ?? null);
+      }
+    });
+  }
+
+  row(route) {
+    const open = element("button", "link mono", route.request_id);
+    open.type = "button";
+    open.title = route.request_id;
+    open.setAttribute("aria-haspopup", "dialog");
+    const hits = element("meter");
+    hits.max = Math.max(1, route.num_prompt_blocks);
+    hits.value = route.num_cached_blocks;
+    const cached = `${count(route.num_cached_blocks)} of ${count(route.num_prompt_blocks)}`;
+    hits.setAttribute("aria-label", `${cached} prompt blocks cached`);
+    const row = element(
+      "tr",
+      "",
+      element("td", "when", timeOfDay(route.time_s)),
+      element("td", "request", open),
+      element("td", "mono chosen", route.replica_id || "nobody"),
+      element("td", "number prompt", `${count(route.num_prompt_tokens)} tok`),
+      element("td", "cached", hits, element("span", "", cached)),
+      element("td", "why", route.reason.replace(`${route.replica_id}: `, "")),
+    );
+    row.addEventListener("click", () => this.explain(route.request_id));
+    return row;
+  }
+
+  async explain(id) {
+    setText(this.title, id);
+    this.record.replaceChildren(element("p", "", "loading"));
+    if (!this.dialog.open) this.dialog.showModal();
+    try {
+      const answer = await fetch(`dashboard/routes/${encodeURIComponent(id)}`);
+      const body = await answer.json();
+      this.record.replaceChildren(
+        ...(answer.ok ? body.flatMap(whole) : [element("p", "problem", body.error?.message ?? `HTTP ${answer.status}`)]),
+      );
+    } catch (error) {
+      this.record.replaceChildren(element("p", "problem", `no answer from the gateway: ${error.message}`));
+    }
+  }
+}
+
+const key = (route) => `${route.request_id} ${route.time_s}`;
+
+function whole(record) {
+  const asked = [
+    `${count(record.num_prompt_tokens)} prompt tokens`,
+    `${count(record.num_prompt_blocks)} full blocks of ${record.block_size}`,
+    `${count(record.num_blocks_needed)} blocks needed`,
+  ];
+  if (record.excluded.length) asked.push(`not ${record.excluded.join(", ")}`);
+  const names = [...new Set(record.candidates.flatMap((candidate) => Object.keys(candidate.terms)))];
+  const table = element("table", "terms");
+  const head = element("tr", "", heading("rank"), heading("replica", false), heading("score"));
+  for (const name of names) head.append(heading(name.replaceAll("_", " "), true, BARRIER.test(name)));
+  table.append(element("thead", "", head), element("tbody", "", ...record.candidates.map((c) => candidateRow(c, names))));
+  return [
+    element("p", "asked", element("b", "", `${timeOfDay(record.time_s)} `), `${record.request_id}: ${asked.join(", ")}.`),
+    element("p", "reason", record.reason),
+    element("div", "wide", table),
+    element("p", "note", "A lower score is better. Blocks and slots are not added to it: without enough of them a replica ranks last."),
+  ];
+}
+
+function heading(text, number = true, barrier = false) {
+  const cell = element("th", `${number ? "number" : ""}${barrier ? " barrier" : ""}`, text);
+  cell.scope = "col";
+  return cell;
+}
+
+function candidateRow(candidate, names) {
+  const row = element(
+    "tr",
+    candidate.rank === 1 ? "best" : "",
+    element("td", "number", candidate.rank == null ? "–" : String(candidate.rank)),
+    element("td", "mono", candidate.replica_id),
+  );
+  if (candidate.rank == null) {
+    const why = element("td", "rejected", candidate.rejected);
+    why.colSpan = names.length + 1;
+    row.append(why);
+    return row;
+  }
+  row.append(element("td", "number score", decimal(candidate.score)));
+  for (const name of names) {
+    const value = candidate.terms[name];
+    row.append(element("td", `number${BARRIER.test(name) ? " barrier" : ""}`, value == null ? "–" : decimal(value)));
+  }
+  return row;
+}
+
+const decimal = (value) => (Number.isInteger(value) ? count(value) : value.toFixed(1));

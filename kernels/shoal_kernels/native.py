@@ -1,0 +1,290 @@
+"""The native CPU decoder: a whole step in one call to C++ (``csrc``), with its own weights, KV pages and threads.
+
+Optional: where the library was not built, or a shape is not covered, the torch operators serve.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+LIBRARY = Path(__file__).with_name("_native.so")
+DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+PAGE_TOKENS = 16
+MAX_HEAD_SIZE = 256
+MAX_GROUP = 96
+
+# Packed parameter names and their numbers in shoal_native.h.
+GLOBAL_PARAMETERS = {"embed_tokens.weight": 0, "lm_head.weight": 1, "norm.weight": 2}
+LAYER_PARAMETERS = {
+    "input_layernorm.weight": 3,
+    "post_attention_layernorm.weight": 4,
+    "q_norm.weight": 5,
+    "k_norm.weight": 6,
+    "qkv_proj.weight": 7,
+    "qkv_proj.bias": 8,
+    "o_proj.weight": 9,
+    "o_proj.bias": 10,
+    "gate_up_proj.weight": 11,
+    "gate_up_proj.bias": 12,
+    "down_proj.weight": 13,
+    "down_proj.bias": 14,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """A Llama-family decoder and its KV pool. ``dtype`` is that of weights, activations and KV."""
+
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_norm_eps: float
+    tied_embeddings: bool
+    sliding_window: int | None
+    max_positions: int
+    block_size: int
+    num_blocks: int
+    num_threads: int
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+            "head_size", "block_size", "num_blocks", "num_threads", "sliding_window", "max_positions",
+            "tied_embeddings",
+        )),
+        ("rms_norm_eps", ctypes.c_float),
+        ("kernels", ctypes.c_char * 16),
+    )  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("num_samples", ctypes.c_int32),
+        ("input_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("sample_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+def _load() -> ctypes.CDLL | None:
+    if not LIBRARY.is_file():
+        return None
+    library = ctypes.CDLL(str(LIBRARY))
+    pointer = ctypes.c_void_p
+    for name, result, arguments in (
+        ("shoal_decoder_create", pointer, [pointer]),
+        ("shoal_decoder_destroy", None, [pointer]),
+        ("shoal_decoder_set", ctypes.c_int, [pointer, ctypes.c_int32, ctypes.c_int32, pointer, ctypes.c_int64]),
+        ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
+        ("shoal_decoder_forward", ctypes.c_int, [pointer, pointer]),
+        ("shoal_decoder_copy_blocks", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
+        ("shoal_decoder_kernels", ctypes.c_char_p, [pointer]),
+        ("shoal_supported_kernels", ctypes.c_char_p, []),
+        ("shoal_error", ctypes.c_char_p, []),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+_LIBRARY = _load()
+
+
+def is_available() -> bool:
+    """Whether the library was built with this installation."""
+    return _LIBRARY is not None
+
+
+def covers(shape: DecoderShape) -> bool:
+    """Whether the library is here and serves this shape."""
+    return (
+        is_available()
+        and shape.dtype in DTYPES
+        and shape.head_size % 16 == 0
+        and shape.head_size <= MAX_HEAD_SIZE
+        and shape.block_size % PAGE_TOKENS == 0
+        and shape.num_heads // shape.num_kv_heads <= MAX_GROUP
+        and shape.hidden_size % 2 == 0
+        and shape.intermediate_size % 2 == 0
+    )
+
+
+def supported_kernels() -> tuple[str, ...]:
+    """Instruction sets that were built and that this machine runs, best first."""
+    return tuple(_library().shoal_supported_kernels().decode().split(","))
+
+
+class NativeDecoder:
+    """Embedding, layers, final norm and head, over weights that it packs and KV blocks that it owns.
+
+    A token's result does not depend on which others share its step, nor on the number of threads. Not thread-safe.
+
+    Args:
+        weights: packed parameters by name (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the shape's
+            dtype; copied.
+        cos_sin: float32 [max_positions, head_size]: cosines, then sines.
+        kernels: an instruction set of ``supported_kernels()``, or "" for the best.
+
+    Raises:
+        ValueError: a shape that is not covered, or an instruction set that this machine does not run.
+    """
+
+    def __init__(
+        self, shape: DecoderShape, weights: Mapping[str, Tensor], cos_sin: Tensor, kernels: str = ""
+    ) -> None:
+        self.shape = shape
+        self._step = _Step()
+        self._handle: int | None = _library().shoal_decoder_create(ctypes.byref(_c_shape(shape, kernels)))
+        if not self._handle:
+            raise ValueError(_error())
+        for name, number in GLOBAL_PARAMETERS.items():
+            if not (shape.tied_embeddings and name == "embed_tokens.weight"):
+                self._set(number, 0, weights[name])
+        for layer in range(shape.num_layers):
+            for name, number in LAYER_PARAMETERS.items():
+                parameter = weights.get(f"layers.{layer}.{name}")
+                if parameter is not None:
+                    self._set(number, layer, parameter)
+        table = cos_sin.float().contiguous()
+        if table.shape != (shape.max_positions, shape.head_size):
+            raise ValueError(f"cos_sin: got shape {tuple(table.shape)}")
+        self._check(_library().shoal_decoder_set_rotary(self._handle, table.data_ptr()))
+
+    @property
+    def kernels(self) -> str:
+        """The instruction set in use."""
+        return str(_library().shoal_decoder_kernels(self._open()).decode())
+
+    def forward(
+        self,
+        *,
+        input_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        query_start_loc: Sequence[int] | NDArray[np.int32],
+        seq_lens: Sequence[int] | NDArray[np.int32],
+        block_tables: NDArray[np.int32],
+        slot_mapping: NDArray[np.int64],
+        sample_rows: Sequence[int] | NDArray[np.int64],
+    ) -> Tensor:
+        """Compute a step's tokens, writing their KV, and the logits of ``sample_rows``.
+
+        Args: see ``AttentionMetadata``; ``input_ids``, ``positions``, ``slot_mapping`` [num_tokens], ``block_tables``
+            [num_seqs, max_blocks].
+
+        Returns:
+            float32 [num_samples, vocab_size].
+
+        Raises:
+            ValueError: a token, position, slot, block or row that does not exist; nothing was computed.
+        """
+        arrays = (
+            np.ascontiguousarray(input_ids, np.int64),
+            np.ascontiguousarray(positions, np.int64),
+            np.ascontiguousarray(slot_mapping, np.int64),
+            np.ascontiguousarray(query_start_loc, np.int32),
+            np.ascontiguousarray(seq_lens, np.int32),
+            np.ascontiguousarray(block_tables, np.int32),
+            np.ascontiguousarray(sample_rows, np.int64),
+        )
+        ids, places, slots, starts, lens, tables, rows = arrays
+        logits = torch.empty((len(rows), self.shape.vocab_size), dtype=torch.float32)
+        step = self._step
+        step.num_tokens, step.num_seqs, step.num_samples = len(ids), len(lens), len(rows)
+        step.input_ids, step.positions, step.slots = ids.ctypes.data, places.ctypes.data, slots.ctypes.data
+        step.query_start_loc, step.seq_lens = starts.ctypes.data, lens.ctypes.data
+        step.block_tables, step.table_stride = tables.ctypes.data, tables.shape[1] if tables.ndim == 2 else 0
+        step.sample_rows, step.logits = rows.ctypes.data, logits.data_ptr()
+        self._check(_library().shoal_decoder_forward(self._open(), ctypes.byref(step)))
+        return logits
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Make each destination block what its source was before the call; ``pairs`` are (source, destination).
+
+        Raises:
+            ValueError: a block that does not exist.
+        """
+        flat = np.ascontiguousarray(pairs, np.int64).reshape(-1, 2)
+        if flat.size and not (0 <= flat.min() and flat.max() < self.shape.num_blocks):
+            raise ValueError(f"copy_blocks: a block beyond the pool of {self.shape.num_blocks}")
+        self._check(_library().shoal_decoder_copy_blocks(self._open(), flat.ctypes.data, len(flat)))
+
+    def close(self) -> None:
+        """Free weights, KV blocks and threads. Nothing may follow but another ``close``."""
+        if self._handle:
+            _library().shoal_decoder_destroy(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        # Not made whole when the constructor raised.
+        if getattr(self, "_handle", None):
+            self.close()
+
+    def _open(self) -> int:
+        if not self._handle:
+            raise RuntimeError("the decoder is closed")
+        return self._handle
+
+    def _set(self, number: int, layer: int, parameter: Tensor) -> None:
+        if parameter.dtype != self.shape.dtype:
+            raise ValueError(f"weights: got {parameter.dtype}; must be {self.shape.dtype}")
+        held = parameter.contiguous()
+        self._check(_library().shoal_decoder_set(self._handle, number, layer, held.data_ptr(), held.numel()))
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise ValueError(_error())
+
+
+def _library() -> Any:
+    if _LIBRARY is None:
+        raise RuntimeError(f"the native kernels were not built: no {LIBRARY.name} beside this module")
+    return _LIBRARY
+
+
+def _error() -> str:
+    return f"native decoder: {_library().shoal_error().decode()}"
+
+
+def _c_shape(shape: DecoderShape, kernels: str) -> _Shape:
+    return _Shape(
+        dtype=DTYPES[shape.dtype],
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+        num_threads=shape.num_threads,
+        sliding_window=shape.sliding_window or 0,
+        max_positions=shape.max_positions,
+        tied_embeddings=int(shape.tied_embeddings),
+        rms_norm_eps=shape.rms_norm_eps,
+        kernels=kernels.encode(),
+    )

@@ -1,0 +1,44 @@
+"""``build(args)``: what is wrong in the YAML is said in one line, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal_cluster.serve.app import build
+from shoal_replica.checkpoint import DEMO_MODEL
+from shoal_replica.errors import ConfigError, NotFound, ShoalError
+
+WRONG = [
+    ({}, "model: required"),
+    ({"model": "no/such/folder"}, "no/such/folder"),
+    ({"model": DEMO_MODEL, "replicas": 3}, "replicas: unknown key"),
+    ({"model": DEMO_MODEL, "replica": {"blocksize": 16}}, "replica.blocksize: unknown key"),
+    ({"model": DEMO_MODEL, "replica": {"block_size": "big"}}, "replica.block_size: got 'big'"),
+    ({"model": DEMO_MODEL, "replica": {"num_blocks": 0}}, "replica.num_blocks: got 0"),
+    ({"model": DEMO_MODEL, "replica": {"max_model_len": 10**6}}, "max_model_len: got 1000000; the model allows 1 to"),
+    ({"model": DEMO_MODEL, "replica": {"num_blocks": 10**9}}, "num_blocks"),
+    ({"model": DEMO_MODEL, "replica": {"max_num_seqs": 64, "max_num_batched_tokens": 8}}, "max_num_batched_tokens"),
+    ({"model": DEMO_MODEL, "scaling": {"min_replicas": 3, "max_replicas": 2}}, "min_replicas"),
+    ({"model": DEMO_MODEL, "gateway": {"grpc_address": "here"}}, "gateway.grpc_address: got 'here'"),
+]
+
+
+@pytest.mark.parametrize(("args", "said"), WRONG)
+def test_a_wrong_configuration_is_one_line(args, said):
+    with pytest.raises(ShoalError) as caught:
+        build(args)
+    assert isinstance(caught.value, ConfigError | NotFound)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path):
+    with pytest.raises(NotFound, match=r"config\.json"):
+        build({"model": str(tmp_path)})
+
+
+def test_the_application_names_its_deployments():
+    application = build({"model": DEMO_MODEL, "served_model_name": "sea"})
+    assert application._bound_deployment.name == "Gateway"

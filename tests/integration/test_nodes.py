@@ -1,0 +1,108 @@
+"""Three Ray nodes on one machine: the gateway on one, a replica on each of the others; a node dies and one joins."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fixtures.live_cluster import LiveCluster, free_address
+from ray.cluster_utils import Cluster
+
+from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.commands.deploy import deploy, read_config
+from shoal_cluster.serve.call import ClusterRow, GenerateCall
+from shoal_replica import SamplingParams
+
+pytestmark = pytest.mark.integration
+
+CLUSTER_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "cluster.yaml"
+WORKER = {"num_cpus": 1, "resources": {"shoal_replica": 1}}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    port = int(free_address().rpartition(":")[2])
+    nodes = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 2,
+            "include_dashboard": True,
+            "dashboard_host": "127.0.0.1",
+            "dashboard_port": port,
+        },
+    )
+    try:
+        nodes.add_node(**WORKER)
+        nodes.add_node(**WORKER)
+        nodes.dashboard_url = f"http://127.0.0.1:{port}"
+        yield nodes
+    finally:
+        nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: Cluster) -> LiveCluster:
+    document, settings = read_config(CLUSTER_YAML)
+    grpc_address, http_address = free_address(), free_address()
+    args = document["applications"][0]["args"]
+    args["gateway"].update(grpc_address=grpc_address, http_address=http_address)
+    args["replica"].update(dtype="float32", num_blocks=512)
+    deploy(document, nodes.dashboard_url, lambda progress: None)
+    return LiveCluster(grpc_address, http_address, nodes.dashboard_url, settings.name)
+
+
+def call(text: str, max_tokens: int) -> GenerateCall:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateCall(request_id=uuid.uuid4().hex, text=text, sampling_params=params, timeout_s=120)
+
+
+async def until(client: GatewayClient, condition: Callable[[ClusterRow], bool]) -> ClusterRow:
+    async with asyncio.timeout(90):
+        while not condition(row := await client.cluster()):
+            pass  # each look is a round trip
+    return row
+
+
+def num_connected(row: ClusterRow) -> int:
+    return sum(replica.connected for replica in row.replicas)
+
+
+async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: Cluster, cluster: LiveCluster):
+    async with GatewayClient(cluster.grpc_address) as client:
+        row = await until(client, lambda row: num_connected(row) == 2)
+        node_ids = {replica.node_id for replica in row.replicas}
+        assert len(node_ids) == 2
+        assert nodes.head_node.node_id not in node_ids
+
+        async def run(number: int) -> tuple[list[int], str, int]:
+            tokens: list[int] = []
+            usage = None
+            async for chunk in client.generate(call(f"{number} is the number of", 100)):
+                tokens.extend(chunk.token_ids)
+                usage = chunk.usage or usage
+                if len(tokens) == 10:
+                    reached.add(number)
+                    if len(reached) == 6:
+                        all_reached.set()
+            assert usage is not None
+            return tokens, usage.replica_id, usage.num_resumes
+
+        reached: set[int] = set()
+        all_reached = asyncio.Event()
+        tasks = [asyncio.create_task(run(number)) for number in range(6)]
+        async with asyncio.timeout(60):
+            await all_reached.wait()
+        lost_node = next(node for node in nodes.worker_nodes if node.node_id in node_ids)
+        await asyncio.to_thread(nodes.remove_node, lost_node, allow_graceful=False)
+        disturbed = await asyncio.gather(*tasks)
+        assert sum(num_resumes for _, _, num_resumes in disturbed) >= 1
+
+        nodes.add_node(**WORKER)  # in this thread: Ray sets signal handlers
+        row = await until(client, lambda row: num_connected(row) == 2)
+        assert lost_node.node_id not in {r.node_id for r in row.replicas if r.connected}
+        undisturbed = await asyncio.gather(*(run(number) for number in range(6)))
+        assert [tokens for tokens, _, _ in disturbed] == [tokens for tokens, _, _ in undisturbed]
+        assert len({replica_id for _, replica_id, _ in undisturbed}) == 2

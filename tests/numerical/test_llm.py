@@ -1,0 +1,93 @@
+"""The engine over every served family: greedy tokens equal transformers', whatever the batch, chunk, cache or pool."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fixtures.tiny_tokenizer import write_tiny_tokenizer
+from tiny_models import FAMILIES, load_oracle, make_checkpoint, make_prompts, oracle_greedy
+
+from shoal_replica import LLM, AsyncLLM, SamplingParams
+from shoal_replica.build import resolve_config
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.request import FinishReason
+
+NUM_TOKENS = 20
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+LENGTHS = [1, 3, 15, 16, 17, 33, 64, 100]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list, list]:
+    """(folder, prompts, expected tokens); the last two prompts share their beginning."""
+    folder = write_tiny_tokenizer(make_checkpoint(request.param, tmp_path_factory.mktemp("model")))
+    prompts = make_prompts(LENGTHS)
+    prompts.append(prompts[-1][:70] + prompts[3])
+    oracle = load_oracle(folder)
+    return folder, prompts, [oracle_greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 512])
+def test_batched_in_chunks_and_again_from_the_cache(model, chunk):
+    folder, prompts, expected = model
+    with LLM(str(folder), num_blocks=128, max_num_seqs=16, max_num_batched_tokens=chunk) as llm:
+        assert [o.token_ids for o in llm.generate(prompts, GREEDY)] == expected
+        again = llm.generate(prompts, GREEDY)
+        assert [o.token_ids for o in again] == expected
+        assert all(o.num_cached_tokens == (o.num_prompt_tokens - 1) // 16 * 16 for o in again)
+
+
+def test_preempted_for_want_of_blocks(model):
+    folder, prompts, expected = model
+    with LLM(str(folder), block_size=4, num_blocks=34, max_model_len=130, max_num_seqs=8) as llm:
+        assert [o.token_ids for o in llm.generate(prompts, GREEDY)] == expected
+        assert llm.stats().num_preemptions > 0
+
+
+def test_several_sequences_share_the_prompt_and_draw_apart(model):
+    folder, prompts, _ = model
+    params = SamplingParams(max_tokens=8, temperature=1.0, n=4, seed=3, ignore_eos=True)
+    with LLM(str(folder), num_blocks=64, max_num_seqs=3) as llm:
+        (together,) = llm.generate(prompts[-1], params)
+        assert len({tuple(o.token_ids) for o in together.outputs}) > 1
+        (again, _) = llm.generate([prompts[-1], prompts[0]], params)
+        assert [o.token_ids for o in again.outputs] == [o.token_ids for o in together.outputs]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_tokenizer(make_checkpoint("llama", tmp_path_factory.mktemp("tiny")))
+
+
+def test_bad_prompts_are_refused_before_anything_runs(tiny):
+    with LLM(str(tiny), num_blocks=8) as llm:
+        for prompt in ("", [], [5] * 128, [10**6], [-1]):
+            with pytest.raises(InvalidArgument, match="prompt"):
+                llm.generate([[5, 6], prompt])
+        with pytest.raises(InvalidArgument, match="params"):
+            llm.generate(["a", "b"], [SamplingParams()])
+        assert llm.generate([5, 6], GREEDY)[0].finish_reason is FinishReason.LENGTH
+        assert llm.stats().num_allocated_blocks == 0
+
+
+async def test_the_async_engine_streams_the_same_tokens_and_frees_what_is_left(tiny):
+    prompts = make_prompts([5, 40])
+    with LLM(str(tiny), num_blocks=64) as llm:
+        expected = [o.token_ids for o in llm.generate(prompts, GREEDY)]
+    engine = await AsyncLLM.start(resolve_config(str(tiny), num_blocks=64))
+    try:
+
+        async def run(prompt: list[int]) -> list[int]:
+            return [t async for delta in engine.generate(tuple(prompt), GREEDY) for t in delta.token_ids]
+
+        assert await asyncio.gather(*map(run, prompts)) == expected
+        stream = engine.generate((5, 6, 7), SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        assert engine.engine.stats().num_allocated_blocks == 0
+        engine.engine.check_invariants()
+    finally:
+        await engine.stop()

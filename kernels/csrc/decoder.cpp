@@ -44,11 +44,6 @@ std::vector<float> widen(Dtype dtype, const void* data, int size) {
     return out;
 }
 
-template <class T>
-void grow(std::vector<T>& buffer, int64_t size) {
-    if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(static_cast<size_t>(size));
-}
-
 }  // namespace
 
 Decoder::Decoder(const ShoalShape& shape)
@@ -71,7 +66,7 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
     };
     const auto pack = [&](int outputs, int inputs, bool gated = false) {
         expect(int64_t{outputs} * inputs);
-        return pack_linear(dtype_, data, outputs, inputs, gated);
+        return pack_linear(arena_, dtype_, data, outputs, inputs, gated);
     };
     const auto norm = [&](int size) {
         expect(size);
@@ -124,13 +119,13 @@ void Decoder::check(const ShoalStep& step) const {
 
 void Decoder::reserve(int64_t tokens, int64_t samples) {
     const int64_t pack = values_per_word(dtype_), heads = shape_.num_heads, size = shape_.head_size;
-    grow(residual_, tokens * shape_.hidden_size);
-    grow(normed_, std::max(tokens, samples) * shape_.hidden_size / pack);
-    grow(qkv_, tokens * (heads + 2 * shape_.num_kv_heads) * size);
-    grow(queries_, tokens * heads * size / pack);
-    grow(attended_, tokens * heads * size / pack);
-    grow(gated_, tokens * gated_stride_ / pack);
-    grow(sampled_, samples * shape_.hidden_size);
+    residual_.reserve(tokens * shape_.hidden_size);
+    normed_.reserve(std::max(tokens, samples) * shape_.hidden_size / pack);
+    qkv_.reserve(tokens * (heads + 2 * shape_.num_kv_heads) * size);
+    queries_.reserve(tokens * heads * size / pack);
+    attended_.reserve(tokens * heads * size / pack);
+    gated_.reserve(tokens * gated_stride_ / pack);
+    sampled_.reserve(samples * shape_.hidden_size);
 }
 
 void Decoder::plan_attention(const ShoalStep& step) {
@@ -168,7 +163,7 @@ void Decoder::plan_attention(const ShoalStep& step) {
     std::stable_sort(units_.begin(), units_.end(), [](const AttentionUnit& a, const AttentionUnit& b) {
         return int64_t{a.tokens} * (a.key_end - a.key_begin) > int64_t{b.tokens} * (b.key_end - b.key_begin);
     });
-    grow(partials_, static_cast<int64_t>(places) * group * (shape_.head_size + 2));
+    partials_.reserve(static_cast<int64_t>(places) * group * (shape_.head_size + 2));
 }
 
 void Decoder::normalise(const float* x, const std::vector<float>& weight, int rows) {
@@ -183,9 +178,9 @@ void Decoder::normalise(const float* x, const std::vector<float>& weight, int ro
     });
 }
 
-void Decoder::multiply(const Linear& linear, const std::vector<Word>& x, int64_t x_values, int rows, void* out,
+void Decoder::multiply(const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                        int64_t out_stride, Finish finish) {
-    const GemmCall call{&linear, x.data(), x_values / values_per_word(dtype_), out, out_stride, finish};
+    const GemmCall call{&linear, x, x_values / values_per_word(dtype_), out, out_stride, finish};
     const int row_chunks = static_cast<int>(divide_up(rows, kRowChunk));
     // A multiple of the threads, and not so many that taking a unit shows.
     const int threads = team_.size();
@@ -221,12 +216,12 @@ void Decoder::run_layer(const ShoalStep& step, int index) {
     const int rows = step.num_tokens, hidden = shape_.hidden_size;
     const int queries = shape_.num_heads * shape_.head_size;
     normalise(residual_.data(), layer.input_norm, rows);
-    multiply(layer.qkv, normed_, hidden, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
+    multiply(layer.qkv, normed_.data(), hidden, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
     attend(step, index);
-    multiply(layer.output, attended_, queries, rows, residual_.data(), hidden, Finish::Add);
+    multiply(layer.output, attended_.data(), queries, rows, residual_.data(), hidden, Finish::Add);
     normalise(residual_.data(), layer.post_norm, rows);
-    multiply(layer.gate_up, normed_, hidden, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
-    multiply(layer.down, gated_, gated_stride_, rows, residual_.data(), hidden, Finish::Add);
+    multiply(layer.gate_up, normed_.data(), hidden, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
+    multiply(layer.down, gated_.data(), gated_stride_, rows, residual_.data(), hidden, Finish::Add);
 }
 
 void Decoder::forward(const ShoalStep& step) {
@@ -238,15 +233,15 @@ void Decoder::forward(const ShoalStep& step) {
     const Linear& embedding = shape_.tied_embeddings ? head_ : embedding_;
     team_.run([&] {
         team_.parallel_for(step.num_tokens, [&](int i) {
-            unpack_row(embedding, static_cast<int>(step.input_ids[i]), &residual_[i * hidden]);
+            unpack_row(embedding, static_cast<int>(step.input_ids[i]), residual_.data() + i * hidden);
         });
         for (int layer = 0; layer < shape_.num_layers; ++layer) run_layer(step, layer);
         if (step.num_samples == 0) return;
         team_.parallel_for(step.num_samples, [&](int i) {
-            std::memcpy(&sampled_[i * hidden], &residual_[step.sample_rows[i] * hidden], hidden * sizeof(float));
+            std::memcpy(sampled_.data() + i * hidden, residual_.data() + step.sample_rows[i] * hidden, hidden * sizeof(float));
         });
         normalise(sampled_.data(), final_norm_, step.num_samples);
-        multiply(head_, normed_, hidden, step.num_samples, step.logits, shape_.vocab_size, Finish::Store);
+        multiply(head_, normed_.data(), hidden, step.num_samples, step.logits, shape_.vocab_size, Finish::Store);
     });
 }
 

@@ -1,7 +1,6 @@
 // A Llama-family decoder with its packed weights, its KV pages and its threads.
 #pragma once
 
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,21 +10,18 @@
 
 namespace shoal {
 
-// KV pages of all layers, zeroed, straight from the system so that unused ones cost nothing.
+// KV pages of all layers, zeroed.
 class Pool {
 public:
     Pool(int64_t layers, int64_t blocks, int64_t block_words);
-    ~Pool();
-    Pool(const Pool&) = delete;
-    Pool& operator=(const Pool&) = delete;
 
-    Word* layer(int layer) { return words_ + layer * blocks_ * block_words_; }
+    Word* layer(int layer) const { return static_cast<Word*>(pages_.data()) + layer * blocks_ * block_words_; }
     // Every destination becomes what its source was before the call.
     void copy(const int64_t* pairs, int count);
 
 private:
     int64_t layers_, blocks_, block_words_;
-    Word* words_;
+    Pages pages_;
 };
 
 struct Layer {
@@ -53,7 +49,7 @@ private:
     void run_layer(const ShoalStep& step, int index);
     void attend(const ShoalStep& step, int index);
     void normalise(const float* x, const std::vector<float>& weight, int rows);
-    void multiply(const Linear& linear, const std::vector<Word>& x, int64_t x_values, int rows, void* out,
+    void multiply(const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                   int64_t out_stride, Finish finish);
 
     const ShoalShape shape_;
@@ -61,14 +57,15 @@ private:
     const Kernels& kernels_;
     Team team_;
     Pool pool_;
+    Arena arena_;
     std::vector<Layer> layers_;
     std::vector<float> final_norm_, cos_sin_;
     Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
     int gated_stride_;         // values of a row of gated_
 
     // Buffers of a step, grown to the largest one seen.
-    std::vector<float> residual_, qkv_, sampled_, partials_;
-    std::vector<Word> normed_, queries_, attended_, gated_;
+    Buffer<float> residual_, qkv_, sampled_, partials_;
+    Buffer<Word> normed_, queries_, attended_, gated_;
     std::vector<AttentionUnit> units_, split_;  // split_: the first unit of each query whose keys were split
     std::vector<int> parts_;                    // units of each entry of split_
 };

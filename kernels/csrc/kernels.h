@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "memory.h"
+
 namespace shoal {
 
 // Two bf16 values that follow one another along the summed dimension, or one float32.
@@ -27,11 +29,11 @@ struct Linear {
     int inputs = 0;   // columns of W
     int blocks = 0;
     bool gated = false;
-    std::vector<Word> words;
+    Word* words = nullptr;    // in the arena it was packed to
     std::vector<float> bias;  // in packed column order; empty without bias
 
     int steps() const { return inputs / values_per_word(dtype); }
-    const Word* block(int b) const { return words.data() + static_cast<int64_t>(b) * steps() * kBlockColumns; }
+    const Word* block(int b) const { return words + static_cast<int64_t>(b) * steps() * kBlockColumns; }
 };
 
 enum class Finish {
@@ -106,7 +108,7 @@ const Kernels* find_kernels(const char* name);
 // Comma-separated names, best first, of the sets that this machine runs.
 const char* supported_kernels();
 
-Linear pack_linear(Dtype dtype, const void* weight, int outputs, int inputs, bool gated);
+Linear pack_linear(Arena& arena, Dtype dtype, const void* weight, int outputs, int inputs, bool gated);
 std::vector<float> pack_bias(const Linear& linear, Dtype dtype, const void* bias);
 // Row `output` of the weight, widened to float32: the packed head is also the embedding.
 void unpack_row(const Linear& linear, int output, float* out);

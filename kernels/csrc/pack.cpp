@@ -26,7 +26,7 @@ int output_at(const Linear& linear, int64_t column) {
 
 }  // namespace
 
-Linear pack_linear(Dtype dtype, const void* weight, int outputs, int inputs, bool gated) {
+Linear pack_linear(Arena& arena, Dtype dtype, const void* weight, int outputs, int inputs, bool gated) {
     Linear linear;
     linear.dtype = dtype;
     linear.outputs = outputs;
@@ -34,10 +34,10 @@ Linear pack_linear(Dtype dtype, const void* weight, int outputs, int inputs, boo
     linear.gated = gated;
     linear.blocks = static_cast<int>(gated ? divide_up(outputs / 2, kPanel) : divide_up(outputs, kBlockColumns));
     const int steps = linear.steps();
-    linear.words.assign(static_cast<int64_t>(linear.blocks) * steps * kBlockColumns, 0);
+    linear.words = arena.words(static_cast<int64_t>(linear.blocks) * steps * kBlockColumns);
     const auto* source = static_cast<const Word*>(weight);  // a word of a row is a word of the summed dimension
     for (int b = 0; b < linear.blocks; ++b) {
-        Word* block = linear.words.data() + static_cast<int64_t>(b) * steps * kBlockColumns;
+        Word* block = linear.words + static_cast<int64_t>(b) * steps * kBlockColumns;
         for (int c = 0; c < kBlockColumns; ++c) {
             const int output = output_at(linear, static_cast<int64_t>(b) * kBlockColumns + c);
             if (output < 0) continue;

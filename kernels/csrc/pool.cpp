@@ -1,21 +1,14 @@
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "decoder.h"
 
 namespace shoal {
 
-// calloc takes fresh zero pages from the system, which become real memory only when first written.
 Pool::Pool(int64_t layers, int64_t blocks, int64_t block_words)
     : layers_(layers),
       blocks_(blocks),
       block_words_(block_words),
-      words_(static_cast<Word*>(std::calloc(static_cast<size_t>(layers * blocks * block_words), sizeof(Word)))) {
-    if (words_ == nullptr) throw std::bad_alloc();
-}
-
-Pool::~Pool() { std::free(words_); }
+      pages_(static_cast<size_t>(layers * blocks * block_words) * sizeof(Word)) {}
 
 void Pool::copy(const int64_t* pairs, int count) {
     const size_t bytes = static_cast<size_t>(block_words_) * sizeof(Word);

@@ -158,6 +158,7 @@ class NativeDecoder:
     ) -> None:
         self.shape = shape
         self._step = _Step()
+        self._logits = torch.empty((0, shape.vocab_size), dtype=torch.float32)
         self._handle: int | None = _library().shoal_decoder_create(ctypes.byref(_c_shape(shape, kernels)))
         if not self._handle:
             raise ValueError(_error())
@@ -196,7 +197,8 @@ class NativeDecoder:
             [num_seqs, max_blocks].
 
         Returns:
-            float32 [num_samples, vocab_size].
+            float32 [num_samples, vocab_size], overwritten by the next call: fresh pages for megabytes of logits would
+            cost more than filling them.
 
         Raises:
             ValueError: a token, position, slot, block or row that does not exist; nothing was computed.
@@ -211,7 +213,9 @@ class NativeDecoder:
             np.ascontiguousarray(sample_rows, np.int64),
         )
         ids, places, slots, starts, lens, tables, rows = arrays
-        logits = torch.empty((len(rows), self.shape.vocab_size), dtype=torch.float32)
+        if len(rows) > len(self._logits):
+            self._logits = torch.empty((len(rows), self.shape.vocab_size), dtype=torch.float32)
+        logits = self._logits[: len(rows)]
         step = self._step
         step.num_tokens, step.num_seqs, step.num_samples = len(ids), len(lens), len(rows)
         step.input_ids, step.positions, step.slots = ids.ctypes.data, places.ctypes.data, slots.ctypes.data

@@ -89,6 +89,8 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, each with one reference. The caller has made sure that there are enough."""
+        if count > len(self._free):
+            raise RuntimeError(f"{count} blocks were asked for and {len(self._free)} are free")
         block_ids = [self._free.pop() for _ in range(count)]
         for block_id in block_ids:
             if self._holds_prefix(block_id):

@@ -55,7 +55,7 @@ class ModelConfig:
 
         Raises:
             NotFound: no such folder, or it holds no config.json.
-            ConfigError: an architecture, dtype or length that Shoal does not serve.
+            ConfigError: an architecture, dtype or length that Shoal does not serve, or a size that is missing.
         """
         path = Path(folder)
         if not path.is_dir():
@@ -82,7 +82,7 @@ class ModelConfig:
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "linear", "llama3"):
             raise ConfigError(f"model: rope type {rope_type!r} is not one of default, linear, llama3")
-        num_heads = int(raw["num_attention_heads"])
+        num_heads = _size(raw, "num_attention_heads")
         is_qwen = architecture.startswith("Qwen")
         uses_window = raw.get("use_sliding_window", not is_qwen)
         if uses_window and raw.get("sliding_window") and is_qwen:
@@ -90,13 +90,13 @@ class ModelConfig:
         return cls(
             folder=str(path),
             architecture=architecture,
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
+            vocab_size=_size(raw, "vocab_size"),
+            hidden_size=_size(raw, "hidden_size"),
+            intermediate_size=_size(raw, "intermediate_size"),
+            num_layers=_size(raw, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_size=int(raw.get("head_dim") or raw["hidden_size"] // num_heads),
+            head_size=int(raw.get("head_dim") or _size(raw, "hidden_size") // num_heads),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
             rope_scaling=dict(rope) if rope_type != "default" else None,
@@ -203,12 +203,21 @@ def check_memory(model: ModelConfig, cache: CacheConfig, memory_bytes: int) -> N
         f"num_blocks: {cache.num_blocks} blocks take {pool / gib:.2f} GiB beside {model.weight_bytes / gib:.2f} GiB "
         f"of weights, and {memory_bytes / gib:.2f} GiB are free"
     )
-    raise ConfigError(f"{what}; num_blocks={room} fits" if room > 0 else f"{what}; the weights alone do not fit")
+    if room > 0:
+        raise ConfigError(f"{what}; num_blocks={room} fits")
+    raise ConfigError(f"{what}; {'the weights alone do not fit' if room < 0 else 'not one block fits'}")
 
 
 def _at_least(field_name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{field_name}: got {value!r}; must be an integer of at least {low}")
+
+
+def _size(raw: dict[str, Any], key: str) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"model: {key} in config.json is {value!r}; must be an integer of at least 1")
+    return value
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ class Engine:
     """Runs a scheduler and an executor. All methods belong to the event loop that called ``start``.
 
     Steps run in one worker thread. Subscribers are called on the loop after each step, after each abort, and once per
-    ``heartbeat_s`` when idle.
+    ``heartbeat_s`` when idle or in a long step.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, heartbeat_s: float = HEARTBEAT_S) -> None:
@@ -47,7 +47,6 @@ class Engine:
         self._heartbeat_s = heartbeat_s
         self._subscribers: list[Subscriber] = []
         self._finished: dict[str, asyncio.Future[None]] = {}
-        self._unfinished: dict[str, int] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -80,7 +79,6 @@ class Engine:
         self._scheduler.add(request)
         finished = asyncio.get_running_loop().create_future()
         self._finished[request.request_id] = finished
-        self._unfinished[request.request_id] = request.sampling_params.n
         self._idle.clear()
         self._wake.set()
         return finished
@@ -88,17 +86,18 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request, or one sequence of it, now; its blocks are free on return. Unknown ids are ignored."""
         deltas = self._scheduler.abort(request_id, index, reason)
-        if not deltas:
-            return
-        if index is None:
-            self._unfinished[request_id] = len(deltas)  # siblings that never started end with the others
-        self._publish(deltas)
+        if deltas:
+            self._publish(deltas)
 
     def stats(self) -> ReplicaStats:
         return self._scheduler.stats(time.time(), self._step_s, self._draining)
 
     def cache_hashes(self) -> tuple[BlockHash, ...]:
-        """Every hash in the prefix cache; with the events of later reports, a complete picture."""
+        """Every hash in the prefix cache; with the events of later reports, a complete picture.
+
+        Events that no report has carried yet are published first: they are in the picture already.
+        """
+        self._publish(())
         return tuple(self._scheduler.cache_hashes())
 
     def check_health(self) -> None:
@@ -124,8 +123,7 @@ class Engine:
     async def stop(self) -> None:
         """End every request with FinishReason.ABORT, then the loop, the worker thread and the executor."""
         self._draining = True
-        for request_id in self._scheduler.request_ids():
-            self.abort(request_id)
+        self._end_all(FinishReason.ABORT)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -146,9 +144,14 @@ class Engine:
             return
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._thread, self._executor.execute, output)
+        step = loop.run_in_executor(self._thread, self._executor.execute, output)
+        try:
+            while not (await asyncio.wait([step], timeout=self._heartbeat_s))[0]:
+                self._publish(())  # a long step is not taken for a death
+        finally:
+            step.cancel()
         self._step_s = time.perf_counter() - started
-        self._publish(self._scheduler.update(output, result))
+        self._publish(self._scheduler.update(output, step.result()))
 
     async def _rest(self) -> None:
         """Wait for work; after a heartbeat without any, look the books over and say that we live."""
@@ -164,17 +167,16 @@ class Engine:
         deltas = tuple(deltas)
         stored, removed = self._scheduler.take_block_events()
         report = StepReport(deltas, tuple(stored), tuple(removed), self.stats())
-        for subscriber in tuple(self._subscribers):
-            subscriber(report)
         for delta in deltas:
             if delta.finish_reason is not None:
-                self._count_finished(delta.request_id)
+                self._note_end(delta.request_id)
+        for subscriber in tuple(self._subscribers):
+            subscriber(report)
 
-    def _count_finished(self, request_id: str) -> None:
-        self._unfinished[request_id] -= 1
-        if self._unfinished[request_id]:
+    def _note_end(self, request_id: str) -> None:
+        """A sequence has ended; when it was its request's last, whoever awaits the request goes on."""
+        if request_id in self._scheduler or request_id not in self._finished:
             return
-        del self._unfinished[request_id]
         finished = self._finished.pop(request_id)
         if not finished.done():
             finished.set_result(None)
@@ -185,5 +187,8 @@ class Engine:
         """Fail every request: nobody may wait on an engine that has stopped."""
         self._failure = error
         logger.error("the engine stopped: a step failed", exc_info=error)
-        for request_id in self._scheduler.request_ids():
-            self.abort(request_id, reason=FinishReason.ERROR)
+        self._end_all(FinishReason.ERROR)
+
+    def _end_all(self, reason: FinishReason) -> None:
+        request_ids = self._scheduler.request_ids()
+        self._publish([delta for r in request_ids for delta in self._scheduler.abort(r, reason=reason)])

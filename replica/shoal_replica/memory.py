@@ -10,6 +10,7 @@ from shoal_replica.config import ModelConfig
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
+CGROUP_STAT = Path("/sys/fs/cgroup/memory.stat")
 
 DEFAULT_TOKENS_PER_SEQUENCE = 1024
 POOL_SHARE = 0.8  # of what weights leave; the rest is for activations and the process itself
@@ -19,7 +20,10 @@ def available_bytes() -> int:
     """Host memory that can still be taken, the container's limit respected."""
     available = int(psutil.virtual_memory().available)
     if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()) != "max":
-        available = min(available, int(limit) - int(CGROUP_USAGE.read_text()))
+        stat = dict(line.split() for line in CGROUP_STAT.read_text().splitlines())
+        # Files that were read count as used until somebody needs the room.
+        used = int(CGROUP_USAGE.read_text()) - int(stat.get("inactive_file", 0))
+        available = min(available, int(limit) - used)
     return max(0, available)
 
 

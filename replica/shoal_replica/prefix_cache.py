@@ -29,7 +29,7 @@ def extend_block_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block
     first, last = len(hashes), len(token_ids) // block_size
     if first >= last:
         return
-    parent = hashes[-1] if hashes else blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+    parent = hashes[-1] if hashes else blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
     words = array("I", token_ids[first * block_size : last * block_size])
     if sys.byteorder == "big":
         words.byteswap()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.executor import TokenLogprobs
+from shoal_replica.executor import SampledToken, TokenLogprobs
 from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
 from shoal_replica.sampling_params import SamplingParams
 
@@ -107,6 +107,21 @@ class Sequence:
     def extend_hashes(self, block_size: int) -> None:
         """Hash the blocks that ``token_ids`` has filled since the last call."""
         extend_block_hashes(self.block_hashes, self.token_ids, block_size, self.request.cache_salt)
+
+    def delta(self, index: int, token: SampledToken | None, finish_reason: FinishReason | None) -> TokenDelta:
+        """What the client hears: ``token``, which was appended last, or an end without one.
+
+        ``index`` is the sequence's own, or that of a sibling which ends without having started.
+        """
+        return TokenDelta(
+            request_id=self.request.request_id,
+            index=index,
+            position=self.num_output_tokens - (token is not None),
+            token_ids=() if token is None else (token.token_id,),
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
+            finish_reason=finish_reason,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

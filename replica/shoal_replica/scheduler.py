@@ -60,6 +60,10 @@ class Scheduler:
         """Whether ``add`` would take another request."""
         return len(self._waiting) < self._config.max_num_waiting
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request has not ended."""
+        return request_id in self._requests
+
     def add(self, request: Request) -> None:
         """Queue a request.
 
@@ -70,6 +74,8 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} is already here")
         if request.num_prompt_tokens + len(request.output_token_ids) >= self._max_model_len:
             raise ValueError(f"request {request.request_id!r} does not fit the model")
+        if request.output_token_ids and request.sampling_params.n > 1:
+            raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
         if not self.has_room:
             self._totals.num_refused += 1
             raise ResourceExhausted(
@@ -103,23 +109,11 @@ class Scheduler:
             if not share.samples:
                 continue
             token = sampled[share.seq_id]
-            if sequence.num_output_tokens == 0 and sequence.index == sequence.request.index:
-                self._fork_siblings(sequence)
-            position = sequence.num_output_tokens
+            self._fork_siblings(sequence)
             sequence.token_ids.append(token.token_id)
             self._totals.num_generated_tokens += 1
             finish_reason = self._finish_reason(sequence, token.token_id)
-            deltas.append(
-                TokenDelta(
-                    request_id=sequence.request.request_id,
-                    index=sequence.index,
-                    position=position,
-                    token_ids=(token.token_id,),
-                    num_cached_tokens=sequence.num_cached_tokens,
-                    logprobs=() if token.logprobs is None else (token.logprobs,),
-                    finish_reason=finish_reason,
-                )
-            )
+            deltas.append(sequence.delta(sequence.index, token, finish_reason))
             if finish_reason is not None:
                 self._finish(sequence, finish_reason)
         return deltas
@@ -127,20 +121,14 @@ class Scheduler:
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[TokenDelta]:
-        """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored."""
-        deltas = []
+        """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored.
+
+        Siblings that have not started end with the sequence that was to start them.
+        """
+        deltas: list[TokenDelta] = []
         for sequence in list(self._requests.get(request_id, ())):
             if index is None or sequence.index == index:
-                deltas.append(
-                    TokenDelta(
-                        request_id=request_id,
-                        index=sequence.index,
-                        position=sequence.num_output_tokens,
-                        token_ids=(),
-                        num_cached_tokens=sequence.num_cached_tokens,
-                        finish_reason=reason,
-                    )
-                )
+                deltas += [sequence.delta(i, None, reason) for i in (sequence.index, *self._unstarted(sequence))]
                 self._finish(sequence, reason)
         return deltas
 
@@ -306,14 +294,20 @@ class Scheduler:
         self._totals.num_prompt_tokens += sequence.num_prompt_tokens
         self._totals.num_cached_tokens += sequence.num_cached_tokens
 
+    def _unstarted(self, sequence: Sequence) -> range:
+        """Indexes of the siblings that ``sequence`` starts when it draws its first token."""
+        request = sequence.request
+        if sequence.index != request.index or sequence.num_output_tokens:
+            return range(0)
+        return range(request.index + 1, request.index + request.sampling_params.n)
+
     def _fork_siblings(self, parent: Sequence) -> None:
         """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks.
 
         Each computes the last prompt token again, which is what its own first token is drawn from.
         """
-        request = parent.request
-        for offset in range(1, request.sampling_params.n):
-            child = self._new_sequence(request, request.index + offset, ())
+        for index in self._unstarted(parent):
+            child = self._new_sequence(parent.request, index, ())
             child.num_cached_tokens = parent.num_cached_tokens
             child.first_scheduled_s = parent.first_scheduled_s
             if len(self._running) < self._config.max_num_seqs:

@@ -27,6 +27,11 @@ LOCAL_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "local.yaml"
 
 
 @pytest.fixture(scope="session")
+def local_yaml() -> Path:
+    return LOCAL_YAML
+
+
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[LiveCluster]:
     document, settings = read_config(LOCAL_YAML)
     grpc_address, http_address = free_address(), free_address()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ APP_IMPORT_PATH = "shoal_cluster.serve.app:build"
 DEPLOY_TIMEOUT_S = 300.0
 POLL_S = 0.25
 DEFAULT_DASHBOARD_URL = "http://127.0.0.1:8265"
-ERROR_PREFIX = "shoal_replica.errors."
+OUR_ERROR = re.compile(r"^shoal_replica\.errors\.\w+: ")
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
@@ -97,5 +98,5 @@ def _progress(applications: dict[str, Any]) -> str:
 def _reason(messages: list[str]) -> str:
     """The error itself, without the tracebacks around it: ours if there is one, else the last line."""
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith(ERROR_PREFIX)]
-    return (ours or lines or ["no reason given"])[-1].removeprefix(ERROR_PREFIX)
+    ours = [line for line in lines if OUR_ERROR.match(line)]
+    return OUR_ERROR.sub("", (ours or lines or ["no reason given"])[-1])

@@ -25,7 +25,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to say.")],
     address: Address = DEFAULT_GRPC_ADDRESS,
     max_tokens: MaxTokens = None,
-    temperature: Temperature = 1.0,
+    temperature: Temperature = 0.2,
     seed: Seed = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, not as a chat.")] = False,
     stats: Stats = True,
@@ -44,7 +44,7 @@ def chat(
     address: Address = DEFAULT_GRPC_ADDRESS,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: MaxTokens = None,
-    temperature: Temperature = 1.0,
+    temperature: Temperature = 0.2,
     seed: Seed = None,
     stats: Stats = True,
 ) -> None:

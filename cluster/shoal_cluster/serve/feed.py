@@ -19,7 +19,8 @@ from shoal_replica.stats import ReplicaStats
 SILENCE_S = 5.0
 MIN_REDIAL_S, MAX_REDIAL_S = 0.02, 1.0
 MAX_BACKLOG_BYTES = 32 * 2**20
-MAX_FRAME_BYTES = 256 * 2**20
+MAX_FRAME_BYTES = 256 * 2**20  # a snapshot of millions of blocks
+MAX_REQUEST_BYTES = 64 * 2**10  # what a gateway sends is short
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
@@ -64,10 +65,10 @@ def _frame(message: msgspec.Struct) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
+async def _read(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
     size = int.from_bytes(await reader.readexactly(4), "big")
-    if size > MAX_FRAME_BYTES:
-        raise ConnectionError(f"a feed frame of {size} bytes is over {MAX_FRAME_BYTES}")
+    if size > max_bytes:
+        raise ConnectionError(f"a feed frame of {size} bytes is over {max_bytes}")
     return await reader.readexactly(size)
 
 
@@ -90,10 +91,11 @@ class FeedServer:
         self._subscribers: dict[str, _Subscriber] = {}
         self._server: asyncio.Server | None = None
         self._unsubscribe: Callable[[], None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listen on a free port of ``host``; returns the address."""
-        self._server = await asyncio.start_server(self._serve, host, 0)
+        self._server = await asyncio.start_server(self._accept, host, 0)
         self._unsubscribe = self._engine.subscribe(self._publish)
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return address
@@ -113,29 +115,38 @@ class FeedServer:
             subscriber.request_ids.discard(request_id)
 
     async def stop(self) -> None:
+        """Close every connection; what they still buffer is sent as far as the gateways read."""
         if self._unsubscribe is not None:
             self._unsubscribe()
+            self._unsubscribe = None
         if self._server is not None:
             self._server.close()
-            for subscriber in list(self._subscribers.values()):
-                subscriber.writer.close()
-            await self._server.wait_closed()
+        for connection in self._connections:
+            connection.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.create_task(self._serve(reader, writer), name="shoal-feed-connection")
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         subscriber: _Subscriber | None = None
         try:
             async with asyncio.timeout(SILENCE_S):
-                first = _from_gateway.decode(await _read(reader))
+                first = _from_gateway.decode(await _read(reader, MAX_REQUEST_BYTES))
             if not isinstance(first, Subscribe):
                 return
             if (older := self._subscribers.pop(first.gateway_id, None)) is not None:
                 self._forget(older)
-                older.writer.close()
+                older.writer.transport.abort()
+            snapshot = Snapshot(0, self._engine.stats(), self._engine.cache_hashes())
             subscriber = _Subscriber(first.gateway_id, writer)
             self._subscribers[first.gateway_id] = subscriber
-            writer.write(_frame(Snapshot(0, self._engine.stats(), self._engine.cache_hashes())))
+            writer.write(_frame(snapshot))
             while True:
-                message = _from_gateway.decode(await _read(reader))
+                message = _from_gateway.decode(await _read(reader, MAX_REQUEST_BYTES))
                 if isinstance(message, Abort) and message.request_id in subscriber.request_ids:
                     self._engine.abort(message.request_id, message.index)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError):
@@ -193,7 +204,8 @@ class FeedClient:
     async def _follow(self) -> None:
         while True:
             try:
-                reader, self._writer = await asyncio.open_connection(*self._address)
+                async with asyncio.timeout(SILENCE_S):
+                    reader, self._writer = await asyncio.open_connection(*self._address)
                 self._writer.write(_frame(Subscribe(self._gateway_id)))
                 await self._receive(reader)
             except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError):
@@ -210,7 +222,7 @@ class FeedClient:
         expected: int | None = None
         while True:
             async with asyncio.timeout(SILENCE_S):
-                message = _from_replica.decode(await _read(reader))
+                message = _from_replica.decode(await _read(reader, MAX_FRAME_BYTES))
             if isinstance(message, Update) and message.seq != expected:
                 raise ConnectionError(f"feed update {message.seq} came where {expected} was due")
             expected = message.seq + 1

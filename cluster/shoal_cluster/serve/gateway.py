@@ -21,7 +21,7 @@ from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import build_http_app
-from shoal_cluster.serve.replica_server import Outcome
+from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, ShoalError, Unavailable

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from shoal_cluster.policies.routing import (
@@ -25,6 +25,7 @@ from shoal_cluster.policies.routing import (
 )
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed import FeedClient, Snapshot, Update
+from shoal_replica.errors import InvalidArgument
 from shoal_replica.request import TokenDelta
 
 MAX_RECORDED_REQUESTS = 4096
@@ -87,7 +88,7 @@ class GatewayLedger:
         seed = self._seeds.getrandbits(32)
         record = decide(query, replicas, self.weights, seed=seed, time_s=time.time())
         self._keep(record)
-        if record.decision.ranked:
+        if record.decision.ranked and query.request_id in self._followers:  # else its client has left
             best = next(r for r in replicas if r.replica_id == record.decision.ranked[0])
             num_blocks, num_tokens = uncached_blocks(query, best), uncached_tokens(query, best)
             self.view.reserve(query.request_id, best.replica_id, num_blocks, num_tokens, now, query.block_hashes)
@@ -95,19 +96,18 @@ class GatewayLedger:
 
     def routed(self, query: RouteQuery, replica_id: str) -> None:
         """Serve has handed the request to ``replica_id``, which may be a lower rank than the first."""
-        if (follower := self._followers.get(query.request_id)) is None:
-            self.view.release(query.request_id)  # the client has left meanwhile
-            return
-        self._replica_of[query.request_id] = replica_id
-        held = self.view.reservation(query.request_id)
-        if held is not None and held.replica_id != replica_id:
-            self.view.move(query.request_id, replica_id, time.monotonic())
-        follower.on_routed(replica_id)
+        self._note_replica(query.request_id, replica_id)
 
     # What the gateway asks
 
     def follow(self, request_id: str, follower: Follower) -> None:
-        """Tell ``follower`` of a request that is about to be placed."""
+        """Tell ``follower`` of a request that is about to be placed.
+
+        Raises:
+            InvalidArgument: another call of that id is running.
+        """
+        if request_id in self._followers:
+            raise InvalidArgument("request_id", request_id, "must not be that of a running request")
         self._followers[request_id] = follower
 
     def unfollow(self, request_id: str) -> None:
@@ -121,6 +121,14 @@ class GatewayLedger:
         replica_id = self._replica_of.get(request_id)
         if replica_id is not None and (feed := self._feeds.get(replica_id)) is not None:
             feed.abort(request_id, index)
+
+    def can_place(self, excluded: Set[str]) -> bool:
+        """Whether a replica other than the ``excluded`` takes requests now."""
+        rows = self.view.replicas_for((), time.monotonic())
+        return any(
+            row.connected and row.stats is not None and not row.stats.draining and row.replica_id not in excluded
+            for row in rows
+        )
 
     def records(self, request_id: str) -> list[RouteRecord]:
         """The decisions kept for a call, those of its resumes included, oldest first."""
@@ -163,10 +171,23 @@ class GatewayLedger:
             self._changed.set()
             return
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
+        for request_id in message.accepted:  # this may come before Serve's word
+            self._note_replica(request_id, replica_id)
         self.view.settle(message.accepted)
         for delta in message.deltas:
             if (follower := self._followers.get(delta.request_id)) is not None:
                 follower.on_delta(replica_id, delta)
+
+    def _note_replica(self, request_id: str, replica_id: str) -> None:
+        """A request is at ``replica_id``: its reservation too, and what it may want to say goes there."""
+        if (follower := self._followers.get(request_id)) is None:
+            self.view.release(request_id)  # the client has left meanwhile
+            return
+        self._replica_of[request_id] = replica_id
+        held = self.view.reservation(request_id)
+        if held is not None and held.replica_id != replica_id:
+            self.view.move(request_id, replica_id, time.monotonic())
+        follower.on_routed(replica_id)
 
     def _lost(self, replica_id: str) -> None:
         self.view.disconnect(replica_id)

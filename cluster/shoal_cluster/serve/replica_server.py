@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -13,20 +13,13 @@ from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.feed import FeedServer
+from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.request_router import FEED_KEY
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine
 from shoal_replica.errors import ResourceExhausted, Unavailable
 from shoal_replica.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a call to a replica ended. A refused request has left no trace there; ``reason`` says why."""
-
-    refused: bool
-    reason: str = ""
 
 
 class ReplicaServer:
@@ -74,14 +67,13 @@ class ReplicaServer:
             EngineDead: the engine has failed; the replica is about to be replaced.
         """
         request = replace(request, arrival_s=monotonic())
-        if not self._feed.own(request.request_id, gateway_id):
-            return Outcome(refused=True, reason="the gateway's feed is not connected")
         try:
             finished = self._engine.add(request)
         except (ResourceExhausted, Unavailable) as error:
-            self._feed.disown(request.request_id, gateway_id)
             return Outcome(refused=True, reason=str(error))
         try:
+            if not self._feed.own(request.request_id, gateway_id):
+                return Outcome(refused=True, reason="the gateway's feed is not connected")
             await finished
         finally:
             self._engine.abort(request.request_id)

@@ -35,7 +35,7 @@ class Meter:
         self._seen: deque[_Totals] = deque(maxlen=int(WINDOW_S / SAMPLE_PERIOD_S) + 1)
 
     def observe(self, cluster: ClusterRow, now: float, time_s: float) -> Sample | None:
-        """Take the totals at ``now``; the sample for ``time_s``, with the rates since the last look. None at the first."""
+        """The sample for ``time_s``, with the rates since the last look; None at the first."""
         tokens = {row.replica_id: row.stats.num_generated_tokens for row in cluster.replicas if row.stats is not None}
         self._seen.append(_Totals(now, cluster.num_requests, tokens))
         if len(self._seen) < 2:

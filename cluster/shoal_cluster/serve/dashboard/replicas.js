@@ -44,11 +44,11 @@ export class Pool {
 
 const FACTS = {
   running: (r) => `${count(r.num_running)} of ${count(r.max_num_seqs)}`,
-  waiting: (r) => (r.waiting_tokens ? `${count(r.num_waiting)} (${compact(r.waiting_tokens)} tok)` : count(r.num_waiting)),
+  waiting: (r) => count(r.num_waiting),
+  "waiting tokens": (r) => compact(r.waiting_tokens),
   "tokens/s": (r) => rate(r.tokens_per_s),
   "last step": (r) => duration(r.step_ms / 1000),
   "hit rate": (r) => share(r.hit_rate),
-  preemptions: (r) => compact(r.num_preemptions),
 };
 
 class Card {

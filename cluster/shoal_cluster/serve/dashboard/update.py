@@ -48,7 +48,6 @@ class Replica(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tokens_per_s: float | None
     hit_rate: float
     step_ms: float
-    num_preemptions: int
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,7 +207,6 @@ def _replica(row: ReplicaRow, rates: Rates | None) -> Replica:
         tokens_per_s=None if tokens_per_s is None else round(tokens_per_s, 1),
         hit_rate=round(stats.hit_rate, 4) if stats is not None else 0.0,
         step_ms=round(stats.step_s * 1000, 2) if stats is not None else 0.0,
-        num_preemptions=stats.num_preemptions if stats is not None else 0,
     )
 
 

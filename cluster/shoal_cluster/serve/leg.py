@@ -1,0 +1,124 @@
+"""One placement of a request: where it went, and how it ended there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shoal_cluster.serve.gateway_ledger import Follower
+from shoal_cluster.serve.outcome import Outcome
+from shoal_replica.errors import ShoalError, Unavailable
+from shoal_replica.request import FinishReason, TokenDelta
+from shoal_replica.text_stream import TextStream
+
+GRACE_S = 2.0  # how far the end of a call and its last tokens may lie apart: they travel separately
+
+
+class Placement(Protocol):
+    """A request handed to Serve: its outcome, and the way to take it back."""
+
+    def outcome(self) -> asyncio.Future[Outcome]: ...
+
+    def cancel(self) -> None: ...
+
+
+class ReplicaLost(ShoalError):
+    """The replica that ran a request is gone, or its feed is."""
+
+
+@dataclass(slots=True)
+class Output:
+    """One sequence of a call as far as the client has it."""
+
+    text_stream: TextStream
+    token_ids: list[int] = field(default_factory=list)
+    is_done: bool = False
+
+
+class Leg:
+    """Follows a placed request, for the sequences in ``outputs`` (by index), until it needs no more following.
+
+    Args:
+        take: gets the id of the replica and each delta that goes on where the client's tokens end.
+    """
+
+    def __init__(self, outputs: Mapping[int, Output], take: Callable[[str, TokenDelta], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.replica_id = ""
+        self.is_replica_gone = False  # it cannot finish what it took, this request or another
+        self._routed: asyncio.Future[None] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()  # its sequences are done, or its feed is lost
+        self._outputs = outputs
+        self._take = take
+        self.follower = Follower(self._on_routed, self._on_delta, self._on_lost)
+
+    @property
+    def is_done(self) -> bool:
+        return all(output.is_done for output in self._outputs.values())
+
+    async def see_through(self, placement: Placement, placement_timeout_s: float) -> str | None:
+        """Wait for the end. Returns why the replica refused the request, or None when its sequences are done.
+
+        Raises:
+            ReplicaLost: the replica took the request and did not finish it.
+            Unavailable: no replica could take it within ``placement_timeout_s``.
+        """
+        outcome = placement.outcome()
+        outcome.add_done_callback(_error)  # nobody else looks at the error of a cancelled call
+        try:
+            await _first(outcome, self._routed, timeout_s=placement_timeout_s)
+            if not (outcome.done() or self._routed.done()):
+                raise Unavailable(f"no replica could take the request within {placement_timeout_s:g} s")
+            await _first(outcome, self._ended)
+            lost = f"the feed of replica {self.replica_id} broke"
+            if outcome.done() and (error := _error(outcome)) is not None:
+                self.is_replica_gone = True
+                lost = f"replica {self.replica_id}: {type(error).__name__}"
+            elif outcome.done():
+                if outcome.result().refused:
+                    return outcome.result().reason
+                await _first(self._ended, timeout_s=GRACE_S)
+                lost = f"replica {self.replica_id} ended the request early"
+            elif self.is_done:
+                await _first(outcome, timeout_s=GRACE_S)  # to cancel a call that returns would count as its failure
+            if not self.is_done:
+                raise ReplicaLost(lost)
+            return None
+        finally:
+            if not outcome.done():
+                placement.cancel()
+
+    def _on_routed(self, replica_id: str) -> None:
+        self.replica_id = replica_id
+        if not self._routed.done():
+            self._routed.set_result(None)
+
+    def _on_delta(self, replica_id: str, delta: TokenDelta) -> None:
+        output = self._outputs[delta.index]
+        if output.is_done:
+            return
+        if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            self.is_replica_gone = True  # it is stopping, or its engine has failed: that is not the call's end
+            self._on_lost()
+        elif delta.position != len(output.token_ids):
+            self._on_lost()
+        else:
+            self._take(replica_id, delta)
+            if self.is_done:
+                self._on_lost()
+
+    def _on_lost(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    """Return when one of ``futures`` is done, or after ``timeout_s``."""
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _error(outcome: asyncio.Future[Outcome]) -> BaseException | None:
+    """Why a call that is over failed, if it did."""
+    return asyncio.CancelledError() if outcome.cancelled() else outcome.exception()

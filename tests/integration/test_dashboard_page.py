@@ -1,0 +1,265 @@
+"""The dashboard over a scripted core: the page is whole by itself, the stream is small, shared and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import uvicorn
+from fixtures.fake_core import FakeCore
+from fixtures.fake_gateway import CLUSTER, STATS
+
+from shoal_cluster.serve.call import ClusterRow, ReplicaRow
+from shoal_cluster.serve.dashboard.broadcast import Broadcast
+from shoal_cluster.serve.dashboard.page import FOLDER, STATIC
+from shoal_cluster.serve.dashboard.update import MAX_UPDATE_BYTES, build_update, encode_update
+from shoal_cluster.serve.http_api import build_http_app
+
+DEADLINE_S = 10.0
+MAX_PAGE_BYTES = 250_000
+# XML namespaces are names: nothing is fetched by them.
+NOT_FETCHED = ("http://www.w3.org/",)
+
+
+@dataclass(slots=True)
+class CountedCore(FakeCore):
+    """Counts who asks for routes: only an update does."""
+
+    num_updates: int = 0
+    asked_limits: set[int] = field(default_factory=set)
+
+    def recent_routes(self, limit: int) -> Any:
+        self.num_updates += 1
+        self.asked_limits.add(limit)
+        return FakeCore.recent_routes(self, limit)
+
+
+@pytest.fixture
+def core() -> CountedCore:
+    return CountedCore()
+
+
+@pytest_asyncio.fixture
+async def http(core: CountedCore) -> AsyncIterator[httpx.AsyncClient]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(build_http_app(core), log_config=None, lifespan="on", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+        yield client
+    server.should_exit = True
+    await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110  (what is waited for is on the other side of a socket)
+            await asyncio.sleep(0.001)
+
+
+async def next_event(lines: AsyncIterator[str]) -> tuple[str, str]:
+    """The next event with data: its name and its data."""
+    name = data = ""
+    async with asyncio.timeout(DEADLINE_S):
+        async for line in lines:
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                data = line.removeprefix("data: ")
+            elif not line and data:
+                return name, data
+    raise AssertionError("the stream ended")
+
+
+async def test_the_page_asks_nothing_of_other_hosts(http: httpx.AsyncClient) -> None:
+    page = await http.get("/dashboard")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    num_bytes = len(page.content)
+    texts = {"index.html": page.text}
+    for name in STATIC:
+        file = await http.get(f"/dashboard/static/{name}")
+        assert file.status_code == 200, name
+        num_bytes += len(file.content)
+        texts[name] = file.text
+    for name, text in texts.items():
+        assert "@import" not in text, name
+        if name.startswith("vendor/"):
+            assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|sendBeacon|createElement\(.script", text), name
+        else:
+            urls = re.findall(r"https?://[^\s'\"`)]*|(?:src|href)=[\"']//[^\"']*", text)
+            assert [url for url in urls if not url.startswith(NOT_FETCHED)] == [], name
+    assert num_bytes <= MAX_PAGE_BYTES
+
+
+async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient) -> None:
+    page = (await http.get("/dashboard")).text
+    named = re.findall(r'(?:src|href)="dashboard/static/([^"]+)"', page)
+    scripts = [name for name in STATIC if name.endswith(".js") and not name.startswith("vendor/")]
+    imported = {m for name in scripts for m in re.findall(r'from "\./([^"]+)"', (FOLDER / name).read_text())}
+    assert len(named) >= 5
+    assert {*named, *imported} <= set(STATIC)
+    ids = set(re.findall(r'id="([^"]+)"', page))
+    assert set(re.findall(r'\$\("([^"]+)"\)', (FOLDER / "dashboard.js").read_text())) <= ids
+
+
+async def test_only_the_listed_files_are_served(http: httpx.AsyncClient) -> None:
+    for name in ("page.py", "../page.py", "%2e%2e/page.py", "vendor", "vendor/../page.py"):
+        assert (await http.get(f"/dashboard/static/{name}")).status_code == 404, name
+
+
+async def test_an_update_says_what_the_core_says(http: httpx.AsyncClient, core: CountedCore) -> None:
+    core.clock = lambda: core.started_s + 30.0
+    update = (await http.get("/dashboard/data")).json()
+    cluster = core.cluster()
+    assert update["model"] == cluster.model
+    assert update["num_active"] == cluster.num_active
+    stats = [row.stats for row in cluster.replicas if row.stats is not None]
+    assert update["blocks"]["allocated"] == sum(s.num_allocated_blocks for s in stats)
+    assert update["blocks"]["free"] + update["blocks"]["allocated"] == update["blocks"]["total"]
+    rows = {
+        r["replica_id"]: r
+        for r in (dict(zip(update["replica_columns"], row, strict=True)) for row in update["replicas"])
+    }
+    assert rows.keys() == {row.replica_id for row in cluster.replicas}
+    for row in cluster.replicas:
+        assert row.stats is not None
+        shown = rows[row.replica_id]
+        assert shown["state"] == "ready"
+        assert shown["blocks"] == [
+            row.stats.num_allocated_blocks,
+            row.stats.num_cached_blocks,
+            row.num_reserved_blocks,
+            row.stats.num_free_blocks,
+            row.stats.num_total_blocks,
+        ]
+        assert shown["num_running"] == row.stats.num_running
+    records = core.recent_routes(10)
+    assert [r["request_id"] for r in update["routes"]] == [r.query.request_id for r in records]
+    assert [r["replica_id"] for r in update["routes"]] == [r.decision.ranked[0] for r in records]
+
+
+async def test_the_stream_sends_named_events_of_bounded_size(http: httpx.AsyncClient) -> None:
+    async with http.stream("GET", "/dashboard/stream") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = stream.aiter_lines()
+        times = []
+        for _ in range(3):
+            name, data = await next_event(lines)
+            assert name == "update"
+            assert len(data) <= MAX_UPDATE_BYTES
+            times.append(json.loads(data)["time_s"])
+    assert times[0] < times[1] < times[2]
+
+
+async def test_viewers_share_one_producer_which_ends_with_the_last(http: httpx.AsyncClient, core: CountedCore) -> None:
+    async with http.stream("GET", "/dashboard/stream") as first:
+        first_lines = first.aiter_lines()
+        _, early = await next_event(first_lines)
+        async with http.stream("GET", "/dashboard/stream") as second:
+            second_lines = second.aiter_lines()
+            assert json.loads((await next_event(second_lines))[1])["time_s"] >= json.loads(early)["time_s"]
+            before = core.num_updates
+            shared = {(await next_event(lines))[1] for lines in (first_lines, second_lines) for _ in range(3)}
+            assert core.num_updates - before <= len(shared) + 1, "two viewers cost no more than one"
+        seen = core.num_updates
+        await next_event(first_lines)
+        await until(lambda: core.num_updates > seen)
+    tasks = {task.get_name() for task in asyncio.all_tasks()}
+    async with asyncio.timeout(DEADLINE_S):
+        while "shoal-dashboard" in tasks:
+            await asyncio.sleep(0.001)
+            tasks = {task.get_name() for task in asyncio.all_tasks()}
+    assert "shoal-history" in tasks, "the timelines' past is kept without viewers"
+
+
+async def test_history_is_columns_of_equal_length(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            columns = (await http.get("/dashboard/history?seconds=60")).json()
+            if columns["time_s"]:
+                break
+            await asyncio.sleep(0.05)
+    assert {len(column) for column in columns.values()} == {len(columns["time_s"])}
+    assert columns["num_replicas"][0] == 4
+
+
+async def test_a_full_record_has_every_candidate_and_term(http: httpx.AsyncClient, core: CountedCore) -> None:
+    (body,) = (await http.get("/dashboard/routes/req-1007")).json()
+    (record,) = core.explain("req-1007")
+    assert body["reason"] == record.decision.reason
+    ranked = [c["replica_id"] for c in body["candidates"] if c["rank"] is not None]
+    assert tuple(ranked) == record.decision.ranked
+    assert len(body["candidates"]) == len(record.decision.candidates)
+    terms = {c.replica_id: dict(c.terms) for c in record.decision.candidates}
+    assert all(c["terms"] == terms[c["replica_id"]] for c in body["candidates"])
+
+
+async def test_an_unknown_request_is_not_found(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/dashboard/routes/never")
+    assert answer.status_code == 404
+    assert "'never'" in answer.json()["error"]["message"]
+
+
+def test_a_large_cluster_is_cut_to_size_with_those_in_trouble_first() -> None:
+    rows = [
+        ReplicaRow(replica_id=f"replica-{i:04}", node_id="n" * 56, stats=STATS, age_s=0.1, connected=i != 500)
+        for i in range(1000)
+    ]
+    cluster: ClusterRow = replace(CLUSTER, replicas=tuple(rows))
+    update = build_update(cluster, FakeCore().recent_routes(10), None, None, 1.0)
+    body = encode_update(update)
+    told = json.loads(body)
+    assert len(body) <= MAX_UPDATE_BYTES
+    assert told["replicas"][0][:2] == ["replica-0500", "not connected"]
+    assert len(told["replicas"]) + told["num_replicas_left_out"] == 1000
+    assert len(told["replicas"]) > 20
+    assert len(told["routes"]) == 10
+    assert told["blocks"]["total"] == 100 * 1000, "sums are over all replicas"
+
+
+def test_states_are_told_apart() -> None:
+    rows = (
+        ReplicaRow(replica_id="a", stats=STATS, connected=True),
+        ReplicaRow(replica_id="b", stats=replace(STATS, draining=True), connected=True),
+        ReplicaRow(replica_id="c", stats=STATS),
+        ReplicaRow(replica_id="d", connected=True),
+    )
+    update = build_update(replace(CLUSTER, replicas=rows), (), None, None, 1.0)
+    states = {replica.replica_id: replica.state for replica in update.replicas}
+    assert states == {"a": "ready", "b": "draining", "c": "not connected", "d": "silent"}
+    assert update.replicas[-1].replica_id == "a"
+
+
+async def test_a_failed_producer_tells_every_viewer_and_starts_again() -> None:
+    answers: list[bytes | Exception] = [b"one", RuntimeError("broken"), b"two"]
+
+    def produce() -> bytes:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    broadcast = Broadcast(produce, 0.01)
+    viewers = [broadcast.events(), broadcast.events()]
+    assert [await anext(viewer) for viewer in viewers] == [b"one", b"one"]
+    for viewer in viewers:
+        with pytest.raises(RuntimeError, match="broken"):
+            await anext(viewer)
+    assert broadcast.num_viewers == 0
+    assert not broadcast.is_running
+    again = broadcast.events()
+    assert await anext(again) == b"two"
+    await again.aclose()
+    assert not broadcast.is_running

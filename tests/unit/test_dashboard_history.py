@@ -1,0 +1,143 @@
+"""The dashboard's store and its rates: bounded, in order, true to what was added."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from shoal_cluster.serve.call import ClusterRow, ReplicaRow
+from shoal_cluster.serve.dashboard.history import BUCKET_S, COARSE_S, FINE_S, History, Sample
+from shoal_cluster.serve.dashboard.meter import WINDOW_S, Meter
+from shoal_replica.stats import ReplicaStats
+
+START_S = 1_700_000_000.0
+STATS = ReplicaStats(
+    time_s=START_S,
+    block_size=16,
+    num_total_blocks=100,
+    num_free_blocks=75,
+    num_allocated_blocks=25,
+    num_cached_blocks=10,
+    num_running=2,
+    num_waiting=1,
+    num_waiting_tokens=7,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+)
+
+
+def sample(time_s: float, tokens_per_s: float = 0.0, utilization: float = 0.0, num_connected: float = 2) -> Sample:
+    return Sample(
+        time_s=time_s,
+        requests_per_s=1.0,
+        tokens_per_s=tokens_per_s,
+        utilization=utilization,
+        waiting_tokens=0.0,
+        num_replicas=2.0,
+        num_connected=num_connected,
+    )
+
+
+def filled(num_seconds: int) -> History:
+    history = History()
+    for i in range(num_seconds):
+        history.add(sample(START_S + i, tokens_per_s=float(i % 20), utilization=0.9 if i % 20 == 7 else 0.1))
+    return history
+
+
+def test_every_second_of_the_last_ten_minutes_is_kept_as_it_was() -> None:
+    history = filled(2000)
+    last = START_S + 1999
+    fine = history.since(last - FINE_S)
+    assert [s.time_s for s in fine] == [last - FINE_S + i for i in range(1, int(FINE_S) + 1)]
+    assert fine[-1] == history.latest == sample(last, tokens_per_s=19.0, utilization=0.1)
+
+
+def test_older_samples_become_means_and_peaks_of_twenty_seconds() -> None:
+    history = filled(2000)
+    older = [s for s in history.since(0) if s.time_s <= START_S + 1999 - FINE_S]
+    whole = older[1:-1]
+    assert {b.time_s - a.time_s for a, b in pairwise(whole)} == {BUCKET_S}
+    assert all(s.tokens_per_s == pytest.approx(9.5) for s in whole), "rates keep their mean"
+    assert all(s.utilization == 0.9 for s in whole), "loads keep their peak"
+
+
+def test_a_lost_replica_is_not_averaged_away() -> None:
+    history = History()
+    for i in range(int(FINE_S) + 60):
+        history.add(sample(START_S + i, num_connected=1 if i == 25 else 2))
+    assert min(s.num_connected for s in history.since(0)) == 1
+    assert sum(s.num_connected == 1 for s in history.since(0)) == 1
+
+
+def test_the_store_is_bounded_over_a_day() -> None:
+    history = filled(24 * 3600)
+    assert len(history) <= FINE_S + COARSE_S / BUCKET_S + 2
+    kept = history.since(0)
+    assert len(kept) == len(history)
+    times = [s.time_s for s in kept]
+    assert times == sorted(set(times))
+    assert times[-1] - times[0] == pytest.approx(COARSE_S, abs=2 * BUCKET_S)
+
+
+def test_a_clock_set_back_adds_nothing() -> None:
+    history = filled(10)
+    history.add(sample(START_S + 3, tokens_per_s=1e9))
+    assert [s.time_s for s in history.since(0)] == [START_S + i for i in range(10)]
+
+
+def test_an_empty_history_has_no_samples() -> None:
+    assert History().latest is None
+    assert History().since(0) == []
+
+
+def cluster(num_requests: int, **tokens: int) -> ClusterRow:
+    rows = tuple(
+        ReplicaRow(replica_id=i, stats=replace(STATS, num_generated_tokens=n), connected=True)
+        for i, n in tokens.items()
+    )
+    return ClusterRow(model="m", replicas=(*rows, ReplicaRow(replica_id="silent")), num_requests=num_requests)
+
+
+def test_the_first_look_has_no_rates() -> None:
+    meter = Meter()
+    assert meter.rates() is None
+    assert meter.observe(cluster(5, a=100), 10.0, START_S) is None
+    assert meter.rates() is None
+
+
+def test_rates_are_differences_over_time() -> None:
+    meter = Meter()
+    meter.observe(cluster(5, a=100, b=7), 10.0, START_S)
+    seen = meter.observe(cluster(9, a=150, b=7), 12.0, START_S + 2)
+    assert seen == Sample(
+        time_s=START_S + 2,
+        requests_per_s=2.0,
+        tokens_per_s=25.0,
+        utilization=0.25,
+        waiting_tokens=14,
+        num_replicas=3,
+        num_connected=2,
+    )
+    rates = meter.rates()
+    assert rates is not None
+    assert rates.tokens_per_s_of == {"a": 25.0, "b": 0.0}
+
+
+def test_replicas_that_come_and_go_make_no_spikes() -> None:
+    meter = Meter()
+    meter.observe(cluster(0, a=1_000_000), 0.0, START_S)
+    seen = meter.observe(cluster(0, b=1_000_000), 1.0, START_S + 1)
+    assert seen is not None
+    assert seen.tokens_per_s == 0.0
+
+
+def test_rates_forget_what_is_older_than_the_window() -> None:
+    meter = Meter()
+    for second in range(100):
+        meter.observe(cluster(second if second < 50 else 50, a=0), float(second), START_S + second)
+    rates = meter.rates()
+    assert rates is not None
+    assert rates.requests_per_s == 0.0, f"nothing came for longer than {WINDOW_S} s"

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError, model_validator
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
 from shoal_replica.config import ParallelConfig, SchedulerConfig
-from shoal_replica.errors import ConfigError
+from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError
+
+MAX_PORT = 65_535
+
+
+def _address(value: str) -> str:
+    match = re.fullmatch(r"\S+:(\d{1,5})", value)
+    if match is None or int(match[1]) > MAX_PORT:
+        raise ValueError(f"got {value!r}; must be host:port with a port of at most {MAX_PORT}")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ReplicaSettings(_Settings):
@@ -30,7 +43,7 @@ class ReplicaSettings(_Settings):
     device: Literal["cpu", "npu"] = "cpu"
     num_threads: int = Field(1, ge=1)
     num_cpus: float = Field(1.0, ge=0)
-    resources: dict[str, float] = Field(default_factory=dict)
+    resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     max_replicas_per_node: int | None = Field(None, ge=1, le=100)
     feed_host: str = Field("127.0.0.1", description="where gateways reach the feed; 'node' is the node's own address")
     drain_timeout_s: float = Field(60.0, gt=0)
@@ -66,11 +79,11 @@ class ScalingSettings(_Settings):
 class GatewaySettings(_Settings):
     """The front door. A port of 0 takes a free one."""
 
-    grpc_address: str = Field(DEFAULT_GRPC_ADDRESS, pattern=r"^\S+:\d{1,5}$")
-    http_address: str = Field(DEFAULT_HTTP_ADDRESS, pattern=r"^\S+:\d{1,5}$")
+    grpc_address: Address = DEFAULT_GRPC_ADDRESS
+    http_address: Address = DEFAULT_HTTP_ADDRESS
     num_replicas: int = Field(1, ge=1)
     num_cpus: float = Field(0.5, ge=0)
-    resources: dict[str, float] = Field(default_factory=dict)
+    resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     request_timeout_s: float = Field(600.0, gt=0, description="longest life of a request without a deadline of its own")
     placement_timeout_s: float = Field(30.0, gt=0, description="longest wait for a replica that can take a request")
     max_request_bytes: int = Field(8 * 2**20, ge=1024)
@@ -91,9 +104,12 @@ class ClusterConfig(_Settings):
         """Validate ``args``. Raises ConfigError: one line that names each wrong key, its value and the limit."""
         try:
             config = cls.model_validate(args)
-            config.replica.scheduler_config()
         except ValidationError as error:
             raise ConfigError("; ".join(_line(e) for e in error.errors())) from None
+        try:
+            config.replica.scheduler_config()
+        except ConfigError as error:
+            raise ConfigError(f"replica.{error}") from None
         return config
 
     @property
@@ -108,4 +124,9 @@ def _line(error: Any) -> str:
         return f"{key}: unknown key"
     if error["type"] == "missing":
         return f"{key}: required"
-    return f"{key}: got {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
+    if error["type"] == "value_error":  # our own, which says what was given
+        return f"{key}: {error['ctx']['error']}"
+    shown = repr(error["input"])
+    if len(shown) > MAX_SHOWN_VALUE:
+        shown = shown[: MAX_SHOWN_VALUE - 1] + "…"
+    return f"{key}: got {shown}; {error['msg'][0].lower()}{error['msg'][1:]}"

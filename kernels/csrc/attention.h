@@ -14,7 +14,10 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-constexpr int kTileKeys = 128;
+constexpr int kTileKeys = 256;
+constexpr int kStreamedKeys = 128;  // of a tile whose pages are read once: what is fetched ahead must stay in L1
+constexpr int kTilePages = kTileKeys / kPanel;
+constexpr int kPagesAhead = 4;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Softmax state of a unit's rows.
@@ -26,11 +29,23 @@ struct AttentionState {
 
 // The pages of one tile of keys.
 struct KeyTile {
-    const Word* pages[kTileKeys / kPanel];
+    const Word* pages[kTilePages + kPagesAhead];  // and the next ones, to fetch early
     int first_key;
     int count;
+    bool streams;  // each page is read once: the unit has a single tile of rows
     int64_t page;  // words of the keys of a page; its values follow
 };
+
+// Pages lie anywhere, which the processor cannot foresee: ask for keys some pages ahead, and for this page's values.
+SHOAL_INLINE void fetch_ahead(const KeyTile& tile, int p) {
+    constexpr int line = 64 / sizeof(Word);
+    const Word* values = tile.pages[p] + tile.page;
+    const Word* keys = tile.pages[p + kPagesAhead];
+    for (int64_t at = 0; at < tile.page; at += line) {
+        __builtin_prefetch(keys + at);
+        __builtin_prefetch(values + at);
+    }
+}
 
 template <class T, int MR>
 SHOAL_INLINE void score_rows(const Word* queries, int steps, const KeyTile& tile, int first, int end,
@@ -38,6 +53,10 @@ SHOAL_INLINE void score_rows(const Word* queries, int steps, const KeyTile& tile
     for (int p = first; p < end; p += 2) {
         const Word* even = tile.pages[p];
         const Word* odd = tile.pages[std::min(p + 1, end - 1)];
+        if (tile.streams) {
+            fetch_ahead(tile, p);
+            fetch_ahead(tile, std::min(p + 1, end - 1));
+        }
         for (int lane = 0; lane < kPanel; lane += kLanes) {
             const Word* const right[2] = {even + lane, odd + lane};
             F32 acc[MR][2] = {};
@@ -76,7 +95,7 @@ SHOAL_INLINE float weigh_row(float* scores, Word* weights, int begin, int end, i
     F32 sum{};
     for (int c = begin; c < end; c += kLanes) {
         const F32 s = load(scores + c);
-        F32 w = exp2(s * scale - maximum);
+        F32 w = exp2<T::kFine>(s * scale - maximum);
         if (c < low || c + kLanes > high) w = (s == splat(kMinusInfinity)) ? F32{} : w;
         sum += w;
         T::store_row(out + c, w);
@@ -166,12 +185,15 @@ void attend(const AttentionCall& call, const AttentionUnit& unit) {
     std::fill_n(state.denominator, rows, 0.0f);
     const int32_t* table = call.block_tables + unit.sequence * call.table_stride;
     KeyTile tile;
+    const int last_page = (unit.key_end - 1) / kPanel;
+    tile.streams = rows <= kTileRows;
     tile.page = static_cast<int64_t>(size) * kPanel / T::kPack;
-    for (int key = unit.key_begin / kPanel * kPanel; key < unit.key_end; key += kTileKeys) {
+    const int tile_keys = tile.streams ? kStreamedKeys : kTileKeys;
+    for (int key = unit.key_begin / kPanel * kPanel; key < unit.key_end; key += tile_keys) {
         tile.first_key = key;
-        tile.count = std::min(kTileKeys, unit.key_end - key);
-        for (int p = 0; p * kPanel < tile.count; ++p) {
-            const int number = key / kPanel + p;
+        tile.count = std::min(tile_keys, unit.key_end - key);
+        for (int p = 0; p < tile_keys / kPanel + kPagesAhead; ++p) {
+            const int number = std::min(key / kPanel + p, last_page);
             const int64_t block = table[number / pages_per_block];
             const int64_t place = (block * call.kv_heads + unit.kv_head) * pages_per_block + number % pages_per_block;
             tile.pages[p] = call.pool + place * 2 * tile.page;

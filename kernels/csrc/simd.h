@@ -46,40 +46,52 @@ SHOAL_INLINE F32 splat(float x) { return F32{} + x; }
 SHOAL_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
 
 SHOAL_INLINE I32 lane_index() {
-    I32 v;
-    for (int i = 0; i < kLanes; ++i) v[i] = i;
-    return v;
+#if defined(__AVX512F__)
+    return I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif defined(__AVX2__)
+    return I32{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+    return I32{0, 1, 2, 3};
+#endif
 }
 
-// Sums and maxima across lanes, by halving, so that the order is the same in every build of one width.
+// Every lane with the lane whose number differs in one bit.
+SHOAL_INLINE F32 swapped(F32 v, int bit) { return __builtin_shuffle(v, lane_index() ^ bit); }
+
+// Sums and maxima across lanes, by halving.
 SHOAL_INLINE float horizontal_sum(F32 v) {
-    float x[kLanes];
-    store(x, v);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) x[i] += x[i + width];
-    return x[0];
+#pragma GCC unroll 4
+    for (int width = kLanes / 2; width > 0; width /= 2) v += swapped(v, width);
+    return v[0];
 }
 
 SHOAL_INLINE float horizontal_max(F32 v) {
-    float x[kLanes];
-    store(x, v);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
-    return x[0];
+#pragma GCC unroll 4
+    for (int width = kLanes / 2; width > 0; width /= 2) v = max(v, swapped(v, width));
+    return v[0];
 }
 
-// 2^x, relative error about 1e-7 (Cephes exp2f); anything below 2^-125 counts as 2^-125.
+// 2^x; anything below 2^-125 counts as 2^-125. Fine: relative error about 1e-7 (Cephes exp2f). Coarse: 1e-4, a tenth
+// of what rounding to bf16 takes away.
+template <bool Fine>
 SHOAL_INLINE F32 exp2(F32 x) {
     x = max(x, splat(-125.0f));
     const F32 magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to the nearest integer
     const F32 shifted = x + magic;
     const F32 f = x - (shifted - magic);
-    F32 p = splat(1.535336188319500e-4f);
-    p = p * f + 1.339887440266574e-3f;
-    p = p * f + 9.618437357674640e-3f;
-    p = p * f + 5.550332471162809e-2f;
-    p = p * f + 2.402264791363012e-1f;
-    p = p * f + 6.931472028550421e-1f;
+    F32 p;
+    if constexpr (Fine) {
+        p = splat(1.535336188319500e-4f);
+        p = p * f + 1.339887440266574e-3f;
+        p = p * f + 9.618437357674640e-3f;
+        p = p * f + 5.550332471162809e-2f;
+        p = p * f + 2.402264791363012e-1f;
+        p = p * f + 6.931472028550421e-1f;
+    } else {
+        p = splat(5.459282e-2f);
+        p = p * f + 2.4221784e-1f;
+        p = p * f + 6.933686e-1f;
+    }
     p = p * f + 1.0f;
     return (F32)((I32)p + ((I32)shifted << 23));
 }
@@ -89,7 +101,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 SHOAL_INLINE F32 silu(F32 x) {
     // Below -80, exp2 of the negated argument would overflow; x * sigmoid(x) is then 0 to float32 precision.
     const F32 bounded = max(x, splat(-80.0f));
-    return x / (exp2(bounded * -kLog2E) + 1.0f);
+    return x / (exp2<true>(bounded * -kLog2E) + 1.0f);
 }
 
 // Round to nearest even, on the upper 16 bits. NaN stays NaN.
@@ -101,6 +113,7 @@ SHOAL_INLINE U32 round_bf16(F32 v) {
 
 struct Bf16 {
     static constexpr int kPack = 2;  // values in a word
+    static constexpr bool kFine = false;
     using Scalar = uint16_t;
 
 #if defined(__AVX512BF16__)
@@ -147,6 +160,7 @@ struct Bf16 {
 
 struct Float32 {
     static constexpr int kPack = 1;
+    static constexpr bool kFine = true;
     using Scalar = float;
     using Right = F32;
     static SHOAL_INLINE Right right(U32 words) { return (F32)words; }

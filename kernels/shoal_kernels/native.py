@@ -153,9 +153,7 @@ class NativeDecoder:
         ValueError: a shape that is not covered, or an instruction set that this machine does not run.
     """
 
-    def __init__(
-        self, shape: DecoderShape, weights: Mapping[str, Tensor], cos_sin: Tensor, kernels: str = ""
-    ) -> None:
+    def __init__(self, shape: DecoderShape, weights: Mapping[str, Tensor], cos_sin: Tensor, kernels: str = "") -> None:
         self.shape = shape
         self._step = _Step()
         self._logits = torch.empty((0, shape.vocab_size), dtype=torch.float32)
@@ -232,7 +230,7 @@ class NativeDecoder:
             ValueError: a block that does not exist.
         """
         flat = np.ascontiguousarray(pairs, np.int64).reshape(-1, 2)
-        if flat.size and not (0 <= flat.min() and flat.max() < self.shape.num_blocks):
+        if flat.size and not (flat.min() >= 0 and flat.max() < self.shape.num_blocks):
             raise ValueError(f"copy_blocks: a block beyond the pool of {self.shape.num_blocks}")
         self._check(_library().shoal_decoder_copy_blocks(self._open(), flat.ctypes.data, len(flat)))
 

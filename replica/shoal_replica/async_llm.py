@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from shoal_replica.build import build_executor, build_scheduler
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine, StepReport
+from shoal_replica.errors import InvalidArgument
 from shoal_replica.llm import with_seed
 from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
 from shoal_replica.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ class AsyncLLM:
         """Stream a prompt's tokens. Closing the iterator frees the request's blocks.
 
         Raises:
-            InvalidArgument, ResourceExhausted, EngineDead.
+            InvalidArgument, ResourceExhausted, EngineDead, Unavailable.
         """
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
@@ -51,6 +52,8 @@ class AsyncLLM:
             sampling_params=with_seed(params),
             arrival_s=time.monotonic(),
         )
+        if request.request_id in self._queues:
+            raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._queues[request.request_id] = queue
         try:

@@ -62,6 +62,7 @@ def demo(config: Path | None = None, once: bool = False) -> None:
         config: a Serve YAML; the local one by default.
         once: stop everything after the answers.
     """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what was started is ended
     console = Console(highlight=False)
     path = config or local_yaml()
     document, settings = read_config(path)
@@ -75,7 +76,7 @@ def demo(config: Path | None = None, once: bool = False) -> None:
             _deploy(document, ray, status)
             status.stop()
             console.print(f"[green]✓[/green] {path.name}: {settings.scaling.min_replicas} replicas are ready\n")
-            chats = [Chat(question, f"demo-{uuid.uuid4().hex[:8]}") for question in QUESTIONS]
+            chats = [Chat(question, f"demo-{uuid.uuid4().hex[:4]}") for question in QUESTIONS]
             asyncio.run(_ask_all(settings.gateway.grpc_address, chats, console))
             console.print(_summary(chats))
             console.print(_addresses(settings.gateway.grpc_address, settings.gateway.http_address, chats[0]))
@@ -85,9 +86,8 @@ def demo(config: Path | None = None, once: bool = False) -> None:
 
 
 def local_yaml() -> Path:
-    """``deploy/serve/local.yaml``: of the checkout, or the copy in the installed package."""
-    checkout = Path(__file__).parents[3] / "deploy" / "serve" / "local.yaml"
-    return checkout if checkout.is_file() else Path(str(resources.files("shoal_cluster"))) / "deploy" / "local.yaml"
+    """``deploy/serve/local.yaml``, of the checkout or as installed."""
+    return Path(str(resources.files("shoal_deploy").joinpath("local.yaml")))
 
 
 def _deploy(document: dict[str, object], ray: LocalRay, status: Status) -> None:
@@ -136,10 +136,10 @@ def _answers(chats: list[Chat]) -> Table:
 
 
 def _summary(chats: list[Chat]) -> Table:
-    table = Table(title="\neight chats, one system prompt", title_justify="left")
+    table = Table(title="\neight chats, one system prompt (token counts)", title_justify="left")
     for name in ("request", "replica"):
-        table.add_column(name)
-    for name in ("prompt tokens", "cached", "output", "TTFT ms", "tokens/s"):
+        table.add_column(name, no_wrap=True)
+    for name in ("prompt", "cached", "output", "TTFT ms", "tokens/s"):
         table.add_column(name, justify="right")
     for chat in chats:
         usage = chat.usage
@@ -169,6 +169,9 @@ why there  shoal explain {chat.request_id}
 
 
 def _wait_for_interrupt() -> None:
+    """Return at Ctrl-C or SIGTERM. They are blocked first, or their default action would come before ours."""
+    stopping = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
     typer.echo("up; Ctrl-C stops everything")
     sys.stdout.flush()
-    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    signal.sigwait(stopping)

@@ -36,11 +36,11 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
         raise NotFound(f"no file {str(path)!r}")
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     applications = document.get("applications") if isinstance(document, dict) else None
-    for application in applications or ():
-        if application.get("import_path") == APP_IMPORT_PATH:
+    for application in applications if isinstance(applications, list) else ():
+        if isinstance(application, dict) and application.get("import_path") == APP_IMPORT_PATH:
             return document, ClusterConfig.from_args(application.get("args") or {})
     raise ConfigError(f"{path}: no application with import_path {APP_IMPORT_PATH!r}")
 
@@ -59,6 +59,8 @@ def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[
         client.deploy_applications(document)
     except ConnectionError:
         raise Unavailable(f"no Ray dashboard at {dashboard_url}") from None
+    except RuntimeError as error:  # what the client makes of an HTTP error
+        raise ConfigError(_reason([str(error)])) from None
     deadline = time.monotonic() + DEPLOY_TIMEOUT_S
     while time.monotonic() < deadline:
         applications = client.get_serve_details()["applications"]

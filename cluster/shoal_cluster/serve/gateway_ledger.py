@@ -67,18 +67,20 @@ class GatewayLedger:
     # What Serve tells
 
     def set_members(self, members: list[Member]) -> None:
-        """Follow exactly these replicas."""
+        """Route to exactly these replicas. One that leaves is followed until its last request has ended or moved on:
+        Serve lets a replica that it stops finish what it runs.
+        """
         wanted = {m.replica_id: m for m in members}
         for replica_id in [r for r in self._members if r not in wanted]:
             del self._members[replica_id]
-            self._feeds.pop(replica_id).close()
-            self._lost(replica_id)
             self.view.leave(replica_id)
+            self._close_unused_feed(replica_id)
         for replica_id, member in wanted.items():
             if replica_id not in self._members:
                 self._members[replica_id] = member
                 self.view.join(replica_id, member.node_id)
-                self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
+                if replica_id not in self._feeds:
+                    self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
         self._changed.set()
 
     def decide(self, query: RouteQuery) -> RouteDecision:
@@ -113,8 +115,10 @@ class GatewayLedger:
     def unfollow(self, request_id: str) -> None:
         """The request is over for us: drop its reservation. Unknown ids are ignored."""
         self._followers.pop(request_id, None)
-        self._replica_of.pop(request_id, None)
         self.view.release(request_id)
+        replica_id = self._replica_of.pop(request_id, None)
+        if replica_id is not None and replica_id not in self._members:
+            self._close_unused_feed(replica_id)
 
     def abort(self, request_id: str, index: int) -> None:
         """End one sequence at its replica."""
@@ -195,6 +199,10 @@ class GatewayLedger:
             if (follower := self._followers.get(request_id)) is not None:
                 follower.on_lost()
         self._changed.set()
+
+    def _close_unused_feed(self, replica_id: str) -> None:
+        if replica_id not in self._replica_of.values() and (feed := self._feeds.pop(replica_id, None)) is not None:
+            feed.close()
 
     def _keep(self, record: RouteRecord) -> None:
         call_id = record.query.request_id.partition("#")[0]

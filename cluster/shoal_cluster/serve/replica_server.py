@@ -13,12 +13,11 @@ from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.feed import FeedServer
-from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.outcome import Outcome, run_to_end
 from shoal_cluster.serve.request_router import FEED_KEY
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine
-from shoal_replica.errors import ResourceExhausted, Unavailable
 from shoal_replica.request import Request
 
 
@@ -66,20 +65,7 @@ class ReplicaServer:
         Raises:
             EngineDead: the engine has failed; the replica is about to be replaced.
         """
-        request = replace(request, arrival_s=monotonic())
-        try:
-            finished = self._engine.add(request)
-        except (ResourceExhausted, Unavailable) as error:
-            return Outcome(refused=True, reason=str(error))
-        try:
-            if not self._feed.own(request.request_id, gateway_id):
-                return Outcome(refused=True, reason="the gateway's feed is not connected")
-            await finished
-        finally:
-            self._engine.abort(request.request_id)
-            self._feed.disown(request.request_id, gateway_id)
-        self._engine.check_health()
-        return Outcome(refused=False)
+        return await run_to_end(self._engine, self._feed, replace(request, arrival_s=monotonic()), gateway_id)
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal_kernels import ops
-from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.executor import (
     NewSequence,
@@ -15,11 +13,9 @@ from shoal_replica.executor import (
     SchedulerOutput,
     StepResult,
 )
-from shoal_replica.model.layers import LayerCache
-from shoal_replica.model.llama import LlamaDecoder
+from shoal_replica.model.decoder import make_decoder
 from shoal_replica.model.sampler import Sampler, SamplerRow
 from shoal_replica.model.sequence_table import SequenceTable
-from shoal_replica.model.weights import load_weights
 from shoal_replica.sampling_params import SamplingParams
 
 
@@ -27,18 +23,15 @@ class ModelRunner:
     """An ``Executor`` in this process. Loads the model and allocates the whole block pool when made.
 
     Raises:
-        NotFound, ConfigError: from ``load_weights``.
+        NotFound, ConfigError: from ``make_decoder``.
     """
 
     def __init__(self, model_config: ModelConfig, cache_config: CacheConfig, parallel_config: ParallelConfig) -> None:
         torch.set_num_threads(parallel_config.num_threads)
         self._config = model_config
         self._block_size = cache_config.block_size
-        self._device = torch.device(parallel_config.device)
-        weights = load_weights(model_config, self._device)
-        self._model = LlamaDecoder(model_config, weights)
-        self._dtype = weights["embed_tokens.weight"].dtype
-        self._caches = self._allocate(cache_config.num_blocks)
+        self._decoder = make_decoder(model_config, cache_config, parallel_config)
+        self._scratch_block_id = cache_config.num_blocks
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._sampler = Sampler(model_config.vocab_size)
 
@@ -48,57 +41,34 @@ class ModelRunner:
             self._sequences.drop(seq_id)
             self._sampler.forget(seq_id)
         if output.block_copies:
-            for keys, values in self._caches:
-                ops.copy_blocks(keys, values, output.block_copies)
+            self._decoder.copy_blocks(output.block_copies)
         for new in output.new_sequences:
             self._sequences.add(new)
         for seq_id, first, block_ids in output.block_updates:
             self._sequences.set_blocks(seq_id, first, block_ids)
         if not output.scheduled:
             return StepResult(())
-        logits = self._compute(self._sequences, self._caches, output.scheduled)
+        logits = self._compute(self._sequences, output.scheduled)
         return self._sample(output.scheduled, logits)
 
     def close(self) -> None:
-        """Give the KV blocks back to the system. No step may follow."""
-        self._caches = []
+        """Give weights and KV blocks back to the system. No step may follow."""
+        self._decoder.close()
 
     def warm_up(self) -> None:
-        """Run a small prefill and a decode on scratch blocks, so that the first request finds everything loaded."""
+        """Run a small prefill and a decode on the scratch block, so that the first request finds everything loaded."""
         num_tokens = min(self._block_size, self._config.max_model_len)
         sequences = SequenceTable(num_tokens, self._block_size)
-        sequences.add(NewSequence(0, (0,) * (num_tokens + 1), num_tokens, 0, (0,), SamplingParams(), 0))
-        scratch = self._allocate(1)
+        blocks = (self._scratch_block_id,)
+        sequences.add(NewSequence(0, (0,) * (num_tokens + 1), num_tokens, 0, blocks, SamplingParams(), 0))
         for computed, new in ((0, num_tokens), (num_tokens - 1, 1)):
-            self._compute(sequences, scratch, (ScheduledSequence(0, computed, new, True),))
+            self._compute(sequences, (ScheduledSequence(0, computed, new, True),))
 
-    def _allocate(self, num_blocks: int) -> list[LayerCache]:
-        """Zeroed keys and values of every layer, in one tensor."""
-        config = self._config
-        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, self._block_size, config.head_size)
-        whole = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        return [(layer[0], layer[1]) for layer in whole]
-
-    def _compute(
-        self, sequences: SequenceTable, caches: list[LayerCache], scheduled: tuple[ScheduledSequence, ...]
-    ) -> Tensor:
+    def _compute(self, sequences: SequenceTable, scheduled: tuple[ScheduledSequence, ...]) -> Tensor:
         """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size]."""
         step = sequences.arrays(scheduled)
-        metadata = AttentionMetadata(
-            query_start_loc=step.query_start_loc,
-            seq_lens=step.seq_lens,
-            block_tables=torch.from_numpy(step.block_tables).to(self._device),
-            slot_mapping=torch.from_numpy(step.slot_mapping).to(self._device),
-        )
         ends = step.query_start_loc[1:]
-        sample_rows = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
-        return self._model(
-            torch.from_numpy(step.input_ids).to(self._device),
-            torch.from_numpy(step.positions).to(self._device),
-            caches,
-            metadata,
-            torch.tensor(sample_rows, dtype=torch.int64, device=self._device),
-        )
+        return self._decoder.compute(step, [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples])
 
     @torch.inference_mode()
     def _sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> StepResult:

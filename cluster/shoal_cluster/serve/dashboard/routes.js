@@ -56,7 +56,7 @@ export class Routes {
       element("td", "mono chosen", route.replica_id || "nobody"),
       element("td", "number prompt", `${count(route.num_prompt_tokens)} tok`),
       element("td", "cached", hits, element("span", "", cached)),
-      element("td", "why", route.reason.replace(`${route.replica_id}: `, "")),
+      element("td", "why", why(route)),
     );
     row.addEventListener("click", () => this.explain(route.request_id));
     return row;
@@ -78,6 +78,8 @@ export class Routes {
   }
 }
 
+// The reason without what the other columns say.
+const why = (route) => route.reason.replace(`${route.replica_id}: `, "").replace(/; \d+ of \d+ prompt blocks cached/, "");
 const key = (route) => `${route.request_id} ${route.time_s}`;
 
 function whole(record) {

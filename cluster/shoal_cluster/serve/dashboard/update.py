@@ -106,7 +106,7 @@ def build_update(
         ttft_p50_s=_quantile(ttft_s, 0.5),
         ttft_p95_s=_quantile(ttft_s, 0.95),
         num_ttft=len(ttft_s),
-        hit_rate=sum(stats.num_cached_tokens for stats in spoken) / num_prompt_tokens if num_prompt_tokens else 0.0,
+        hit_rate=round(sum(s.num_cached_tokens for s in spoken) / num_prompt_tokens, 4) if num_prompt_tokens else 0.0,
         num_running=sum(stats.num_running for stats in spoken),
         num_waiting=sum(stats.num_waiting for stats in spoken),
         waiting_tokens=sum(stats.num_waiting_tokens for stats in spoken),

@@ -1,0 +1,1 @@
+"""The Serve YAML files, as data of the installed package."""

@@ -1,0 +1,124 @@
+"""The model with its weights and its KV blocks, as the runner sees it: torch operators, or the native CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal_kernels import native, ops
+from shoal_kernels.metadata import AttentionMetadata
+from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.model.layers import rotary_cache
+from shoal_replica.model.llama import LlamaDecoder
+from shoal_replica.model.sequence_table import StepArrays
+from shoal_replica.model.weights import DTYPES, load_weights
+
+
+class Decoder(Protocol):
+    """Computes steps over KV blocks of its own: the cache's ``num_blocks``, and one more that warm-up may write."""
+
+    def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
+        """Write the KV of a step's tokens; float32 logits [len(sample_rows), vocab_size], good until the next call."""
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Make each destination what its source was; ``pairs`` are (source, destination)."""
+        ...
+
+    def close(self) -> None:
+        """Give weights and KV blocks back to the system. No call may follow."""
+        ...
+
+
+def make_decoder(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> Decoder:
+    """The native kernels where they were built and cover the model; else torch on the configured device.
+
+    Raises:
+        NotFound, ConfigError: from ``load_weights``.
+    """
+    if parallel.device == "cpu" and native.covers(_native_shape(model, cache, parallel)):
+        return NativeCpuDecoder(model, cache, parallel)
+    return TorchDecoder(model, cache, parallel)
+
+
+class TorchDecoder:
+    """``LlamaDecoder`` over zeroed blocks, [layers, 2, blocks, kv_heads, block_size, head_size] in one tensor."""
+
+    def __init__(self, model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> None:
+        self._device = torch.device(parallel.device)
+        self._model = LlamaDecoder(model, load_weights(model, self._device))
+        shape = (model.num_layers, 2, cache.num_blocks + 1, model.num_kv_heads, cache.block_size, model.head_size)
+        whole = torch.zeros(shape, dtype=DTYPES[model.dtype], device=self._device)
+        self._caches = [(layer[0], layer[1]) for layer in whole]
+
+    def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
+        metadata = AttentionMetadata(
+            query_start_loc=step.query_start_loc,
+            seq_lens=step.seq_lens,
+            block_tables=torch.from_numpy(step.block_tables).to(self._device),
+            slot_mapping=torch.from_numpy(step.slot_mapping).to(self._device),
+        )
+        return self._model(
+            torch.from_numpy(step.input_ids).to(self._device),
+            torch.from_numpy(step.positions).to(self._device),
+            self._caches,
+            metadata,
+            torch.tensor(sample_rows, dtype=torch.int64, device=self._device),
+        )
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for keys, values in self._caches:
+            ops.copy_blocks(keys, values, pairs)
+
+    def close(self) -> None:
+        self._caches = []
+
+
+class NativeCpuDecoder:
+    """``shoal_kernels.native``: a step is one call."""
+
+    def __init__(self, model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> None:
+        cpu = torch.device("cpu")
+        cos_sin = rotary_cache(model, torch.float32, cpu)
+        shape = _native_shape(model, cache, parallel)
+        self._native = native.NativeDecoder(shape, load_weights(model, cpu), cos_sin)
+
+    def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
+        return self._native.forward(
+            input_ids=step.input_ids,
+            positions=step.positions,
+            query_start_loc=step.query_start_loc,
+            seq_lens=step.seq_lens,
+            block_tables=step.block_tables,
+            slot_mapping=step.slot_mapping,
+            sample_rows=sample_rows,
+        )
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._native.copy_blocks(pairs)
+
+    def close(self) -> None:
+        self._native.close()
+
+
+def _native_shape(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> native.DecoderShape:
+    return native.DecoderShape(
+        dtype=DTYPES[model.dtype],
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        rms_norm_eps=model.rms_norm_eps,
+        tied_embeddings=model.tie_word_embeddings,
+        sliding_window=model.sliding_window,
+        max_positions=model.max_model_len,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks + 1,
+        num_threads=parallel.num_threads,
+    )

@@ -1,0 +1,59 @@
+"""Unit, property and golden tests run anywhere: no ray, no torch, no network but loopback."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LIGHT_FOLDERS = frozenset({"unit", "property", "golden"})
+HEAVY_MODULES = frozenset({"torch", "ray", "transformers"})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden-write", action="store_true", help="write what happens into the golden files")
+
+
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the light folders: ``import ray`` fails, and sockets connect to this machine only."""
+    if _folder(request.path) in LIGHT_FOLDERS:
+        monkeypatch.setitem(sys.modules, "ray", None)
+        for name in ("connect", "connect_ex"):
+            monkeypatch.setattr(socket.socket, name, _guarded(getattr(socket.socket, name)))
+    yield
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run of light tests alone that has loaded something heavy is a failure."""
+    folders = {_folder(item.path) for item in session.items}
+    heavy = sorted(HEAVY_MODULES & sys.modules.keys())
+    if folders and folders <= LIGHT_FOLDERS and heavy:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nunit, property and golden tests do without {', '.join(heavy)}, which were imported")
+
+
+def _folder(path: Path) -> str:
+    return path.relative_to(HERE).parts[0]
+
+
+def _guarded(connect):
+    def guarded(self: socket.socket, address):
+        if self.family != socket.AF_UNIX and not _is_loopback(address[0]):
+            raise RuntimeError(f"a unit test may not connect to {address!r}")
+        return connect(self, address)
+
+    return guarded
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

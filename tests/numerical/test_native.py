@@ -1,0 +1,293 @@
+"""The native decoder against a plain float32 Llama that keeps no cache, over shapes, dtypes, threads and kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shoal_kernels import native
+from shoal_kernels.native import DecoderShape, NativeDecoder
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")
+
+KERNELS = native.supported_kernels() if native.is_available() else ()
+DTYPES = [torch.float32, torch.bfloat16]
+# Error against the oracle, relative to the spread of the logits. bf16 rounds activations some times in every layer.
+MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+
+
+def make_shape(**changes: object) -> DecoderShape:
+    base = DecoderShape(
+        dtype=torch.float32, vocab_size=83, hidden_size=96, intermediate_size=104, num_layers=2, num_heads=6,
+        num_kv_heads=2, head_size=64, rms_norm_eps=1e-5, tied_embeddings=True, sliding_window=None, max_positions=512,
+        block_size=16, num_blocks=40, num_threads=1,
+    )  # fmt: skip
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def make_weights(shape: DecoderShape, qk_norm: bool = False, biases: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(shape.dtype)
+
+    def vector(size: int, low: float, high: float) -> Tensor:
+        return (torch.rand(size, generator=generator) * (high - low) + low).to(shape.dtype)
+
+    hidden, queries = shape.hidden_size, shape.num_heads * shape.head_size
+    qkv = queries + 2 * shape.num_kv_heads * shape.head_size
+    weights = {"embed_tokens.weight": matrix(shape.vocab_size, hidden) * 5, "norm.weight": vector(hidden, 0.5, 1.5)}
+    weights["lm_head.weight"] = (
+        weights["embed_tokens.weight"] if shape.tied_embeddings else matrix(shape.vocab_size, hidden)
+    )
+    for i in range(shape.num_layers):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"layers.{i}.{name}.weight"] = vector(hidden, 0.5, 1.5)
+        for name, rows, columns in (
+            ("qkv_proj", qkv, hidden),
+            ("o_proj", hidden, queries),
+            ("gate_up_proj", 2 * shape.intermediate_size, hidden),
+            ("down_proj", hidden, shape.intermediate_size),
+        ):
+            weights[f"layers.{i}.{name}.weight"] = matrix(rows, columns)
+            if biases:
+                weights[f"layers.{i}.{name}.bias"] = vector(rows, -0.3, 0.3)
+        if qk_norm:
+            for name in ("q_norm", "k_norm"):
+                weights[f"layers.{i}.{name}.weight"] = vector(shape.head_size, 0.5, 1.5)
+    return weights
+
+
+def rotary_table(shape: DecoderShape) -> Tensor:
+    frequencies = 10000.0 ** (-torch.arange(0, shape.head_size, 2) / shape.head_size)
+    angles = torch.outer(torch.arange(shape.max_positions).float(), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def oracle_logits(shape: DecoderShape, weights: dict[str, Tensor], token_ids: Tensor) -> Tensor:
+    """Logits of every position, float32 [len(token_ids), vocab_size]."""
+    w = {name: tensor.float() for name, tensor in weights.items()}
+    length, size = len(token_ids), shape.head_size
+    counts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    cos, sin = rotary_table(shape)[:length, None].chunk(2, dim=-1)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + shape.rms_norm_eps) * w[name]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return functional.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)
+    visible = columns <= rows
+    if shape.sliding_window is not None:
+        visible &= columns > rows - shape.sliding_window
+    x = w["embed_tokens.weight"][token_ids]
+    for i in range(shape.num_layers):
+        layer = f"layers.{i}."
+        heads = linear(norm(x, f"{layer}input_layernorm.weight"), f"{layer}qkv_proj").view(length, -1, size)
+        q, k, v = heads.split(counts, dim=1)
+        if f"{layer}q_norm.weight" in w:
+            q, k = norm(q, f"{layer}q_norm.weight"), norm(k, f"{layer}k_norm.weight")
+        q, k = turn(q), turn(k)
+        k, v = (t.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
+        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+        x = x + linear(attended.reshape(length, -1), f"{layer}o_proj")
+        gate, up = linear(norm(x, f"{layer}post_attention_layernorm.weight"), f"{layer}gate_up_proj").chunk(2, dim=-1)
+        x = x + linear(functional.silu(gate) * up, f"{layer}down_proj")
+    return linear(norm(x, "norm.weight"), "lm_head")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens [start, start + len(token_ids)) of a sequence that lies in ``blocks``."""
+
+    token_ids: list[int]
+    start: int
+    blocks: list[int]
+
+
+def run(decoder: NativeDecoder, *parts: Part) -> Tensor:
+    """One step; logits of all its tokens."""
+    size = decoder.shape.block_size
+    positions = [np.arange(p.start, p.start + len(p.token_ids)) for p in parts]
+    tables = np.zeros((len(parts), max(len(p.blocks) for p in parts)), np.int32)
+    for row, part in zip(tables, parts, strict=True):
+        row[: len(part.blocks)] = part.blocks
+    ends = np.cumsum([len(p.token_ids) for p in parts])
+    slots = [np.array(p.blocks)[at // size] * size + at % size for p, at in zip(parts, positions, strict=True)]
+    return decoder.forward(
+        input_ids=np.concatenate([p.token_ids for p in parts]),
+        positions=np.concatenate(positions),
+        query_start_loc=[0, *ends.tolist()],
+        seq_lens=[p.start + len(p.token_ids) for p in parts],
+        block_tables=tables,
+        slot_mapping=np.concatenate(slots),
+        sample_rows=np.arange(ends[-1]),
+    ).clone()
+
+
+def tokens(shape: DecoderShape, length: int, seed: int = 1) -> list[int]:
+    return torch.randint(shape.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def shuffled_blocks(shape: DecoderShape, seed: int = 2) -> list[int]:
+    return torch.randperm(shape.num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).pow(2).mean().sqrt() / expected.std())
+
+
+def check_sequence(
+    shape: DecoderShape, weights: dict[str, Tensor], chunks: list[int], kernels: str = "", num_checked: int = 0
+) -> None:
+    """A sequence computed ``chunks`` at a time, in shuffled blocks."""
+    token_ids, blocks = tokens(shape, sum(chunks)), shuffled_blocks(shape)
+    decoder = NativeDecoder(shape, weights, rotary_table(shape), kernels)
+    outputs, start = [], 0
+    for chunk in chunks:
+        outputs.append(run(decoder, Part(token_ids[start : start + chunk], start, blocks)))
+        start += chunk
+    decoder.close()
+    actual, expected = torch.cat(outputs), oracle_logits(shape, weights, torch.tensor(token_ids))
+    assert error(actual, expected) < MAX_ERROR[shape.dtype]
+    assert error(actual[-num_checked:], expected[-num_checked:]) < MAX_ERROR[shape.dtype]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_every_instruction_set(kernels: str, dtype: torch.dtype, num_threads: int) -> None:
+    shape = make_shape(dtype=dtype, num_threads=num_threads)
+    check_sequence(shape, make_weights(shape), [1, 130, 17, 1, 1, 33, 1], kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128])
+def test_head_sizes_groups_and_blocks(head_size: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+    shape = make_shape(
+        dtype=dtype, head_size=head_size, num_heads=2 * group, block_size=block_size, num_layers=1, num_blocks=20
+    )
+    check_sequence(shape, make_weights(shape), [150, 1, 40, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 5, 16, 300])
+@pytest.mark.parametrize("length", [511, 513, 1600, 4096])
+def test_long_sequences_and_windows(length: int, window: int | None, dtype: torch.dtype) -> None:
+    shape = make_shape(
+        dtype=dtype, num_layers=1, num_heads=3, num_kv_heads=1, sliding_window=window, max_positions=4096,
+        num_blocks=260, num_threads=2, hidden_size=64,
+    )  # fmt: skip
+    # The last tokens come one at a time, so that the split over keys is tested, and at its boundaries.
+    check_sequence(
+        shape,
+        make_weights(shape),
+        [length - 600 if length > 600 else 1, length - 4 - max(length - 600, 1), 1, 1, 1, 1],
+        num_checked=4,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("qk_norm", "biases", "tied"), [(True, False, False), (False, True, True), (True, True, False)]
+)
+def test_families(qk_norm: bool, biases: bool, tied: bool, dtype: torch.dtype) -> None:
+    shape = make_shape(dtype=dtype, tied_embeddings=tied)
+    check_sequence(shape, make_weights(shape, qk_norm, biases), [60, 1, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_decoding_row_does_not_depend_on_its_company_or_the_threads(dtype: torch.dtype) -> None:
+    shape = make_shape(dtype=dtype, num_threads=1, max_positions=1024, num_blocks=120)
+    weights = make_weights(shape)
+    prompts = [tokens(shape, length, seed=length) for length in (700, 20, 33, 1, 90)]
+    blocks = [list(range(20 * i, 20 * i + 20)) for i in range(5)]
+    blocks[0] = list(range(70, 120))
+    blocks[1:] = [list(range(10 * i, 10 * i + 10)) for i in range(4)]
+    alone = NativeDecoder(shape, weights, rotary_table(shape))
+    together = NativeDecoder(replace(shape, num_threads=2), weights, rotary_table(shape))
+    for decoder in (alone, together):
+        for prompt, held in zip(prompts, blocks, strict=True):
+            run(decoder, Part(prompt, 0, held))
+    last = [Part([7], len(prompt), held) for prompt, held in zip(prompts, blocks, strict=True)]
+    assert torch.equal(run(together, *last), torch.cat([run(alone, part) for part in last]))
+
+
+def test_nothing_of_an_earlier_sequence_shows_in_a_reused_block() -> None:
+    """The earlier one even left NaN there."""
+    shape = make_shape(dtype=torch.bfloat16)
+    weights = make_weights(shape)
+    poisoned = weights["embed_tokens.weight"].clone()
+    poisoned[3] = torch.nan
+    weights = {**weights, "embed_tokens.weight": poisoned, "lm_head.weight": poisoned}
+    used, fresh = (NativeDecoder(shape, weights, rotary_table(shape)) for _ in range(2))
+    assert run(used, Part([3] * 48, 0, [0, 1, 2])).isnan().all()
+    clean = [t for t in tokens(shape, 40) if t != 3]
+    for start, end in ((0, 18), (18, 19), (19, len(clean))):
+        part = Part(clean[start:end], start, [0, 1, 2])
+        # Token 3's own logit is NaN by its poisoned row of the head.
+        keep = [t for t in range(shape.vocab_size) if t != 3]
+        assert torch.equal(run(used, part)[:, keep], run(fresh, part)[:, keep])
+
+
+def test_copied_blocks_take_what_their_sources_were() -> None:
+    shape = make_shape(dtype=torch.bfloat16)
+    decoder = NativeDecoder(shape, make_weights(shape), rotary_table(shape))
+    prompt = tokens(shape, 32)
+    run(decoder, Part(prompt, 0, [4, 5]))
+    expected = run(decoder, Part([9], 32, [4, 5, 6]))
+    decoder.copy_blocks([(5, 4), (4, 7)])
+    assert torch.equal(run(decoder, Part([9], 32, [7, 4, 6])), expected)
+    assert not torch.equal(run(decoder, Part([9], 32, [4, 5, 6])), expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (Part([83], 0, [0]), "token id"),
+        (Part([-1], 0, [0]), "token id"),
+        (Part([1], 512, list(range(33))), "position"),
+        (Part([1], 0, [40]), "slot"),
+        (Part([1], 16, [40, 0]), "block id"),
+    ],
+)
+def test_what_does_not_exist_is_refused(part: Part, message: str) -> None:
+    shape = make_shape()
+    decoder = NativeDecoder(shape, make_weights(shape), rotary_table(shape))
+    with pytest.raises(ValueError, match=message):
+        run(decoder, part)
+
+
+def test_shapes_that_are_not_covered() -> None:
+    for changes in ({"head_size": 24}, {"block_size": 8}, {"dtype": torch.float16}, {"head_size": 272}):
+        assert not native.covers(make_shape(**changes))
+    assert native.covers(make_shape())
+    shape = make_shape()
+    with pytest.raises(ValueError, match="head_size"):
+        NativeDecoder(replace(shape, head_size=24), make_weights(shape), rotary_table(shape))
+    with pytest.raises(ValueError, match="does not run"):
+        NativeDecoder(shape, make_weights(shape), rotary_table(shape), "sse9")
+    with pytest.raises(ValueError, match="values"):
+        NativeDecoder(shape, {**make_weights(shape), "norm.weight": torch.ones(3)}, rotary_table(shape))
+
+
+def test_closed_decoder() -> None:
+    shape = make_shape()
+    decoder = NativeDecoder(shape, make_weights(shape), rotary_table(shape))
+    decoder.close()
+    decoder.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        run(decoder, Part([1], 0, [0]))

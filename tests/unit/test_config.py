@@ -1,0 +1,330 @@
+"""Configurations: read right from a model folder, and refused in one line where they cannot work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal_cluster.commands.deploy import read_config
+from shoal_cluster.config import ClusterConfig
+from shoal_replica import memory
+from shoal_replica.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    check_memory,
+)
+from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.memory import available_bytes, default_num_blocks
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+    "tie_word_embeddings": True,
+}
+
+
+def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A model folder with LLAMA's config; a change to None removes the key."""
+    config = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+class TestModelConfig:
+    def test_reads_a_llama(self, tmp_path: Path) -> None:
+        model = ModelConfig.from_folder(write(tmp_path))
+        assert (model.num_heads, model.num_kv_heads, model.head_size) == (4, 2, 16)
+        assert (model.max_model_len, model.dtype, model.eos_token_ids) == (512, "bfloat16", (2,))
+        assert (model.rope_theta, model.rope_scaling, model.sliding_window) == (50000.0, None, None)
+        assert not (model.qkv_bias or model.output_bias or model.mlp_bias or model.qk_norm)
+
+    def test_counts_its_parameters(self, tmp_path: Path) -> None:
+        model = ModelConfig.from_folder(write(tmp_path))
+        layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64
+        assert model.num_parameters == 1000 * 64 + 2 * layer + 64
+        assert model.weight_bytes == 2 * model.num_parameters
+        assert replace(model, dtype="float32").weight_bytes == 4 * model.num_parameters
+        assert replace(model, tie_word_embeddings=False).num_parameters == model.num_parameters + 1000 * 64
+
+    def test_a_block_is_keys_and_values_of_all_layers(self, tmp_path: Path) -> None:
+        assert ModelConfig.from_folder(write(tmp_path)).block_bytes(16) == 2 * 2 * 2 * 16 * 16 * 2
+
+    @pytest.mark.parametrize(
+        ("stored", "asked", "used"),
+        [
+            ("float32", "auto", "float32"),
+            ("float16", "auto", "bfloat16"),
+            (None, "auto", "bfloat16"),
+            ("bfloat16", "float32", "float32"),
+        ],
+    )
+    def test_dtype(self, tmp_path: Path, stored: str | None, asked: str, used: str) -> None:
+        assert ModelConfig.from_folder(write(tmp_path, dtype=stored), asked).dtype == used
+
+    def test_generation_config_names_the_ends(self, tmp_path: Path) -> None:
+        assert ModelConfig.from_folder(write(tmp_path, {"eos_token_id": [3, 4]})).eos_token_ids == (3, 4)
+        assert ModelConfig.from_folder(write(tmp_path, {"temperature": 1.0})).eos_token_ids == (2,)
+
+    def test_families(self, tmp_path: Path) -> None:
+        qwen2 = ModelConfig.from_folder(write(tmp_path, architectures=["Qwen2ForCausalLM"], sliding_window=128))
+        assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm, qwen2.sliding_window) == (True, False, False, None)
+        qwen3 = ModelConfig.from_folder(write(tmp_path, architectures=["Qwen3ForCausalLM"], head_dim=32))
+        assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_size) == (False, True, 32)
+        mistral = ModelConfig.from_folder(write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=128))
+        assert mistral.sliding_window == 128
+
+    def test_rope_of_either_spelling(self, tmp_path: Path) -> None:
+        scaled = {"rope_type": "llama3", "factor": 8.0}
+        old = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaled))
+        assert (old.rope_scaling, old.rope_theta) == (scaled, 50000.0)
+        parameters = scaled | {"rope_theta": 7.0}
+        new = ModelConfig.from_folder(write(tmp_path, rope_parameters=parameters, rope_theta=None))
+        assert (new.rope_scaling, new.rope_theta) == (parameters, 7.0)
+
+    def test_a_shorter_length_may_be_asked_for(self, tmp_path: Path) -> None:
+        assert ModelConfig.from_folder(write(tmp_path), max_model_len=100).max_model_len == 100
+
+    def test_no_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(NotFound, match="no folder"):
+            ModelConfig.from_folder(tmp_path / "absent")
+
+    def test_no_config(self, tmp_path: Path) -> None:
+        with pytest.raises(NotFound, match="holds no config"):
+            ModelConfig.from_folder(tmp_path)
+
+    @pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+    def test_not_a_config(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            ModelConfig.from_folder(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not one of LlamaForCausalLM"),
+            ({"architectures": None}, "architecture '?' is not one of"),
+            ({"architectures": []}, "architecture '?' is not one of"),
+            ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+            ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not one of"),
+            ({"vocab_size": None}, "vocab_size in config.json is None; must be an integer of at least 1"),
+            ({"hidden_size": "64"}, "hidden_size in config.json is '64'"),
+            ({"hidden_size": None, "head_dim": None}, "hidden_size in config.json is None"),
+            ({"intermediate_size": 1.5}, "intermediate_size in config.json is 1.5"),
+            ({"num_hidden_layers": True}, "num_hidden_layers in config.json is True"),
+            ({"num_attention_heads": 0}, "num_attention_heads in config.json is 0"),
+            (
+                {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
+                "use_sliding_window",
+            ),
+        ],
+    )
+    def test_models_that_cannot_be_served(self, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            ModelConfig.from_folder(write(tmp_path, **changes))
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_dtype_nobody_computes_in(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="dtype: got 'int4'; must be 'auto' or one of bfloat16, float32"):
+            ModelConfig.from_folder(write(tmp_path), "int4")
+
+    @pytest.mark.parametrize("length", [0, -1, 513])
+    def test_a_length_beyond_the_model(self, tmp_path: Path, length: int) -> None:
+        with pytest.raises(ConfigError, match=f"max_model_len: got {length}; the model allows 1 to 512"):
+            ModelConfig.from_folder(write(tmp_path), max_model_len=length)
+
+
+class TestEngineConfigs:
+    @pytest.mark.parametrize(
+        ("make", "words"),
+        [
+            (lambda: CacheConfig(num_blocks=0), "num_blocks: got 0; must be an integer of at least 1"),
+            (lambda: CacheConfig(num_blocks=1, block_size=0), "block_size: got 0"),
+            (lambda: CacheConfig(num_blocks=1.5), "num_blocks: got 1.5"),  # type: ignore[arg-type]
+            (lambda: CacheConfig(num_blocks=True), "num_blocks: got True"),
+            (lambda: SchedulerConfig(max_num_seqs=0), "max_num_seqs: got 0"),
+            (lambda: SchedulerConfig(max_num_waiting=0), "max_num_waiting: got 0"),
+            (
+                lambda: SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8),
+                "max_num_batched_tokens: got 8; must be at least max_num_seqs (9)",
+            ),
+            (lambda: SchedulerConfig(policy="lifo"), "policy: got 'lifo'; must be one of fcfs, priority"),
+            (lambda: ParallelConfig(num_threads=0), "num_threads: got 0"),
+            (lambda: ParallelConfig(device="tpu"), "device: got 'tpu'; must be one of cpu, npu"),
+        ],
+    )
+    def test_impossible_values(self, make: Any, words: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert str(caught.value).startswith(words)
+
+    def test_a_sequence_never_outgrows_the_pool(self, tmp_path: Path) -> None:
+        model = ModelConfig.from_folder(write(tmp_path))
+        assert EngineConfig(model=model, cache=CacheConfig(num_blocks=31)).model.max_model_len == 496
+        assert EngineConfig(model=model, cache=CacheConfig(num_blocks=32)).model is model
+
+
+class TestMemory:
+    def test_what_fits_passes_to_the_byte(self, tmp_path: Path) -> None:
+        model = ModelConfig.from_folder(write(tmp_path))
+        cache = CacheConfig(num_blocks=10)
+        exact = model.weight_bytes + 10 * model.block_bytes(16)
+        check_memory(model, cache, exact)
+        with pytest.raises(ConfigError, match="num_blocks: 10 blocks take .* GiB are free; num_blocks=9 fits"):
+            check_memory(model, cache, exact - 1)
+
+    def test_the_advice_is_right(self, tmp_path: Path) -> None:
+        model = ModelConfig.from_folder(write(tmp_path))
+        free = model.weight_bytes + 7 * model.block_bytes(16) + 5
+        with pytest.raises(ConfigError, match="num_blocks=7 fits"):
+            check_memory(model, CacheConfig(num_blocks=1000), free)
+        check_memory(model, CacheConfig(num_blocks=7), free)
+
+    def test_a_model_too_big_has_no_advice(self, tmp_path: Path) -> None:
+        model = ModelConfig.from_folder(write(tmp_path))
+        with pytest.raises(ConfigError, match="the weights alone do not fit"):
+            check_memory(model, CacheConfig(num_blocks=1), model.weight_bytes - 1)
+        with pytest.raises(ConfigError, match="not one block fits"):
+            check_memory(model, CacheConfig(num_blocks=1), model.weight_bytes)
+
+    def test_a_pool_for_ordinary_traffic(self, tmp_path: Path) -> None:
+        model = ModelConfig.from_folder(write(tmp_path))
+        assert default_num_blocks(model, 16, 8, 2**40) == 8 * 512 // 16
+        tight = model.weight_bytes + 10 * model.block_bytes(16)
+        assert default_num_blocks(model, 16, 8, tight) == 8
+        assert default_num_blocks(model, 16, 8, 0) == 1
+
+    def test_files_that_were_read_are_not_memory_that_is_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files = {"LIMIT": "1000", "USAGE": "900", "STAT": "anon 300\ninactive_file 500\n"}
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+            monkeypatch.setattr(memory, f"CGROUP_{name}", tmp_path / name)
+        assert available_bytes() == 600
+
+
+class TestClusterConfig:
+    def test_a_model_is_enough(self) -> None:
+        config = ClusterConfig.from_args({"model": "/models/tiny/"})
+        assert config.name == "tiny"
+        assert config.replica.scheduler_config() == SchedulerConfig()
+        assert config.replica.parallel_config() == ParallelConfig()
+
+    def test_a_name_may_be_given(self) -> None:
+        assert ClusterConfig.from_args({"model": "org/name", "served_model_name": "x"}).name == "x"
+
+    @pytest.mark.parametrize(
+        ("args", "line"),
+        [
+            ({}, "model: required"),
+            ({"model": ""}, "model: got ''; string should have at least 1 character"),
+            ({"model": "m", "modle": 1}, "modle: unknown key"),
+            ({"model": "m", "replica": {"blocks": 3}}, "replica.blocks: unknown key"),
+            (
+                {"model": "m", "replica": {"num_blocks": 0}},
+                "replica.num_blocks: got 0; input should be greater than or equal to 1",
+            ),
+            (
+                {"model": "m", "replica": {"dtype": "int4"}},
+                "replica.dtype: got 'int4'; input should be 'auto', 'bfloat16' or 'float32'",
+            ),
+            (
+                {"model": "m", "replica": {"max_num_seqs": 64, "max_num_batched_tokens": 8}},
+                "replica.max_num_batched_tokens: got 8; must be at least max_num_seqs (64), "
+                "one token for each running sequence",
+            ),
+            (
+                {"model": "m", "replica": {"resources": {"NPU": -1}}},
+                "replica.resources.NPU: got -1; input should be greater than or equal to 0",
+            ),
+            (
+                {"model": "m", "scaling": {"min_replicas": 3, "max_replicas": 2}},
+                "scaling: min_replicas (3) must be at most max_replicas (2)",
+            ),
+            (
+                {"model": "m", "scaling": {"target_utilization": 1.5}},
+                "scaling.target_utilization: got 1.5; input should be less than or equal to 1",
+            ),
+            (
+                {"model": "m", "gateway": {"http_address": "8000"}},
+                "gateway.http_address: got '8000'; must be host:port with a port of at most 65535",
+            ),
+            (
+                {"model": "m", "gateway": {"grpc_address": "127.0.0.1:99999"}},
+                "gateway.grpc_address: got '127.0.0.1:99999'; must be host:port with a port of at most 65535",
+            ),
+            (
+                {"model": "m", "gateway": {"request_timeout_s": float("inf")}},
+                "gateway.request_timeout_s: got inf; input should be a finite number",
+            ),
+            ({"model": "m", "gateway": None}, "gateway: got None; input should be a valid dictionary"),
+            ("text", "args: got 'text'; input should be a valid dictionary"),
+            ({"model": "m", "replica": {"a": 1}, "b": 2}, "replica.a: unknown key; b: unknown key"),
+            ({"model": ["x"] * 100}, f"model: got {str(['x'] * 100)[:79]}…; input should be a valid string"),
+        ],
+    )
+    def test_one_line_for_each_mistake(self, args: Any, line: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            ClusterConfig.from_args(args)
+        assert str(caught.value).startswith(line)
+        assert "\n" not in str(caught.value)
+
+    def test_what_is_checked_stays_so(self) -> None:
+        config = ClusterConfig.from_args({"model": "m"})
+        with pytest.raises(ValueError, match="frozen"):
+            config.replica.num_blocks = 0  # type: ignore[misc]
+
+
+class TestReadConfig:
+    YAML = "applications:\n  - import_path: shoal_cluster.serve.app:build\n    args:\n      model: m\n"
+
+    def test_finds_the_application(self, tmp_path: Path) -> None:
+        path = tmp_path / "serve.yaml"
+        path.write_text("applications:\n  - import_path: other:app\n" + self.YAML.partition("\n")[2])
+        document, config = read_config(path)
+        assert len(document["applications"]) == 2
+        assert config.model == "m"
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(NotFound, match="no file"):
+            read_config(tmp_path / "absent.yaml")
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (b"{", "not YAML"),
+            (b"\xff\xfe\x00", "not YAML"),
+            (b"", "no application"),
+            (b"applications: 5", "no application"),
+            (b"applications: [text, 3]", "no application"),
+            (b"- a", "no application"),
+            (YAML.replace("model", "modle").encode(), "model: required; modle: unknown key"),
+        ],
+    )
+    def test_one_line_for_each_mistake(self, tmp_path: Path, content: bytes, words: str) -> None:
+        path = tmp_path / "serve.yaml"
+        path.write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
+            read_config(path)
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,149 @@
+"""What is under deploy/ parses, agrees with itself, and speaks of metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from shoal_cluster.commands.deploy import read_config
+from shoal_cluster.serve.call import ClusterRow, ReplicaRow
+from shoal_cluster.serve.metrics import render_metrics
+from shoal_replica.stats import ReplicaStats
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+SERVE_FILES = sorted((DEPLOY / "serve").glob("*.yaml"))
+YAML_FILES = sorted(path for path in DEPLOY.rglob("*") if path.suffix in (".yaml", ".yml"))
+STATS = ReplicaStats(
+    time_s=0.0,
+    block_size=16,
+    num_total_blocks=8,
+    num_free_blocks=8,
+    num_allocated_blocks=0,
+    num_cached_blocks=0,
+    num_running=0,
+    num_waiting=0,
+    num_waiting_tokens=0,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+)
+
+
+@pytest.fixture(scope="module")
+def exported() -> set[str]:
+    """Every sample name that a gateway with one replica exports."""
+    row = ReplicaRow(replica_id="r", stats=replace(STATS, draining=True), connected=True)
+    text = render_metrics(ClusterRow(model="m", replicas=(row,), recent_ttft_s=(0.1,))).decode()
+    return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def board() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DEPLOY / "grafana" / "shoal.json").read_text())
+    return loaded
+
+
+def expressions() -> list[str]:
+    return [r["expr"] for r in rules()] + [t["expr"] for p in board()["panels"] for t in p["targets"]]
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_yaml_parses(path: Path) -> None:
+    assert [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+@pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.name)
+def test_serve_files_are_valid_applications(path: Path) -> None:
+    _, config = read_config(path)
+    assert config.scaling.min_replicas >= 2
+
+
+def test_there_are_serve_files() -> None:
+    assert {path.name for path in SERVE_FILES} >= {"local.yaml", "cluster.yaml"}
+
+
+def test_every_metric_named_is_exported(exported: set[str]) -> None:
+    assert len(exported) > 20
+    named = {name for expr in expressions() for name in re.findall(r"\bshoal_\w+", expr)}
+    assert len(named) > 15
+    assert named - exported == set()
+
+
+def test_every_record_used_is_recorded() -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    used = {name for expr in expressions() for name in re.findall(r"\bshoal:\w+", expr)}
+    assert used
+    assert used <= recorded
+
+
+def test_alerts_say_what_is_wrong_and_how_bad_it_is() -> None:
+    alerts = [rule for rule in rules() if "alert" in rule]
+    assert len({rule["alert"] for rule in alerts}) == len(alerts) >= 5
+    for rule in alerts:
+        assert rule["annotations"]["summary"], rule["alert"]
+        assert rule["labels"]["severity"] in ("warning", "critical"), rule["alert"]
+
+
+def test_prometheus_scrapes_the_gateways_and_loads_the_rules() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    assert all((DEPLOY / "prometheus" / name).is_file() for name in config["rule_files"])
+    jobs = {job["job_name"] for job in config["scrape_configs"]}
+    named = {job for expr in expressions() for job in re.findall(r'job="([^"]+)"', expr)}
+    assert named <= jobs
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in board()["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not taken & cells, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+
+
+def test_kuberay_runs_the_cluster_file() -> None:
+    service, clients = yaml.safe_load_all((DEPLOY / "kuberay" / "cpu.yaml").read_text())
+    embedded = yaml.safe_load(service["spec"]["serveConfigV2"])
+    cluster = yaml.safe_load((DEPLOY / "serve" / "cluster.yaml").read_text())
+    assert embedded == cluster
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
+    assert clients["spec"]["selector"].items() <= head["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
+    gateway = cluster["applications"][0]["args"]["gateway"]
+    assert gateway["grpc_address"].endswith(f":{ports['grpc']}")
+    assert gateway["http_address"].endswith(f":{ports['http']}")
+
+
+def test_kuberay_workers_offer_what_replicas_ask_for() -> None:
+    service = next(iter(yaml.safe_load_all((DEPLOY / "kuberay" / "cpu.yaml").read_text())))
+    args = yaml.safe_load((DEPLOY / "serve" / "cluster.yaml").read_text())["applications"][0]["args"]
+    (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    offered = json.loads(json.loads(workers["rayStartParams"]["resources"]))
+    assert args["replica"]["resources"].items() <= offered.items()
+    assert workers["minReplicas"] >= args["scaling"]["min_replicas"]
+    assert workers["maxReplicas"] >= args["scaling"]["max_replicas"]
+    grace_s = workers["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > args["replica"]["drain_timeout_s"]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.npu"])
+def test_images_run_unprivileged_and_report_health(name: str) -> None:
+    lines = (DEPLOY / name).read_text().splitlines()
+    words = [line.split(maxsplit=1) for line in lines if line and not line.startswith((" ", "#"))]
+    (user,) = [rest for word, rest in words if word == "USER"]
+    assert user not in ("root", "0")
+    assert [word for word, _ in words].count("HEALTHCHECK") == 1
+    pinned = re.search(r'"torch==([\d.]+)\.\*"', (DEPLOY.parent / "pyproject.toml").read_text())
+    assert pinned is not None
+    assert f"torch=={pinned[1]}." in "\n".join(lines)

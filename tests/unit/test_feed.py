@@ -1,0 +1,360 @@
+"""The feed over real loopback sockets: what a gateway hears, and what becomes of its requests when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from fixtures.engines import finished, running_engine
+from fixtures.replicas import Replica, replica
+from fixtures.waiting import DEADLINE_S, until
+
+from shoal_cluster.serve import feed as feed_module
+from shoal_cluster.serve.feed import FeedClient, Snapshot, Subscribe, Update
+from shoal_cluster.serve.outcome import Outcome
+from shoal_replica.request import FinishReason
+from shoal_replica.testing import expected_tokens, make_request
+
+ABORT = FinishReason.ABORT
+
+
+class Gateway:
+    """A client of the feed that mirrors what it hears."""
+
+    def __init__(self, gateway_id: str, address: tuple[str, int]) -> None:
+        self.snapshots: list[Snapshot] = []
+        self.updates: list[Update] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.accepted: list[str] = []
+        self.hashes: set[bytes] = set()
+        self.num_lost = 0
+        self.client = FeedClient(gateway_id, address, self._take, self._lose)
+
+    def _take(self, message: Snapshot | Update) -> None:
+        if isinstance(message, Snapshot):
+            self.snapshots.append(message)
+            self.hashes = set(message.hashes)
+            return
+        self.updates.append(message)
+        self.hashes.difference_update(message.removed)
+        self.hashes.update(message.stored)
+        self.accepted.extend(message.accepted)
+        for delta in message.deltas:
+            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.reasons[delta.request_id] = delta.finish_reason
+
+    def _lose(self) -> None:
+        self.num_lost += 1
+
+
+@asynccontextmanager
+async def gateway(gateway_id: str, of: Replica) -> AsyncIterator[Gateway]:
+    made = Gateway(gateway_id, of.address)
+    try:
+        await until(lambda: made.snapshots)
+        yield made
+    finally:
+        await made.client.close()
+
+
+@asynccontextmanager
+async def raw(of: Replica, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection to the feed that says ``data`` and nothing else."""
+    reader, writer = await asyncio.open_connection(*of.address)
+    writer.write(data)
+    try:
+        yield reader
+    finally:
+        writer.close()
+
+
+async def test_first_a_snapshot_then_updates_without_a_gap() -> None:
+    async with replica() as one:
+        await finished(one.engine.add(make_request("before", range(20))))
+        async with gateway("g", one) as g:
+            [snapshot] = g.snapshots
+            assert set(snapshot.hashes) == set(one.engine.cache_hashes())
+            assert len(snapshot.hashes) == 5
+            assert snapshot.stats.num_finished == 1
+            assert await one.run("r", "g", prompt_token_ids=range(50, 70)) == Outcome(refused=False)
+            await until(lambda: "r" in g.reasons)
+            assert [update.seq for update in g.updates] == list(range(snapshot.seq + 1, len(g.updates) + 1))
+            assert g.accepted == ["r"]
+            assert g.tokens["r"] == expected_tokens(range(50, 70), 4)
+            assert g.hashes == set(one.engine.cache_hashes())
+            assert g.updates[-1].stats.num_finished == 2
+
+
+async def test_tokens_go_to_their_owner_alone_and_news_to_all() -> None:
+    async with replica() as one, gateway("a", one) as a, gateway("b", one) as b:
+        await asyncio.gather(one.run("ra", "a", prompt_token_ids=(1,)), one.run("rb", "b", prompt_token_ids=(2,)))
+        await until(lambda: a.reasons and b.reasons)
+        assert (set(a.tokens), set(b.tokens)) == ({"ra"}, {"rb"})
+        assert (a.accepted, b.accepted) == (["ra"], ["rb"])
+        await until(lambda: a.updates[-1].stats.num_finished == b.updates[-1].stats.num_finished == 2)
+        assert a.hashes == b.hashes
+
+
+async def test_a_request_of_a_gateway_that_is_not_connected_is_refused_and_leaves_nothing() -> None:
+    async with replica() as one:
+        outcome = await one.run("r", "nobody")
+        assert outcome == Outcome(refused=True, reason="the gateway's feed is not connected")
+        assert one.engine.stats().num_waiting == 0
+        assert await one.engine.drain(5.0)
+
+
+async def test_a_refusal_by_the_engine_is_not_announced() -> None:
+    async with replica() as one, gateway("g", one) as g:
+        await one.engine.drain(5.0)
+        assert await one.run("r", "g") == Outcome(refused=True, reason="the replica is draining")
+        await until(lambda: g.updates and g.updates[-1].stats.draining)
+        assert g.accepted == []
+
+
+async def test_the_requests_of_a_gateway_that_is_gone_are_aborted() -> None:
+    async with replica() as one, gateway("stays", one) as stays:
+        async with gateway("goes", one):
+            one.executor.gate.clear()
+            gone = [one.run(f"gone{i}", "goes", prompt_token_ids=range(20), max_tokens=100, n=2) for i in range(3)]
+            kept = one.run("kept", "stays", prompt_token_ids=range(7), max_tokens=20)
+            await until(lambda: one.executor.is_held)
+        await asyncio.gather(*gone)
+        assert one.engine.stats().num_running + one.engine.stats().num_waiting == 1, "freed before the step ended"
+        one.executor.gate.set()
+        await kept
+        await until(lambda: stays.reasons)
+        assert stays.tokens == {"kept": expected_tokens(range(7), 20)}
+        assert {reason for (name, _), reason in one.recorder.reasons.items() if name != "kept"} == {ABORT}
+        assert one.engine.stats().num_allocated_blocks == 0
+
+
+async def test_a_gateway_that_dials_again_gets_a_new_snapshot_and_loses_its_requests() -> None:
+    async with replica() as one, gateway("g", one) as g:
+        one.executor.gate.clear()
+        running = one.run("r", "g", prompt_token_ids=range(9), max_tokens=50)
+        await until(lambda: one.executor.is_held)
+        one.feed._subscribers["g"].writer.transport.abort()
+        await until(lambda: len(g.snapshots) == 2)
+        await running
+        assert g.num_lost == 1
+        assert one.recorder.reasons == {("r", 0): ABORT}
+        one.executor.gate.set()
+        await one.run("again", "g", prompt_token_ids=range(9))
+        await until(lambda: "again" in g.reasons)
+        assert g.tokens["again"] == expected_tokens(range(9), 4)
+        assert g.snapshots[1].seq == 0
+        assert g.hashes == set(one.engine.cache_hashes())
+
+
+async def test_a_second_connection_of_a_gateway_replaces_the_first() -> None:
+    subscribe = feed_module._frame(Subscribe("g"))
+    async with replica() as one, raw(one, subscribe) as older:
+        await until(lambda: "g" in one.feed._subscribers)
+        first = one.feed._subscribers["g"]
+        one.executor.gate.clear()
+        running = one.run("r", "g", prompt_token_ids=range(9))
+        await until(lambda: one.executor.is_held)
+        async with raw(one, subscribe) as younger:
+            await running
+            assert one.recorder.reasons == {("r", 0): ABORT}
+            await _rest(older)
+            assert one.feed._subscribers["g"] is not first
+            assert await younger.readexactly(4)
+
+
+async def test_one_sequence_is_aborted_by_its_gateway_only() -> None:
+    async with replica() as one, gateway("a", one) as a, gateway("b", one) as b:
+        one.executor.gate.clear()
+        running = one.run("r", "a", prompt_token_ids=range(9), max_tokens=20, n=2)
+        await until(lambda: one.executor.is_held)
+        one.executor.gate.set()
+        await until(lambda: one.recorder.tokens["r", 1])
+        one.executor.gate.clear()
+        await until(lambda: one.executor.is_held)
+        b.client.abort("r", 0)
+        a.client.abort("r", 1)
+        await until(lambda: one.recorder.reasons)
+        assert one.recorder.reasons == {("r", 1): ABORT}
+        one.executor.gate.set()
+        await running
+        assert one.recorder.reasons["r", 0] is FinishReason.LENGTH
+
+
+async def test_cancelling_the_call_frees_its_blocks() -> None:
+    async with replica() as one, gateway("g", one):
+        one.executor.gate.clear()
+        running = one.run("r", "g", prompt_token_ids=range(30))
+        await until(lambda: one.executor.is_held)
+        running.cancel()
+        await until(running.done)
+        assert one.engine.stats().num_allocated_blocks == 0
+        assert one.feed._subscribers["g"].request_ids == set()
+
+
+async def test_an_id_in_use_does_not_change_hands() -> None:
+    async with replica() as one, gateway("a", one) as a, gateway("b", one) as b:
+        one.executor.gate.clear()
+        running = one.run("r", "a", max_tokens=3)
+        await until(lambda: one.executor.is_held)
+        with pytest.raises(ValueError, match="already here"):
+            await one.run("r", "b")
+        one.executor.gate.set()
+        await running
+        await until(lambda: a.reasons)
+        assert len(a.tokens["r"]) == 3
+        assert b.tokens == {}
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00\x00\x00\x04junk",
+        b"\x00\x00\x00\x00",
+        b"\x00\x01\x00\x01" + b"x" * 65_537,
+        feed_module._frame(feed_module.Abort("r", 0)),
+        feed_module._frame(Snapshot(0, None, ())),  # type: ignore[arg-type]
+        feed_module._frame(Subscribe("g"))[:-3],
+    ],
+)
+async def test_garbage_is_hung_up_on(garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "SILENCE_S", 0.05)
+    async with replica() as one:
+        async with raw(one, garbage) as reader:
+            assert await _rest(reader) == b""
+        assert one.feed._subscribers == {}
+        monkeypatch.undo()
+        async with gateway("g", one) as g:
+            await one.run("r", "g")
+            await until(lambda: g.reasons)
+
+
+async def test_garbage_from_a_subscriber_ends_its_requests_and_nobody_elses() -> None:
+    async with replica() as one, gateway("good", one) as good:
+        reader, writer = await asyncio.open_connection(*one.address)
+        writer.write(feed_module._frame(Subscribe("bad")))
+        await until(lambda: "bad" in one.feed._subscribers)
+        one.executor.gate.clear()
+        doomed, kept = one.run("doomed", "bad"), one.run("kept", "good")
+        await until(lambda: one.executor.is_held)
+        writer.write(b"\x00\x00\x00\x02{}")
+        await doomed
+        assert "bad" not in one.feed._subscribers
+        await _rest(reader)
+        one.executor.gate.set()
+        await kept
+        await until(lambda: good.reasons)
+        assert len(good.tokens["kept"]) == 4
+        writer.close()
+
+
+async def test_a_gateway_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "MAX_BACKLOG_BYTES", 64 * 2**10)
+    sleepy = feed_module._frame(Subscribe("sleeps"))
+    async with replica() as one, gateway("reads", one) as reads, raw(one, sleepy):
+        await until(lambda: "sleeps" in one.feed._subscribers)
+        one.executor.gate.clear()
+        running = one.run("r", "sleeps", prompt_token_ids=range(9))
+        await until(lambda: one.executor.is_held)
+        one.feed._subscribers["sleeps"].writer.write(b"\x00" * 2**25)  # more than sockets and reader buffer
+        one.executor.gate.set()
+        await running
+        assert one.recorder.reasons["r", 0] is ABORT
+        assert "sleeps" not in one.feed._subscribers
+        await one.run("other", "reads")
+        await until(lambda: reads.reasons)
+        assert reads.num_lost == 0
+
+
+class TestClient:
+    """The gateway's end against a replica that misbehaves."""
+
+    @asynccontextmanager
+    async def talking_to(self, *scripts: bytes) -> AsyncIterator[Gateway]:
+        """A gateway whose every dial gets the next script, and after the last one silence."""
+        left = list(scripts)
+        writers = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(writer)
+            if left:
+                writer.write(left.pop(0))
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        made = Gateway("g", server.sockets[0].getsockname())
+        try:
+            yield made
+        finally:
+            await made.client.close()
+            server.close()
+            for writer in writers:
+                writer.close()
+
+    async def test_a_gap_is_answered_by_dialling_again(self) -> None:
+        async with running_engine() as (engine, _, _):
+            frames = [Snapshot(0, engine.stats(), ()), *(Update(seq, engine.stats()) for seq in (1, 2, 4, 5))]
+            script = b"".join(map(feed_module._frame, frames))
+            async with self.talking_to(script, feed_module._frame(Snapshot(7, engine.stats(), (b"h" * 16,)))) as g:
+                await until(lambda: len(g.snapshots) == 2)
+                assert [update.seq for update in g.updates] == [1, 2]
+                assert g.num_lost == 1
+                assert g.hashes == {b"h" * 16}
+
+    async def test_an_update_before_any_snapshot_is_not_taken(self) -> None:
+        async with running_engine() as (engine, _, _):
+            script = feed_module._frame(Update(1, engine.stats()))
+            async with self.talking_to(script) as g:
+                await until(lambda: g.num_lost)
+                assert g.updates == []
+
+    @pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01{", b"\x00\x00"])
+    async def test_garbage_and_silence_are_a_loss(self, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(feed_module, "SILENCE_S", 0.05)
+        async with self.talking_to(garbage) as g:
+            await until(lambda: g.num_lost >= 2)
+            assert g.snapshots == []
+
+    async def test_waits_for_a_replica_that_is_not_up_yet(self) -> None:
+        async with replica() as one:
+            host, port = one.address
+            await one.feed.stop()
+            late = Gateway("g", (host, port))
+            await until(lambda: late.num_lost >= 2)
+            server = await asyncio.start_server(one.feed._accept, host, port)
+            await until(lambda: late.snapshots)
+            await late.client.close()
+            server.close()
+
+    async def test_closing_ends_its_task(self) -> None:
+        tasks = asyncio.all_tasks()
+        async with replica() as one:
+            g = Gateway("g", one.address)
+            await until(lambda: g.snapshots)
+            await g.client.close()
+            g.client.abort("r", 0)
+            await until(lambda: "g" not in one.feed._subscribers)
+        assert asyncio.all_tasks() == tasks
+
+
+async def test_every_message_crosses_the_wire_unchanged() -> None:
+    async with replica() as one, gateway("g", one) as g:
+        await one.run("r", "g", n=2)
+        await until(lambda: g.updates)
+        for message in (*g.snapshots, *g.updates):
+            assert msgspec.msgpack.decode(feed_module._frame(message)[4:], type=type(message)) == message
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    """What is left to read until the other end hangs up; a reset counts as that."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            return await reader.read()
+    except ConnectionError:
+        return b""

@@ -1,0 +1,100 @@
+"""Every sampling control refuses what is out of its range, by name."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SEED, SamplingParams
+
+GOOD: list[dict[str, Any]] = [
+    {"max_tokens": 1},
+    {"max_tokens": None},
+    {"temperature": 0},
+    {"temperature": 100.0},
+    {"top_k": 0},
+    {"top_p": 1},
+    {"top_p": 1e-9},
+    {"min_p": 0.0},
+    {"min_p": 1.0},
+    {"presence_penalty": -2},
+    {"frequency_penalty": 2},
+    {"repetition_penalty": 0.01},
+    {"seed": 0},
+    {"seed": MAX_SEED},
+    {"n": MAX_N},
+    {"logprobs": 0},
+    {"logprobs": MAX_LOGPROBS},
+    {"stop": ("a",) * 16},
+    {"stop_token_ids": (0,)},
+]
+BAD: list[tuple[str, Any]] = [
+    ("max_tokens", 0),
+    ("max_tokens", 1.0),
+    ("max_tokens", True),
+    ("temperature", -0.001),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "hot"),
+    ("temperature", True),
+    ("top_k", -1),
+    ("top_k", 1.5),
+    ("top_p", 0),
+    ("top_p", 1.0001),
+    ("top_p", math.nan),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", -2.1),
+    ("frequency_penalty", 2.1),
+    ("frequency_penalty", None),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("seed", -1),
+    ("seed", MAX_SEED + 1),
+    ("n", 0),
+    ("n", MAX_N + 1),
+    ("logprobs", -1),
+    ("logprobs", MAX_LOGPROBS + 1),
+    ("stop", ("",)),
+    ("stop", (1,)),
+    ("stop", ("a",) * 17),
+    ("stop_token_ids", (-1,)),
+    ("stop_token_ids", ("x",)),
+]
+
+
+@pytest.mark.parametrize("fields", GOOD, ids=repr)
+def test_takes_what_is_in_range(fields: dict[str, Any]) -> None:
+    [(name, value)] = fields.items()
+    assert getattr(SamplingParams(**fields), name) == value
+
+
+@pytest.mark.parametrize(("field", "value"), BAD)
+def test_refuses_what_is_not(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: got ")
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="###").stop == ("###",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_questions() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert not SamplingParams().is_greedy
+    assert not SamplingParams().has_penalties
+    for field in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert SamplingParams(**{field: 0.5}).has_penalties
+
+
+def test_crosses_processes() -> None:
+    params = SamplingParams(n=3, stop=("x",), seed=7)
+    assert pickle.loads(pickle.dumps(params)) == params

@@ -79,8 +79,9 @@ class GatewayLedger:
             if replica_id not in self._members:
                 self._members[replica_id] = member
                 self.view.join(replica_id, member.node_id)
-                if replica_id not in self._feeds:
-                    self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
+                if (older := self._feeds.pop(replica_id, None)) is not None:
+                    older.close()  # it left and came back: only a new feed begins with a snapshot
+                self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
         self._changed.set()
 
     def decide(self, query: RouteQuery) -> RouteDecision:

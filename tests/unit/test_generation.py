@@ -1,0 +1,466 @@
+"""One call's life: whatever happens to replicas, the client gets each token once, or one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from fixtures.fake_serve import Answer, FakePlacement, FakeServe, ask, serving, streaming
+from fixtures.waiting import until
+
+from shoal_cluster.serve import leg
+from shoal_cluster.serve.outcome import Outcome
+from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from shoal_replica.request import Request
+from shoal_replica.testing import expected_tokens, make_request
+
+PROMPT = tuple(range(10, 31))
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(f"{token} " for token in tokens)
+
+
+def stopping(text: str, **fields: object) -> Request:
+    request = make_request("call", PROMPT, **fields)  # type: ignore[arg-type]
+    return replace(request, sampling_params=replace(request.sampling_params, stop=(text,)))
+
+
+async def test_a_call_from_end_to_end() -> None:
+    async with serving("a", "b") as serve:
+        answer = await ask(serve, prompt_token_ids=PROMPT, max_tokens=9)
+        tokens = expected_tokens(PROMPT, 9)
+        assert answer.tokens == [tokens]
+        assert answer.texts == [text_of(tokens)]
+        assert answer.reasons == ["length"]
+        usage = answer.usage
+        assert usage is not None
+        assert (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_output_tokens) == (21, 0, 9)
+        assert (usage.replica_id, usage.num_resumes) == (serve.taken_by("call"), 0)
+        assert usage.ttft_s > 0
+
+
+async def test_a_finished_call_is_left_to_return() -> None:
+    """To cancel it would make Serve count a failure."""
+    async with serving("a") as serve:
+        await ask(serve, "one", max_tokens=1)
+        await ask(serve, "two", max_tokens=9, n=3)
+        await until(lambda: serve.is_idle)
+        assert not any(placement.is_cancelled for placement in serve.placements)
+
+
+async def test_the_same_prompt_goes_where_it_is_cached() -> None:
+    async with serving("a", "b", "c") as serve:
+        first = await ask(serve, "one", prompt_token_ids=PROMPT)
+        await until(lambda: serve.is_idle)
+        second = await ask(serve, "two", prompt_token_ids=PROMPT)
+        assert second.usage.replica_id == first.usage.replica_id
+        assert second.usage.num_cached_tokens == 20
+        assert second.tokens == first.tokens
+
+
+async def test_several_sequences() -> None:
+    async with serving("a", "b") as serve:
+        answer = await ask(serve, prompt_token_ids=PROMPT, max_tokens=12, n=3)
+        assert answer.tokens == [expected_tokens(PROMPT, 12, index) for index in range(3)]
+        assert answer.reasons == ["length"] * 3
+        assert answer.usage.num_output_tokens == 36
+        assert len(serve.placements) == 1
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["", "serve is slow"])
+async def test_a_stop_string_ends_the_sequence_at_the_replica(slow: bool) -> None:
+    async with serving("a") as serve:
+        serve.is_slow = slow
+        tokens = expected_tokens(PROMPT, 90)
+        answer = Answer()
+        async with streaming(serve.generation(stopping(f" {tokens[5]} ", max_tokens=90))) as chunks:
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert answer.texts == [text_of(tokens[:5])[:-1]]
+        assert answer.tokens == [tokens[:6]]
+        assert answer.reasons == ["stop"]
+        await until(lambda: serve.is_idle)
+        assert serve.replicas["a"].engine.stats().num_generated_tokens < 90
+        assert not serve.placements[0].is_cancelled
+
+
+async def test_one_of_several_may_stop_early() -> None:
+    async with serving("a") as serve:
+        tokens = [expected_tokens(PROMPT, 90, index) for index in range(3)]
+        answer = Answer(3)
+        async with streaming(serve.generation(stopping(f" {tokens[1][3]} ", max_tokens=90, n=3))) as chunks:
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert answer.reasons == ["length", "stop", "length"]
+        assert answer.tokens == [tokens[0], tokens[1][:4], tokens[2]]
+        assert serve.replicas["a"].engine.stats().num_generated_tokens < 270
+
+
+async def test_a_stop_that_did_not_come_is_text() -> None:
+    """What was held back as a possible stop is given out in the end."""
+    async with serving("a") as serve:
+        tokens = expected_tokens(PROMPT, 4)
+        answer = Answer()
+        async with streaming(serve.generation(stopping(f"{tokens[3]} !", max_tokens=4))) as chunks:
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert (answer.texts, answer.reasons) == ([text_of(tokens)], ["length"])
+
+
+async def test_a_slow_client_gets_everything() -> None:
+    async with serving("a") as serve:
+        answer = Answer()
+        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=20))) as chunks:
+            answer.take(await anext(chunks))
+            await until(lambda: serve.replicas["a"].engine.stats().num_finished)
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert answer.tokens == [expected_tokens(PROMPT, 20)]
+        assert answer.usage is not None
+
+
+# Refusals
+
+
+async def test_a_refusal_goes_to_the_next_rank() -> None:
+    async with serving("a", "b") as serve:
+        warm = (await ask(serve, "warm", prompt_token_ids=PROMPT)).usage.replica_id
+        serve.replicas[warm].engine._draining = True  # and nobody has been told
+        answer = await ask(serve, prompt_token_ids=PROMPT)
+        assert answer.tokens == [expected_tokens(PROMPT, 4)]
+        assert answer.usage.replica_id != warm
+        assert answer.usage.num_resumes == 0
+        first, second = serve.ledger.records("call")
+        assert first.decision.ranked[0] == warm
+        assert second.query.excluded == {warm}
+
+
+async def test_refused_by_all_is_said_at_once() -> None:
+    async with serving("a", "b") as serve:
+        for made in serve.replicas.values():
+            made.engine._draining = True
+        with pytest.raises(ResourceExhausted, match="refused by 2 replicas: the replica is draining") as caught:
+            await ask(serve)
+        assert caught.value.retry_after_s
+        assert len(serve.placements) == 2
+
+
+# Losses
+
+
+async def _crash(serve: FakeServe, name: str) -> None:
+    await serve.leave(name).die()
+
+
+async def _silent_crash(serve: FakeServe, name: str) -> None:
+    """The actor is dead, and Serve does not know yet."""
+    await serve.replicas[name].die()
+
+
+async def _feed_breaks(serve: FakeServe, name: str) -> None:
+    serve.replicas[name].feed._subscribers["gateway"].writer.transport.abort()
+
+
+async def _engine_fails(serve: FakeServe, name: str) -> None:
+    serve.replicas[name].executor.failure = RuntimeError("fire")
+
+
+async def _stops(serve: FakeServe, name: str) -> None:
+    serve.replicas[name].executor.gate.set()
+    await serve.replicas[name].engine.stop()
+
+
+async def _leaves_and_stops(serve: FakeServe, name: str) -> None:
+    """Serve's patience with a replica that drains is at its end."""
+    left = serve.leave(name)
+    left.executor.gate.set()
+    await left.engine.stop()
+
+
+LOSSES = [_crash, _silent_crash, _feed_breaks, _engine_fails, _stops, _leaves_and_stops]
+Lose = Callable[[FakeServe, str], Awaitable[None]]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("lose", LOSSES)
+async def test_a_lost_replica_leaves_no_gap_and_no_repeat(lose: Lose, n: int) -> None:
+    async with serving("a", "b") as serve:
+        answer = Answer(n)
+        request = make_request("call", PROMPT, max_tokens=40, n=n)
+        async with streaming(serve.generation(request)) as chunks:
+            for _ in range(5):
+                answer.take(await anext(chunks))
+            name = serve.taken_by("call")
+            lost = serve.replicas[name]
+            lost.executor.gate.clear()
+            await until(lambda: lost.executor.is_held)
+            await lose(serve, name)
+            lost.executor.gate.set()
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert answer.tokens == [expected_tokens(PROMPT, 40, index) for index in range(n)]
+        assert answer.texts == [text_of(tokens) for tokens in answer.tokens]
+        assert answer.reasons == ["length"] * n
+        assert answer.usage.num_resumes == 1
+        if lose is not _feed_breaks:
+            assert answer.usage.replica_id != name
+            assert all(r.decision.ranked[0] != name for r in serve.ledger.records("call")[1:])
+
+
+async def test_a_replica_that_leaves_finishes_what_it_runs() -> None:
+    async with serving("a", "b") as serve:
+        answer = Answer()
+        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=40))) as chunks:
+            answer.take(await anext(chunks))
+            name = serve.taken_by("call")
+            left = serve.leave(name)
+            assert serve.ledger.view.replica_ids == tuple({"a", "b"} - {name})
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert answer.tokens == [expected_tokens(PROMPT, 40)]
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == (name, 0)
+        await until(lambda: not left.feed._subscribers)
+        assert set(serve.ledger._feeds) == set(serve.replicas)
+
+
+async def test_a_replica_that_left_and_came_back_is_followed_anew() -> None:
+    async with serving("a") as serve:
+        answer = Answer()
+        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=40))) as chunks:
+            answer.take(await anext(chunks))
+            serve.join("a", serve.leave("a"))
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert answer.tokens == [expected_tokens(PROMPT, 40)]
+        assert (await ask(serve, "next")).usage.replica_id == "a"
+        assert len(serve.replicas["a"].feed._subscribers) == 1
+
+
+async def test_a_loss_before_the_first_token() -> None:
+    async with serving("a", "b") as serve:
+        for made in serve.replicas.values():
+            made.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=6, n=3))
+        await until(lambda: any(made.executor.is_held for made in serve.replicas.values()))
+        await _crash(serve, serve.taken_by("call"))
+        for made in serve.replicas.values():
+            made.executor.gate.set()
+        answer = await running
+        assert answer.tokens == [expected_tokens(PROMPT, 6, index) for index in range(3)]
+
+
+async def test_only_unfinished_sequences_go_on_elsewhere() -> None:
+    async with serving("a", "b") as serve:
+        tokens = [expected_tokens(PROMPT, 30, index) for index in range(2)]
+        answer = Answer(2)
+        async with streaming(serve.generation(stopping(f" {tokens[0][1]} ", max_tokens=30, n=2))) as chunks:
+            while answer.reasons[0] is None or len(answer.tokens[1]) < 4:
+                answer.take(await anext(chunks))
+            await _crash(serve, serve.taken_by("call"))
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert answer.tokens == [tokens[0][:2], tokens[1]]
+        assert [placement.request.index for placement in serve.placements] == [0, 1]
+
+
+async def test_a_dead_engine_is_tried_once() -> None:
+    """It looks idle, so it would be every request's first choice."""
+    async with serving("a", "b") as serve:
+        dead = serve.replicas["a"]
+        dead.executor.failure = RuntimeError("fire")
+        dead.run("last", "gateway")
+        await until(lambda: dead.engine._failure)
+        serve.replicas["b"].run("busy", "gateway", prompt_token_ids=range(60), max_tokens=60)
+        answers = await asyncio.gather(*(ask(serve, f"call{i}", n=3) for i in range(4)))
+        for i, answer in enumerate(answers):
+            assert answer.tokens == [expected_tokens((1, 2, 3), 4, index) for index in range(3)]
+            assert answer.usage.replica_id == "b"
+            assert len([r for r in serve.ledger.records(f"call{i}") if r.decision.ranked[0] == "a"]) <= 1
+
+
+async def test_lost_four_times_is_unavailable() -> None:
+    async with serving(*"abcde") as serve:
+        for made in serve.replicas.values():
+            made.executor.failure = RuntimeError("fire")
+        generation = serve.generation(make_request("call"))
+        with pytest.raises(Unavailable, match="resumed 3 times"):
+            async with streaming(generation) as chunks:
+                await anext(chunks)
+        assert generation.num_resumes == 3
+        assert len({placement.query.excluded for placement in serve.placements}) == 4
+
+
+async def test_every_sequence_has_its_own_three_resumes() -> None:
+    async with serving(*"abcd") as serve:
+        answer = Answer(6)
+        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=60, n=6))) as chunks:
+            for name in "abc":
+                before = sum(map(len, answer.tokens))
+                while sum(map(len, answer.tokens)) < before + 12:
+                    answer.take(await anext(chunks))
+                await _silent_crash(serve, name)
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert answer.tokens == [expected_tokens(PROMPT, 60, index) for index in range(6)]
+        assert answer.usage.replica_id == "d"
+
+
+async def test_a_call_that_ends_without_its_tokens_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leg, "GRACE_S", 0.02)
+    async with serving("a") as serve:
+        real = serve.replicas["a"].call
+
+        async def hurried(request: Request, gateway_id: str) -> Outcome:
+            if "#" not in request.request_id:
+                return Outcome(refused=False)
+            return await real(request, gateway_id)
+
+        monkeypatch.setattr(serve.replicas["a"], "call", hurried)
+        answer = await ask(serve, prompt_token_ids=PROMPT)
+        assert answer.tokens == [expected_tokens(PROMPT, 4)]
+        assert answer.usage.num_resumes == 1
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), asyncio.CancelledError()], ids=repr)
+async def test_a_call_that_fails_on_the_way_is_resumed(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    async with serving("a") as serve:
+        real = FakePlacement._run
+
+        async def failing(self: FakePlacement) -> Outcome:
+            if len(serve.placements) == 1:
+                raise error
+            return await real(self)
+
+        monkeypatch.setattr(FakePlacement, "_run", failing)
+        answer = await ask(serve)
+        assert answer.tokens == [expected_tokens((1, 2, 3), 4)]
+
+
+# Ends that the client or the clock chose
+
+
+async def test_a_deadline_ends_the_call_and_frees_its_blocks() -> None:
+    async with serving("a") as serve:
+        made = serve.replicas["a"]
+        made.executor.gate.clear()
+        with pytest.raises(DeadlineExceeded, match=r"after 0\.03 s"):
+            async with streaming(serve.generation(make_request("call", PROMPT, n=2)), timeout_s=0.03) as chunks:
+                await anext(chunks)
+        await until(lambda: not made.calls)
+        assert made.engine.stats().num_allocated_blocks == 0
+        assert serve.placements[0].is_cancelled
+
+
+async def test_a_deadline_holds_while_nobody_can_take_the_call() -> None:
+    async with serving() as serve:
+        with pytest.raises(DeadlineExceeded):
+            async with streaming(serve.generation(make_request()), timeout_s=0.03) as chunks:
+                await anext(chunks)
+
+
+async def test_nobody_to_take_the_call_is_unavailable() -> None:
+    async with serving() as serve:
+        with pytest.raises(Unavailable, match=r"no replica could take the request within 0\.03 s"):
+            async with streaming(serve.generation(make_request(), placement_timeout_s=0.03)) as chunks:
+                await anext(chunks)
+
+
+async def test_a_replica_that_comes_late_takes_the_waiting_call() -> None:
+    async with serving("a") as serve:
+        made = serve.leave("a")
+        running = asyncio.create_task(ask(serve))
+        await until(lambda: serve.placements)
+        assert not running.done()
+        serve.join("a2", made)
+        assert (await running).usage.replica_id == "a2"
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 7])
+async def test_closing_the_stream_cancels_the_call(num_taken: int) -> None:
+    async with serving("a") as serve:
+        made = serve.replicas["a"]
+        tasks = asyncio.all_tasks()
+        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=100, n=3))) as chunks:
+            for _ in range(num_taken):
+                await anext(chunks)
+        await until(lambda: serve.is_idle)
+        assert made.engine.stats().num_generated_tokens < 300
+        await until(lambda: asyncio.all_tasks() <= tasks)
+
+
+async def test_thirty_of_thirty_cancels_free_everything() -> None:
+    async with serving("a", "b", num_blocks=40) as serve:
+        for i in range(30):
+            request = make_request(f"call{i}", range(i, i + 12), max_tokens=100, n=1 + i % 3)
+            async with streaming(serve.generation(request)) as chunks:
+                for _ in range(i % 4):
+                    await anext(chunks)
+        await until(lambda: serve.is_idle)
+
+
+@pytest.mark.parametrize("where", ["placing", "running"])
+async def test_cancelling_the_reader_cancels_the_call(where: str) -> None:
+    async with serving("a") as serve:
+        made = serve.replicas["a"]
+        made.executor.gate.clear()
+        if where == "placing":
+            made = serve.leave("a")
+        running = asyncio.create_task(ask(serve))
+        await until(lambda: serve.placements and (where == "placing" or made.executor.is_held))
+        running.cancel()
+        await until(running.done)
+        assert running.cancelled()
+        await until(lambda: serve.is_idle)
+        made.executor.gate.set()
+
+
+async def test_an_id_in_use_is_refused_and_harms_nobody() -> None:
+    async with serving("a") as serve:
+        serve.replicas["a"].executor.gate.clear()
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
+        await until(lambda: serve.replicas["a"].executor.is_held)
+        with pytest.raises(InvalidArgument, match="request_id") as caught:
+            await ask(serve, prompt_token_ids=(9,))
+        assert caught.value.field == "request_id"
+        serve.replicas["a"].executor.gate.set()
+        assert (await running).tokens == [expected_tokens(PROMPT, 4)]
+
+
+async def test_a_bug_on_the_way_is_raised_and_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving("a") as serve:
+
+        def broken(request: object, query: object) -> FakePlacement:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(serve, "place", broken)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await ask(serve)
+
+
+class TestLedger:
+    """The gateway's books where they touch a call's life."""
+
+    async def test_who_has_left_is_promised_nothing(self) -> None:
+        async with serving("a") as serve:
+            generation = serve.generation(make_request("call", PROMPT))
+            assert serve.ledger.decide(generation._query).ranked == ("a",)
+            assert serve.is_idle
+            serve.ledger.routed(generation._query, "a")
+            assert serve.is_idle
+
+    async def test_a_replica_that_refuses_all_feeds_is_not_counted_on(self) -> None:
+        async with serving("a", "b") as serve:
+            assert serve.ledger.can_place(frozenset({"a"}))
+            assert not serve.ledger.can_place(frozenset({"a", "b"}))
+            await serve.replicas["b"].engine.drain(1.0)
+            await until(lambda: not serve.ledger.can_place(frozenset({"a"})))
+
+    async def test_a_closed_ledger_follows_nobody(self) -> None:
+        tasks = asyncio.all_tasks()
+        async with serving("a", "b") as serve:
+            await serve.ledger.close()
+            await until(lambda: not any(made.feed._subscribers for made in serve.replicas.values()))
+        await until(lambda: asyncio.all_tasks() <= tasks)

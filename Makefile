@@ -42,7 +42,7 @@ format: setup
 	@$(BIN)/ruff check --fix .
 
 bench: setup
-	@$(BIN)/shoal bench engine
+	@$(BIN)/python tests/benchmarks/bench_engine.py $(BENCH)
 
 proto: setup
 	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the light folders: ``import ray`` fails, and sockets connect to this machine only."""
     if _folder(request.path) in LIGHT_FOLDERS:
         monkeypatch.setitem(sys.modules, "ray", None)
         for name in ("connect", "connect_ex"):
             monkeypatch.setattr(socket.socket, name, _guarded(getattr(socket.socket, name)))
-    yield
 
 
 @pytest.hookimpl(trylast=True)

@@ -174,24 +174,35 @@ def with_seed(params: SamplingParams) -> SamplingParams:
 
 
 class _Collector:
-    """Gathers the deltas of one request into its output."""
+    """Gathers the deltas of one request into its output. Text is followed token by token only for stop strings."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         params = request.sampling_params
         self.result = RequestOutput(request.prompt_token_ids, [SequenceOutput() for _ in range(params.n)])
-        self._texts = [TextStream(tokenizer, params.stop) for _ in range(params.n)]
+        self._tokenizer = tokenizer
+        self._texts = [TextStream(tokenizer, params.stop) for _ in range(params.n)] if params.stop else []
 
     def take(self, delta: TokenDelta) -> bool:
         """Add a delta; True when its text has just met a stop string and the sequence should be aborted."""
-        output, text = self.result.outputs[delta.index], self._texts[delta.index]
+        output = self.result.outputs[delta.index]
         output.token_ids.extend(delta.token_ids)
         output.logprobs.extend(delta.logprobs)
+        output.finish_reason = delta.finish_reason
         self.result.num_cached_tokens = max(self.result.num_cached_tokens, delta.num_cached_tokens)
+        if self._texts:
+            return self._follow(output, self._texts[delta.index], delta)
+        if delta.finish_reason is not None:
+            output.text = self._tokenizer.decode(output.token_ids)
+        return False
+
+    @staticmethod
+    def _follow(output: SequenceOutput, text: TextStream, delta: TokenDelta) -> bool:
         new_text, stopped = text.push(delta.token_ids)
         output.text += new_text
-        if delta.finish_reason is not None and not stopped:
+        if delta.finish_reason is not None:
             output.text += text.finish()
-        output.finish_reason = FinishReason.STOP if stopped else delta.finish_reason
+        if stopped or text.stopped:
+            output.finish_reason = FinishReason.STOP
         return stopped and delta.finish_reason is None
 
 

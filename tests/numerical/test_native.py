@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tiny_models import make_checkpoint, make_prompts
 from torch import Tensor
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from shoal_kernels import native
 from shoal_kernels.native import DecoderShape, NativeDecoder
+from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
+from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
+from shoal_replica.model import model_runner
+from shoal_replica.model.decoder import Decoder, NativeCpuDecoder, TorchDecoder, make_decoder
+from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.model.sequence_table import SequenceTable
+from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")
 
@@ -291,3 +304,65 @@ def test_closed_decoder() -> None:
     decoder.close()
     with pytest.raises(RuntimeError, match="closed"):
         run(decoder, Part([1], 0, [0]))
+
+
+def test_the_runner_generates_alike_with_torch_and_native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig.from_folder(make_checkpoint("llama-llama3-rope", tmp_path))
+    cache, parallel = CacheConfig(num_blocks=16, block_size=16), ParallelConfig()
+    (prompt,) = make_prompts([37])
+    generated = []
+    for kind in (NativeCpuDecoder, TorchDecoder):
+        monkeypatch.setattr(model_runner, "make_decoder", kind)
+        runner = ModelRunner(model, cache, parallel)
+        runner.warm_up()
+        new = NewSequence(0, tuple(prompt), len(prompt), 0, (2, 9, 4, 1), SamplingParams(temperature=0.0), 0)
+        step = SchedulerOutput(0, (ScheduledSequence(0, 0, len(prompt), True),), (new,))
+        token_ids = []
+        for i in range(20):
+            token_ids += [s.token_id for s in runner.execute(step).sampled]
+            step = SchedulerOutput(i + 1, (ScheduledSequence(0, len(prompt) + i, 1, True),))
+        runner.close()
+        generated.append(token_ids)
+    assert generated[0] == generated[1]
+
+
+def test_torch_serves_what_native_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig.from_folder(make_checkpoint("llama-llama3-rope", tmp_path))
+    cache = CacheConfig(num_blocks=16, block_size=16)
+    assert isinstance(make_decoder(model, cache, ParallelConfig()), NativeCpuDecoder)
+    assert isinstance(make_decoder(model, replace(cache, block_size=8), ParallelConfig()), TorchDecoder)
+    monkeypatch.setattr(native, "_LIBRARY", None)
+    assert isinstance(make_decoder(model, cache, ParallelConfig()), TorchDecoder)
+
+
+def decoder_logits(decoder: Decoder, token_ids: Sequence[int], block_size: int) -> Tensor:
+    """Logits of every token of one sequence."""
+    length = len(token_ids)
+    table = SequenceTable(length, block_size)
+    blocks = tuple(range(-(-length // block_size)))
+    table.add(NewSequence(0, tuple(token_ids), length, 0, blocks, SamplingParams(), 0))
+    return decoder.compute(table.arrays((ScheduledSequence(0, 0, length, True),)), range(length))
+
+
+@pytest.mark.demo_model
+def test_bf16_is_closer_to_float32_than_transformers_is() -> None:
+    """Mean KL of next-token distributions over 2 048 positions of English text."""
+    folder = str(ensure_checkpoint(DEMO_MODEL))
+    text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    token_ids = Tokenizer.from_folder(folder).encode(text)[:2048]
+    assert len(token_ids) == 2048
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    config = ModelConfig.from_folder(folder, dtype="bfloat16")
+    ours = NativeCpuDecoder(config, CacheConfig(num_blocks=16, block_size=32), ParallelConfig())
+    divergence = {"transformers": 0.0, "native": 0.0}
+    with torch.inference_mode():
+        for start in range(0, len(token_ids), 512):
+            part = token_ids[start : start + 512]
+            expected = exact(torch.tensor([part])).logits[0].log_softmax(-1)
+            for name, logits in (
+                ("transformers", rounded(torch.tensor([part])).logits[0].float()),
+                ("native", decoder_logits(ours, part, 32)),
+            ):
+                divergence[name] += float((expected.exp() * (expected - logits.log_softmax(-1))).sum())
+    assert divergence["native"] <= divergence["transformers"]

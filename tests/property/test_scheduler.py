@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,8 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), prompts, st.integers(1, 12), st.integers(1, 3), st.integers(0, 2)),
-        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("resume"), prompts, st.integers(1, 11), st.integers(0, 2)),
+        st.tuples(st.just("abort"), st.integers(0, 30), st.none() | st.integers(0, 2), st.booleans()),
         st.tuples(st.just("step"), st.integers(1, 6)),
     ),
     max_size=30,
@@ -44,6 +46,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         policy=policy,
     )
     requests = {}
+    resumed: dict[str, list[int]] = {}  # tokens that another replica has drawn
     streams: dict[tuple[str, int], list[int]] = defaultdict(list)
     reasons: dict[tuple[str, int], FinishReason] = {}
     mirror: set[bytes] = set()
@@ -52,7 +55,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         for delta in deltas:
             key = (delta.request_id, delta.index)
             assert key not in reasons, "nothing follows a finish reason"
-            assert delta.position == len(streams[key])
+            assert delta.position == len(resumed.get(delta.request_id, ())) + len(streams[key])
             streams[key].extend(delta.token_ids)
             if delta.finish_reason is not None:
                 reasons[key] = delta.finish_reason
@@ -67,13 +70,16 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         assert stats.num_allocated_blocks + stats.num_free_blocks == stats.num_total_blocks
         assert stats.num_cached_blocks <= stats.num_free_blocks
 
-    def step() -> bool:
+    def step(aborted: tuple[str, int | None] | None = None) -> bool:
         output = scheduler.schedule(0.0)
         scheduler.check_invariants()
         if output is None:
+            assert not scheduler.has_work
             return False
         assert 0 < output.num_tokens <= max_num_batched_tokens
         assert len(output.scheduled) <= max_num_seqs
+        if aborted is not None:
+            take(scheduler.abort(*aborted))
         take(scheduler.update(output, executor.execute(output)))
         return True
 
@@ -85,8 +91,22 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
             )
             requests[request.request_id] = request
             scheduler.add(request)
+        elif event[0] == "resume":
+            _, prompt, num_drawn, index = event
+            drawn = expected_tokens(prompt, num_drawn, index)
+            request = replace(
+                make_request(f"r{number}", prompt, max_tokens=12, output_token_ids=drawn, arrival_s=float(number)),
+                index=index,
+            )
+            requests[request.request_id] = request
+            resumed[request.request_id] = drawn
+            scheduler.add(request)
         elif event[0] == "abort":
-            take(scheduler.abort(f"r{event[1]}"))
+            _, victim, index, mid_step = event
+            if mid_step:
+                step((f"r{victim}", index))
+            else:
+                take(scheduler.abort(f"r{victim}", index))
         else:
             for _ in range(event[1]):
                 step()
@@ -102,11 +122,9 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         for (other_id, index), tokens in streams.items():
             if other_id != request_id:
                 continue
-            wanted = expected_tokens(request.prompt_token_ids, wanted_len, index)
+            wanted = expected_tokens(request.prompt_token_ids, wanted_len, index)[len(request.output_token_ids) :]
             assert tokens == wanted[: len(tokens)]
             if reasons[other_id, index] is FinishReason.LENGTH:
                 assert tokens == wanted
-        ended = [reason for (other_id, _), reason in reasons.items() if other_id == request_id]
-        assert ended
-        if FinishReason.ABORT not in ended:
-            assert len(ended) == params.n
+        ended = {index for other_id, index in reasons if other_id == request_id}
+        assert ended == set(range(request.index, request.index + params.n))

@@ -55,7 +55,7 @@ class TestModelConfig:
         assert (model.num_heads, model.num_kv_heads, model.head_size) == (4, 2, 16)
         assert (model.max_model_len, model.dtype, model.eos_token_ids) == (512, "bfloat16", (2,))
         assert (model.rope_theta, model.rope_scaling, model.sliding_window) == (50000.0, None, None)
-        assert not (model.qkv_bias or model.output_bias or model.mlp_bias or model.qk_norm)
+        assert not any((model.qkv_bias, model.output_bias, model.mlp_bias, model.qk_norm))
 
     def test_counts_its_parameters(self, tmp_path: Path) -> None:
         model = ModelConfig.from_folder(write(tmp_path))
@@ -189,7 +189,7 @@ class TestMemory:
         cache = CacheConfig(num_blocks=10)
         exact = model.weight_bytes + 10 * model.block_bytes(16)
         check_memory(model, cache, exact)
-        with pytest.raises(ConfigError, match="num_blocks: 10 blocks take .* GiB are free; num_blocks=9 fits"):
+        with pytest.raises(ConfigError, match=r"num_blocks: 10 blocks take .* GiB are free; num_blocks=9 fits"):
             check_memory(model, cache, exact - 1)
 
     def test_the_advice_is_right(self, tmp_path: Path) -> None:

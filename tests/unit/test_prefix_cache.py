@@ -33,7 +33,7 @@ def test_any_string_is_a_salt() -> None:
     assert hash_blocks([1], 1, "\ud800") != hash_blocks([1], 1, "\ud801")
 
 
-@pytest.mark.parametrize("cut", range(0, 13))
+@pytest.mark.parametrize("cut", range(13))
 def test_extending_is_hashing_the_whole(cut: int) -> None:
     tokens = list(range(100, 112))
     hashes = hash_blocks(tokens[:cut], 3, "salt")

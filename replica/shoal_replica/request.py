@@ -66,7 +66,7 @@ class Request:
         return len(self.prompt_token_ids)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # one sequence is one object: queues find it by identity
 class Sequence:
     """Progress of one sequence of a request. Only the scheduler writes it.
 

@@ -62,13 +62,16 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of ``text``. A rendered chat wants ``add_special_tokens=False``: its template wrote them already.
 
+        Other threads run meanwhile: the library's call for batches, unlike the one for a text, gives up Python's lock.
+
         Raises:
             InvalidArgument: ``text`` holds a lone surrogate, which no UTF-8 can spell.
         """
         try:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):  # the library's word for a str that has no UTF-8
             raise InvalidArgument("text", text, "must be valid Unicode, without lone surrogates") from None
+        return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``. Ids beyond the vocabulary have no text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from fixtures.fake_gateway import FakeGateway
 from typer.testing import CliRunner
 
 from shoal_cluster.cli import LATER, app
+from shoal_cluster.commands.local_ray import LocalRay
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_replica.errors import Unavailable
 
@@ -67,6 +69,15 @@ def test_chat_remembers(core: FakeGateway, address: str) -> None:
     assert [m.content for m in messages] == ["s", "one", core.text, "two"]
 
 
+def test_a_chat_survives_an_error(core: FakeGateway, address: str) -> None:
+    result = CliRunner().invoke(app, ["chat", "--address", address, "--no-stats"], input=f"{'x' * 500}\ntwo\n")
+    assert result.exit_code == 0
+    assert "below 128 tokens" in result.stderr
+    messages = core.calls[-1].messages
+    assert messages is not None
+    assert [m.content for m in messages] == ["two"]
+
+
 def test_status_shows_ledgers_and_sums(address: str) -> None:
     result = CliRunner().invoke(app, ["status", "--address", address], env=WIDE)
     lines = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.strip()}
@@ -117,6 +128,13 @@ def test_no_gateway_is_said_plainly(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, [*arguments, "--address", address])
     assert result.exit_code == 1
     assert result.stderr == f"no Shoal gateway at {address}; start one with `make demo`\n"
+
+
+def test_a_ray_that_does_not_start_is_quoted() -> None:
+    with LocalRay(num_cpus=math.nan) as ray, pytest.raises(Unavailable, match="Ray ended; it said") as caught:
+        ray.wait_until_up()
+    assert "--num-cpus" in str(caught.value)
+    assert not ray.folder.exists()
 
 
 def test_help_lists_everything_and_imports_nothing_heavy() -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -206,6 +207,28 @@ def test_a_prompt_of_ten_megabytes_and_bytes_that_are_no_text_are_refused(cluste
     )
     assert nonsense.status_code == 400
     assert nonsense.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_long_prompt_is_refused_while_a_stream_goes_on(cluster: LiveCluster):
+    """To tokenise seven megabytes takes seconds: nobody else's stream may wait for that."""
+    url = f"http://{cluster.http_address}/v1/completions"
+    async with GatewayClient(cluster.grpc_address) as client, httpx.AsyncClient(timeout=60) as http:
+        stream = client.generate(call("Tell a long story.", max_tokens=1500, ignore_eos=True))
+        await anext(stream)
+        posted = asyncio.create_task(http.post(url, json={"model": cluster.model, "prompt": "word " * 1_400_000}))
+        pauses_s, last_s = [], time.monotonic()
+        async for _ in stream:
+            now_s = time.monotonic()
+            pauses_s.append(now_s - last_s)
+            last_s = now_s
+            if posted.done():
+                break
+        await stream.aclose()  # type: ignore[attr-defined]
+        refused = await posted
+        await until(client, is_idle)
+    assert refused.status_code == 400
+    assert "1400001 tokens" in refused.json()["error"]["message"]
+    assert max(pauses_s) < 1.0
 
 
 def test_the_openai_client(cluster: LiveCluster):

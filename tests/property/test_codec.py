@@ -25,7 +25,8 @@ number = st.floats(allow_nan=False, allow_infinity=False)
 amount = st.floats(0, 1e9)
 token_id = st.integers(0, 2**32 - 1)
 token_ids = st.lists(token_id, max_size=5).map(tuple)
-request_id = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=128)
+request_id_characters = st.characters(min_codepoint=0x21, max_codepoint=0x7E, exclude_characters="#")
+request_id = st.text(request_id_characters, min_size=1, max_size=128)
 
 sampling_params = st.builds(
     SamplingParams,

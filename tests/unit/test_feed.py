@@ -167,6 +167,20 @@ async def test_a_second_connection_of_a_gateway_replaces_the_first() -> None:
             assert await younger.readexactly(4)
 
 
+async def test_a_stop_hangs_up_on_everybody() -> None:
+    async with replica() as one, gateway("g", one) as g, raw(one, b"") as undecided:
+        one.executor.gate.clear()
+        running = one.run("r", "g", prompt_token_ids=range(9))
+        await until(lambda: one.executor.is_held and len(one.feed._connections) == 2)
+        async with asyncio.timeout(feed_module.SILENCE_S / 2):  # nobody's patience is waited for
+            await one.feed.stop()
+        await until(lambda: g.num_lost)
+        await running
+        assert one.recorder.reasons == {("r", 0): ABORT}
+        assert await _rest(undecided) == b""
+        assert not one.feed._connections
+
+
 async def test_one_sequence_is_aborted_by_its_gateway_only() -> None:
     async with replica() as one, gateway("a", one) as a, gateway("b", one) as b:
         one.executor.gate.clear()

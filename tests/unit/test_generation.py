@@ -11,6 +11,7 @@ from fixtures.fake_serve import Answer, FakePlacement, FakeServe, ask, serving, 
 from fixtures.waiting import until
 
 from shoal_cluster.serve import leg
+from shoal_cluster.serve.gateway_ledger import MAX_RECORDS_PER_REQUEST
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import Request
@@ -297,15 +298,17 @@ async def test_every_sequence_has_its_own_three_resumes() -> None:
     async with serving(*"abcd") as serve:
         answer = Answer(6)
         async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=60, n=6))) as chunks:
-            for name in "abc":
+            for _ in range(3):
                 before = sum(map(len, answer.tokens))
                 while sum(map(len, answer.tokens)) < before + 12:
                     answer.take(await anext(chunks))
-                await _silent_crash(serve, name)
+                busiest = max(serve.replicas, key=lambda name: len(serve.replicas[name].calls))
+                await _crash(serve, busiest)
             async for chunk in chunks:
                 answer.take(chunk)
         assert answer.tokens == [expected_tokens(PROMPT, 60, index) for index in range(6)]
-        assert answer.usage.replica_id == "d"
+        assert answer.usage.num_resumes > 3
+        assert {answer.usage.replica_id} == set(serve.replicas)
 
 
 async def test_a_call_that_ends_without_its_tokens_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +355,27 @@ async def test_a_deadline_ends_the_call_and_frees_its_blocks() -> None:
         await until(lambda: not made.calls)
         assert made.engine.stats().num_allocated_blocks == 0
         assert serve.placements[0].is_cancelled
+
+
+async def test_a_deadline_counts_from_the_arrival() -> None:
+    """A call may have waited in the gateway, for its long prompt to be tokenised or for a first replica."""
+    async with serving("a") as serve:
+        serve.replicas["a"].executor.gate.clear()
+        with pytest.raises(DeadlineExceeded, match=r"after 60 s"):
+            async with streaming(serve.generation(make_request(), waited_s=60.0), timeout_s=60.0) as chunks:
+                await anext(chunks)
+
+
+async def test_a_decision_that_is_taken_again_and_again_keeps_few_records() -> None:
+    async with serving() as serve:
+        query = serve.generation(make_request())._query
+        serve.ledger.decide(query)
+        (first,) = serve.ledger.records(query.request_id)
+        for _ in range(100):
+            serve.ledger.decide(query)
+        records = serve.ledger.records(query.request_id)
+        assert len(records) == MAX_RECORDS_PER_REQUEST
+        assert records[0] is first
 
 
 async def test_a_deadline_holds_while_nobody_can_take_the_call() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,16 @@ def test_detokenizer_keeps_a_bounded_window() -> None:
     text = "".join(detokenizer.push((half_character,)) for _ in range(1000)) + detokenizer.flush()
     assert text == tokenizer.decode((half_character,) * 1000)
     assert len(detokenizer._token_ids) < 16
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    """A gateway encodes beside its event loop: one long prompt must not hold up everybody's streams."""
+    worker = threading.Thread(target=tokenizer.encode, args=("the sea is wide " * 50_000,))
+    longest_s = 0.0
+    worker.start()
+    started_s = last_s = time.perf_counter()
+    while worker.is_alive():
+        worker.join(0.001)
+        now_s = time.perf_counter()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    assert longest_s < (last_s - started_s) / 2

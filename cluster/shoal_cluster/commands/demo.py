@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -62,7 +63,8 @@ def demo(config: Path | None = None, once: bool = False) -> None:
         config: a Serve YAML; the local one by default.
         once: stop everything after the answers.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what was started is ended
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is ended
+        signal.signal(stop, lambda number, frame: sys.exit(128 + number))
     console = Console(highlight=False)
     path = config or local_yaml()
     document, settings = read_config(path)
@@ -159,18 +161,19 @@ def _summary(chats: list[Chat]) -> Table:
 
 
 def _addresses(grpc_address: str, http_address: str, chat: Chat) -> str:
+    shoal = "shoal" if shutil.which("shoal") else sys.argv[0]  # as the reader can call it: `make` changes no PATH
     return f"""
-gRPC       {grpc_address}     shoal generate "Why is the sky blue?"   shoal chat   shoal status
+gRPC       {grpc_address}     {shoal} generate "Why is the sky blue?"   {shoal} chat   {shoal} status
                               grpcurl -plaintext {grpc_address} list
 HTTP       http://{http_address}/v1   any OpenAI client
 dashboard  http://{http_address}/dashboard
-why there  shoal explain {chat.request_id}
+why there  {shoal} explain {chat.request_id}
 """
 
 
 def _wait_for_interrupt() -> None:
-    """Return at Ctrl-C or SIGTERM. They are blocked first, or their default action would come before ours."""
-    stopping = {signal.SIGINT, signal.SIGTERM}
+    """Return at Ctrl-C, SIGTERM or the terminal's end. They are blocked first, or their own action would come first."""
+    stopping = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
     typer.echo("up; Ctrl-C stops everything")
     sys.stdout.flush()

@@ -63,7 +63,7 @@ def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[
         raise ConfigError(_reason([str(error)])) from None
     deadline = time.monotonic() + DEPLOY_TIMEOUT_S
     while time.monotonic() < deadline:
-        applications = client.get_serve_details()["applications"]
+        applications = _applications(client, dashboard_url)
         for name, application in applications.items():
             if application["status"] == "DEPLOY_FAILED":
                 messages = [d["message"] for d in application["deployments"].values() if d["status"] != "HEALTHY"]
@@ -86,6 +86,15 @@ def deploy_file(
     with Console().status("deploying") as status:
         deploy(document, address, lambda progress: status.update(f"deploying: {progress}"))
     typer.echo("running")
+
+
+def _applications(client: Any, dashboard_url: str) -> dict[str, Any]:
+    """What Serve says of its applications, by name."""
+    try:
+        applications: dict[str, Any] = client.get_serve_details()["applications"]
+    except (OSError, RuntimeError) as error:  # no connection, or an HTTP error
+        raise Unavailable(f"the Ray dashboard at {dashboard_url} does not answer any more: {error}") from None
+    return applications
 
 
 def _progress(applications: dict[str, Any]) -> str:

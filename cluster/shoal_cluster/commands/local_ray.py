@@ -21,6 +21,7 @@ from shoal_replica.errors import Unavailable
 
 START_TIMEOUT_S = 90.0
 STOP_GRACE_S = 3.0
+LOG_LINES = 10
 
 
 class LocalRay:
@@ -30,7 +31,7 @@ class LocalRay:
         num_cpus: what the node offers to actors; logical, it may exceed the machine's.
 
     Raises:
-        Unavailable: Ray did not come up in time; the message names its log.
+        Unavailable: from ``wait_until_up``: Ray did not come up; the message ends with what it last said.
     """
 
     def __init__(self, num_cpus: float) -> None:
@@ -81,7 +82,9 @@ class LocalRay:
                 return  # it answers, if only to ask for the token
             except OSError:
                 time.sleep(0.2)
-        raise Unavailable(f"Ray did not come up within {START_TIMEOUT_S:g} s; see {self._log}")
+        what = "ended" if self._process.poll() is not None else f"did not come up within {START_TIMEOUT_S:g} s"
+        said = self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
+        raise Unavailable("\n".join([f"Ray {what}; it said last:", *said]))  # its folder goes with it, log and all
 
     def stop(self) -> None:
         """End Ray and every process it started, then remove its folder."""

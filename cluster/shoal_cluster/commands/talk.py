@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
+from shoal_replica.errors import ShoalError
 
 if TYPE_CHECKING:  # gRPC and what it brings load only when a command runs
     from shoal_cluster.serve.call import GenerateCall, Message, Usage
@@ -66,6 +67,10 @@ def chat(
         except KeyboardInterrupt:
             history.pop()  # an answer cut short is no part of the conversation
             typer.echo()
+            continue
+        except ShoalError as error:
+            history.pop()  # the conversation may go on without it
+            typer.echo(str(error), err=True)
             continue
         history.append(Message("assistant", answer.text))
         if stats:

@@ -39,7 +39,6 @@ class BlockScaling:
     def __init__(self, **fields: float) -> None:
         self._config = ScaleConfig(**fields)  # type: ignore[arg-type]
         self._state = ScaleState()
-        self._last_reason = ""
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         view = ScaleView(

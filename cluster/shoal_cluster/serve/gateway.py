@@ -31,6 +31,7 @@ from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
 
 SHUTDOWN_S = 5
+LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer ones are tokenised beside the event loop
 NUM_RECENT = 512
 
 
@@ -114,16 +115,19 @@ class Gateway:
         """Stream a call; see GatewayCore. Raises ShoalError subclasses."""
         self._num_requests += 1
         self._num_active += 1
+        arrived_s = time.monotonic()
+        limit_s = self._settings.request_timeout_s
+        timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
+        placement_timeout_s = self._settings.placement_timeout_s
         generation: Generation | None = None
         try:
-            request = self._request(call)
+            request = await self._request(call)
             query = self._query(request)
-            await self._admit(query)
+            await self._admit(query, arrived_s + min(placement_timeout_s, timeout_s))
             generation = Generation(
-                request, query, self._ledger, self._place, self._tokenizer, self._settings.placement_timeout_s
+                request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, arrived_s
             )
-            limit_s = self._settings.request_timeout_s
-            chunks = generation.chunks(min(call.timeout_s or limit_s, limit_s))
+            chunks = generation.chunks(timeout_s)
             try:
                 async for chunk in chunks:
                     yield chunk
@@ -206,13 +210,17 @@ class Gateway:
 
     # Steps of the above
 
-    def _request(self, call: GenerateCall) -> Request:
+    async def _request(self, call: GenerateCall) -> Request:
         self.check_model(call.model)
         token_ids = call.token_ids
         if token_ids is None:
             if call.messages is not None and not call.messages:
                 raise InvalidArgument("messages", [], "must have at least one message")
-            token_ids = self.tokenize(call.text, call.messages, add_special_tokens=True)
+            length = len(call.text or "") + sum(len(message.content) for message in call.messages or ())
+            if length <= LONG_TEXT:
+                token_ids = self.tokenize(call.text, call.messages, add_special_tokens=True)
+            else:
+                token_ids = await asyncio.to_thread(self.tokenize, call.text, call.messages, add_special_tokens=True)
         check_prompt(token_ids, self._max_model_len(), self._model.vocab_size)
         if self._ledger.records(call.request_id):
             raise InvalidArgument("request_id", call.request_id, "must not have been used before")
@@ -246,13 +254,12 @@ class Gateway:
             excluded=frozenset(),
         )
 
-    async def _admit(self, query: RouteQuery) -> None:
-        """Wait until some replica is known, then ask the admission policy."""
-        deadline = time.monotonic() + self._settings.placement_timeout_s
+    async def _admit(self, query: RouteQuery, deadline_s: float) -> None:
+        """Wait until some replica is known, then ask the admission policy. ``deadline_s`` is on the monotonic clock."""
         while not self.is_ready():
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
-                raise Unavailable(f"no replica was ready within {self._settings.placement_timeout_s:g} s")
+                raise Unavailable("no replica became ready in time")
             await self._ledger.wait_for_change(remaining_s)
         now = time.monotonic()
         admission = admit(query, self._ledger.view.replicas_for(query.block_hashes, now), self._limits, now)

@@ -29,6 +29,7 @@ from shoal_replica.errors import InvalidArgument
 from shoal_replica.request import TokenDelta
 
 MAX_RECORDED_REQUESTS = 4096
+MAX_RECORDS_PER_REQUEST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class GatewayLedger:
         )
 
     def records(self, request_id: str) -> list[RouteRecord]:
-        """The decisions kept for a call, those of its resumes included, oldest first."""
+        """The decisions kept for a call, those of its resumes included, oldest first: the first and the last few."""
         return list(self._records.get(request_id, ()))
 
     def recent_records(self, limit: int) -> list[RouteRecord]:
@@ -207,7 +208,10 @@ class GatewayLedger:
 
     def _keep(self, record: RouteRecord) -> None:
         call_id = record.query.request_id.partition("#")[0]
-        self._records.setdefault(call_id, []).append(record)
+        records = self._records.setdefault(call_id, [])
+        records.append(record)
+        if len(records) > MAX_RECORDS_PER_REQUEST:
+            del records[1]  # Serve asks again and again while nobody takes it: the first answer and the last ones tell
         self._records.move_to_end(call_id)
         while len(self._records) > MAX_RECORDED_REQUESTS:
             self._records.popitem(last=False)

@@ -24,7 +24,10 @@ Place = Callable[[Request, RouteQuery], Placement]
 
 
 class Generation:
-    """Runs one request. Iterate ``chunks()`` once; close the iterator to cancel."""
+    """Runs one request. Iterate ``chunks()`` once; close the iterator to cancel.
+
+    ``arrived_s`` is when the call came, on the monotonic clock: its deadline and its first token's delay count from it.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Generation:
         place: Place,
         tokenizer: Tokenizer,
         placement_timeout_s: float,
+        arrived_s: float,
     ) -> None:
         self._request = request
         self._query = query
@@ -43,7 +47,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         params = request.sampling_params
         self._outputs = [Output(TextStream(tokenizer, params.stop)) for _ in range(params.n)]
-        self._arrived_s = time.monotonic()
+        self._arrived_s = arrived_s
         self._first_token_s: float | None = None
         self._num_cached_tokens = 0
         self._replica_id = ""
@@ -59,11 +63,12 @@ class Generation:
         """Stream the call's chunks; the last one carries the usage.
 
         Raises:
-            DeadlineExceeded: not finished after ``timeout_s``.
+            DeadlineExceeded: not finished ``timeout_s`` after its arrival.
             ResourceExhausted, Unavailable: no replica would or could run it.
         """
         error = DeadlineExceeded(f"the request was not finished after {timeout_s:g} s")
-        deadline = self._loop.call_later(timeout_s, self._fail, error)
+        remaining_s = self._arrived_s + timeout_s - time.monotonic()
+        deadline = self._loop.call_later(remaining_s, self._fail, error)
         self._start_leg(self._request, range(len(self._outputs)), 0)
         try:
             while True:

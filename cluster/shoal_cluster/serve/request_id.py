@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from shoal_replica.errors import InvalidArgument
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(r"[\x21\x22\x24-\x7e]{1,128}")  # without '#', behind which the gateway numbers resumes
 
 
 def new_request_id() -> str:
@@ -18,5 +18,5 @@ def new_request_id() -> str:
 def check_request_id(request_id: str) -> str:
     """``request_id`` itself. Raises InvalidArgument unless it can travel in a header."""
     if not _REQUEST_ID.fullmatch(request_id):
-        raise InvalidArgument("request_id", request_id, "must be 1 to 128 printable ASCII characters without spaces")
+        raise InvalidArgument("request_id", request_id, "must be 1 to 128 printable ASCII characters other than '#'")
     return request_id

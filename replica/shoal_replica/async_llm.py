@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from shoal_replica.build import build_executor, build_scheduler
 from shoal_replica.config import EngineConfig
@@ -14,6 +15,7 @@ from shoal_replica.errors import InvalidArgument
 from shoal_replica.llm import with_seed
 from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
 from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer
 
 
@@ -41,6 +43,8 @@ class AsyncLLM:
     ) -> AsyncIterator[TokenDelta]:
         """Stream a prompt's tokens. Closing the iterator frees the request's blocks.
 
+        A sequence whose text meets a stop string ends with the token that completed it.
+
         Raises:
             InvalidArgument, ResourceExhausted, EngineDead, Unavailable.
         """
@@ -54,16 +58,23 @@ class AsyncLLM:
         )
         if request.request_id in self._queues:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
+        texts = [TextStream(self.tokenizer, params.stop) for _ in range(params.n)] if params.stop else []
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._queues[request.request_id] = queue
         try:
             self.engine.add(request)
-            num_open = params.n
-            while num_open:
+            running = set(range(params.n))
+            while running:
                 delta = await queue.get()
+                if delta.index not in running:
+                    continue  # what came after its stop string
                 if delta.finish_reason is FinishReason.ERROR:
                     self.engine.check_health()
-                num_open -= delta.finish_reason is not None
+                if texts and texts[delta.index].push(delta.token_ids)[1]:
+                    delta = replace(delta, finish_reason=FinishReason.STOP)
+                    self.engine.abort(request.request_id, delta.index)
+                if delta.finish_reason is not None:
+                    running.remove(delta.index)
                 yield delta
         finally:
             del self._queues[request.request_id]

@@ -228,7 +228,7 @@ async def test_a_long_prompt_is_refused_while_a_stream_goes_on(cluster: LiveClus
         await until(client, is_idle)
     assert refused.status_code == 400
     assert "1400001 tokens" in refused.json()["error"]["message"]
-    assert max(pauses_s) < 1.0
+    assert max(pauses_s) < 2.0
 
 
 def test_the_openai_client(cluster: LiveCluster):

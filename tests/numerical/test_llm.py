@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,24 @@ async def test_the_async_engine_streams_the_same_tokens_and_frees_what_is_left(t
         engine.engine.check_invariants()
     finally:
         await engine.stop()
+
+
+async def test_the_async_engine_ends_at_a_stop_string_as_the_offline_one_does(tiny):
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=2, ignore_eos=True)
+    with LLM(str(tiny), num_blocks=64) as llm:
+        (whole,) = llm.generate([5, 6, 7], params)
+        stopping = replace(params, stop=(whole.text[5:8],))
+        (expected,) = llm.generate([5, 6, 7], stopping)
+    engine = await AsyncLLM.start(resolve_config(str(tiny), num_blocks=64))
+    try:
+        tokens: list[list[int]] = [[], []]
+        reasons: list[FinishReason | None] = [None, None]
+        async for delta in engine.generate((5, 6, 7), stopping):
+            assert reasons[delta.index] is None
+            tokens[delta.index].extend(delta.token_ids)
+            reasons[delta.index] = delta.finish_reason
+    finally:
+        await engine.stop()
+    assert tokens == [output.token_ids for output in expected.outputs]
+    assert reasons == [output.finish_reason for output in expected.outputs]
+    assert reasons[0] is FinishReason.STOP

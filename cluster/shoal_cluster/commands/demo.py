@@ -163,7 +163,8 @@ def _summary(chats: list[Chat]) -> Table:
 def _addresses(grpc_address: str, http_address: str, chat: Chat) -> str:
     shoal = "shoal" if shutil.which("shoal") else sys.argv[0]  # as the reader can call it: `make` changes no PATH
     return f"""
-gRPC       {grpc_address}     {shoal} generate "Why is the sky blue?"   {shoal} chat   {shoal} status
+gRPC       {grpc_address}     {shoal} generate "Why is the sky blue?"
+                              {shoal} chat   {shoal} status
                               grpcurl -plaintext {grpc_address} list
 HTTP       http://{http_address}/v1   any OpenAI client
 dashboard  http://{http_address}/dashboard

@@ -23,7 +23,7 @@ class RouteQuery:
 
     Attributes:
         block_hashes: of the prompt's full blocks.
-        num_blocks_needed: blocks the request may come to hold, prompt and output.
+        num_blocks_needed: blocks that the request needs to start: its prompt's and its first token's.
         excluded: replicas that have refused or lost it already.
     """
 

@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/csrc/*)
 
 # The main job: a local cluster of two replicas, eight chats at once, then up until Ctrl-C. ONCE=1 stops after the chats.
 demo: setup
-	@$(BIN)/shoal demo $(if $(ONCE),--once)
+	@$(BIN)/shoal demo $(if $(filter-out 0,$(ONCE)),--once)
 
 test: setup
 	@$(BIN)/pytest tests/unit tests/property tests/golden -q

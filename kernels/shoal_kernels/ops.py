@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal_kernels.metadata import AttentionMetadata
 
-BACKENDS = {"cpu": "shoal_kernels.cpu", "npu": "shoal_kernels.npu"}
+BACKENDS = {"cpu": "shoal_kernels.cpu"}
 
 
 @cache

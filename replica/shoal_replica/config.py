@@ -16,7 +16,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
 )
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-DEVICES = ("cpu", "npu")
+DEVICES = ("cpu",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
 

@@ -17,6 +17,8 @@ from shoal_replica.scheduler import Scheduler
 from shoal_replica.stats import ReplicaStats
 
 HEARTBEAT_S = 1.0
+STEP_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,20 @@ class Engine:
     """Runs a scheduler and an executor. All methods belong to the event loop that called ``start``.
 
     Steps run in one worker thread. Subscribers are called on the loop after each step, after each abort, and once per
-    ``heartbeat_s`` when idle or in a long step.
+    ``heartbeat_s`` when idle or in a long step. A step longer than ``step_timeout_s`` counts as failed.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        heartbeat_s: float = HEARTBEAT_S,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._heartbeat_s = heartbeat_s
+        self._step_timeout_s = step_timeout_s
         self._subscribers: list[Subscriber] = []
         self._finished: dict[str, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
@@ -128,7 +137,12 @@ class Engine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        await asyncio.to_thread(self._thread.shutdown)
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await asyncio.to_thread(self._thread.shutdown)
+        except TimeoutError:
+            logger.error("a step still runs %g s after the engine was stopped", STOP_TIMEOUT_S)
+            return  # its thread still uses the executor
         self._executor.close()
 
     async def _run(self) -> None:
@@ -149,6 +163,8 @@ class Engine:
         step = loop.run_in_executor(self._thread, self._executor.execute, output)
         try:
             while not (await asyncio.wait([step], timeout=self._heartbeat_s))[0]:
+                if time.perf_counter() - started > self._step_timeout_s:
+                    raise TimeoutError(f"a step took longer than {self._step_timeout_s:g} s")
                 self._publish(())  # a long step is not taken for a death
         finally:
             step.cancel()

@@ -213,6 +213,15 @@ async def test_a_failed_step_ends_every_request_and_the_engine() -> None:
         assert engine.stats().num_allocated_blocks == 0
 
 
+async def test_a_step_that_hangs_counts_as_failed() -> None:
+    async with running_engine(heartbeat_s=0.01, step_timeout_s=0.05) as (engine, executor, recorder):
+        executor.gate.clear()
+        await finished(engine.add(make_request("r")))
+        assert recorder.reasons == {("r", 0): ERROR}
+        with pytest.raises(EngineDead, match="a step took longer than"):
+            engine.check_health()
+
+
 async def test_a_subscriber_that_fails_leaves_nobody_waiting() -> None:
     async with running_engine() as (engine, _, recorder):
 

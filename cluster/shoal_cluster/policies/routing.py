@@ -9,7 +9,8 @@ from random import Random
 
 from shoal_cluster.policies.view import ReplicaView
 from shoal_replica.errors import ConfigError
-from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.prefix_cache import BlockHash, hash_blocks
+from shoal_replica.request import Request
 from shoal_replica.stats import ReplicaStats
 
 Terms = tuple[tuple[str, float], ...]
@@ -33,6 +34,18 @@ class RouteQuery:
     num_blocks_needed: int
     block_size: int
     excluded: frozenset[str] = frozenset()
+
+    @classmethod
+    def for_request(cls, request: Request, block_size: int) -> RouteQuery:
+        """The query that places ``request``; tokens that another replica has generated count as prompt."""
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        return cls(
+            request_id=request.request_id,
+            block_hashes=tuple(hash_blocks(token_ids, block_size, request.cache_salt)),
+            num_prompt_tokens=len(token_ids),
+            num_blocks_needed=-(-(len(token_ids) + 1) // block_size),
+            block_size=block_size,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,6 +196,11 @@ class FeedClient:
         if self._writer is not None:
             self._writer.write(_frame(Abort(request_id, index)))
 
+    def check_health(self) -> None:
+        """Raise if following has ended, which only a bug does."""
+        if self._task.done():
+            raise RuntimeError(f"the feed of {self._address} is no longer followed: {self._task}")
+
     def close(self) -> Awaitable[object]:
         """Stop following. The result may be awaited for the end of the task."""
         self._task.cancel()

@@ -24,9 +24,8 @@ from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
-from shoal_replica.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, ShoalError, Unavailable
+from shoal_replica.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from shoal_replica.llm import with_seed
-from shoal_replica.prefix_cache import hash_blocks
 from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
 
@@ -122,7 +121,7 @@ class Gateway:
         generation: Generation | None = None
         try:
             request = await self._request(call)
-            query = self._query(request)
+            query = RouteQuery.for_request(request, self._config.replica.block_size)
             await self._admit(query, arrived_s + min(placement_timeout_s, timeout_s))
             generation = Generation(
                 request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, arrived_s
@@ -136,7 +135,9 @@ class Gateway:
         except ResourceExhausted:
             self._num_shed += 1
             raise
-        except (ShoalError, RuntimeError):
+        except (InvalidArgument, NotFound):
+            raise  # the client's own mistake
+        except Exception:
             self._num_failed += 1
             raise
         finally:
@@ -242,18 +243,6 @@ class Gateway:
         ]
         return min([self._model.max_model_len, *([max(pools)] if pools else [])])
 
-    def _query(self, request: Request) -> RouteQuery:
-        block_size = self._config.replica.block_size
-        hashes = hash_blocks(request.prompt_token_ids, block_size, request.cache_salt)
-        return RouteQuery(
-            request_id=request.request_id,
-            block_hashes=tuple(hashes),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_blocks_needed=-(-(request.num_prompt_tokens + 1) // block_size),
-            block_size=block_size,
-            excluded=frozenset(),
-        )
-
     async def _admit(self, query: RouteQuery, deadline_s: float) -> None:
         """Wait until some replica is known, then ask the admission policy. ``deadline_s`` is on the monotonic clock."""
         while not self.is_ready():
@@ -275,6 +264,7 @@ class Gateway:
         """Serve replaces the gateway when this raises."""
         if self._http_task.done():
             raise RuntimeError(f"the HTTP server has ended: {self._http_task}")
+        self._ledger.check_health()
 
     async def __del__(self) -> None:
         """Serve awaits this after its own drain: let streams finish, then close."""

@@ -29,6 +29,7 @@ from shoal_replica.errors import InvalidArgument
 from shoal_replica.request import TokenDelta
 
 MAX_RECORDED_REQUESTS = 4096
+MAX_KEPT_HASHES = 1_000_000  # about 50 MB
 MAX_RECORDS_PER_REQUEST = 16
 
 
@@ -63,6 +64,7 @@ class GatewayLedger:
         self._followers: dict[str, Follower] = {}
         self._replica_of: dict[str, str] = {}
         self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
+        self._num_kept_hashes = 0
         self._changed = asyncio.Event()
 
     # What Serve tells
@@ -155,6 +157,11 @@ class GatewayLedger:
         except TimeoutError:
             return
 
+    def check_health(self) -> None:
+        """Raise if a feed is no longer followed."""
+        for feed in self._feeds.values():
+            feed.check_health()
+
     async def close(self) -> None:
         """Stop following every feed."""
         await asyncio.gather(*(feed.close() for feed in self._feeds.values()))
@@ -210,11 +217,16 @@ class GatewayLedger:
         call_id = record.query.request_id.partition("#")[0]
         records = self._records.setdefault(call_id, [])
         records.append(record)
+        self._num_kept_hashes += len(record.query.block_hashes)
         if len(records) > MAX_RECORDS_PER_REQUEST:
-            del records[1]  # Serve asks again and again while nobody takes it: the first answer and the last ones tell
+            # Serve asks again and again while nobody takes it: the first answer and the last ones tell.
+            self._num_kept_hashes -= len(records.pop(1).query.block_hashes)
         self._records.move_to_end(call_id)
-        while len(self._records) > MAX_RECORDED_REQUESTS:
-            self._records.popitem(last=False)
+        while len(self._records) > MAX_RECORDED_REQUESTS or (
+            self._num_kept_hashes > MAX_KEPT_HASHES and len(self._records) > 1
+        ):
+            _, oldest = self._records.popitem(last=False)
+            self._num_kept_hashes -= sum(len(r.query.block_hashes) for r in oldest)
 
 
 _installed: GatewayLedger | None = None

@@ -143,7 +143,10 @@ class Generation:
         self._num_legs += 1
         suffix = f"#{self._num_legs}" if self._num_legs > 1 else ""
         request = replace(request, request_id=self._request.request_id + suffix)
-        query = replace(self._query, request_id=request.request_id, excluded=self._query.excluded | excluded)
+        query = self._query
+        if request.output_token_ids:
+            query = RouteQuery.for_request(request, query.block_size)
+        query = replace(query, request_id=request.request_id, excluded=frozenset(excluded))
         leg = Leg({i: self._outputs[i] for i in indexes}, self._take)
         self._ledger.follow(request.request_id, leg.follower)
         try:

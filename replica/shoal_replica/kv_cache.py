@@ -54,7 +54,9 @@ class KVCacheManager:
     def num_blocks_to_append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> int:
         """Free blocks that ``append`` with the same arguments would take."""
         table = self._tables[seq_id]
-        return max(0, self.num_blocks_for(num_tokens) - len(table)) + len(self._shared(table, num_computed_tokens))
+        return max(0, self.num_blocks_for(num_tokens) - len(table)) + len(
+            self._read_by_others(table, num_computed_tokens)
+        )
 
     def block_table(self, seq_id: int) -> BlockTable:
         return self._tables[seq_id]
@@ -73,12 +75,12 @@ class KVCacheManager:
         return table
 
     def append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> TableChange | None:
-        """Make tokens ``[num_computed_tokens, num_tokens)`` writable: grow the table, and copy what others share.
+        """Make tokens ``[num_computed_tokens, num_tokens)`` writable: grow the table, and copy what others read.
 
         Returns None when nothing had to change. The caller has made sure that there are enough free blocks.
         """
         table = self._tables[seq_id]
-        shared = self._shared(table, num_computed_tokens)
+        shared = self._read_by_others(table, num_computed_tokens)
         num_grown = max(0, self.num_blocks_for(num_tokens) - len(table))
         if not shared and not num_grown:
             return None
@@ -126,7 +128,10 @@ class KVCacheManager:
             assert self.pool.num_refs(block_id) == uses[block_id], (block_id, uses[block_id])
         assert self._tables.keys() == self._num_committed.keys()
 
-    def _shared(self, table: BlockTable, num_computed_tokens: int) -> list[int]:
-        """Indices of the blocks at or after the next token to write that another sequence uses too."""
+    def _read_by_others(self, table: BlockTable, num_computed_tokens: int) -> list[int]:
+        """Indices of the blocks at or after the next token to write that are not this sequence's alone: another one
+        uses them, or they hold a cached prefix, which any may come to use.
+        """
         first = num_computed_tokens // self.block_size
-        return [i for i in range(first, len(table)) if self.pool.num_refs(table[i]) > 1]
+        pool, cache = self.pool, self.prefix_cache
+        return [i for i in range(first, len(table)) if pool.num_refs(table[i]) > 1 or cache.holds(table[i])]

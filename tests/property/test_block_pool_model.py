@@ -90,7 +90,8 @@ class BlockMachine(RuleBasedStateMachine):
         start = self.computed[seq_id]
         end = min(len(tokens), start + count)
         others = [b for other, t in self.tables.items() if other != seq_id for b in t]
-        shared = [i for i in range(start // self.block_size, len(table)) if table[i] in others]
+        read_by_others = {*others, *self.cached.values()}  # a cached block may become anybody's
+        shared = [i for i in range(start // self.block_size, len(table)) if table[i] in read_by_others]
         num_needed = max(0, -(-end // self.block_size) - len(table)) + len(shared)
         assert self.kv.num_blocks_to_append(seq_id, start, end) == num_needed
         free = self.free_blocks
@@ -108,6 +109,7 @@ class BlockMachine(RuleBasedStateMachine):
         for position in range(start, end):
             block_id, offset = table[position // self.block_size], position % self.block_size
             assert block_id not in others, "nobody writes what another sequence reads"
+            assert block_id not in self.cached.values(), "nobody writes what the cache offers"
             self.slots[block_id][offset] = tuple(tokens[: position + 1])
         self.computed[seq_id] = end
         self.commit(seq_id)

@@ -1,4 +1,4 @@
-"""One replica's engine on the four workloads of the peers' table, beside the floor measured in the same run.
+"""One replica's engine on four workloads, beside the floor measured in the same run.
 
     python tests/benchmarks/bench_engine.py --threads 1 --repeats 5 --json result.json
 

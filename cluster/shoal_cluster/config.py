@@ -76,6 +76,13 @@ class ScalingSettings(_Settings):
         return self
 
 
+class ObjectiveSettings(_Settings):
+    """What clients should not have to wait longer for. A request is within the objective when it meets both."""
+
+    ttft_s: float = Field(2.0, gt=0, description="from a request's arrival to its first token")
+    inter_token_s: float = Field(0.2, gt=0, description="between two tokens of a sequence, its mean")
+
+
 class GatewaySettings(_Settings):
     """The front door. A port of 0 takes a free one."""
 
@@ -98,6 +105,7 @@ class ClusterConfig(_Settings):
     replica: ReplicaSettings = ReplicaSettings()
     scaling: ScalingSettings = ScalingSettings()
     gateway: GatewaySettings = GatewaySettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
 
     @classmethod
     def from_args(cls, args: dict[str, Any]) -> ClusterConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -41,6 +42,16 @@ async def test_a_call_from_end_to_end() -> None:
         assert (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_output_tokens) == (21, 0, 9)
         assert (usage.replica_id, usage.num_resumes) == (serve.taken_by("call"), 0)
         assert usage.ttft_s > 0
+
+
+async def test_every_token_is_timed_once() -> None:
+    async with serving("a", "b") as serve:
+        await ask(serve, "one", prompt_token_ids=PROMPT, max_tokens=12, n=3)
+        await ask(serve, "two", max_tokens=1)
+        latency = serve.latency.summary(time.monotonic())
+        assert latency.ttft is not None
+        assert latency.inter_token is not None
+        assert (latency.ttft.num, latency.inter_token.num) == (2, 3 * 11)
 
 
 async def test_a_finished_call_is_left_to_return() -> None:

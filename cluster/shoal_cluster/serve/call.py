@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.serve.latency_window import LatencySummary
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
@@ -95,7 +96,7 @@ class ReplicaRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRow:
-    """The cluster's sums, beside its replicas."""
+    """The cluster's sums, beside its replicas. ``latency`` is what this gateway's clients had lately."""
 
     model: str
     replicas: tuple[ReplicaRow, ...]
@@ -105,6 +106,7 @@ class ClusterRow:
     num_failed: int = 0
     num_resumes: int = 0
     recent_ttft_s: tuple[float, ...] = field(default=())
+    latency: LatencySummary | None = None
 
 
 class GatewayCore(Protocol):

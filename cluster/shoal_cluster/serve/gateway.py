@@ -17,10 +17,12 @@ from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits, admit
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow
+from shoal_cluster.serve.call_times import CallTimes
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import build_http_app
+from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
@@ -68,6 +70,8 @@ class Gateway:
         self._replicas = replicas
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
+        objective = LatencyObjective(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
+        self._latency = LatencyWindow(objective)
         self._num_requests = self._num_active = self._num_shed = self._num_failed = self._num_resumes = 0
         self._recent_ttft_s: deque[float] = deque(maxlen=NUM_RECENT)
         await self._open()
@@ -115,6 +119,7 @@ class Gateway:
         self._num_requests += 1
         self._num_active += 1
         arrived_s = time.monotonic()
+        times = CallTimes(arrived_s, call.sampling_params.n, self._latency)
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
         placement_timeout_s = self._settings.placement_timeout_s
@@ -124,7 +129,7 @@ class Gateway:
             query = RouteQuery.for_request(request, self._config.replica.block_size)
             await self._admit(query, arrived_s + min(placement_timeout_s, timeout_s))
             generation = Generation(
-                request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, arrived_s
+                request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, times
             )
             chunks = generation.chunks(timeout_s)
             try:
@@ -132,20 +137,23 @@ class Gateway:
                     yield chunk
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
+            self._note_end(times, finished=True)
         except ResourceExhausted:
             self._num_shed += 1
+            self._note_end(times, finished=False)
             raise
         except (InvalidArgument, NotFound):
             raise  # the client's own mistake
         except Exception:
             self._num_failed += 1
+            self._note_end(times, finished=False)
             raise
         finally:
             self._num_active -= 1
             if generation is not None:
                 self._num_resumes += generation.num_resumes
-                if generation.ttft_s is not None:
-                    self._recent_ttft_s.append(generation.ttft_s)
+            if times.ttft_s is not None:
+                self._recent_ttft_s.append(times.ttft_s)
 
     def tokenize(
         self, text: str | None, messages: Sequence[Message] | None, *, add_special_tokens: bool
@@ -192,6 +200,7 @@ class Gateway:
             num_failed=self._num_failed,
             num_resumes=self._num_resumes,
             recent_ttft_s=tuple(self._recent_ttft_s),
+            latency=self._latency.summary(time.monotonic()),
         )
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -259,6 +268,10 @@ class Gateway:
 
     def _place(self, request: Request, query: RouteQuery) -> _ServePlacement:
         return _ServePlacement(self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, query=query))
+
+    def _note_end(self, times: CallTimes, *, finished: bool) -> None:
+        met = finished and self._latency.objective.is_met(times.ttft_s, times.inter_token_s)
+        self._latency.add_request(met, time.monotonic())
 
     def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.call import Chunk, Usage
+from shoal_cluster.serve.call_times import CallTimes
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost
 from shoal_replica.errors import DeadlineExceeded, ResourceExhausted, Unavailable
@@ -26,7 +27,7 @@ Place = Callable[[Request, RouteQuery], Placement]
 class Generation:
     """Runs one request. Iterate ``chunks()`` once; close the iterator to cancel.
 
-    ``arrived_s`` is when the call came, on the monotonic clock: its deadline and its first token's delay count from it.
+    ``times`` is told of every token; the deadline counts from its ``arrived_s``.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Generation:
         place: Place,
         tokenizer: Tokenizer,
         placement_timeout_s: float,
-        arrived_s: float,
+        times: CallTimes,
     ) -> None:
         self._request = request
         self._query = query
@@ -47,8 +48,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         params = request.sampling_params
         self._outputs = [Output(TextStream(tokenizer, params.stop)) for _ in range(params.n)]
-        self._arrived_s = arrived_s
-        self._first_token_s: float | None = None
+        self._times = times
         self._num_cached_tokens = 0
         self._replica_id = ""
         self._num_legs = 0
@@ -67,7 +67,7 @@ class Generation:
             ResourceExhausted, Unavailable: no replica would or could run it.
         """
         error = DeadlineExceeded(f"the request was not finished after {timeout_s:g} s")
-        remaining_s = self._arrived_s + timeout_s - time.monotonic()
+        remaining_s = self._times.arrived_s + timeout_s - time.monotonic()
         deadline = self._loop.call_later(remaining_s, self._fail, error)
         self._start_leg(self._request, range(len(self._outputs)), 0)
         try:
@@ -91,18 +91,13 @@ class Generation:
     def _is_done(self) -> bool:
         return all(output.is_done for output in self._outputs)
 
-    @property
-    def ttft_s(self) -> float | None:
-        """Seconds from the call's arrival to its first token, once there is one."""
-        return None if self._first_token_s is None else self._first_token_s - self._arrived_s
-
     def _usage(self) -> Usage:
         return Usage(
             num_prompt_tokens=self._request.num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=sum(len(o.token_ids) for o in self._outputs),
             replica_id=self._replica_id,
-            ttft_s=self.ttft_s or 0.0,
+            ttft_s=self._times.ttft_s or 0.0,
             num_resumes=self.num_resumes,
         )
 
@@ -184,9 +179,9 @@ class Generation:
         """Pass a delta on to the client."""
         output = self._outputs[delta.index]
         self._replica_id = replica_id
-        if self._first_token_s is None:
-            self._first_token_s = time.monotonic()
+        if self._times.first_token_s is None:
             self._num_cached_tokens = delta.num_cached_tokens
+        self._times.take(delta.index, len(delta.token_ids), time.monotonic())
         output.token_ids.extend(delta.token_ids)
         text, stopped = output.text_stream.push(delta.token_ids)
         finish_reason = FinishReason.STOP if stopped else delta.finish_reason

@@ -1,0 +1,55 @@
+"""When one call's tokens came, as its client saw it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class TokenWatch(Protocol):
+    """Who counts waiting times as they happen. Called for every chunk: it must cost a microsecond, not more."""
+
+    def add_first_token(self, seconds: float, now: float) -> None:
+        """A call's first token came ``seconds`` after the call."""
+        ...
+
+    def add_tokens(self, seconds: float, num_tokens: int, now: float) -> None:
+        """``num_tokens`` of one sequence came, each ``seconds`` after the one before it."""
+        ...
+
+
+class CallTimes:
+    """One call on the gateway's monotonic clock, seconds. A resume is part of the gap in which it happens."""
+
+    __slots__ = ("_last_s", "_num_gaps", "_sum_gaps_s", "_watch", "arrived_s", "first_token_s")
+
+    def __init__(self, arrived_s: float, num_sequences: int, watch: TokenWatch) -> None:
+        self.arrived_s = arrived_s
+        self.first_token_s: float | None = None
+        self._last_s: list[float | None] = [None] * num_sequences
+        self._sum_gaps_s = 0.0
+        self._num_gaps = 0
+        self._watch = watch
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the call's arrival to its first token, once there is one."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    @property
+    def inter_token_s(self) -> float:
+        """Mean seconds between the tokens of a sequence, over all sequences; 0 before any has two."""
+        return self._sum_gaps_s / self._num_gaps if self._num_gaps else 0.0
+
+    def take(self, index: int, num_tokens: int, now: float) -> None:
+        """``num_tokens`` of sequence ``index`` came at ``now``."""
+        if not num_tokens:
+            return
+        last_s = self._last_s[index]
+        self._last_s[index] = now
+        if last_s is not None:
+            self._sum_gaps_s += now - last_s
+            self._num_gaps += num_tokens
+            self._watch.add_tokens((now - last_s) / num_tokens, num_tokens, now)
+        elif self.first_token_s is None:
+            self.first_token_s = now
+            self._watch.add_first_token(now - self.arrived_s, now)

@@ -85,6 +85,11 @@ class ClusterView:
     def __contains__(self, replica_id: str) -> bool:
         return replica_id in self._ledgers
 
+    def is_connected(self, replica_id: str) -> bool:
+        """Whether it is a member whose feed is open."""
+        ledger = self._ledgers.get(replica_id)
+        return ledger is not None and ledger.connected
+
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """Members, sorted."""

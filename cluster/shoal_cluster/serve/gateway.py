@@ -22,6 +22,7 @@ from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import build_http_app
+from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.checkpoint import ensure_checkpoint
@@ -75,6 +76,8 @@ class Gateway:
         self._num_requests = self._num_active = self._num_shed = self._num_failed = self._num_resumes = 0
         self._recent_ttft_s: deque[float] = deque(maxlen=NUM_RECENT)
         await self._open()
+        bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
+        self._ledger.journal.note(EventKind.DEPLOYED, f"this gateway has started: {config.name} on {bounds}")
 
     async def _open(self) -> None:
         settings = self._settings
@@ -106,7 +109,10 @@ class Gateway:
         unknown = user_config.keys() - {"routing"}
         if unknown:
             raise ValueError(f"user_config: unknown key {sorted(unknown)[0]!r}; the only key is 'routing'")
-        self._ledger.weights = RouteWeights(**user_config.get("routing", {}))
+        weights = RouteWeights(**user_config.get("routing", {}))
+        if weights != self._ledger.weights:
+            self._ledger.journal.note(EventKind.CHANGED, f"routing: {weights}")
+        self._ledger.weights = weights
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where the faces listen, for whoever asked for free ports."""
@@ -138,14 +144,16 @@ class Gateway:
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
             self._note_end(times, finished=True)
-        except ResourceExhausted:
+        except ResourceExhausted as error:
             self._num_shed += 1
+            self._note_error(EventKind.REFUSED, call.request_id, error)
             self._note_end(times, finished=False)
             raise
         except (InvalidArgument, NotFound):
             raise  # the client's own mistake
-        except Exception:
+        except Exception as error:
             self._num_failed += 1
+            self._note_error(EventKind.FAILED, call.request_id, error)
             self._note_end(times, finished=False)
             raise
         finally:
@@ -268,6 +276,9 @@ class Gateway:
 
     def _place(self, request: Request, query: RouteQuery) -> _ServePlacement:
         return _ServePlacement(self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, query=query))
+
+    def _note_error(self, kind: EventKind, request_id: str, error: Exception) -> None:
+        self._ledger.journal.note(kind, f"{type(error).__name__}: {error}", request_id=request_id)
 
     def _note_end(self, times: CallTimes, *, finished: bool) -> None:
         met = finished and self._latency.objective.is_met(times.ttft_s, times.inter_token_s)

@@ -25,6 +25,7 @@ from shoal_cluster.policies.routing import (
 )
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed import FeedClient, Snapshot, Update
+from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.request import TokenDelta
 
@@ -58,9 +59,11 @@ class GatewayLedger:
         self.gateway_id = gateway_id
         self.weights = weights
         self.view = ClusterView()
+        self.journal = Journal()
         self._seeds = random.Random()
         self._members: dict[str, Member] = {}
         self._feeds: dict[str, FeedClient] = {}
+        self._draining: set[str] = set()  # no members any more; their last requests are followed
         self._followers: dict[str, Follower] = {}
         self._replica_of: dict[str, str] = {}
         self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
@@ -76,11 +79,13 @@ class GatewayLedger:
         wanted = {m.replica_id: m for m in members}
         for replica_id in [r for r in self._members if r not in wanted]:
             del self._members[replica_id]
+            self._note_leaving(replica_id)
             self.view.leave(replica_id)
             self._close_unused_feed(replica_id)
         for replica_id, member in wanted.items():
             if replica_id not in self._members:
                 self._members[replica_id] = member
+                self._draining.discard(replica_id)
                 self.view.join(replica_id, member.node_id)
                 if (older := self._feeds.pop(replica_id, None)) is not None:
                     older.close()  # it left and came back: only a new feed begins with a snapshot
@@ -180,6 +185,8 @@ class GatewayLedger:
     def _take(self, replica_id: str, message: Snapshot | Update) -> None:
         now = time.monotonic()
         if isinstance(message, Snapshot):
+            if replica_id in self.view:
+                self.journal.note(EventKind.READY, "its feed is open: requests may go there", replica_id=replica_id)
             self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
             self._changed.set()
             return
@@ -203,6 +210,10 @@ class GatewayLedger:
         follower.on_routed(replica_id)
 
     def _lost(self, replica_id: str) -> None:
+        if self.view.is_connected(replica_id):
+            self.journal.note(
+                EventKind.LOST, "its feed broke: nothing goes there until it is back", replica_id=replica_id
+            )
         self.view.disconnect(replica_id)
         for request_id in [r for r, where in self._replica_of.items() if where == replica_id]:
             if (follower := self._followers.get(request_id)) is not None:
@@ -212,6 +223,19 @@ class GatewayLedger:
     def _close_unused_feed(self, replica_id: str) -> None:
         if replica_id not in self._replica_of.values() and (feed := self._feeds.pop(replica_id, None)) is not None:
             feed.close()
+            if replica_id in self._draining:
+                self._draining.discard(replica_id)
+                self.journal.note(EventKind.STOPPED, "no request of this gateway is left there", replica_id=replica_id)
+
+    def _note_leaving(self, replica_id: str) -> None:
+        num_left = sum(1 for where in self._replica_of.values() if where == replica_id)
+        if self.view.is_connected(replica_id):
+            text = f"it takes nothing new; {num_left} requests of this gateway are left there"
+            self.journal.note(EventKind.DRAINING, text, replica_id=replica_id)
+            self._draining.add(replica_id)
+        else:
+            text = f"Serve took it away after its feed had broken; {num_left} requests were there"
+            self.journal.note(EventKind.DIED, text, replica_id=replica_id)
 
     def _keep(self, record: RouteRecord) -> None:
         call_id = record.query.request_id.partition("#")[0]

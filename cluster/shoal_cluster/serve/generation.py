@@ -12,6 +12,7 @@ from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.call import Chunk, Usage
 from shoal_cluster.serve.call_times import CallTimes
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost
 from shoal_replica.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason, Request, TokenDelta
@@ -123,6 +124,9 @@ class Generation:
                 if num_resumes == MAX_RESUMES:
                     raise Unavailable(f"the request was resumed {MAX_RESUMES} times: {error}") from None
                 self.num_resumes += 1
+                self._ledger.journal.note(
+                    EventKind.RESUMED, str(error), replica_id=self._replica_id, request_id=self._request.request_id
+                )
                 self._resume(request, indexes, num_resumes + 1)
                 return
             if refusal is None:

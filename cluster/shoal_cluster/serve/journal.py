@@ -1,0 +1,83 @@
+"""What happened, as this gateway saw it: a bounded log of replicas, streams and deployments."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+
+import msgspec
+
+MAX_EVENTS = 2000
+SAME_WITHIN_S = 10.0
+MAX_TEXT_CHARS = 240
+
+
+class EventKind(StrEnum):
+    """What an event is about. Those of one kind that follow each other closely are counted, not repeated."""
+
+    DEPLOYED = "deployed"
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"
+    DIED = "died"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    RESUMED = "resumed"
+    REFUSED = "refused"
+    FAILED = "failed"
+    CHANGED = "changed"
+
+
+COUNTED = frozenset({EventKind.RESUMED, EventKind.REFUSED, EventKind.FAILED})
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the log.
+
+    Attributes:
+        seq: 1 for the first; grows by one, except that an event counted again keeps its number.
+        time_s: Unix time of the first of ``count`` alike.
+        replica_id, request_id: whom it concerns, empty where nobody; of the last of ``count``.
+    """
+
+    seq: int
+    time_s: float
+    kind: EventKind
+    text: str
+    replica_id: str = ""
+    request_id: str = ""
+    count: int = 1
+
+
+class Journal:
+    """The last ``MAX_EVENTS`` events, oldest first."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._num_events = 0
+
+    def note(
+        self, kind: EventKind, text: str, *, replica_id: str = "", request_id: str = "", time_s: float | None = None
+    ) -> None:
+        """Add an event of now, or of ``time_s`` where it is known to be older."""
+        if len(text) > MAX_TEXT_CHARS:
+            text = text[: MAX_TEXT_CHARS - 1] + "…"
+        now = self._clock() if time_s is None else time_s
+        last = self._events[-1] if self._events else None
+        if last is not None and kind in COUNTED and last.kind is kind and now - last.time_s < SAME_WITHIN_S:
+            self._events[-1] = msgspec.structs.replace(
+                last, text=text, replica_id=replica_id, request_id=request_id, count=last.count + 1
+            )
+            return
+        self._num_events += 1
+        event = Event(
+            seq=self._num_events, time_s=now, kind=kind, text=text, replica_id=replica_id, request_id=request_id
+        )
+        self._events.append(event)
+
+    def last(self, limit: int) -> list[Event]:
+        """The newest ``limit`` events, oldest first."""
+        return list(self._events)[-limit:] if limit > 0 else []

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 320
@@ -47,14 +48,19 @@ LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 LINEAR_ROPE: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+NINE_HEADS: dict[str, Any] = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "llama-llama3-rope": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
     "llama-linear-rope": lambda: LlamaConfig(**SHAPE, rope_parameters=LINEAR_ROPE, attention_bias=True, mlp_bias=True),
+    "llama-9-heads": lambda: LlamaConfig(**SHAPE | NINE_HEADS, head_dim=16),
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=SLIDING_WINDOW, head_dim=16),
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=32),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3-moe-plain": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,6 +40,31 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    weights, expert_ids = router_logits.softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
+    if renormalize:
+        weights /= weights.sum(dim=-1, keepdim=True)
+    return weights.to(router_logits.dtype), expert_ids
+
+
+def apply_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor, first_expert: int
+) -> Tensor:
+    out = torch.zeros_like(x)
+    # Choices sorted by expert: each expert's tokens then lie side by side.
+    choices, order = expert_ids.flatten().sort(stable=True)
+    num_chosen = expert_ids.shape[1]
+    bounds = torch.searchsorted(choices, torch.arange(first_expert, first_expert + len(gate_up) + 1)).tolist()
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
+        if start == stop:
+            continue
+        places = order[start:stop]
+        tokens = places // num_chosen
+        y = linear(silu_and_mul(linear(x[tokens], gate_up[expert])), down[expert])
+        out.index_add_(0, tokens, y * weights.flatten()[places].unsqueeze(1))
+    return out
 
 
 def write_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -66,6 +66,38 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return cast(Tensor, backend(gate_up.device.type).silu_and_mul(gate_up))
 
 
+def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The likeliest experts of each token, by a float32 softmax over all of them.
+
+    Args:
+        router_logits: [T, num_experts].
+        renormalize: divide the chosen weights by their sum.
+
+    Returns:
+        weights [T, num_chosen] in the logits' dtype, and expert ids, int64 [T, num_chosen].
+    """
+    chosen = backend(router_logits.device.type).select_experts(router_logits, num_chosen, renormalize)
+    return cast(tuple[Tensor, Tensor], chosen)
+
+
+def apply_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor, first_expert: int
+) -> Tensor:
+    """The weighted sum of the gated MLPs that each token has chosen, of those that are held here.
+
+    Args:
+        x: [T, H].
+        gate_up: [E, 2I, H], gate rows first, of experts ``first_expert`` to ``first_expert + E - 1``.
+        down: [E, H, I].
+        weights, expert_ids: [T, k], see ``select_experts``; ids outside the held experts add nothing.
+
+    Returns:
+        [T, H].
+    """
+    module = backend(x.device.type)
+    return cast(Tensor, module.apply_experts(x, gate_up, down, weights, expert_ids, first_expert))
+
+
 def write_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store k, v [T, Hkv, D] in the caches at slots [T] (int64, distinct)."""
     backend(k.device.type).write_kv(k, v, key_cache, value_cache, slot_mapping)

@@ -51,6 +51,26 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return gate / (1 + torch.exp(-gate)) * up
 
 
+def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    weights, expert_ids = torch.softmax(router_logits.float(), dim=-1).sort(dim=-1, descending=True)
+    weights, expert_ids = weights[:, :num_chosen], expert_ids[:, :num_chosen]
+    return (weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights), expert_ids
+
+
+def apply_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor, first_expert: int
+) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for token in range(x.shape[0]):
+        for weight, expert_id in zip(weights[token].tolist(), expert_ids[token].tolist(), strict=True):
+            expert = expert_id - first_expert
+            if 0 <= expert < len(gate_up):
+                out[token] += (
+                    weight * linear(silu_and_mul(linear(x[token : token + 1], gate_up[expert])), down[expert])[0]
+                )
+    return out
+
+
 def write_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     block_size = key_cache.shape[2]
     for token, slot in enumerate(slot_mapping.tolist()):

@@ -11,6 +11,7 @@ from shoal_replica.config import (
     SchedulerConfig,
     check_memory,
 )
+from shoal_replica.errors import ConfigError
 from shoal_replica.executor import Executor
 from shoal_replica.memory import available_bytes, default_num_blocks
 from shoal_replica.scheduler import Scheduler
@@ -56,6 +57,8 @@ def build_scheduler(config: EngineConfig) -> Scheduler:
 
 def build_executor(config: EngineConfig) -> Executor:
     """Load the weights, make the KV pool and run one step, so that the first request is not slower than the next."""
+    if config.parallel.num_ranks > 1:
+        raise ConfigError("tensor_parallel_size, pipeline_parallel_size: ranks in processes are not there yet")
     from shoal_replica.model.model_runner import ModelRunner  # brings torch, which the core does without
 
     runner = ModelRunner(config.model, config.cache, config.parallel)

@@ -14,10 +14,51 @@ SUPPORTED_ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 DEVICES = ("cpu",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """The mixture of experts that stands in some layers for the MLP.
+
+    ``renormalize`` makes the weights of a token's chosen experts add up to 1. ``layers`` are those with experts.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    renormalize: bool
+    layers: tuple[int, ...]
+
+    @classmethod
+    def from_raw(cls, raw: dict[str, Any]) -> MoeConfig | None:
+        """Of a Qwen3-MoE ``config.json``; None when every layer is dense.
+
+        Raises:
+            ConfigError: a size is missing or impossible.
+        """
+        num_experts = _size(raw, "num_experts" if "num_experts" in raw else "num_local_experts")
+        num_per_token = _size(raw, "num_experts_per_tok")
+        if num_per_token > num_experts:
+            raise ConfigError(
+                f"model: num_experts_per_tok in config.json is {num_per_token}; must be at most {num_experts}"
+            )
+        step, dense = int(raw.get("decoder_sparse_step") or 1), set(raw.get("mlp_only_layers") or ())
+        num_layers = _size(raw, "num_hidden_layers")
+        layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+        if not layers:
+            return None
+        return cls(
+            num_experts=num_experts,
+            num_experts_per_token=num_per_token,
+            intermediate_size=_size(raw, "moe_intermediate_size"),
+            renormalize=bool(raw.get("norm_topk_prob", False)),
+            layers=layers,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +89,7 @@ class ModelConfig:
     sliding_window: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
+    moe: MoeConfig | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
@@ -83,6 +125,9 @@ class ModelConfig:
         if rope_type not in ("default", "linear", "llama3"):
             raise ConfigError(f"model: rope type {rope_type!r} is not one of default, linear, llama3")
         num_heads = _size(raw, "num_attention_heads")
+        num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
+        if num_heads % num_kv_heads:
+            raise ConfigError(f"model: {num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
         is_qwen = architecture.startswith("Qwen")
         uses_window = raw.get("use_sliding_window", not is_qwen)
         if uses_window and raw.get("sliding_window") and is_qwen:
@@ -95,7 +140,7 @@ class ModelConfig:
             intermediate_size=_size(raw, "intermediate_size"),
             num_layers=_size(raw, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+            num_kv_heads=num_kv_heads,
             head_size=int(raw.get("head_dim") or _size(raw, "hidden_size") // num_heads),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
@@ -105,10 +150,11 @@ class ModelConfig:
             qkv_bias=architecture == "Qwen2ForCausalLM" or bool(raw.get("attention_bias", False)),
             output_bias=bool(raw.get("attention_bias", False)) and architecture != "Qwen2ForCausalLM",
             mlp_bias=bool(raw.get("mlp_bias", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture.startswith("Qwen3"),
             sliding_window=int(raw["sliding_window"]) if uses_window and raw.get("sliding_window") else None,
             eos_token_ids=_eos_token_ids(path, raw),
             dtype=dtype,
+            moe=MoeConfig.from_raw(raw) if architecture == "Qwen3MoeForCausalLM" else None,
         )
 
     @property
@@ -116,9 +162,14 @@ class ModelConfig:
         """Weights of the decoder, embeddings counted once when tied."""
         d, h = self.hidden_size, self.head_size
         attention = d * h * (2 * self.num_heads + 2 * self.num_kv_heads)
+        norms = 2 * d + (2 * h if self.qk_norm else 0)
         mlp = 3 * d * self.intermediate_size
+        mlps = self.num_layers * mlp
+        if self.moe is not None:
+            experts = self.moe.num_experts * (d + 3 * d * self.moe.intermediate_size)
+            mlps += len(self.moe.layers) * (experts - mlp)
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * (attention + mlp + 2 * d) + d
+        return embeddings + self.num_layers * (attention + norms) + mlps + d
 
     @property
     def weight_bytes(self) -> int:
@@ -165,15 +216,27 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Where the model runs. ``num_threads`` is per rank, for the CPU backend."""
+    """Where the model runs. ``num_threads`` is per rank, for the CPU backend.
+
+    A model is cut into ``pipeline_parallel_size`` stages of whole layers, and each stage is shared by
+    ``tensor_parallel_size`` ranks.
+    """
 
     device: str = "cpu"
     num_threads: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         _at_least("num_threads", self.num_threads, 1)
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         if self.device not in DEVICES:
             raise ConfigError(f"device: got {self.device!r}; must be one of {', '.join(DEVICES)}")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +249,8 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        _at_most("tensor_parallel_size", self.parallel.tensor_parallel_size, self.model.num_heads, "attention heads")
+        _at_most("pipeline_parallel_size", self.parallel.pipeline_parallel_size, self.model.num_layers, "layers")
         room = self.cache.num_blocks * self.cache.block_size
         if room < self.model.max_model_len:
             # One sequence must fit the pool, or it would wait forever: the pool is then the limit.
@@ -211,6 +276,11 @@ def check_memory(model: ModelConfig, cache: CacheConfig, memory_bytes: int) -> N
 def _at_least(field_name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{field_name}: got {value!r}; must be an integer of at least {low}")
+
+
+def _at_most(field_name: str, value: int, high: int, what: str) -> None:
+    if value > high:
+        raise ConfigError(f"{field_name}: got {value}; must be at most {high}, the model's number of {what}")
 
 
 def _size(raw: dict[str, Any], key: str) -> int:

@@ -171,3 +171,25 @@ def test_copy_blocks_reads_before_it_writes() -> None:
 def test_unknown_device_is_named() -> None:
     with pytest.raises(NotImplementedError, match="meta"):
         ops.rms_norm(torch.empty(2, 4, device="meta"), torch.empty(4, device="meta"), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_select_experts(renormalize: bool, dtype: torch.dtype) -> None:
+    logits = randn(9, 8, dtype=dtype)
+    weights, expert_ids = ops.select_experts(logits, 3, renormalize)
+    expected_weights, expected_ids = reference.select_experts(logits, 3, renormalize)
+    assert torch.equal(expert_ids, expected_ids)
+    close(weights, expected_weights, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 13])
+@pytest.mark.parametrize(("first", "num_held"), [(0, 8), (2, 3), (7, 1), (5, 0)])
+def test_apply_experts(num_tokens: int, first: int, num_held: int, dtype: torch.dtype) -> None:
+    x = randn(num_tokens, 48, dtype=dtype)
+    gate_up = randn(num_held, 2 * 32, 48, dtype=dtype, seed=1) / 7
+    down = randn(num_held, 48, 32, dtype=dtype, seed=2) / 6
+    chosen = ops.select_experts(randn(num_tokens, 8, dtype=dtype, seed=3), 2, True)
+    actual = ops.apply_experts(x, gate_up, down, *chosen, first)
+    close(actual, reference.apply_experts(x, gate_up, down, *chosen, first), dtype)

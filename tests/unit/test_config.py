@@ -16,6 +16,7 @@ from shoal_replica.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    MoeConfig,
     ParallelConfig,
     SchedulerConfig,
     check_memory,
@@ -89,6 +90,11 @@ class TestModelConfig:
         assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm, qwen2.sliding_window) == (True, False, False, None)
         qwen3 = ModelConfig.from_folder(write(tmp_path, architectures=["Qwen3ForCausalLM"], head_dim=32))
         assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_size) == (False, True, 32)
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        moe = ModelConfig.from_folder(write(tmp_path, architectures=["Qwen3MoeForCausalLM"], **experts))
+        assert moe.moe == MoeConfig(
+            num_experts=8, num_experts_per_token=2, intermediate_size=32, renormalize=True, layers=(0, 1)
+        )
         mistral = ModelConfig.from_folder(write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=128))
         assert mistral.sliding_window == 128
 
@@ -130,6 +136,11 @@ class TestModelConfig:
             ({"hidden_size": None, "head_dim": None}, "hidden_size in config.json is None"),
             ({"intermediate_size": 1.5}, "intermediate_size in config.json is 1.5"),
             ({"num_hidden_layers": True}, "num_hidden_layers in config.json is True"),
+            ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads evenly"),
+            (
+                {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 5},
+                "num_experts_per_tok in config.json is 5; must be at most 4",
+            ),
             ({"num_attention_heads": 0}, "num_attention_heads in config.json is 0"),
             (
                 {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},

@@ -13,12 +13,17 @@ from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.model.layers import rotary_cache
 from shoal_replica.model.llama import LlamaDecoder
+from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, load_weights
+from shoal_replica.shard import Shard, whole_shard
 
 
 class Decoder(Protocol):
-    """Computes steps over KV blocks of its own: the cache's ``num_blocks``, and one more that warm-up may write."""
+    """Computes steps over KV blocks of its own: the cache's ``num_blocks``, and one more that warm-up may write.
+
+    On several ranks, each computes its shard of every step; the logits are whole on every rank of the last stage.
+    """
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         """Write the KV of a step's tokens; float32 logits [len(sample_rows), vocab_size], good until the next call."""
@@ -33,24 +38,43 @@ class Decoder(Protocol):
         ...
 
 
-def make_decoder(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> Decoder:
+def make_decoder(
+    model: ModelConfig,
+    cache: CacheConfig,
+    parallel: ParallelConfig,
+    shard: Shard | None = None,
+    group: ParallelGroup | None = None,
+) -> Decoder:
     """The native kernels where they were built and cover the model; else torch on the configured device.
+
+    Args:
+        shard, group: what this rank holds and how it reaches the others; None is the whole model on one rank.
 
     Raises:
         NotFound, ConfigError: from ``load_weights``.
     """
-    if parallel.device == "cpu" and native.covers(_native_shape(model, cache, parallel)):
+    is_whole = shard is None and model.moe is None
+    if is_whole and parallel.device == "cpu" and native.covers(_native_shape(model, cache, parallel)):
         return NativeCpuDecoder(model, cache, parallel)
-    return TorchDecoder(model, cache, parallel)
+    return TorchDecoder(model, cache, parallel, shard, group)
 
 
 class TorchDecoder:
     """``LlamaDecoder`` over zeroed blocks, [layers, 2, blocks, kv_heads, block_size, head_size] in one tensor."""
 
-    def __init__(self, model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        cache: CacheConfig,
+        parallel: ParallelConfig,
+        shard: Shard | None = None,
+        group: ParallelGroup | None = None,
+    ) -> None:
+        shard = shard or whole_shard(model)
         self._device = torch.device(parallel.device)
-        self._model = LlamaDecoder(model, load_weights(model, self._device))
-        shape = (model.num_layers, 2, cache.num_blocks + 1, model.num_kv_heads, cache.block_size, model.head_size)
+        self._model = LlamaDecoder(model, load_weights(model, self._device, shard), shard, group)
+        num_heads = len(shard.kv_heads)
+        shape = (len(shard.layers), 2, cache.num_blocks + 1, num_heads, cache.block_size, model.head_size)
         whole = torch.zeros(shape, dtype=DTYPES[model.dtype], device=self._device)
         self._caches = [(layer[0], layer[1]) for layer in whole]
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from shoal_kernels import ops
 from shoal_kernels.metadata import AttentionMetadata
-from shoal_replica.config import ModelConfig
+from shoal_replica.config import ModelConfig, MoeConfig
+from shoal_replica.model.parallel_group import ParallelGroup
+from shoal_replica.shard import Shard
 
 Weights = dict[str, Tensor]
 LayerCache = tuple[Tensor, Tensor]
@@ -44,15 +46,28 @@ class Linear:
         return ops.linear(x, self.weight, self.bias)
 
 
-class Attention:
-    """Grouped-query attention with rotary positions; Qwen3 also norms each query and key head."""
+class RowParallelLinear(Linear):
+    """A Linear whose input columns are spread over the ranks; their partial products are added up."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+    __slots__ = ("group",)
+
+    def __init__(self, weights: Weights, name: str, group: ParallelGroup) -> None:
+        super().__init__(weights, name)
+        self.group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(super().__call__(x))
+
+
+class Attention:
+    """Grouped-query attention with rotary positions over a rank's heads; Qwen3 also norms each query and key head."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, group: ParallelGroup, weights: Weights, prefix: str) -> None:
         self.qkv_proj = Linear(weights, f"{prefix}qkv_proj")
-        self.o_proj = Linear(weights, f"{prefix}o_proj")
+        self.o_proj = RowParallelLinear(weights, f"{prefix}o_proj", group)
         self.q_norm = weights.get(f"{prefix}q_norm.weight")
         self.k_norm = weights.get(f"{prefix}k_norm.weight")
-        self.num_heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.num_heads = [len(shard.heads), len(shard.kv_heads), len(shard.kv_heads)]
         self.head_size = config.head_size
         self.eps = config.rms_norm_eps
         self.scale = config.head_size**-0.5
@@ -72,15 +87,48 @@ class Attention:
         return self.o_proj(out.view(num_tokens, -1))
 
 
-class DecoderLayer:
-    """Attention and gated MLP, each after a norm and added to the residual stream."""
+class Mlp:
+    """The gated MLP over a rank's columns."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
-        self.input_norm = weights[f"{prefix}input_layernorm.weight"]
-        self.attention = Attention(config, weights, prefix)
-        self.post_attention_norm = weights[f"{prefix}post_attention_layernorm.weight"]
+    def __init__(self, group: ParallelGroup, weights: Weights, prefix: str) -> None:
         self.gate_up_proj = Linear(weights, f"{prefix}gate_up_proj")
-        self.down_proj = Linear(weights, f"{prefix}down_proj")
+        self.down_proj = RowParallelLinear(weights, f"{prefix}down_proj", group)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+
+
+class Experts:
+    """A mixture of gated MLPs: every rank routes every token, and computes the experts that it holds."""
+
+    def __init__(self, moe: MoeConfig, shard: Shard, group: ParallelGroup, weights: Weights, prefix: str) -> None:
+        self.router = Linear(weights, f"{prefix}router")
+        self.moe = moe
+        self.first = shard.experts.start
+        self.group = group
+        gate_up = weights[f"{prefix}experts.gate_up_proj.weight"]
+        self.gate_up = gate_up.view(len(shard.experts), 2 * moe.intermediate_size, -1)
+        self.down = weights[f"{prefix}experts.down_proj.weight"].view(len(shard.experts), -1, moe.intermediate_size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        chosen, ids = ops.select_experts(self.router(x), self.moe.num_experts_per_token, self.moe.renormalize)
+        return self.group.all_reduce(ops.apply_experts(x, self.gate_up, self.down, chosen, ids, self.first))
+
+
+class DecoderLayer:
+    """Attention, and MLP or experts, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, group: ParallelGroup, weights: Weights, layer: int) -> None:
+        prefix = f"layers.{layer}."
+        self.input_norm = weights[f"{prefix}input_layernorm.weight"]
+        self.attention = Attention(config, shard, group, weights, prefix)
+        self.post_attention_norm = weights[f"{prefix}post_attention_layernorm.weight"]
+        moe = config.moe
+        self.mlp: Mlp | Experts
+        if moe is not None and layer in moe.layers:
+            self.mlp = Experts(moe, shard, group, weights, prefix)
+        else:
+            self.mlp = Mlp(group, weights, prefix)
         self.eps = config.rms_norm_eps
 
     def __call__(
@@ -93,7 +141,7 @@ class DecoderLayer:
             x, residual = ops.add_rms_norm(x, residual, self.input_norm, self.eps)
         x = self.attention(x, cache, step)
         x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x))), residual
+        return self.mlp(x), residual
 
 
 def rotary_cache(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, by config."""
+"""The Llama-family decoder: Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE by config; whole, or one rank's shard of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from shoal_kernels import ops
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import ModelConfig
 from shoal_replica.model.layers import DecoderLayer, LayerCache, StepInputs, Weights, rotary_cache
+from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
+from shoal_replica.shard import Shard, whole_shard
 
 
 class LlamaDecoder:
@@ -19,16 +21,27 @@ class LlamaDecoder:
 
     Args:
         config: shape of the model.
-        weights: as ``load_weights`` gives them; they are not copied.
+        weights: as ``load_weights`` gives them for the shard; they are not copied.
+        shard, group: what this rank holds and how it reaches the others; None is the whole model on one rank.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.embed_tokens = weights["embed_tokens.weight"]
-        self.layers = [DecoderLayer(config, weights, f"layers.{i}.") for i in range(config.num_layers)]
-        self.norm = weights["norm.weight"]
-        self.lm_head = weights["lm_head.weight"]
-        self.eps = config.rms_norm_eps
-        self.cos_sin_cache = rotary_cache(config, self.embed_tokens.dtype, self.embed_tokens.device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        shard: Shard | None = None,
+        group: ParallelGroup | None = None,
+    ) -> None:
+        self.config = config
+        self.shard = shard = shard or whole_shard(config)
+        self.group = group = group or SoleRank()
+        self.layers = [DecoderLayer(config, shard, group, weights, i) for i in shard.layers]
+        some_norm = self.layers[0].input_norm
+        self.dtype, self.device = some_norm.dtype, some_norm.device
+        self.embed_tokens = weights.get("embed_tokens.weight")
+        self.norm = weights.get("norm.weight")
+        self.lm_head = weights.get("lm_head.weight")
+        self.cos_sin_cache = rotary_cache(config, self.dtype, self.device)
 
     @torch.inference_mode()
     def __call__(
@@ -43,18 +56,45 @@ class LlamaDecoder:
 
         Args:
             input_ids, positions: int64 [num_tokens].
-            caches: keys and values of each layer.
+            caches: keys and values of each of this rank's layers.
             sample_rows: int64 [num_samples]; rows of ``input_ids`` whose next token is wanted.
 
         Returns:
-            float32 [num_samples, vocab_size].
+            float32 [num_samples, vocab_size]; [0, vocab_size] on a stage that is not the last.
         """
         step = StepInputs(positions, self.cos_sin_cache, metadata)
-        x: Tensor = functional.embedding(input_ids, self.embed_tokens)
+        x = self._embed(input_ids) if self.shard.is_first_stage else self._receive(len(input_ids))
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, cache, step)
+        if not self.shard.is_last_stage:
+            self.group.send_to_next_stage(x if residual is None else x + residual)
+            return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         x = x[sample_rows]
         if residual is not None:
             x = x + residual[sample_rows]
-        return ops.linear(ops.rms_norm(x, self.norm, self.eps), self.lm_head).float()
+        return self._logits(x)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """Each rank looks up the tokens of its own rows; the sum over the ranks has them all."""
+        assert self.embed_tokens is not None
+        if self.shard.tensor_size == 1:
+            return functional.embedding(input_ids, self.embed_tokens)
+        rows = input_ids - self.shard.vocab.start
+        is_mine = (rows >= 0) & (rows < len(self.shard.vocab))
+        x = functional.embedding(torch.where(is_mine, rows, 0), self.embed_tokens)
+        return self.group.all_reduce(x * is_mine.unsqueeze(1))
+
+    def _receive(self, num_tokens: int) -> Tensor:
+        x = torch.empty(num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        return self.group.receive_from_previous_stage(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """The ranks' columns of the logits side by side, without those that pad the last rank's share."""
+        assert self.norm is not None
+        assert self.lm_head is not None
+        logits = ops.linear(ops.rms_norm(x, self.norm, self.config.rms_norm_eps), self.lm_head)
+        if self.shard.tensor_size > 1:
+            logits = functional.pad(logits, (0, self.shard.vocab_share - len(self.shard.vocab)))
+            logits = self.group.all_gather(logits)[:, : self.config.vocab_size]
+        return logits.float()

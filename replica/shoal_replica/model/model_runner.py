@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -14,23 +16,38 @@ from shoal_replica.executor import (
     StepResult,
 )
 from shoal_replica.model.decoder import make_decoder
+from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.sampler import Sampler, SamplerRow
 from shoal_replica.model.sequence_table import SequenceTable
 from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.shard import Shard
 
 
 class ModelRunner:
     """An ``Executor`` in this process. Loads the model and allocates the whole block pool when made.
 
+    As one of several ranks, it must see every step, and of each step the tokens that another rank has sampled.
+
+    Args:
+        shard, group: this rank's part and how it reaches the others; None is the whole model on one rank.
+
     Raises:
         NotFound, ConfigError: from ``make_decoder``.
     """
 
-    def __init__(self, model_config: ModelConfig, cache_config: CacheConfig, parallel_config: ParallelConfig) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        parallel_config: ParallelConfig,
+        shard: Shard | None = None,
+        group: ParallelGroup | None = None,
+    ) -> None:
         torch.set_num_threads(parallel_config.num_threads)
         self._config = model_config
         self._block_size = cache_config.block_size
-        self._decoder = make_decoder(model_config, cache_config, parallel_config)
+        self._decoder = make_decoder(model_config, cache_config, parallel_config, shard, group)
+        self._samples = shard is None or shard.samples
         self._scratch_block_id = cache_config.num_blocks
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._sampler = Sampler(model_config.vocab_size)
@@ -49,7 +66,15 @@ class ModelRunner:
         if not output.scheduled:
             return StepResult(())
         logits = self._compute(self._sequences, output.scheduled)
-        return self._sample(output.scheduled, logits)
+        return self._sample(output.scheduled, logits) if self._samples else StepResult(())
+
+    def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """Append the last step's tokens, pairs of (sequence, token), on a rank that does not sample.
+
+        Call it before the next step.
+        """
+        for seq_id, token_id in tokens:
+            self._sequences.append(seq_id, token_id)
 
     def close(self) -> None:
         """Give weights and KV blocks back to the system. No step may follow."""

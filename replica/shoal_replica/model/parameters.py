@@ -1,0 +1,137 @@
+"""A decoder's packed parameters, and which piece of which stored tensor fills them on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal_replica.config import ModelConfig
+from shoal_replica.shard import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows, and columns unless it is a vector, of a stored tensor of the given shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: range
+    columns: range | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A packed parameter: pieces of equally many columns, laid one under the other."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        num_rows = sum(len(piece.rows) for piece in self.pieces)
+        columns = self.pieces[0].columns
+        return (num_rows,) if columns is None else (num_rows, len(columns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A stored projection [out_size, in_size] and a rank's part of it: ``rows`` of a column-parallel one, ``columns``
+    of a row-parallel one, whose bias is added on one rank only."""
+
+    stored: str
+    out_size: int
+    in_size: int
+    rows: range
+    columns: range
+
+    def weight(self) -> Piece:
+        return Piece(f"{self.stored}.weight", (self.out_size, self.in_size), self.rows, self.columns)
+
+    def bias(self) -> Piece:
+        return Piece(f"{self.stored}.bias", (self.out_size,), self.rows, None)
+
+
+def parameters(config: ModelConfig, shard: Shard) -> Iterator[Parameter]:
+    """Every packed parameter of a rank; those of layer i are named ``layers.{i}.…``."""
+    tied = config.tie_word_embeddings
+    if shard.is_first_stage or (tied and shard.is_last_stage):
+        yield _table("embed_tokens.weight", "model.embed_tokens.weight", config, shard)
+    for layer in shard.layers:
+        yield from _attention(config, shard, layer)
+        if config.moe is not None and layer in config.moe.layers:
+            yield from _experts(config, shard, layer)
+        else:
+            yield from _mlp(config, shard, layer)
+    if shard.is_last_stage:
+        yield _vector("norm.weight", "model.norm.weight", config.hidden_size)
+        if not tied:
+            yield _table("lm_head.weight", "lm_head.weight", config, shard)
+
+
+def _attention(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:
+    hidden, head = config.hidden_size, config.head_size
+    prefix, stored = f"layers.{layer}.", f"model.layers.{layer}."
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield _vector(f"{prefix}{norm}.weight", f"{stored}{norm}.weight", hidden)
+    if config.qk_norm:
+        for norm in ("q_norm", "k_norm"):
+            yield _vector(f"{prefix}{norm}.weight", f"{stored}self_attn.{norm}.weight", head)
+    query = range(shard.heads.start * head, shard.heads.stop * head)
+    kv = range(shard.kv_heads.start * head, shard.kv_heads.stop * head)
+    num_q, num_kv = config.num_heads * head, config.num_kv_heads * head
+    everything = range(hidden)
+    projections = (
+        _Linear(f"{stored}self_attn.q_proj", num_q, hidden, query, everything),
+        _Linear(f"{stored}self_attn.k_proj", num_kv, hidden, kv, everything),
+        _Linear(f"{stored}self_attn.v_proj", num_kv, hidden, kv, everything),
+    )
+    yield from _packed(f"{prefix}qkv_proj", projections, config.qkv_bias)
+    out = _Linear(f"{stored}self_attn.o_proj", hidden, num_q, everything, query)
+    yield from _packed(f"{prefix}o_proj", (out,), config.output_bias and shard.tensor_rank == 0)
+
+
+def _mlp(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    prefix, stored = f"layers.{layer}.", f"model.layers.{layer}.mlp."
+    gate_up = tuple(
+        _Linear(f"{stored}{name}", inner, hidden, shard.mlp, range(hidden)) for name in ("gate_proj", "up_proj")
+    )
+    yield from _packed(f"{prefix}gate_up_proj", gate_up, config.mlp_bias)
+    down = _Linear(f"{stored}down_proj", hidden, inner, range(hidden), shard.mlp)
+    yield from _packed(f"{prefix}down_proj", (down,), config.mlp_bias and shard.tensor_rank == 0)
+
+
+def _experts(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:
+    """The router whole; of this rank's experts first all gates and ups, expert by expert, then all downs."""
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    prefix, stored = f"layers.{layer}.", f"model.layers.{layer}.mlp."
+    inner = moe.intermediate_size
+    router = _Linear(f"{stored}gate", moe.num_experts, hidden, range(moe.num_experts), range(hidden))
+    yield from _packed(f"{prefix}router", (router,), False)
+    gate_up = tuple(
+        _Linear(f"{stored}experts.{expert}.{name}", inner, hidden, range(inner), range(hidden))
+        for expert in shard.experts
+        for name in ("gate_proj", "up_proj")
+    )
+    down = tuple(
+        _Linear(f"{stored}experts.{expert}.down_proj", hidden, inner, range(hidden), range(inner))
+        for expert in shard.experts
+    )
+    yield from _packed(f"{prefix}experts.gate_up_proj", gate_up, False)
+    yield from _packed(f"{prefix}experts.down_proj", down, False)
+
+
+def _packed(name: str, linears: tuple[_Linear, ...], has_bias: bool) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", tuple(linear.weight() for linear in linears))
+    if has_bias:
+        yield Parameter(f"{name}.bias", tuple(linear.bias() for linear in linears))
+
+
+def _vector(name: str, stored: str, size: int) -> Parameter:
+    return Parameter(name, (Piece(stored, (size,), range(size), None),))
+
+
+def _table(name: str, stored: str, config: ModelConfig, shard: Shard) -> Parameter:
+    shape = (config.vocab_size, config.hidden_size)
+    return Parameter(name, (Piece(stored, shape, shard.vocab, range(config.hidden_size)),))

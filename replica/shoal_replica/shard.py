@@ -1,0 +1,114 @@
+"""Which part of a model each rank holds: layers by pipeline stage; of a layer heads, MLP columns and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_replica.config import DTYPE_BYTES, ModelConfig, ParallelConfig
+
+MLP_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One rank's part. Ranges are of the whole model's numbering and together cover it.
+
+    Shares may differ by one: nothing is padded, and no head count is refused up to one rank a query head. Where there
+    are more ranks than KV heads, neighbouring ranks hold the same KV head and share its query heads. Every KV head of
+    a rank serves equally many of the rank's query heads.
+
+    Attributes:
+        rank: counts through the ranks of stage 0, then those of stage 1.
+        tensor_rank: number within the stage.
+        vocab: rows of embedding and head; ``vocab_share`` of them, fewer at the end.
+    """
+
+    rank: int
+    stage: int
+    num_stages: int
+    tensor_rank: int
+    tensor_size: int
+    layers: range
+    heads: range
+    kv_heads: range
+    mlp: range
+    experts: range
+    vocab: range
+    vocab_share: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step's tokens are drawn here: on the first rank of the last stage."""
+        return self.is_last_stage and self.tensor_rank == 0
+
+    def block_bytes(self, model: ModelConfig, block_size: int) -> int:
+        """Bytes of this rank's part of one KV block."""
+        numbers = 2 * len(self.layers) * len(self.kv_heads) * model.head_size * block_size
+        return numbers * DTYPE_BYTES[model.dtype]
+
+
+def whole_shard(model: ModelConfig) -> Shard:
+    """The shard of a single rank: everything."""
+    return make_shard(model, ParallelConfig(), 0)
+
+
+def make_shard(model: ModelConfig, parallel: ParallelConfig, rank: int) -> Shard:
+    """The part of ``rank``, one of ``parallel.num_ranks``."""
+    size = parallel.tensor_parallel_size
+    stage, tensor_rank = divmod(rank, size)
+    heads, kv_heads = _heads(model.num_heads, model.num_kv_heads, size, tensor_rank)
+    num_experts = model.moe.num_experts if model.moe else 0
+    vocab_share = -(-model.vocab_size // size)
+    return Shard(
+        rank=rank,
+        stage=stage,
+        num_stages=parallel.pipeline_parallel_size,
+        tensor_rank=tensor_rank,
+        tensor_size=size,
+        layers=_share(model.num_layers, parallel.pipeline_parallel_size, stage),
+        heads=heads,
+        kv_heads=kv_heads,
+        mlp=_columns(model.intermediate_size, size, tensor_rank),
+        experts=_share(num_experts, size, tensor_rank),
+        vocab=range(
+            min(tensor_rank * vocab_share, model.vocab_size), min((tensor_rank + 1) * vocab_share, model.vocab_size)
+        ),
+        vocab_share=vocab_share,
+    )
+
+
+def _share(total: int, parts: int, index: int) -> range:
+    """Part ``index`` of ``total`` things in ``parts`` parts of nearly one size, the larger ones first."""
+    size, more = divmod(total, parts)
+    start = index * size + min(index, more)
+    return range(start, start + size + (index < more))
+
+
+def _columns(total: int, parts: int, index: int) -> range:
+    """A share in the largest unit that still divides well: vector units and quantisation groups stay whole."""
+    unit = next(
+        u for u in MLP_UNITS if total % u == 0 and (total // u % parts == 0 or total // u >= 8 * parts or u == 1)
+    )
+    share = _share(total // unit, parts, index)
+    return range(share.start * unit, share.stop * unit)
+
+
+def _heads(num_heads: int, num_kv_heads: int, parts: int, index: int) -> tuple[range, range]:
+    """Query heads of a rank, and the KV heads that they read."""
+    group = num_heads // num_kv_heads
+    if parts <= num_kv_heads:
+        kv = _share(num_kv_heads, parts, index)
+        return range(kv.start * group, kv.stop * group), kv
+    holders = [_share(parts, num_kv_heads, kv_head) for kv_head in range(num_kv_heads)]
+    kv_head = next(i for i, ranks in enumerate(holders) if index in ranks)
+    mine = _share(group, len(holders[kv_head]), index - holders[kv_head].start)
+    first = kv_head * group
+    return range(first + mine.start, first + mine.stop), range(kv_head, kv_head + 1)

@@ -1,0 +1,127 @@
+"""The model cut over ranks, as threads: the same tokens as whole, in float32, whatever the counts of heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.rank_threads import ThreadedRanks
+from tiny_models import FAMILIES, make_checkpoint, make_prompts
+
+from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from shoal_replica.executor import Executor
+from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.model.weights import load_weights
+from shoal_replica.request import Request
+from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.scheduler import Scheduler
+from shoal_replica.shard import make_shard, whole_shard
+
+# Fourteen blocks of 16 for up to 6 sequences of some 60 tokens: sequences are preempted and come back.
+CACHE = CacheConfig(num_blocks=14, block_size=16)
+LIMITS = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24)
+NUM_NEW = 12
+SIZES = [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3)]
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def story() -> list[Request]:
+    """Long prompts that are chunked, a shared prefix, forks, and draws."""
+    prefix = make_prompts([33])[0]
+    prompts = make_prompts([50, 1, 40, 21], seed=1) + [prefix + tail for tail in make_prompts([3, 9, 5], seed=2)]
+    return [
+        Request(
+            request_id=str(number),
+            prompt_token_ids=tuple(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=NUM_NEW,
+                temperature=0.0 if number % 3 else 0.8,
+                seed=number,
+                n=2 if number == 4 else 1,
+                ignore_eos=True,
+                repetition_penalty=1.2 if number == 2 else 1.0,
+            ),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def run(executor: Executor, requests: list[Request]) -> tuple[dict[tuple[str, int], list[int]], Scheduler]:
+    scheduler = Scheduler(LIMITS, CACHE, CACHE.num_blocks * CACHE.block_size, ())
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for half in (requests[:5], requests[5:]):  # the second half finds the prefix cached
+        for request in half:
+            scheduler.add(request)
+        while (output := scheduler.schedule(0.0)) is not None:
+            for delta in scheduler.update(output, executor.execute(output)):
+                tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+            scheduler.check_invariants()
+    return tokens, scheduler
+
+
+def test_tokens_are_those_of_the_whole_model(family: Path) -> None:
+    whole_model = ModelRunner(ModelConfig.from_folder(family), CACHE, ParallelConfig())
+    expected, scheduler = run(whole_model, story())
+    whole_model.close()
+    stats = scheduler.stats(0.0)
+    assert stats.num_preemptions > 0
+    assert stats.num_cached_tokens > 0
+    assert all(len(tokens) == NUM_NEW for tokens in expected.values())
+    for tensor_size, num_stages in SIZES:
+        parallel = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
+        ranks = ThreadedRanks(family, CACHE, parallel)
+        ranks.warm_up()
+        tokens, _ = run(ranks, story())
+        ranks.close()
+        assert tokens == expected, (tensor_size, num_stages)
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 3, 4])
+def test_ranks_hold_every_weight_once(family: Path, tensor_size: int) -> None:
+    """Matrices are spread without overlap, but for KV heads that two ranks need and routers that all need."""
+    config = ModelConfig.from_folder(family)
+    whole_model = load_weights(config, torch.device("cpu"))
+    parallel = ParallelConfig(tensor_parallel_size=tensor_size)
+    shards = [make_shard(config, parallel, rank) for rank in range(tensor_size)]
+    parts = [load_weights(config, torch.device("cpu"), shard) for shard in shards]
+    for name, tensor in whole_model.items():
+        held = [part[name] for part in parts if name in part]
+        if "norm" in name or "router" in name:
+            assert all(torch.equal(part, tensor) for part in held)
+        elif name.endswith(("o_proj.bias", "down_proj.bias")):
+            assert len(held) == 1
+        elif name.endswith(("o_proj.weight", "down_proj.weight")) and "experts" not in name:
+            assert torch.equal(torch.cat(held, dim=1), tensor)
+        elif "qkv" not in name and "gate_up" not in name:
+            assert torch.equal(torch.cat(held), tensor)
+        elif tensor_size <= config.num_kv_heads or "gate_up" in name:
+            assert sum(part.numel() for part in held) == tensor.numel()
+    assert [len(s.heads) for s in shards] == [
+        len(part["layers.0.o_proj.weight"][0]) // config.head_size for part in parts
+    ]
+
+
+def test_stages_hold_their_layers_alone(family: Path) -> None:
+    config = ModelConfig.from_folder(family)
+    parallel = ParallelConfig(pipeline_parallel_size=2)
+    first, last = (load_weights(config, torch.device("cpu"), make_shard(config, parallel, rank)) for rank in (0, 1))
+    assert {name.split(".")[1] for name in first if name.startswith("layers.")} == {"0", "1"}
+    assert {name.split(".")[1] for name in last if name.startswith("layers.")} == {"2"}
+    assert "norm.weight" not in first
+    assert ("embed_tokens.weight" in last) == config.tie_word_embeddings
+
+
+def test_blocks_are_split_with_their_heads(family: Path) -> None:
+    config = ModelConfig.from_folder(family)
+    for tensor_size in (1, 2, 3, 4):
+        parallel = ParallelConfig(tensor_parallel_size=tensor_size)
+        total = sum(make_shard(config, parallel, rank).block_bytes(config, 16) for rank in range(tensor_size))
+        copies = max(config.num_kv_heads, tensor_size) / config.num_kv_heads
+        assert total == copies * config.block_bytes(16)
+    assert whole_shard(replace(config)).block_bytes(config, 16) == config.block_bytes(16)

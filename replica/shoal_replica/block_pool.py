@@ -87,6 +87,16 @@ class BlockPool:
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
 
+    def heat(self) -> bytes:
+        """One byte a block, by id: 0 is empty; 1 to 127 holds a prefix, the higher the later it will be evicted; from
+        128 on it is allocated, the rest being its references (at most 127 are told).
+        """
+        heat = bytearray(min(128 + num_refs, 255) if num_refs else 0 for num_refs in self._num_refs)
+        cached = [block_id for block_id in self._free.in_order() if self._holds_prefix(block_id)]
+        for rank, block_id in enumerate(cached, start=1):
+            heat[block_id] = max(1, 127 * rank // len(cached))
+        return bytes(heat)
+
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, each with one reference. The caller has made sure that there are enough."""
         if count > len(self._free):

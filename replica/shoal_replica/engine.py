@@ -110,6 +110,10 @@ class Engine:
         self._publish(())
         return tuple(self._scheduler.cache_hashes())
 
+    def block_heat(self) -> bytes:
+        """One byte a block; see BlockPool.heat."""
+        return self._scheduler.block_heat()
+
     def check_health(self) -> None:
         """Raise EngineDead if a step has failed."""
         if self._failure is not None:

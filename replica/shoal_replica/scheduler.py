@@ -30,11 +30,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        cache_config: CacheConfig,
-        max_model_len: int,
-        eos_token_ids: tuple[int, ...],
+        self, config: SchedulerConfig, cache_config: CacheConfig, max_model_len: int, eos_token_ids: tuple[int, ...]
     ) -> None:
         if max_model_len > cache_config.num_blocks * cache_config.block_size:
             raise ValueError("max_model_len does not fit the block pool")
@@ -143,6 +139,10 @@ class Scheduler:
     def cache_hashes(self) -> Iterable[BlockHash]:
         """Every block hash in the prefix cache."""
         return self._kv.prefix_cache.hashes()
+
+    def block_heat(self) -> bytes:
+        """One byte a block; see BlockPool.heat."""
+        return self._kv.pool.heat()
 
     def stats(self, time_s: float, step_s: float = 0.0, draining: bool = False) -> ReplicaStats:
         """The ledger as of now; ``time_s`` is the caller's wall clock."""

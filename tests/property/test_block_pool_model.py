@@ -153,6 +153,11 @@ class BlockMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         self.kv.check_invariants()
+        heat = self.kv.pool.heat()
+        assert [max(0, cell - 128) for cell in heat] == [
+            sum(table.count(b) for table in self.tables.values()) for b in range(self.num_blocks)
+        ]
+        assert {b for b, cell in enumerate(heat) if 0 < cell < 128} == self.free_blocks & set(self.cached.values())
         free = self.free_blocks
         pool = self.kv.pool
         assert (pool.num_free, pool.num_allocated) == (len(free), self.num_blocks - len(free))

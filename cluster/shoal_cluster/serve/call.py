@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.serve.block_map import BlockMap
+from shoal_cluster.serve.deployment_watch import DeploymentRow
+from shoal_cluster.serve.journal import Event
 from shoal_cluster.serve.latency_window import LatencySummary
+from shoal_cluster.serve.replica_past import PastSample
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
@@ -138,6 +142,22 @@ class GatewayCore(Protocol):
 
     def recent_routes(self, limit: int) -> Sequence[RouteRecord]:
         """The last routing decisions of all requests, newest first, at most ``limit``."""
+        ...
+
+    def events(self, limit: int) -> Sequence[Event]:
+        """What happened last, oldest first, at most ``limit``."""
+        ...
+
+    def deployment(self) -> DeploymentRow | None:
+        """What Serve says of the replicas; None while it says nothing."""
+        ...
+
+    async def block_map(self, replica_id: str) -> BlockMap:
+        """A replica's block pool as it is now. Raises NotFound, and Unavailable when the replica does not answer."""
+        ...
+
+    async def replica_past(self, replica_id: str) -> Sequence[PastSample]:
+        """What a replica remembers of itself, oldest first. Raises as ``block_map`` does."""
         ...
 
     def is_ready(self) -> bool:

@@ -7,16 +7,18 @@ or hears nothing for ``SILENCE_S``, dials again. Frames are msgpack behind a fou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
 from shoal_replica.engine import Engine, StepReport
+from shoal_replica.errors import Unavailable
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import TokenDelta
 from shoal_replica.stats import ReplicaStats
 
 SILENCE_S = 5.0
+BLOCKS, PAST = "blocks", "past"  # what a gateway may ask: a BlockMap; the replica's PastSamples
 MIN_REDIAL_S, MAX_REDIAL_S = 0.02, 1.0
 MAX_BACKLOG_BYTES = 32 * 2**20
 MAX_FRAME_BYTES = 256 * 2**20  # a snapshot of millions of blocks
@@ -34,6 +36,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
     request_id: str
     index: int
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """A gateway asks for something that updates do not carry. Questions are those of ``FeedServer``'s ``answers``."""
+
+    number: int
+    question: str
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -55,9 +64,16 @@ class Update(msgspec.Struct, frozen=True, tag="update"):
     accepted: tuple[str, ...] = ()
 
 
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """To the question of that number; empty where nobody here knows it. It takes no part in the updates' numbering."""
+
+    number: int
+    body: bytes
+
+
 _encoder = msgspec.msgpack.Encoder()
-_from_gateway = msgspec.msgpack.Decoder(Subscribe | Abort)
-_from_replica = msgspec.msgpack.Decoder(Snapshot | Update)
+_from_gateway = msgspec.msgpack.Decoder(Subscribe | Abort | Ask)
+_from_replica = msgspec.msgpack.Decoder(Snapshot | Update | Answer)
 
 
 def _frame(message: msgspec.Struct) -> bytes:
@@ -84,10 +100,14 @@ class _Subscriber:
 
 
 class FeedServer:
-    """The replica's end. Requests belong to the gateway that sent them; when it is gone, they are aborted."""
+    """The replica's end. Requests belong to the gateway that sent them; when it is gone, they are aborted.
 
-    def __init__(self, engine: Engine) -> None:
+    ``answers`` makes the body of the answer to each question that a gateway may ask.
+    """
+
+    def __init__(self, engine: Engine, answers: Mapping[str, Callable[[], bytes]] | None = None) -> None:
         self._engine = engine
+        self._answers = answers or {}
         self._subscribers: dict[str, _Subscriber] = {}
         self._server: asyncio.Server | None = None
         self._unsubscribe: Callable[[], None] | None = None
@@ -149,6 +169,9 @@ class FeedServer:
                 message = _from_gateway.decode(await _read(reader, MAX_REQUEST_BYTES))
                 if isinstance(message, Abort) and message.request_id in subscriber.request_ids:
                     self._engine.abort(message.request_id, message.index)
+                elif isinstance(message, Ask):
+                    answer = self._answers.get(message.question, bytes)
+                    writer.write(_frame(Answer(message.number, answer())))
         except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError):
             return
         finally:
@@ -189,12 +212,37 @@ class FeedClient:
         self._on_lost = on_lost
         self._writer: asyncio.StreamWriter | None = None
         self._delay_s = MIN_REDIAL_S
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._num_asked = 0
         self._task = asyncio.get_running_loop().create_task(self._follow(), name=f"shoal-feed-{address[1]}")
 
     def abort(self, request_id: str, index: int) -> None:
         """Ask the replica to end one sequence; when the feed is down it is ended anyway."""
         if self._writer is not None:
             self._writer.write(_frame(Abort(request_id, index)))
+
+    async def ask(self, question: str, timeout_s: float) -> bytes:
+        """The replica's answer.
+
+        Raises:
+            Unavailable: the feed is down or breaks, the replica does not know the question, or is silent.
+        """
+        if self._writer is None:
+            raise Unavailable("the replica's feed is not connected")
+        self._num_asked += 1
+        number = self._num_asked
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(_frame(Ask(number, question)))
+            async with asyncio.timeout(timeout_s):
+                body: bytes = await answer
+        except TimeoutError:
+            raise Unavailable(f"the replica did not answer within {timeout_s:g} s") from None
+        finally:
+            self._asked.pop(number, None)
+        if not body:
+            raise Unavailable(f"the replica cannot answer {question!r}")
+        return body
 
     def check_health(self) -> None:
         """Raise if following has ended, which only a bug does."""
@@ -219,6 +267,9 @@ class FeedClient:
                 if self._writer is not None:
                     self._writer.close()
                     self._writer = None
+                for answer in self._asked.values():
+                    if not answer.done():
+                        answer.set_exception(Unavailable("the replica's feed broke"))
                 self._on_lost()
             await asyncio.sleep(self._delay_s)
             self._delay_s = min(MAX_REDIAL_S, self._delay_s * 2)
@@ -228,6 +279,10 @@ class FeedClient:
         while True:
             async with asyncio.timeout(SILENCE_S):
                 message = _from_replica.decode(await _read(reader, MAX_FRAME_BYTES))
+            if isinstance(message, Answer):
+                if (answer := self._asked.get(message.number)) is not None and not answer.done():
+                    answer.set_result(message.body)
+                continue
             if isinstance(message, Update) and message.seq != expected:
                 raise ConnectionError(f"feed update {message.seq} came where {expected} was due")
             expected = message.seq + 1

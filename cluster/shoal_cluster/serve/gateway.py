@@ -11,20 +11,26 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import uvicorn
+from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits, admit
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
+from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow
 from shoal_cluster.serve.call_times import CallTimes
+from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
+from shoal_cluster.serve.feed import BLOCKS, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import build_http_app
-from shoal_cluster.serve.journal import EventKind
+from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.replica_past import PastSample, decode_past
+from shoal_cluster.serve.serve_details import serve_details
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
@@ -75,6 +81,10 @@ class Gateway:
         self._latency = LatencyWindow(objective)
         self._num_requests = self._num_active = self._num_shed = self._num_failed = self._num_resumes = 0
         self._recent_ttft_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self._watch = DeploymentWatch(
+            serve_details, serve.get_replica_context().app_name, replicas.deployment_name, self._ledger.journal
+        )
+        self._watch_task = asyncio.get_running_loop().create_task(self._watch.run(), name="shoal-watch")
         await self._open()
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
         self._ledger.journal.note(EventKind.DEPLOYED, f"this gateway has started: {config.name} on {bounds}")
@@ -223,6 +233,18 @@ class Gateway:
     def recent_routes(self, limit: int) -> Sequence[RouteRecord]:
         return self._ledger.recent_records(limit)
 
+    def events(self, limit: int) -> Sequence[Event]:
+        return self._ledger.journal.last(limit)
+
+    def deployment(self) -> DeploymentRow | None:
+        return self._watch.latest
+
+    async def block_map(self, replica_id: str) -> BlockMap:
+        return decode_block_map(await self._ledger.ask(replica_id, BLOCKS))
+
+    async def replica_past(self, replica_id: str) -> Sequence[PastSample]:
+        return decode_past(await self._ledger.ask(replica_id, PAST))
+
     def is_ready(self) -> bool:
         return any(view.connected for view in self._ledger.view.replicas_for((), time.monotonic()))
 
@@ -288,12 +310,15 @@ class Gateway:
         """Serve replaces the gateway when this raises."""
         if self._http_task.done():
             raise RuntimeError(f"the HTTP server has ended: {self._http_task}")
+        if self._watch_task.done():
+            raise RuntimeError(f"the deployment is watched no longer: {self._watch_task}")
         self._ledger.check_health()
 
     async def __del__(self) -> None:
         """Serve awaits this after its own drain: let streams finish, then close."""
         if hasattr(self, "_http_task"):
             await self._grpc_server.stop(SHUTDOWN_S)
+            self._watch_task.cancel()
             self._http_server.should_exit = True
             await self._http_task
             await self._ledger.close()

@@ -26,12 +26,13 @@ from shoal_cluster.policies.routing import (
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed import FeedClient, Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
-from shoal_replica.errors import InvalidArgument
+from shoal_replica.errors import InvalidArgument, NotFound
 from shoal_replica.request import TokenDelta
 
 MAX_RECORDED_REQUESTS = 4096
 MAX_KEPT_HASHES = 1_000_000  # about 50 MB
 MAX_RECORDS_PER_REQUEST = 16
+ANSWER_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,18 @@ class GatewayLedger:
         replica_id = self._replica_of.get(request_id)
         if replica_id is not None and (feed := self._feeds.get(replica_id)) is not None:
             feed.abort(request_id, index)
+
+    async def ask(self, replica_id: str, question: str) -> bytes:
+        """A replica's answer to one of the feed's questions.
+
+        Raises:
+            NotFound: no such replica.
+            Unavailable: it does not answer now.
+        """
+        feed = self._feeds.get(replica_id)
+        if feed is None:
+            raise NotFound(f"replica_id: no replica {replica_id!r} is known")
+        return await feed.ask(question, ANSWER_TIMEOUT_S)
 
     def can_place(self, excluded: Set[str]) -> bool:
         """Whether a replica other than the ``excluded`` takes requests now."""

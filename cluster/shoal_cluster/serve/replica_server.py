@@ -12,8 +12,10 @@ import ray
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.autoscaler import ledger_metrics
-from shoal_cluster.serve.feed import FeedServer
+from shoal_cluster.serve.block_map import encode_block_map
+from shoal_cluster.serve.feed import BLOCKS, PAST, FeedServer
 from shoal_cluster.serve.outcome import Outcome, run_to_end
+from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.request_router import FEED_KEY
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.config import EngineConfig
@@ -44,7 +46,14 @@ class ReplicaServer:
         executor = await asyncio.to_thread(build_executor, resolved)
         self._engine = Engine(build_scheduler(resolved), executor)
         self._engine.start()
-        self._feed = FeedServer(self._engine)
+        past = ReplicaPast(self._engine)
+        self._feed = FeedServer(
+            self._engine,
+            answers={
+                BLOCKS: lambda: encode_block_map(self._engine.block_heat()),
+                PAST: past.encoded,
+            },
+        )
         host = ray.util.get_node_ip_address() if settings.feed_host == "node" else settings.feed_host
         self._address = await self._feed.start(host)
 

@@ -1,0 +1,123 @@
+"""What Serve says of the replicas' deployment: how many are wanted, which start, run and stop, and what went wrong.
+
+Routers are told of running replicas only; starts, failed starts and stops are known to Serve's controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal_cluster.serve.journal import EventKind, Journal
+from shoal_replica.errors import Unavailable
+
+PERIOD_S = 2.0
+ANSWER_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeReplica:
+    """A replica's life as Serve sees it. ``state`` is Serve's word: STARTING, RUNNING, STOPPING and others."""
+
+    replica_id: str
+    state: str
+    node_id: str
+    started_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentRow:
+    """The deployment of replicas. Owner: Serve's controller; up to ``PERIOD_S`` old.
+
+    Attributes:
+        num_wanted: replicas that the autoscaler has asked for last.
+        status: Serve's word: HEALTHY, UPDATING, UPSCALING, UNHEALTHY and others.
+        message: what Serve says of it, empty when all is well.
+        deployed_s: Unix time of the application's last deployment.
+    """
+
+    num_wanted: int
+    status: str
+    message: str
+    deployed_s: float
+    replicas: tuple[ServeReplica, ...]
+
+    def num_in(self, *states: str) -> int:
+        """Replicas in any of ``states``."""
+        return sum(replica.state in states for replica in self.replicas)
+
+
+def read_deployment(details: Mapping[str, Any], application: str, deployment: str) -> DeploymentRow | None:
+    """One deployment out of Serve's instance details; None while it is not there."""
+    found = details["applications"].get(application)
+    if found is None or deployment not in found["deployments"]:
+        return None
+    fields = found["deployments"][deployment]
+    return DeploymentRow(
+        num_wanted=fields["target_num_replicas"],
+        status=str(fields["status"]),
+        message=fields["message"],
+        deployed_s=found["last_deployed_time_s"],
+        replicas=tuple(
+            ServeReplica(
+                replica_id=replica["replica_id"],
+                state=str(replica["state"]),
+                node_id=replica.get("node_id") or "",
+                started_s=replica["start_time_s"],
+            )
+            for replica in fields["replicas"]
+        ),
+    )
+
+
+def note_changes(before: DeploymentRow | None, after: DeploymentRow, journal: Journal) -> None:
+    """Write into ``journal`` what is new in ``after``. Of what a first look finds, starts and trouble are news."""
+    known = {r.replica_id: r for r in before.replicas} if before is not None else {}
+    now = {r.replica_id: r for r in after.replicas}
+    if before is not None and after.deployed_s != before.deployed_s:
+        journal.note(EventKind.DEPLOYED, "a configuration was applied")
+    for replica_id, replica in now.items():
+        if replica.state == "STARTING" and replica_id not in known:
+            journal.note(EventKind.STARTING, f"on node {replica.node_id[:12] or 'unknown'}", replica_id=replica_id)
+    for replica_id, replica in known.items():
+        if replica.state == "STARTING" and replica_id not in now:
+            journal.note(EventKind.DIED, "it never became ready", replica_id=replica_id)
+    trouble = after.status in ("UNHEALTHY", "DEPLOY_FAILED") and after.message
+    if trouble and (before is None or before.message != after.message):
+        journal.note(EventKind.FAILED, f"{after.status}: {' '.join(after.message.split())}")
+
+
+class DeploymentWatch:
+    """Asks every ``PERIOD_S``; ``latest`` is the last answer, None before the first.
+
+    Args:
+        ask: Serve's instance details. Raises Unavailable when they cannot be had now.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Awaitable[Mapping[str, Any]]], application: str, deployment: str, journal: Journal
+    ) -> None:
+        self._ask = ask
+        self._names = (application, deployment)
+        self._journal = journal
+        self.latest: DeploymentRow | None = None
+        self._noted: DeploymentRow | None = None
+
+    async def run(self) -> None:
+        """Follow the deployment until cancelled. A controller that is silent or restarts is asked again."""
+        while True:
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    self.latest = read_deployment(await self._ask(), *self._names)
+            except (Unavailable, TimeoutError) as error:
+                logger.warning("the deployment cannot be watched now: %s", error)
+                self.latest = None
+            if self.latest is not None:
+                note_changes(self._noted, self.latest, self._journal)
+                self._noted = self.latest
+            await asyncio.sleep(PERIOD_S)

@@ -1,0 +1,80 @@
+"""What a replica remembers of itself, so that a new gateway's timelines do not begin at nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from shoal_replica.engine import Engine, StepReport
+from shoal_replica.stats import ReplicaStats
+
+PAST_BUCKET_S = 20.0
+PAST_S = 6 * 3600.0
+
+
+class PastSample(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """``PAST_BUCKET_S`` seconds of one replica: rates are means, loads are peaks. ``time_s`` (Unix) is their end."""
+
+    time_s: float
+    tokens_per_s: float
+    num_allocated_blocks: int
+    num_total_blocks: int
+    num_waiting: int
+    num_waiting_tokens: int
+
+
+class ReplicaPast:
+    """Follows an engine from now on; keeps ``PAST_S`` seconds. An idle engine reports once a second."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._kept: deque[PastSample] = deque(maxlen=int(PAST_S / PAST_BUCKET_S))
+        self._first = self._last = self._peak = engine.stats()
+        self._unsubscribe: Callable[[], None] = engine.subscribe(self._take)
+
+    def samples(self) -> list[PastSample]:
+        """Finished buckets, oldest first."""
+        return list(self._kept)
+
+    def encoded(self) -> bytes:
+        """``samples()`` for ``decode_past``."""
+        return msgspec.msgpack.encode(self.samples())
+
+    def stop(self) -> None:
+        self._unsubscribe()
+
+    def _take(self, report: StepReport) -> None:
+        self.add(report.stats)
+
+    def add(self, stats: ReplicaStats) -> None:
+        """Count ``stats`` in; a bucket ends with the first stats of the next."""
+        if stats.time_s // PAST_BUCKET_S != self._first.time_s // PAST_BUCKET_S:
+            self._close()
+            self._first = self._peak = stats
+        elif _load(stats) > _load(self._peak):
+            self._peak = stats
+        self._last = stats
+
+    def _close(self) -> None:
+        seconds = max(self._last.time_s - self._first.time_s, 1.0)
+        self._kept.append(
+            PastSample(
+                time_s=round((self._first.time_s // PAST_BUCKET_S + 1) * PAST_BUCKET_S, 3),
+                tokens_per_s=round((self._last.num_generated_tokens - self._first.num_generated_tokens) / seconds, 2),
+                num_allocated_blocks=self._peak.num_allocated_blocks,
+                num_total_blocks=self._peak.num_total_blocks,
+                num_waiting=self._peak.num_waiting,
+                num_waiting_tokens=self._peak.num_waiting_tokens,
+            )
+        )
+
+
+def decode_past(body: bytes) -> list[PastSample]:
+    """What ``ReplicaPast.encoded`` made. Raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(body, type=list[PastSample])
+
+
+def _load(stats: ReplicaStats) -> tuple[int, int]:
+    """What a peak is the highest of: blocks held, then tokens waiting."""
+    return stats.num_allocated_blocks, stats.num_waiting_tokens

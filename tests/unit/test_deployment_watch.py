@@ -1,0 +1,87 @@
+"""The deployment as Serve tells it: read whole, and what changes becomes events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fixtures.waiting import until
+
+from shoal_cluster.serve import deployment_watch
+from shoal_cluster.serve.deployment_watch import (
+    DeploymentRow,
+    DeploymentWatch,
+    ServeReplica,
+    note_changes,
+    read_deployment,
+)
+from shoal_cluster.serve.journal import Journal
+from shoal_replica.errors import Unavailable
+
+A = ServeReplica(replica_id="a", state="RUNNING", node_id="n" * 56, started_s=5.0)
+B = ServeReplica(replica_id="b", state="STARTING", node_id="", started_s=9.0)
+ROW = DeploymentRow(num_wanted=2, status="HEALTHY", message="", deployed_s=1.0, replicas=(A,))
+
+
+def details(*replicas: ServeReplica, **fields: Any) -> dict[str, Any]:
+    """As Serve's controller gives them, but for what is not read."""
+    rows = [
+        {"replica_id": r.replica_id, "state": r.state, "node_id": r.node_id or None, "start_time_s": r.started_s}
+        for r in replicas
+    ]
+    deployment = {"target_num_replicas": 2, "status": "HEALTHY", "message": "", "replicas": rows} | fields
+    return {"applications": {"shoal": {"last_deployed_time_s": 1.0, "deployments": {"ReplicaServer": deployment}}}}
+
+
+def test_a_deployment_is_read_and_counted() -> None:
+    row = read_deployment(details(A, B), "shoal", "ReplicaServer")
+    assert row == replace(ROW, replicas=(A, B))
+    assert (row.num_in("RUNNING"), row.num_in("STARTING", "STOPPING")) == (1, 1)
+
+
+@pytest.mark.parametrize(("application", "deployment"), [("other", "ReplicaServer"), ("shoal", "Other")])
+def test_what_is_not_deployed_is_none(application: str, deployment: str) -> None:
+    assert read_deployment(details(A), application, deployment) is None
+
+
+def kinds(before: DeploymentRow | None, after: DeploymentRow) -> list[tuple[str, str]]:
+    journal = Journal()
+    note_changes(before, after, journal)
+    return [(event.kind.value, event.replica_id) for event in journal.last(100)]
+
+
+def test_changes_become_events() -> None:
+    assert kinds(None, ROW) == []
+    assert kinds(ROW, ROW) == []
+    assert kinds(ROW, replace(ROW, replicas=(A, B))) == [("starting", "b")]
+    assert kinds(replace(ROW, replicas=(A, B)), ROW) == [("died", "b")]
+    assert kinds(replace(ROW, replicas=(A, replace(B, state="RUNNING"))), ROW) == [], "its feed tells the rest"
+    assert kinds(ROW, replace(ROW, deployed_s=2.0)) == [("deployed", "")]
+    broken = replace(ROW, status="UNHEALTHY", message="no\n  memory")
+    assert kinds(ROW, broken) == [("failed", "")]
+    assert kinds(broken, broken) == []
+
+
+async def test_a_silent_controller_is_asked_again_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployment_watch, "PERIOD_S", 0.001)
+    answers: list[Mapping[str, Any] | None] = [details(A, B), None, details(A, B)]
+    journal, seen = Journal(), []
+
+    async def ask() -> Mapping[str, Any]:
+        seen.append(watch.latest)
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer is None:
+            raise Unavailable("gone")
+        return answer
+
+    watch = DeploymentWatch(ask, "shoal", "ReplicaServer", journal)
+    task = asyncio.create_task(watch.run())
+    await until(lambda: len(seen) > 3)
+    task.cancel()
+    await asyncio.wait([task])
+    row = replace(ROW, replicas=(A, B))
+    assert seen[:4] == [None, row, None, row]
+    assert [event.kind for event in journal.last(100)] == ["starting"]

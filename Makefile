@@ -45,6 +45,7 @@ format: setup
 
 bench: setup
 	@$(BIN)/python tests/benchmarks/bench_engine.py $(BENCH)
+	@$(BIN)/shoal bench router
 
 proto: setup
 	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)

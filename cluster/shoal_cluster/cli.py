@@ -17,19 +17,23 @@ from shoal_replica.errors import ShoalError
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A command known by its target, ``module:function``, and its line in the help."""
+    """A command, or a group of them, known by its target, ``module:name``, and its line in the help."""
 
     target: str
     help: str
 
     def load(self, name: str) -> Any:
         module, _, function = self.target.partition(":")
-        app = typer.Typer(add_completion=False)
-        app.command(name)(getattr(import_module(module), function))
-        return typer.main.get_command(app)
+        loaded = getattr(import_module(module), function)
+        if not isinstance(loaded, typer.Typer):
+            app = typer.Typer(add_completion=False)
+            app.command(name)(loaded)
+            loaded = app
+        return typer.main.get_command(loaded)
 
 
 LATER = {
+    "bench": _Later("shoal_cluster.commands.bench:app", "Measure what a part of Shoal costs on this machine."),
     "demo": _Later("shoal_cluster.commands.demo:demo", "Start a local cluster and send it eight chats at once."),
     "deploy": _Later("shoal_cluster.commands.deploy:deploy_file", "Apply a Serve YAML to a Ray cluster and wait."),
     "sim": _Later("shoal_cluster.sim.command:sim", "Replay a request trace on a simulated cluster."),

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve import codec, control_codec
@@ -93,7 +94,8 @@ cards = st.builds(
 )
 stats = st.builds(
     ReplicaStats,
-    **{name: count for name in ReplicaStats.__dataclass_fields__ if name not in ("time_s", "step_s", "draining")},
+    **{name: count for name in ReplicaStats.__dataclass_fields__ if name not in ("time_s", "step_s", "draining")}
+    | {"block_size": st.integers(1, 1024)},
     time_s=amount,
     step_s=amount,
     draining=st.booleans(),
@@ -145,7 +147,7 @@ records = st.builds(
         block_size=count,
         excluded=st.frozensets(text, max_size=3),
     ),
-    replicas=st.lists(views, max_size=2).map(tuple),
+    replicas=st.lists(views, max_size=2).map(Candidates.of),
     weights=st.builds(
         RouteWeights, prefill_price=amount, decode_price=amount, max_age_s=amount, stale_tokens_per_s=amount
     ),

@@ -11,40 +11,44 @@ from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_replica.prefix_cache import BlockHash
 
 REPLICAS = ("a", "b", "c", "d")
-HASHES = [BlockHash(bytes([i])) for i in range(12)]
-MAX_ENTRIES = 8
+HASHES = [BlockHash(bytes([2 * i + 1, *range(15)])) for i in range(48)]
+MAX_ENTRIES = 32  # one set, in which the least recently used is exact
 
 
 class DumbIndex:
-    """Every replica's hashes in a set; use order in a list, least recent first."""
+    """Every replica's hashes in a set; the tick of each hash's last use."""
 
-    def __init__(self, max_entries: int) -> None:
-        self.max_entries = max_entries
+    def __init__(self) -> None:
         self.held: dict[str, set[BlockHash]] = {}
-        self.order: list[BlockHash] = []
+        self.used: dict[BlockHash, int] = {}
+        self.tick = 0
 
-    def use(self, block_hash: BlockHash) -> None:
-        if block_hash in self.order:
-            self.order.remove(block_hash)
-        self.order.append(block_hash)
+    def use(self, block_hashes: Sequence[BlockHash]) -> None:
+        """The first becomes the most recent."""
+        for block_hash in reversed(block_hashes):
+            self.tick += 1
+            self.used[block_hash] = self.tick
 
     def store(self, replica_id: str, block_hashes: Sequence[BlockHash]) -> None:
-        for block_hash in block_hashes:
-            self.held.setdefault(replica_id, set()).add(block_hash)
-            self.use(block_hash)
-        while len(self.order) > self.max_entries:
-            oldest = self.order.pop(0)
-            for hashes in self.held.values():
-                hashes.discard(oldest)
+        new = [h for h in dict.fromkeys(block_hashes) if h not in self.used]
+        self.use(list(dict.fromkeys(block_hashes)))
+        self.held.setdefault(replica_id, set()).update(block_hashes)
+        entered = {h for h in self.used if h not in new}
+        for block_hash in new:
+            if len(entered) == MAX_ENTRIES:
+                oldest = min(entered, key=self.used.__getitem__)
+                entered.discard(oldest)
+                del self.used[oldest]
+                for hashes in self.held.values():
+                    hashes.discard(oldest)
+            entered.add(block_hash)
 
     def remove(self, replica_id: str, block_hashes: Sequence[BlockHash]) -> None:
         self.held.setdefault(replica_id, set()).difference_update(block_hashes)
-        self.order = [h for h in self.order if any(h in hashes for hashes in self.held.values())]
+        self.used = {h: t for h, t in self.used.items() if any(h in hashes for hashes in self.held.values())}
 
     def touch(self, block_hashes: Sequence[BlockHash]) -> None:
-        for block_hash in reversed(block_hashes):
-            if block_hash in self.order:
-                self.use(block_hash)
+        self.use([h for h in block_hashes if h in self.used])
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         matched = {}
@@ -57,7 +61,7 @@ class DumbIndex:
         return matched
 
 
-some_hashes = st.lists(st.sampled_from(HASHES), max_size=6)
+some_hashes = st.lists(st.sampled_from(HASHES), max_size=24)
 commands = st.lists(
     st.tuples(st.sampled_from(("store", "remove", "touch", "drop", "replace")), st.sampled_from(REPLICAS), some_hashes),
     max_size=30,
@@ -69,7 +73,7 @@ commands = st.lists(
 def test_answers_as_the_dumb_index(
     commands: list[tuple[str, str, list[BlockHash]]], queries: list[list[BlockHash]]
 ) -> None:
-    index, dumb = PrefixIndex(MAX_ENTRIES), DumbIndex(MAX_ENTRIES)
+    index, dumb = PrefixIndex(MAX_ENTRIES), DumbIndex()
     for name, replica_id, block_hashes in commands:
         match name:
             case "store":
@@ -91,5 +95,5 @@ def test_answers_as_the_dumb_index(
         index.check_invariants()
         for query in queries:
             assert index.match(query) == dumb.match(query)
-        assert len(index) == len(dumb.order)
+        assert len(index) == len(dumb.used)
         assert all(index.num_held(r) == len(dumb.held.get(r, ())) for r in REPLICAS)

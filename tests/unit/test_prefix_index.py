@@ -67,34 +67,63 @@ def test_replace_keeps_only_the_snapshot() -> None:
     index.check_invariants()
 
 
-def test_the_cap_evicts_the_least_recently_stored() -> None:
-    index = PrefixIndex(max_entries=2)
+def fresh(count: int, start: int = 1000) -> list[BlockHash]:
+    """``count`` hashes of a prefix that no other test's has in common."""
+    return hash_blocks(range(start, start + 4 * count), 4)
+
+
+def test_the_cap_evicts_the_least_recently_used() -> None:
+    index = PrefixIndex(max_entries=32)
     index.store("one", [A, B])
+    index.store("one", fresh(30))
     index.store("two", [A])
+    assert index.num_evicted == 0
     index.store("one", [C])
     assert index.match([A]) == {"one": 1, "two": 1}
     assert index.match([B]) == {}
-    assert index.num_held("one") == 2
+    assert (len(index), index.num_held("one"), index.num_evicted) == (32, 32, 1)
     index.check_invariants()
 
 
 def test_touch_keeps_a_used_prefix_and_loses_its_tail_first() -> None:
-    index = PrefixIndex(max_entries=4)
+    index = PrefixIndex(max_entries=32)
     index.store("one", [A, B, C, D])
     index.touch([A, B])
-    fresh = hash_blocks(range(100, 112), 4)
-    index.store("one", fresh[:2])
+    index.store("one", fresh(30))
     assert index.match([A, B]) == {"one": 2}
-    index.store("one", fresh[2:])
+    index.store("one", fresh(1, start=9000))
     assert index.match([A, B]) == {"one": 1}
 
 
 def test_match_changes_nothing() -> None:
-    index = PrefixIndex(max_entries=2)
-    index.store("one", [A, B])
+    index = PrefixIndex(max_entries=32)
+    index.store("one", [A])
+    index.store("one", fresh(31))
     index.match([A])
     index.store("one", [C])
     assert index.match([A]) == {}
+
+
+def test_a_prompt_longer_than_one_look_matches_to_its_last_common_block() -> None:
+    index = PrefixIndex()
+    prompt = fresh(700)
+    for name, length in {"whole": 700, "most": 699, "edge": 32, "over": 33, "next": 160, "none": 0}.items():
+        index.store(name, prompt[:length])
+    index.store("hole", prompt[:100] + prompt[101:])
+    expected = {"whole": 700, "most": 699, "edge": 32, "over": 33, "next": 160, "hole": 100}
+    assert index.match(prompt) == expected
+    assert index.match(prompt[:32]) == dict.fromkeys(expected, 32)
+    index.check_invariants()
+
+
+def test_half_full_forgets_next_to_nothing() -> None:
+    index = PrefixIndex(max_entries=2**16)
+    for start in range(0, 2**15, 2**10):
+        index.store("one", fresh(2**10, start=10_000_000 + 4 * start))
+    assert index.num_held("one") + index.num_evicted == 2**15
+    assert index.num_evicted < 10
+    assert index.num_bytes == 24 * 2**16
+    index.check_invariants()
 
 
 def test_many_replicas() -> None:
@@ -113,6 +142,6 @@ def test_refuses_a_cap_of_none() -> None:
 def test_invariants_catch_a_wrong_count() -> None:
     index = PrefixIndex()
     index.store("one", [A])
-    index._mask_of[BlockHash(b"x")] = 1
+    index._holders[5] = 1
     with pytest.raises(AssertionError):
         index.check_invariants()

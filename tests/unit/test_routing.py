@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal_cluster.policies.baselines import ROUTINGS, place
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteWeights, decide, route
 from shoal_cluster.policies.view import ReplicaView
 from shoal_replica.errors import ConfigError
@@ -23,7 +24,7 @@ WEIGHTS = RouteWeights()
 
 
 def decision_of(query: RouteQuery, *rows: ReplicaView, seed: int = 0, weights: RouteWeights = WEIGHTS) -> RouteDecision:
-    return route(query, rows, weights, Random(seed))
+    return route(query, Candidates.of(rows), weights, Random(seed))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_ranks_exactly_those_that_can_take_it(rows: list[ReplicaView], query: Ro
         and r.replica_id not in query.excluded
     }
     for routing in ROUTINGS:
-        ranked = place(routing, query, rows, WEIGHTS, Random(seed), turn=seed).ranked
+        ranked = place(routing, query, Candidates.of(rows), WEIGHTS, Random(seed), turn=seed).ranked
         assert len(ranked) == len(set(ranked))
         assert set(ranked) == can
 
@@ -205,7 +206,7 @@ def test_ranks_exactly_those_that_can_take_it(rows: list[ReplicaView], query: Ro
 def test_candidate_order_does_not_matter_and_records_replay(
     rows: list[ReplicaView], query: RouteQuery, seed: int
 ) -> None:
-    record = decide(query, tuple(rows), WEIGHTS, seed=seed, time_s=1.0)
+    record = decide(query, Candidates.of(rows), WEIGHTS, seed=seed, time_s=1.0)
     assert record.replay() == record.decision
     shuffled = Random(seed).sample(rows, len(rows))
     assert decision_of(query, *shuffled, seed=seed) == record.decision
@@ -236,7 +237,9 @@ def test_more_free_blocks_never_rank_a_replica_lower(
 
 def test_round_robin_takes_each_in_turn_and_skips_the_drained() -> None:
     rows = [make_row("a"), make_row("b", stats=make_stats(draining=True)), make_row("c")]
-    first = [place("round_robin", make_query(), rows, WEIGHTS, Random(0), turn).ranked[0] for turn in range(6)]
+    first = [
+        place("round_robin", make_query(), Candidates.of(rows), WEIGHTS, Random(0), turn).ranked[0] for turn in range(6)
+    ]
     assert first == ["a", "c", "c", "a", "c", "c"]
 
 
@@ -244,6 +247,6 @@ def test_baselines_know_only_their_own_signal() -> None:
     light = make_row("light", stats=make_stats(num_running=1, num_free_blocks=20))
     roomy = make_row("roomy", stats=make_stats(num_running=5, num_free_blocks=90, num_waiting_tokens=9999))
     for seed in range(5):
-        by_requests = place("least_requests", make_query(), [light, roomy], WEIGHTS, Random(seed), 0)
-        by_blocks = place("most_free_blocks", make_query(), [light, roomy], WEIGHTS, Random(seed), 0)
+        by_requests = place("least_requests", make_query(), Candidates.of([light, roomy]), WEIGHTS, Random(seed), 0)
+        by_blocks = place("most_free_blocks", make_query(), Candidates.of([light, roomy]), WEIGHTS, Random(seed), 0)
         assert (by_requests.ranked[0], by_blocks.ranked[0]) == ("light", "roomy")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import Literal, get_args
 
-from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteWeights, Score, rank, route
-from shoal_cluster.policies.view import ReplicaView
+import numpy as np
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, Scores, rank
+from shoal_cluster.policies.routing import RouteWeights, route
 
 Routing = Literal["predicted_ttft", "round_robin", "least_requests", "most_free_blocks"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
@@ -16,7 +18,7 @@ ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 def place(
     routing: Routing,
     query: RouteQuery,
-    replicas: Sequence[ReplicaView],
+    candidates: Candidates,
     weights: RouteWeights,
     rng: Random,
     turn: int,
@@ -24,28 +26,20 @@ def place(
     """Decide by the rule of that name. ``turn`` counts the decisions before this one; only round robin uses it."""
     match routing:
         case "predicted_ttft":
-            return route(query, replicas, weights, rng)
+            return route(query, candidates, weights, rng)
         case "round_robin":
-            return round_robin(query, replicas, rng, turn)
+            return rank(query, candidates, rng, lambda _, c: Scores((np.arange(len(c)) - turn) % len(c)))
         case "least_requests":
-            return least_requests(query, replicas, rng)
+            return rank(query, candidates, rng, least_requests)
         case "most_free_blocks":
-            return most_free_blocks(query, replicas, rng)
+            return rank(query, candidates, rng, most_free_blocks)
 
 
-def round_robin(query: RouteQuery, replicas: Sequence[ReplicaView], rng: Random, turn: int) -> RouteDecision:
-    """Each replica in turn, in the order of their ids."""
-    position = {replica_id: i for i, replica_id in enumerate(sorted(r.replica_id for r in replicas))}
-    return rank(query, replicas, rng, lambda row, _: Score((position[row.replica_id] - turn) % len(position)))
-
-
-def least_requests(query: RouteQuery, replicas: Sequence[ReplicaView], rng: Random) -> RouteDecision:
+def least_requests(query: RouteQuery, candidates: Candidates) -> Scores:
     """Fewest requests running, waiting or on their way."""
-    return rank(
-        query, replicas, rng, lambda row, stats: Score(stats.num_running + stats.num_waiting + row.num_reserved)
-    )
+    return Scores(candidates.told["num_running"] + candidates.told["num_waiting"] + candidates.num_reserved)
 
 
-def most_free_blocks(query: RouteQuery, replicas: Sequence[ReplicaView], rng: Random) -> RouteDecision:
+def most_free_blocks(query: RouteQuery, candidates: Candidates) -> Scores:
     """Most blocks free and not promised."""
-    return rank(query, replicas, rng, lambda row, stats: Score(row.num_reserved_blocks - stats.num_free_blocks))
+    return Scores(candidates.num_reserved_blocks - candidates.told["num_free_blocks"])

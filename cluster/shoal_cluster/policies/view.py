@@ -5,36 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from shoal_cluster.policies.candidates import PROMISED, Candidates, ReplicaView, told_row, unknown_rows
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaView:
-    """One replica as a policy sees it: a row of a snapshot.
-
-    Attributes:
-        replica_id: owner Ray Serve; true as of its last replica set.
-        stats: owner the replica; ``age_s`` old. None until its feed has spoken.
-        age_s: seconds since the gateway received ``stats``; 0 while there are none.
-        connected: owner the gateway; whether the feed is up now.
-        num_reserved, num_reserved_blocks, num_reserved_tokens: owner the gateway, exact: requests it has sent here
-            that ``stats`` does not count yet, their blocks, and their prompt tokens to compute.
-        num_matched_blocks: leading blocks of the asked prompt that the replica caches; owner the replica's prefix
-            cache, as old as ``age_s`` plus one feed message.
-        node_id: owner Ray; for show.
-    """
-
-    replica_id: str
-    stats: ReplicaStats | None = None
-    age_s: float = 0.0
-    connected: bool = False
-    num_reserved: int = 0
-    num_reserved_blocks: int = 0
-    num_reserved_tokens: int = 0
-    num_matched_blocks: int = 0
-    node_id: str = ""
+__all__ = ["ClusterView", "ReplicaView", "Reservation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +25,6 @@ class Reservation:
     time_s: float
 
 
-@dataclass(slots=True)
-class _Ledger:
-    """What the view keeps of one replica."""
-
-    node_id: str
-    stats: ReplicaStats | None = None
-    updated_s: float = 0.0
-    connected: bool = False
-    num_reserved: int = 0
-    num_reserved_blocks: int = 0
-    num_reserved_tokens: int = 0
-
-    def count(self, reservation: Reservation, sign: int) -> None:
-        self.num_reserved += sign
-        self.num_reserved_blocks += sign * reservation.num_blocks
-        self.num_reserved_tokens += sign * reservation.num_tokens
-
-
 class ClusterView:
     """Every replica's ledger in one place; owner and only writer is the gateway.
 
@@ -75,48 +35,60 @@ class ClusterView:
     """
 
     def __init__(self, max_index_entries: int = DEFAULT_MAX_ENTRIES) -> None:
-        self._ledgers: dict[str, _Ledger] = {}
         self._reservations: dict[str, Reservation] = {}
         self.index = PrefixIndex(max_index_entries)
+        # Members in order of their ids, and the columns of ``Candidates``, one element a member.
+        self._place_of: dict[str, int] = {}
+        self._replica_ids: tuple[str, ...] = ()
+        self._node_ids: list[str] = []
+        self._stats: list[ReplicaStats | None] = []
+        self._told = unknown_rows(0)
+        self._promised = np.zeros((len(PROMISED), 0), np.int64)
+        self._updated_s = np.zeros(0)
+        self._slots = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
-        return len(self._ledgers)
+        return len(self._replica_ids)
 
     def __contains__(self, replica_id: str) -> bool:
-        return replica_id in self._ledgers
+        return replica_id in self._place_of
 
     def is_connected(self, replica_id: str) -> bool:
         """Whether it is a member whose feed is open."""
-        ledger = self._ledgers.get(replica_id)
-        return ledger is not None and ledger.connected
+        place = self._place_of.get(replica_id)
+        return place is not None and bool(self._told["connected"][place])
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """Members, sorted."""
-        return tuple(sorted(self._ledgers))
+        return self._replica_ids
 
     def join(self, replica_id: str, node_id: str = "") -> None:
         """A replica exists. It cannot be routed to before its first snapshot. Joining twice is once."""
-        ledger = self._ledgers.setdefault(replica_id, _Ledger(node_id))
-        ledger.node_id = node_id or ledger.node_id
+        if replica_id not in self._place_of:
+            self._set_members((*self._replica_ids, replica_id))
+        if node_id:
+            self._node_ids[self._place_of[replica_id]] = node_id
 
     def leave(self, replica_id: str) -> None:
         """A replica is gone: forget its blocks, its stats and what was promised on it. Idempotent."""
-        if self._ledgers.pop(replica_id, None) is None:
+        if replica_id not in self._place_of:
             return
-        self.index.drop(replica_id)
         for request_id in [i for i, r in self._reservations.items() if r.replica_id == replica_id]:
-            del self._reservations[request_id]
+            self.release(request_id)
+        self._set_members(member for member in self._replica_ids if member != replica_id)
+        self.index.drop(replica_id)
 
     def apply_snapshot(
         self, replica_id: str, stats: ReplicaStats, block_hashes: Iterable[BlockHash], now: float
     ) -> bool:
         """Take a replica's whole ledger. False if it is not a member."""
-        ledger = self._ledgers.get(replica_id)
-        if ledger is None:
+        place = self._place_of.get(replica_id)
+        if place is None:
             return False
         self.index.replace(replica_id, block_hashes)
-        ledger.stats, ledger.updated_s, ledger.connected = stats, now, True
+        self._told["connected"][place] = True
+        self._take(place, stats, now)
         return True
 
     def apply_update(
@@ -131,19 +103,20 @@ class ClusterView:
 
         ``removed`` applies before ``stored``: the events are net, no hash is in both.
         """
-        ledger = self._ledgers.get(replica_id)
-        if ledger is None or not ledger.connected:
+        if not self.is_connected(replica_id):
             return False
-        self.index.remove(replica_id, removed)
-        self.index.store(replica_id, stored)
-        ledger.stats, ledger.updated_s = stats, now
+        if removed:
+            self.index.remove(replica_id, removed)
+        if stored:
+            self.index.store(replica_id, stored)
+        self._take(self._place_of[replica_id], stats, now)
         return True
 
     def disconnect(self, replica_id: str) -> None:
         """A replica's feed ended: it takes no new request until the next snapshot. Its last ledger stays to be seen."""
-        ledger = self._ledgers.get(replica_id)
-        if ledger is not None:
-            ledger.connected = False
+        place = self._place_of.get(replica_id)
+        if place is not None:
+            self._told["connected"][place] = False
 
     def reserve(
         self,
@@ -162,12 +135,10 @@ class ClusterView:
         """
         self.release(request_id)
         self.index.touch(block_hashes)
-        ledger = self._ledgers.get(replica_id)
-        if ledger is None:
-            return
-        reservation = Reservation(replica_id, num_blocks, num_tokens, now)
-        self._reservations[request_id] = reservation
-        ledger.count(reservation, +1)
+        if replica_id in self._place_of:
+            reservation = Reservation(replica_id, num_blocks, num_tokens, now)
+            self._reservations[request_id] = reservation
+            self._count(reservation, +1)
 
     def move(self, request_id: str, replica_id: str, now: float) -> None:
         """Carry a request's promise to another replica. Nothing happens if it has none."""
@@ -179,7 +150,7 @@ class ClusterView:
         """Take a request's promise back. Idempotent."""
         held = self._reservations.pop(request_id, None)
         if held is not None:
-            self._ledgers[held.replica_id].count(held, -1)
+            self._count(held, -1)
 
     def settle(self, request_ids: Iterable[str]) -> None:
         """The replica's own stats count these requests from now on, so their promises end. Idempotent."""
@@ -190,34 +161,55 @@ class ClusterView:
         """The promise a request holds, if any."""
         return self._reservations.get(request_id)
 
-    def replicas_for(self, block_hashes: Sequence[BlockHash], now: float) -> tuple[ReplicaView, ...]:
-        """A snapshot for one prompt: every member, sorted by id. ``block_hashes`` may be empty."""
-        matched = self.index.match(block_hashes)
-        return tuple(
-            ReplicaView(
-                replica_id=replica_id,
-                stats=ledger.stats,
-                age_s=0.0 if ledger.stats is None else max(0.0, now - ledger.updated_s),
-                connected=ledger.connected,
-                num_reserved=ledger.num_reserved,
-                num_reserved_blocks=ledger.num_reserved_blocks,
-                num_reserved_tokens=ledger.num_reserved_tokens,
-                num_matched_blocks=matched.get(replica_id, 0),
-                node_id=ledger.node_id,
-            )
-            for replica_id, ledger in sorted(self._ledgers.items())
+    def candidates(self, block_hashes: Sequence[BlockHash], now: float) -> Candidates:
+        """A snapshot for one prompt: every member. ``block_hashes`` may be empty."""
+        return Candidates(
+            self._replica_ids,
+            tuple(self._node_ids),
+            tuple(self._stats),
+            np.frombuffer(self._told.tobytes(), self._told.dtype),  # a copy, faster than ``copy`` for records
+            self._promised.copy(),
+            np.where(self._told["known"], np.maximum(0.0, now - self._updated_s), 0.0),
+            self.index.match_slots(block_hashes)[self._slots],
         )
 
+    def replicas_for(self, block_hashes: Sequence[BlockHash], now: float) -> tuple[ReplicaView, ...]:
+        """``candidates`` as rows."""
+        return self.candidates(block_hashes, now).views()
+
     def check_invariants(self) -> None:
-        """Sums of promises are true, none is on a stranger, the index knows members only."""
+        """Sums of promises are true, none is on a stranger, columns repeat the stats, the index knows members only."""
         self.index.check_invariants()
-        sums = {replica_id: [0, 0, 0] for replica_id in self._ledgers}
+        sums = np.zeros_like(self._promised)
         for held in self._reservations.values():
-            row = sums[held.replica_id]
-            row[0] += 1
-            row[1] += held.num_blocks
-            row[2] += held.num_tokens
-        for replica_id, ledger in self._ledgers.items():
-            assert sums[replica_id] == [ledger.num_reserved, ledger.num_reserved_blocks, ledger.num_reserved_tokens]
-            assert not ledger.connected or ledger.stats is not None
-        assert self.index.replica_ids() <= self._ledgers.keys()
+            sums[:, self._place_of[held.replica_id]] += (1, held.num_blocks, held.num_tokens)
+        assert np.array_equal(sums, self._promised)
+        assert list(self._place_of.items()) == [(r, place) for place, r in enumerate(sorted(self._replica_ids))]
+        for stats, row in zip(self._stats, self._told, strict=True):
+            assert row.item() == told_row(stats, bool(row["connected"]))
+            assert not row["connected"] or stats is not None
+        assert self.index.replica_ids() == self._place_of.keys()
+
+    def _take(self, place: int, stats: ReplicaStats, now: float) -> None:
+        self._stats[place] = stats
+        self._told[place] = told_row(stats, True)
+        self._updated_s[place] = now
+
+    def _count(self, reservation: Reservation, sign: int) -> None:
+        place = self._place_of[reservation.replica_id]
+        self._promised[:, place] += (sign, sign * reservation.num_blocks, sign * reservation.num_tokens)
+
+    def _set_members(self, replica_ids: Iterable[str]) -> None:
+        """Make the columns those of ``replica_ids``; who was here keeps what is known of it."""
+        members = tuple(sorted(replica_ids))
+        kept = [(new, old) for new, r in enumerate(members) if (old := self._place_of.get(r)) is not None]
+        told, promised = unknown_rows(len(members)), np.zeros((len(PROMISED), len(members)), np.int64)
+        updated_s, node_ids = np.zeros(len(members)), [""] * len(members)
+        stats: list[ReplicaStats | None] = [None] * len(members)
+        for new, old in kept:
+            told[new], promised[:, new], updated_s[new] = self._told[old], self._promised[:, old], self._updated_s[old]
+            node_ids[new], stats[new] = self._node_ids[old], self._stats[old]
+        self._told, self._promised, self._updated_s = told, promised, updated_s
+        self._node_ids, self._stats, self._replica_ids = node_ids, stats, members
+        self._place_of = {replica_id: place for place, replica_id in enumerate(members)}
+        self._slots = np.array([self.index.slot(replica_id) for replica_id in members], np.int64)

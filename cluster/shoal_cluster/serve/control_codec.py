@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve.call import ClusterRow, ReplicaRow
@@ -95,7 +96,7 @@ def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
             block_size=query.block_size,
             excluded=sorted(query.excluded),
         ),
-        replicas=map(_view_to_proto, record.replicas),
+        replicas=map(_view_to_proto, record.replicas.views()),
         weights=pb.RouteWeights(
             prefill_price=weights.prefill_price,
             decode_price=weights.decode_price,
@@ -123,7 +124,7 @@ def route_record_from_proto(record: pb.RouteRecord) -> RouteRecord:
             block_size=query.block_size,
             excluded=frozenset(query.excluded),
         ),
-        replicas=tuple(map(_view_from_proto, record.replicas)),
+        replicas=Candidates.of(map(_view_from_proto, record.replicas)),
         weights=RouteWeights(
             prefill_price=weights.prefill_price,
             decode_price=weights.decode_price,

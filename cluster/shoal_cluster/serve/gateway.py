@@ -290,7 +290,7 @@ class Gateway:
                 raise Unavailable("no replica became ready in time")
             await self._ledger.wait_for_change(remaining_s)
         now = time.monotonic()
-        admission = admit(query, self._ledger.view.replicas_for(query.block_hashes, now), self._limits, now)
+        admission = admit(query, self._ledger.view.candidates(query.block_hashes, now), self._limits, now)
         if admission.never_fits:
             raise InvalidArgument("prompt", f"{query.num_prompt_tokens} tokens", admission.reason)
         if not admission.admitted:

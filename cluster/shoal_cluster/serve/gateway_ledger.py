@@ -96,14 +96,15 @@ class GatewayLedger:
     def decide(self, query: RouteQuery) -> RouteDecision:
         """Route a request, reserve its blocks on the best replica and keep the record."""
         now = time.monotonic()
-        replicas = self.view.replicas_for(query.block_hashes, now)
+        candidates = self.view.candidates(query.block_hashes, now)
         seed = self._seeds.getrandbits(32)
-        record = decide(query, replicas, self.weights, seed=seed, time_s=time.time())
+        record = decide(query, candidates, self.weights, seed=seed, time_s=time.time())
         self._keep(record)
         if record.decision.ranked and query.request_id in self._followers:  # else its client has left
-            best = next(r for r in replicas if r.replica_id == record.decision.ranked[0])
-            num_blocks, num_tokens = uncached_blocks(query, best), uncached_tokens(query, best)
-            self.view.reserve(query.request_id, best.replica_id, num_blocks, num_tokens, now, query.block_hashes)
+            best = record.decision.ranked[0]
+            num_matched = int(candidates.num_matched_blocks[candidates.replica_ids.index(best)])
+            num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
+            self.view.reserve(query.request_id, best, num_blocks, num_tokens, now, query.block_hashes)
         return record.decision
 
     def routed(self, query: RouteQuery, replica_id: str) -> None:
@@ -150,10 +151,9 @@ class GatewayLedger:
 
     def can_place(self, excluded: Set[str]) -> bool:
         """Whether a replica other than the ``excluded`` takes requests now."""
-        rows = self.view.replicas_for((), time.monotonic())
         return any(
             row.connected and row.stats is not None and not row.stats.draining and row.replica_id not in excluded
-            for row in rows
+            for row in self.view.replicas_for((), time.monotonic())
         )
 
     def records(self, request_id: str) -> list[RouteRecord]:
@@ -191,11 +191,12 @@ class GatewayLedger:
         return FeedClient(
             self.gateway_id,
             address,
-            on_message=lambda message: self._take(replica_id, message),
+            on_message=lambda message: self.hear(replica_id, message),
             on_lost=lambda: self._lost(replica_id),
         )
 
-    def _take(self, replica_id: str, message: Snapshot | Update) -> None:
+    def hear(self, replica_id: str, message: Snapshot | Update) -> None:
+        """Take one message of a replica's feed."""
         now = time.monotonic()
         if isinstance(message, Snapshot):
             if replica_id in self.view:

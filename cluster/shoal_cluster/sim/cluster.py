@@ -81,14 +81,13 @@ class SimCluster:
             block_size=block_size,
         )
         now = self.loop.now
-        rows = self.view.replicas_for(query.block_hashes, now)
-        admission = admit(query, rows, config.limits, now)
+        candidates = self.view.candidates(query.block_hashes, now)
+        admission = admit(query, candidates, config.limits, now)
         if not admission.admitted:
             self._refuse(outcome, admission.reason)
             return
-        decision = place(config.routing, query, rows, config.weights, self._rng, self._num_decisions)
+        decision = place(config.routing, query, candidates, config.weights, self._rng, self._num_decisions)
         self._num_decisions += 1
-        by_id = {row.replica_id: row for row in rows}
         engine_request = Request(
             request_id=request.request_id,
             prompt_token_ids=token_ids,
@@ -105,11 +104,11 @@ class SimCluster:
                 replica.add(engine_request)
             except ResourceExhausted:
                 continue
-            row = by_id[replica_id]
+            num_matched = candidates.view(replica_id).num_matched_blocks
             outcome.replica_id = replica_id
-            outcome.num_predicted_tokens = min(row.num_matched_blocks * block_size, len(token_ids) - 1)
+            outcome.num_predicted_tokens = min(num_matched * block_size, len(token_ids) - 1)
             self._requests[request.request_id] = request
-            blocks, tokens = uncached_blocks(query, row), uncached_tokens(query, row)
+            blocks, tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
             self.view.reserve(request.request_id, replica_id, blocks, tokens, now, query.block_hashes)
             return
         self._refuse(outcome, decision.reason if not decision.ranked else "every replica refused")
@@ -224,7 +223,7 @@ class SimCluster:
         for replica in self._replicas.values():
             held = list(replica.scheduler.cache_hashes())
             known = self.view.index.num_held(replica.replica_id)
-            assert known == len(held) or len(self.view.index) == self.view.index.max_entries
+            assert known == len(held) or self.view.index.num_evicted
 
     def report(self) -> SimReport:
         """Of a run that has ended."""

@@ -218,7 +218,7 @@ def _route(record: RouteRecord) -> Route:
         time_s=round(record.time_s, 3),
         replica_id=first,
         num_prompt_tokens=record.query.num_prompt_tokens,
-        num_cached_blocks=next((r.num_matched_blocks for r in record.replicas if r.replica_id == first), 0),
+        num_cached_blocks=next((r.num_matched_blocks for r in record.replicas.views() if r.replica_id == first), 0),
         num_prompt_blocks=len(record.query.block_hashes),
         reason=reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 1]}…",
     )

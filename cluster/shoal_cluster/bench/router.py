@@ -1,0 +1,201 @@
+"""What placing a request costs the gateway: decisions and ledger updates as in a busy cluster, on one core."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import psutil
+
+from shoal_cluster.policies.admission import AdmissionLimits, admit
+from shoal_cluster.policies.prefix_index import PrefixIndex
+from shoal_cluster.policies.routing import RouteQuery, RouteWeights
+from shoal_cluster.serve.feed import Update
+from shoal_cluster.serve.gateway_ledger import Follower, GatewayLedger
+from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
+from shoal_replica.stats import ReplicaStats
+
+BLOCK_SIZE = 16
+BLOCKS_PER_CONVERSATION = 125
+BLOCKS_PER_TURN = 20
+STEPS_PER_S = 30.0  # of one replica: a feed message each
+MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLoad:
+    """The cluster and the traffic: conversations of 125 blocks, 20 of each prompt's blocks new."""
+
+    num_replicas: int = 64
+    num_blocks: int = 1_000_000
+    num_requests: int = 20_000
+    requests_per_s: float = 2_000.0
+    seed: int = 0
+
+    @property
+    def num_conversations(self) -> int:
+        return max(1, self.num_blocks // self.num_replicas // BLOCKS_PER_CONVERSATION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterCost:
+    """Processor times in microseconds; a decision is admission, lookup, choice, record and reservation together.
+
+    ``core_share`` is the share of one core that decisions and updates take at the load's rate.
+    """
+
+    num_replicas: int
+    num_blocks: int
+    num_requests: int
+    requests_per_s: float
+    num_updates: int
+    matched_blocks_mean: float
+    decision_p50_us: float
+    decision_p99_us: float
+    decision_max_us: float
+    update_p50_us: float
+    update_p99_us: float
+    core_share: float
+    index_bytes_per_entry: float
+    index_forgotten_share: float
+
+
+def measure_router(load: RouterLoad) -> RouterCost:
+    """Run ``load`` as fast as it goes and report what each part took."""
+    bench = _Bench(load)
+    bench.fill()
+    bytes_per_entry = bench.num_index_bytes / len(bench.ledger.view.index)
+    num_filled = bench.ledger.view.index.num_evicted + len(bench.ledger.view.index)
+    forgotten = bench.ledger.view.index.num_evicted / num_filled
+    num_updates = 0.0
+    for number in range(load.num_requests):
+        bench.request(number)
+        num_updates += load.num_replicas * STEPS_PER_S / load.requests_per_s - 1
+        while num_updates >= 1:
+            num_updates -= 1
+            bench.quiet_step()
+    decisions, updates = np.array(bench.decisions_s) * MICROSECONDS, np.array(bench.updates_s) * MICROSECONDS
+    return RouterCost(
+        num_replicas=load.num_replicas,
+        num_blocks=load.num_blocks,
+        num_requests=load.num_requests,
+        requests_per_s=load.requests_per_s,
+        num_updates=len(updates),
+        matched_blocks_mean=bench.num_matched / load.num_requests,
+        decision_p50_us=float(np.percentile(decisions, 50)),
+        decision_p99_us=float(np.percentile(decisions, 99)),
+        decision_max_us=float(decisions.max()),
+        update_p50_us=float(np.percentile(updates, 50)),
+        update_p99_us=float(np.percentile(updates, 99)),
+        core_share=float(decisions.sum() + updates.sum()) / MICROSECONDS / load.num_requests * load.requests_per_s,
+        index_bytes_per_entry=bytes_per_entry,
+        index_forgotten_share=forgotten,
+    )
+
+
+class _Bench:
+    """A gateway's ledger, and replicas that are only what they would tell it."""
+
+    def __init__(self, load: RouterLoad) -> None:
+        self._load = load
+        self._rng = Random(load.seed)
+        self._limits = AdmissionLimits()
+        self.ledger = GatewayLedger("bench", RouteWeights())
+        self.replica_ids = [f"replica-{number:03d}" for number in range(load.num_replicas)]
+        self._conversations: dict[str, deque[list[BlockHash]]] = {}
+        self._seq = 0
+        self._follower = Follower(lambda replica_id: None, lambda replica_id, delta: None, lambda: None)
+        self.num_index_bytes = 0
+        self.num_matched = 0
+        self.decisions_s: list[float] = []
+        self.updates_s: list[float] = []
+
+    def fill(self) -> None:
+        """Every replica joins with its share of the blocks; notes the memory that the index takes for them."""
+        for replica_id in self.replica_ids:
+            rows = [self._hashes(BLOCKS_PER_CONVERSATION) for _ in range(self._load.num_conversations)]
+            self._conversations[replica_id] = deque(rows)
+        gc.collect()
+        before = psutil.Process().memory_info().rss
+        self.ledger.view.index = PrefixIndex()
+        for replica_id in self.replica_ids:
+            self.ledger.view.join(replica_id)
+            hashes = [h for row in self._conversations[replica_id] for h in row]
+            self.ledger.view.apply_snapshot(replica_id, self._stats(), hashes, time.monotonic())
+            del hashes
+        gc.collect()
+        self.num_index_bytes = psutil.Process().memory_info().rss - before
+
+    def request(self, number: int) -> None:
+        """One turn of a conversation: placed, then accepted and cached by the chosen replica, which evicts another."""
+        owner = self._rng.choice(self.replica_ids)
+        rows = self._conversations[owner]
+        conversation = rows[self._rng.randrange(len(rows))]
+        kept = conversation[: self._rng.randrange(len(conversation) - BLOCKS_PER_TURN)]
+        new = self._hashes(BLOCKS_PER_TURN)
+        hashes = (*kept, *new)
+        query = RouteQuery(
+            request_id=f"request-{number}",
+            block_hashes=hashes,
+            num_prompt_tokens=len(hashes) * BLOCK_SIZE + 5,
+            num_blocks_needed=len(hashes) + 1,
+            block_size=BLOCK_SIZE,
+        )
+        self.ledger.follow(query.request_id, self._follower)
+        started = time.thread_time()
+        now = time.monotonic()
+        admission = admit(query, self.ledger.view.candidates(query.block_hashes, now), self._limits, now)
+        decision = self.ledger.decide(query)
+        self.decisions_s.append(time.thread_time() - started)
+        if not admission.admitted or not decision.ranked:
+            raise RuntimeError(f"the load does not fit the cluster: {admission.reason}, {decision.reason}")
+        chosen = decision.ranked[0]
+        self.num_matched += len(kept) if chosen == owner else 0
+        self.ledger.routed(query, chosen)
+        oldest = self._conversations[chosen].popleft()
+        removed, left = oldest[-BLOCKS_PER_TURN:], oldest[:-BLOCKS_PER_TURN]
+        self._conversations[chosen].append(left if len(left) > BLOCKS_PER_TURN else self._hashes(0) + new + left)
+        self._step(chosen, tuple(new), tuple(removed), (query.request_id,))
+        self.ledger.unfollow(query.request_id)
+
+    def quiet_step(self) -> None:
+        """A replica's step that caches nothing new."""
+        self._step(self._rng.choice(self.replica_ids), (), (), ())
+
+    def _step(
+        self,
+        replica_id: str,
+        stored: tuple[BlockHash, ...],
+        removed: tuple[BlockHash, ...],
+        accepted: tuple[str, ...],
+    ) -> None:
+        self._seq += 1
+        message = Update(self._seq, self._stats(), stored, removed, (), accepted)
+        started = time.thread_time()
+        self.ledger.hear(replica_id, message)
+        self.updates_s.append(time.thread_time() - started)
+
+    def _hashes(self, count: int) -> list[BlockHash]:
+        return [BlockHash(self._rng.randbytes(DIGEST_BYTES)) for _ in range(count)]
+
+    def _stats(self) -> ReplicaStats:
+        total = 2 * self._load.num_blocks // self._load.num_replicas + BLOCKS_PER_CONVERSATION
+        allocated = self._rng.randrange(total // 4)
+        return ReplicaStats(
+            time_s=0.0,
+            block_size=BLOCK_SIZE,
+            num_total_blocks=total,
+            num_free_blocks=total - allocated,
+            num_allocated_blocks=allocated,
+            num_cached_blocks=total // 2,
+            num_running=self._rng.randrange(32),
+            num_waiting=0,
+            num_waiting_tokens=self._rng.randrange(512),
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            step_s=1 / STEPS_PER_S,
+        )

@@ -1,0 +1,41 @@
+"""``shoal bench``: what the parts cost on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Measure what a part of Shoal costs on this machine."
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure what a part of Shoal costs on this machine."""
+
+
+@app.command()
+def router(
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas to choose from.")] = 64,
+    blocks: Annotated[int, typer.Option(min=8192, help="Cached blocks over all replicas.")] = 1_000_000,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to place.")] = 20_000,
+    rate: Annotated[float, typer.Option(min=1, help="Requests a second that the core's share is given for.")] = 2_000.0,
+    as_json: AsJson = False,
+) -> None:
+    """Place requests while every replica reports its steps: times of decisions and updates, memory of the index."""
+    from shoal_cluster.bench.router import RouterLoad, measure_router
+
+    cost = asdict(
+        measure_router(RouterLoad(num_replicas=replicas, num_blocks=blocks, num_requests=requests, requests_per_s=rate))
+    )
+    if as_json:
+        typer.echo(json.dumps(cost, indent=2))
+        return
+    for name, value in cost.items():
+        typer.echo(f"{name:24} {value:,.4g}" if isinstance(value, float) else f"{name:24} {value:,}")

@@ -1,0 +1,206 @@
+"""The frame of every placement rule: filter the replicas, score the rest, sort; say why, when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_replica.prefix_cache import BlockHash, hash_blocks
+from shoal_replica.request import Request
+
+Terms = tuple[tuple[str, float], ...]
+Amounts = NDArray[np.float64] | NDArray[np.int64]
+
+MAX_REASONS_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteQuery:
+    """What routing needs to know of a request.
+
+    Attributes:
+        block_hashes: of the prompt's full blocks.
+        num_blocks_needed: blocks that the request needs to start: its prompt's and its first token's.
+        excluded: replicas that have refused or lost it already.
+    """
+
+    request_id: str
+    block_hashes: tuple[BlockHash, ...]
+    num_prompt_tokens: int
+    num_blocks_needed: int
+    block_size: int
+    excluded: frozenset[str] = frozenset()
+
+    @classmethod
+    def for_request(cls, request: Request, block_size: int) -> RouteQuery:
+        """The query that places ``request``; tokens that another replica has generated count as prompt."""
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        return cls(
+            request_id=request.request_id,
+            block_hashes=tuple(hash_blocks(token_ids, block_size, request.cache_salt)),
+            num_prompt_tokens=len(token_ids),
+            num_blocks_needed=-(-(len(token_ids) + 1) // block_size),
+            block_size=block_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTerms:
+    """One replica's part in a decision. Lower ``score`` is better; it is 0 for a replica that is not eligible.
+
+    ``rejected`` says why it is not eligible. ``terms`` adds up to the score, but for those named ``*_blocks`` and
+    ``*_slots``, which are what the barrier saw.
+    """
+
+    replica_id: str
+    eligible: bool
+    rejected: str = ""
+    score: float = 0.0
+    terms: Terms = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """Eligible replicas, best first (none: nobody can take the request), why, and every candidate's terms."""
+
+    ranked: tuple[str, ...]
+    reason: str
+    candidates: Sequence[CandidateTerms]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Each replica's place [n]: those that must wait come after all that can start; then the least ``cost``.
+
+    Elements of replicas that are not eligible mean nothing.
+    """
+
+    cost: Amounts
+    must_wait: NDArray[np.bool_] | None = None
+    terms: tuple[tuple[str, Amounts], ...] = ()
+
+
+Score = Callable[[RouteQuery, Candidates], Scores]
+
+
+def rank(query: RouteQuery, candidates: Candidates, rng: Random, score: Score) -> RouteDecision:
+    """Order ``candidates`` by ``score``; equals are shuffled by ``rng``."""
+    explained = _Explained(query, candidates, score)
+    eligible = is_eligible(query, candidates)
+    num_eligible = int(np.count_nonzero(eligible))
+    if not num_eligible:
+        why = [f"{candidate.replica_id}: {candidate.rejected}" for candidate in explained]
+        return RouteDecision((), f"no replica can take it: {some(why)}" if why else "no replica is known", explained)
+    scores = score(query, candidates)
+    shuffle = np.frombuffer(rng.randbytes(4 * len(candidates)), np.uint32)
+    keys: list[NDArray[Any]] = [shuffle, scores.cost]
+    must_wait = scores.must_wait is not None and scores.must_wait.any()
+    if scores.must_wait is not None and must_wait:
+        keys.append(scores.must_wait)
+    if num_eligible < len(candidates):
+        keys.append(~eligible)
+    order = np.lexsort(keys)[:num_eligible].tolist()
+    ids = candidates.replica_ids
+    best = order[0]
+    cost = float(scores.cost[best])
+    reason = f"{ids[best]}: least cost {cost:.0f} of {num_eligible} eligible"
+    if scores.must_wait is not None and must_wait:
+        if scores.must_wait[best]:
+            reason += "; none can start it now"
+        elif (scores.cost < cost)[eligible].any():
+            reason += "; cheaper ones have no room now"
+    return RouteDecision(tuple([ids[place] for place in order]), reason, explained)
+
+
+def uncached_tokens(query: RouteQuery, num_matched_blocks: int) -> int:
+    """Prompt tokens to compute where so many blocks are cached: at least one, whose logits are needed."""
+    return max(1, query.num_prompt_tokens - num_matched_blocks * query.block_size)
+
+
+def uncached_blocks(query: RouteQuery, num_matched_blocks: int) -> int:
+    """Blocks to find there beside the cached ones: what to reserve."""
+    return max(0, query.num_blocks_needed - num_matched_blocks)
+
+
+def some(items: Sequence[str]) -> str:
+    """The first few of ``items``, and how many more there are."""
+    shown = ", ".join(items[:MAX_REASONS_SHOWN])
+    return shown if len(items) <= MAX_REASONS_SHOWN else f"{shown} and {len(items) - MAX_REASONS_SHOWN} more"
+
+
+def is_eligible(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
+    """Which replicas could take it, now or later [n]."""
+    told = candidates.told
+    eligible: NDArray[np.bool_] = told["connected"] & told["known"] & ~told["draining"]
+    eligible &= told["num_total_blocks"] >= query.num_blocks_needed
+    if query.excluded:
+        eligible &= ~np.isin(candidates.replica_ids, list(query.excluded))
+    return eligible
+
+
+class _Explained(Sequence[CandidateTerms]):
+    """Every candidate's part, worked out when it is first read: a decision does not wait for its explanation."""
+
+    __slots__ = ("_inputs", "_terms")
+
+    def __init__(self, query: RouteQuery, candidates: Candidates, score: Score) -> None:
+        self._inputs = (query, candidates, score)
+        self._terms: tuple[CandidateTerms, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._inputs[1])
+
+    @overload
+    def __getitem__(self, index: int) -> CandidateTerms: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[CandidateTerms, ...]: ...
+    def __getitem__(self, index: int | slice) -> CandidateTerms | tuple[CandidateTerms, ...]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[CandidateTerms]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all() == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def _all(self) -> tuple[CandidateTerms, ...]:
+        if self._terms is None:
+            query, candidates, score = self._inputs
+            scores = score(query, candidates)
+            self._terms = tuple(
+                _explain(query, candidates, scores, place, bool(eligible))
+                for place, eligible in enumerate(is_eligible(query, candidates))
+            )
+        return self._terms
+
+
+def _explain(query: RouteQuery, candidates: Candidates, scores: Scores, place: int, eligible: bool) -> CandidateTerms:
+    replica_id = candidates.replica_ids[place]
+    if not eligible:
+        return CandidateTerms(replica_id, False, _rejection(query, candidates, place))
+    terms = tuple((name, amounts[place].item()) for name, amounts in scores.terms)
+    return CandidateTerms(replica_id, True, "", scores.cost[place].item(), terms)
+
+
+def _rejection(query: RouteQuery, candidates: Candidates, place: int) -> str:
+    stats = candidates.stats[place]
+    if candidates.replica_ids[place] in query.excluded:
+        return "excluded"
+    if not candidates.told["connected"][place]:
+        return "not connected"
+    if stats is None:
+        return "no stats yet"
+    if stats.draining:
+        return "draining"
+    return f"needs {query.num_blocks_needed} blocks, has {stats.num_total_blocks}"

@@ -1,0 +1,29 @@
+"""The router's benchmark runs, and what it says of memory holds."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from shoal_cluster.cli import app
+
+MAX_BYTES_PER_ENTRY = 110
+
+
+def test_reports_times_and_memory() -> None:
+    options = ["--replicas", "8", "--blocks", "200000", "--requests", "50", "--json"]
+    run = CliRunner().invoke(app, ["bench", "router", *options])
+    assert run.exit_code == 0, run.output
+    cost = json.loads(run.output)
+    assert (cost["num_replicas"], cost["num_requests"]) == (8, 50)
+    assert cost["num_updates"] >= 50
+    assert 0 < cost["decision_p50_us"] <= cost["decision_p99_us"] <= cost["decision_max_us"]
+    assert cost["matched_blocks_mean"] > 20
+    assert cost["index_forgotten_share"] == 0
+
+
+def test_a_million_entries_take_what_is_promised() -> None:
+    from shoal_cluster.policies.prefix_index import PrefixIndex
+
+    assert PrefixIndex().num_bytes <= MAX_BYTES_PER_ENTRY * 1_000_000

@@ -39,7 +39,7 @@ class ReplicaSettings(_Settings):
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
     max_num_waiting: int = Field(1024, ge=1)
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
     device: Literal["cpu"] = "cpu"
     num_threads: int = Field(1, ge=1)
     num_cpus: float = Field(1.0, ge=0)

@@ -18,7 +18,7 @@ SUPPORTED_ARCHITECTURES = (
 )
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 DEVICES = ("cpu",)
-SCHEDULING_POLICIES = ("fcfs", "priority")
+SCHEDULING_POLICIES = ("fcfs", "priority", "deadline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,11 +51,24 @@ class KVCacheManager:
         num_reclaimed = sum(1 for b in matched_block_ids if self.pool.num_refs(b) == 0)
         return num_new + num_reclaimed <= self.pool.num_free
 
+    def fits_last_block(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> bool:
+        """Whether the tokens between go to the last block of the table, and it is this sequence's alone: ``append``
+        would change nothing. So it is for most decodes, and cheaper to ask.
+        """
+        table = self._tables[seq_id]
+        end = len(table) * self.block_size
+        return (
+            end - self.block_size <= num_computed_tokens
+            and num_tokens <= end
+            and self.pool.num_refs(table[-1]) == 1
+            and not self.prefix_cache.holds(table[-1])
+        )
+
     def num_blocks_to_append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> int:
         """Free blocks that ``append`` with the same arguments would take."""
         table = self._tables[seq_id]
         return max(0, self.num_blocks_for(num_tokens) - len(table)) + len(
-            self._read_by_others(table, num_computed_tokens)
+            self._read_by_others(table, num_computed_tokens, num_tokens)
         )
 
     def block_table(self, seq_id: int) -> BlockTable:
@@ -80,7 +93,7 @@ class KVCacheManager:
         Returns None when nothing had to change. The caller has made sure that there are enough free blocks.
         """
         table = self._tables[seq_id]
-        shared = self._read_by_others(table, num_computed_tokens)
+        shared = self._read_by_others(table, num_computed_tokens, num_tokens)
         num_grown = max(0, self.num_blocks_for(num_tokens) - len(table))
         if not shared and not num_grown:
             return None
@@ -128,10 +141,10 @@ class KVCacheManager:
             assert self.pool.num_refs(block_id) == uses[block_id], (block_id, uses[block_id])
         assert self._tables.keys() == self._num_committed.keys()
 
-    def _read_by_others(self, table: BlockTable, num_computed_tokens: int) -> list[int]:
-        """Indices of the blocks at or after the next token to write that are not this sequence's alone: another one
-        uses them, or they hold a cached prefix, which any may come to use.
+    def _read_by_others(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> list[int]:
+        """Indices of the blocks of the tokens between that are not this sequence's alone: another one uses them, or
+        they hold a cached prefix, which any may come to use.
         """
-        first = num_computed_tokens // self.block_size
+        first, last = num_computed_tokens // self.block_size, min(len(table), self.num_blocks_for(num_tokens))
         pool, cache = self.pool, self.prefix_cache
-        return [i for i in range(first, len(table)) if pool.num_refs(table[i]) > 1 or cache.holds(table[i])]
+        return [i for i in range(first, last) if pool.num_refs(table[i]) > 1 or cache.holds(table[i])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -47,8 +48,10 @@ class Request:
         index: number of the first sequence; a resumed sequence of an ``n > 1`` request keeps its own.
         priority: lower runs first under the ``priority`` policy.
         arrival_s: when it came, on the engine's clock.
+        due_s: when its first token is due, on the same clock; under the ``deadline`` policy the earliest runs first.
         cache_salt: separates the prefix caches of tenants.
         tenant: whose request it is.
+        block_hashes: of the full blocks of its tokens, for whoever has them already; else they are made on arrival.
     """
 
     request_id: str
@@ -58,8 +61,10 @@ class Request:
     index: int = 0
     priority: int = 0
     arrival_s: float = 0.0
+    due_s: float = math.inf
     cache_salt: str = ""
     tenant: str = ""
+    block_hashes: tuple[BlockHash, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,6 +94,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens to compute; one while it decodes."""
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -135,6 +145,21 @@ class TokenDelta:
     num_cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+
+
+def finish_reason(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
+    """Why ``sequence`` ends with its last token; None if it goes on."""
+    params = sequence.request.sampling_params
+    token_id = sequence.token_ids[-1]
+    if token_id in eos_token_ids and not params.ignore_eos:
+        return FinishReason.STOP
+    if token_id in params.stop_token_ids:
+        return FinishReason.STOP
+    if params.max_tokens is not None and sequence.num_output_tokens >= params.max_tokens:
+        return FinishReason.LENGTH
+    if sequence.num_tokens >= max_model_len:
+        return FinishReason.LENGTH
+    return None
 
 
 def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int) -> None:

@@ -7,14 +7,13 @@ within each step's token budget (iteration-level scheduling: Orca, OSDI '22; chu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ResourceExhausted
 from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.prefix_cache import BlockHash
-from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatus, TokenDelta
+from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatus, TokenDelta, finish_reason
 from shoal_replica.scheduling_policy import choose_victim, rank
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
@@ -83,8 +82,14 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
         plan = StepPlan(self._config.max_num_batched_tokens)
-        self._advance_running(plan)
-        self._admit_waiting(plan, now)
+        behind = [s for s in self._running if s.num_behind > 1]
+        self._advance(plan, [s for s in self._running if s.num_behind == 1])
+        for sequence in behind:
+            if self._waiting:
+                self._admit_waiting(plan, now, before=sequence)
+            self._advance(plan, [sequence])
+        if self._waiting:
+            self._admit_waiting(plan, now)
         if not plan.num_sequences:
             return None
         self._totals.num_steps += 1
@@ -99,19 +104,20 @@ class Scheduler:
             sequence = self._by_id.get(share.seq_id)
             if sequence is None or sequence.status is not SequenceStatus.RUNNING:
                 continue  # aborted while the step ran
-            sequence.num_computed_tokens = share.num_computed_tokens + share.num_new_tokens
-            sequence.extend_hashes(self._kv.block_size)
-            self._kv.commit(sequence.seq_id, sequence.block_hashes, sequence.num_computed_tokens)
+            num_computed = sequence.num_computed_tokens = share.num_computed_tokens + share.num_new_tokens
+            if num_computed % self._kv.block_size < share.num_new_tokens:  # it has filled a block
+                sequence.extend_hashes(self._kv.block_size)
+                self._kv.commit(sequence.seq_id, sequence.block_hashes, num_computed)
             if not share.samples:
                 continue
             token = sampled[share.seq_id]
             self._fork_siblings(sequence)
             sequence.token_ids.append(token.token_id)
             self._totals.num_generated_tokens += 1
-            finish_reason = self._finish_reason(sequence, token.token_id)
-            deltas.append(sequence.delta(sequence.index, token, finish_reason))
-            if finish_reason is not None:
-                self._finish(sequence, finish_reason)
+            reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)
+            deltas.append(sequence.delta(sequence.index, token, reason))
+            if reason is not None:
+                self._finish(sequence, reason)
         return deltas
 
     def abort(
@@ -161,7 +167,7 @@ class Scheduler:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             step_s=step_s,
-            **asdict(self._totals),
+            **self._totals.as_dict(),
             draining=draining,
         )
 
@@ -190,6 +196,7 @@ class Scheduler:
             request=request,
             index=index,
             token_ids=[*request.prompt_token_ids, *output_token_ids],
+            block_hashes=list(request.block_hashes),
         )
         self._next_seq_id += 1
         self._requests[request.request_id].append(sequence)
@@ -204,28 +211,30 @@ class Scheduler:
         """Rank order: victims come last."""
         self._running.sort(key=lambda s: rank(s, self._config.policy))
 
-    def _advance_running(self, plan: StepPlan) -> None:
-        """Plan the running sequences in rank order; those at the back give way when blocks run out."""
-        for sequence in list(self._running):
+    def _advance(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Plan running sequences, given in rank order; those at the back give way when blocks run out."""
+        for sequence in sequences:
             if plan.budget == 0:
                 return
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted by one before it
             start = sequence.num_computed_tokens
             end = start + plan.share(sequence)
-            if not self._make_room(sequence, end):
-                continue
-            change = self._kv.append(sequence.seq_id, start, end)
-            if change is not None:
-                plan.copy_blocks(change)
+            change = None
+            if not self._kv.fits_last_block(sequence.seq_id, start, end):
+                if not self._make_room(sequence, end):
+                    continue
+                change = self._kv.append(sequence.seq_id, start, end)
+                if change is not None:
+                    plan.copy_blocks(change)
             if sequence.seq_id not in self._held_by_executor:
                 self._introduce(plan, sequence)
             elif change is not None:
                 plan.update_blocks(sequence, change)
             plan.compute(sequence, self._kv.block_size)
 
-    def _admit_waiting(self, plan: StepPlan, now: float) -> None:
-        """Start waiting sequences in order while budget, slots and blocks last.
+    def _admit_waiting(self, plan: StepPlan, now: float, before: Sequence | None = None) -> None:
+        """Start waiting sequences in order while budget, slots and blocks last; only those that rank ``before``.
 
         One whose prompt goes on where another's is being computed in this very step waits for the next, which finds
         that part cached.
@@ -236,6 +245,8 @@ class Scheduler:
         any_preempted = first is not None and first.status is SequenceStatus.PREEMPTED
         for sequence in self._waiting:
             if plan.budget == 0 or len(admitted) == room:
+                break
+            if before is not None and rank(before, self._config.policy) < rank(sequence, self._config.policy):
                 break
             if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
                 break  # blocks are short: nobody new before those who were pushed out are back
@@ -319,18 +330,6 @@ class Scheduler:
                 self._sort_running()
             else:
                 self._enqueue(child)
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        params = sequence.request.sampling_params
-        if token_id in self._eos_token_ids and not params.ignore_eos:
-            return FinishReason.STOP
-        if token_id in params.stop_token_ids:
-            return FinishReason.STOP
-        if params.max_tokens is not None and sequence.num_output_tokens >= params.max_tokens:
-            return FinishReason.LENGTH
-        if sequence.num_tokens >= self._max_model_len:
-            return FinishReason.LENGTH
-        return None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is SequenceStatus.RUNNING:

@@ -7,13 +7,19 @@ from collections.abc import Sequence as SequenceOf
 
 from shoal_replica.request import Sequence, SequenceStatus
 
-Rank = tuple[int, float, int]
+Rank = tuple[int, float, float, int]
 
 
 def rank(sequence: Sequence, policy: str) -> Rank:
-    """Sort key of a waiting or running sequence; lower runs first. Total: seq_id breaks ties."""
-    priority = sequence.request.priority if policy == "priority" else 0
-    return priority, sequence.request.arrival_s, sequence.seq_id
+    """Sort key of a waiting or running sequence; lower runs first. Total: seq_id breaks ties.
+
+    ``fcfs``: by arrival. ``priority``: by the request's priority, then arrival. ``deadline``: by priority, then by when
+    the first token is due (earliest deadline first), then arrival.
+    """
+    request = sequence.request
+    priority = 0 if policy == "fcfs" else request.priority
+    due_s = request.due_s if policy == "deadline" else 0.0
+    return priority, due_s, request.arrival_s, sequence.seq_id
 
 
 def order_waiting(waiting: Iterable[Sequence], policy: str) -> list[Sequence]:

@@ -17,6 +17,18 @@ class Totals:
     num_preemptions: int = 0
     num_refused: int = 0
 
+    def as_dict(self) -> dict[str, int]:
+        """By name, for ``ReplicaStats``. Written out: it is taken after every step."""
+        return {
+            "num_steps": self.num_steps,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+            "num_finished": self.num_finished,
+            "num_preemptions": self.num_preemptions,
+            "num_refused": self.num_refused,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:

@@ -22,16 +22,18 @@ class StepPlan:
 
     def share(self, sequence: Sequence) -> int:
         """Tokens of ``sequence`` that the rest of the budget allows."""
-        return min(sequence.num_tokens - sequence.num_computed_tokens, self.budget)
+        return min(sequence.num_behind, self.budget)
 
     def compute(self, sequence: Sequence, block_size: int) -> None:
         """Plan the sequence's share; it samples when that brings it up to its last token."""
         num_new = self.share(sequence)
         start = sequence.num_computed_tokens
-        samples = start + num_new == sequence.num_tokens
+        samples = num_new == sequence.num_behind
         self._scheduled.append(ScheduledSequence(sequence.seq_id, start, num_new, samples))
         self.budget -= num_new
-        self._hashes.update(sequence.block_hashes[start // block_size : (start + num_new) // block_size])
+        first, last = start // block_size, (start + num_new) // block_size
+        if first < last:
+            self._hashes.update(sequence.block_hashes[first:last])
         self.num_sequences += 1
 
     def computes_most_of(self, sequence: Sequence, num_matched_blocks: int, block_size: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from shoal_replica.config import CacheConfig, SchedulerConfig
@@ -94,6 +95,7 @@ def make_request(
     max_tokens: int = 4,
     n: int = 1,
     arrival_s: float = 0.0,
+    due_s: float = math.inf,
     priority: int = 0,
     output_token_ids: Sequence[int] = (),
 ) -> Request:
@@ -104,6 +106,7 @@ def make_request(
         sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n, seed=0, ignore_eos=True),
         output_token_ids=tuple(output_token_ids),
         arrival_s=arrival_s,
+        due_s=due_s,
         priority=priority,
     )
 

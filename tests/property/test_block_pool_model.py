@@ -91,9 +91,11 @@ class BlockMachine(RuleBasedStateMachine):
         end = min(len(tokens), start + count)
         others = [b for other, t in self.tables.items() if other != seq_id for b in t]
         read_by_others = {*others, *self.cached.values()}  # a cached block may become anybody's
-        shared = [i for i in range(start // self.block_size, len(table)) if table[i] in read_by_others]
+        written = range(start // self.block_size, min(len(table), -(-end // self.block_size)))
+        shared = [i for i in written if table[i] in read_by_others]
         num_needed = max(0, -(-end // self.block_size) - len(table)) + len(shared)
         assert self.kv.num_blocks_to_append(seq_id, start, end) == num_needed
+        assert not (num_needed and self.kv.fits_last_block(seq_id, start, end))
         free = self.free_blocks
         if num_needed > len(free):
             return

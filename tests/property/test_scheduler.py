@@ -31,7 +31,7 @@ events = st.lists(
     max_num_seqs=st.integers(1, 6),
     max_num_batched_tokens=st.integers(6, 40),
     caching=st.booleans(),
-    policy=st.sampled_from(["fcfs", "priority"]),
+    policy=st.sampled_from(["fcfs", "priority", "deadline"]),
 )
 def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
     events, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching, policy
@@ -87,7 +87,13 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         if event[0] == "add":
             _, prompt, max_tokens, n, priority = event
             request = make_request(
-                f"r{number}", prompt, max_tokens=max_tokens, n=n, priority=priority, arrival_s=float(number)
+                f"r{number}",
+                prompt,
+                max_tokens=max_tokens,
+                n=n,
+                priority=priority,
+                arrival_s=float(number),
+                due_s=float(number % 3),
             )
             requests[request.request_id] = request
             scheduler.add(request)

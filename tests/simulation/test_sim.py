@@ -14,12 +14,15 @@ from typer.testing import CliRunner
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling import ScaleConfig
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
-from shoal_cluster.sim.cluster import SimCluster, simulate
+from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
+from shoal_cluster.sim.conservation import check_conservation
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.report import Distribution
+from shoal_cluster.sim.run import report, simulate
+from shoal_cluster.sim.steady import SteadyScheduler
 from shoal_cluster.sim.workload import SimRequest, poisson, read_trace, shared_prefixes, speed_up
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, NotFound
@@ -111,10 +114,10 @@ def test_conservation_catches_a_lost_token() -> None:
     for request in chats(num_requests=5):
         cluster.arrive(request)
     cluster.loop.run()
-    cluster.check_conservation()
-    cluster.outcomes["request-3"].num_output_tokens -= 1
+    check_conservation(cluster)
+    cluster.book.outcomes["request-3"].num_output_tokens -= 1
     with pytest.raises(AssertionError):
-        cluster.check_conservation()
+        check_conservation(cluster)
 
 
 def test_the_autoscaler_grows_under_load_and_drains_without_loss() -> None:
@@ -241,3 +244,38 @@ def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
     for wrong in (["--routing", "x"], ["--format", "x"], ["--speed", "0"]):
         with pytest.raises(ConfigError, match=wrong[0].strip("-")):
             CliRunner().invoke(app, [*arguments, *wrong], catch_exceptions=False)
+
+
+def run(requests: list[SimRequest]) -> tuple[str, int]:
+    cluster = SimCluster(CONFIG)
+    for request in requests:
+        cluster.arrive(request)
+    cluster.loop.run()
+    check_conservation(cluster)
+    return report(cluster).to_json(), cluster.loop.num_events
+
+
+def test_stretches_of_decodes_are_many_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking them one by one gives the same report, to the last bit."""
+    requests = shared_prefixes(
+        requests_per_s=2.0,
+        num_requests=60,
+        num_groups=5,
+        num_prefix_tokens=700,
+        num_own_tokens=90,
+        num_output_tokens=150,
+        seed=3,
+    )
+    at_once, num_events = run(requests)
+    monkeypatch.setattr(SteadyScheduler, "num_steady_steps", lambda self, output, limit: 1)
+    one_by_one, num_single_events = run(requests)
+    assert at_once == one_by_one
+    assert num_events < 0.5 * num_single_events
+
+
+def test_hashes_of_runs_are_equal_where_prompts_are() -> None:
+    first = SimRequest("a", 0.0, ((1, 40), (2, 30), (3, 7)), 1)
+    same_start = SimRequest("b", 0.0, ((1, 40), (2, 24), (4, 20)), 1)
+    assert len(first.block_hashes(16)) == 4
+    assert first.block_hashes(16) == same_start.block_hashes(16)[:4]
+    assert set(first.block_hashes(32)).isdisjoint(SimRequest("c", 0.0, ((1, 31), (2, 46)), 1).block_hashes(32))

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
-from shoal_cluster.sim.cluster import simulate
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.report import SimReport
+from shoal_cluster.sim.run import simulate
 from shoal_cluster.sim.workload import TraceFormat, read_trace, speed_up
 from shoal_replica.config import CacheConfig
 from shoal_replica.errors import ConfigError

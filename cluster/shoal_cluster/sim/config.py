@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling import ScaleConfig
 from shoal_cluster.policies.baselines import Routing
+from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.sim.latency import StepTime
 from shoal_replica.config import CacheConfig, SchedulerConfig
@@ -30,8 +31,7 @@ class SimConfig:
     Attributes:
         heartbeat_s: how often an idle replica reports.
         feed_delay_s: from the end of a step until the gateway knows of it, tokens included.
-        objective_s, objective_prefills: a first token is good within ``objective_s`` plus ``objective_prefills`` times
-            the request's own uncached prefill.
+        objective: a first token is good within it, by the request's actual uncached prefill.
     """
 
     num_replicas: int
@@ -46,6 +46,6 @@ class SimConfig:
     scaling: ScalingPlan | None = None
     heartbeat_s: float = 1.0
     feed_delay_s: float = 0.005
-    objective_s: float = 2.0
-    objective_prefills: float = 2.0
+    objective: LatencyObjective = field(default_factory=LatencyObjective)
+    num_gateways: int = 1
     seed: int = 0

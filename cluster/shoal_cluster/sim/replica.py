@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.latency import StepTime
+from shoal_cluster.sim.steady import SteadyScheduler
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
-from shoal_replica.scheduler import Scheduler
 from shoal_replica.stats import ReplicaStats
 
+MAX_STRETCH_S = 1.0  # replicas report at least as often
 FIRST_OUTPUT_TOKEN_ID = 2**31  # above every token id of a simulated prompt: outputs never look like prompts
 
 
@@ -45,7 +47,7 @@ class SimReplica:
         publish: Callable[[SimReplica, FeedMessage], None],
     ) -> None:
         self.replica_id = replica_id
-        self.scheduler = Scheduler(
+        self.scheduler = SteadyScheduler(
             scheduler_config, cache_config, cache_config.num_blocks * cache_config.block_size, ()
         )
         self.draining = False
@@ -57,6 +59,7 @@ class SimReplica:
         self._added: list[str] = []
         self._step_s = 0.0
         self._is_stepping = False
+        self._stretch: _Stretch | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -67,6 +70,7 @@ class SimReplica:
         """Queue a request. Raises ResourceExhausted as the scheduler does."""
         self.scheduler.add(request)
         self._added.append(request.request_id)
+        self._cut_stretch()
         if not self._is_stepping:
             self._is_stepping = True
             self._loop.at(self._loop.now, self._start_step)
@@ -88,11 +92,51 @@ class SimReplica:
         if output is None:
             self._is_stepping = False
             return
-        self._step_s = self._step_time.step_s(output)
-        self.busy_s += self._step_s
-        self._loop.after(self._step_s, lambda: self._end_step(output))
+        self._step_s = step_s = self._step_time.step_s(output)
+        now = self._loop.now
+        num_steps = self.scheduler.num_steady_steps(output, int(MAX_STRETCH_S / step_s) if step_s else 1)
+        if num_steps == 1:
+            self.busy_s += step_s
+            self._loop.at(now + step_s, lambda: self._end_step(output))
+            return
+        ends_s = [now := now + step_s for _ in range(num_steps)]
+        stretch = self._stretch = _Stretch(output, ends_s)
+        self._loop.at(now, lambda: self._end_stretch(stretch, num_steps))
 
     def _end_step(self, output: SchedulerOutput) -> None:
-        sampled = tuple(SampledToken(s.seq_id, FIRST_OUTPUT_TOKEN_ID + s.seq_id) for s in output.scheduled if s.samples)
-        self.tell(tuple(self.scheduler.update(output, StepResult(sampled))))
+        self.tell(tuple(self.scheduler.update(output, _sampled(output))))
         self._start_step()
+
+    def _cut_stretch(self) -> None:
+        """Let the stretch end with the step that is running."""
+        stretch = self._stretch
+        if stretch is None:
+            return
+        num_steps = min(bisect_left(stretch.ends_s, self._loop.now) + 1, len(stretch.ends_s))
+        if num_steps < len(stretch.ends_s):
+            del stretch.ends_s[num_steps:]
+            self._loop.at(stretch.ends_s[-1], lambda: self._end_stretch(stretch, num_steps))
+
+    def _end_stretch(self, stretch: _Stretch, num_steps: int) -> None:
+        if num_steps != len(stretch.ends_s):
+            return  # it was cut
+        self._stretch = None
+        for _ in range(num_steps):
+            self.busy_s += self._step_s
+        deltas = self.scheduler.update_steady(stretch.output, _sampled(stretch.output), num_steps)
+        self.tell(tuple(deltas))
+        self._start_step()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Like steps under way: the first one's output, and when each ends."""
+
+    output: SchedulerOutput
+    ends_s: list[float]
+
+
+def _sampled(output: SchedulerOutput) -> StepResult:
+    return StepResult(
+        tuple(SampledToken(s.seq_id, FIRST_OUTPUT_TOKEN_ID + s.seq_id) for s in output.scheduled if s.samples)
+    )

@@ -9,31 +9,6 @@ from dataclasses import asdict, dataclass
 PERCENTILES = (50, 90, 99)
 
 
-@dataclass(slots=True)
-class Outcome:
-    """One request's fate, filled in as the run goes. Times are seconds of simulated time; None: it did not happen."""
-
-    arrival_s: float
-    num_prompt_tokens: int
-    replica_id: str | None = None
-    num_predicted_tokens: int = 0  # prompt tokens the gateway expected to be cached where it sent the request
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    objective_s: float = 0.0  # longest time to first token that counts as good
-    refusal: str | None = None
-
-    @property
-    def is_good(self) -> bool:
-        """Whether it finished, with its first token within the objective."""
-        return (
-            self.finished_s is not None
-            and self.first_token_s is not None
-            and self.first_token_s - self.arrival_s <= self.objective_s
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """Mean and percentiles (nearest rank) in seconds."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import IO, Any, Literal, cast
 
 from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
 TraceFormat = Literal["mooncake", "azure"]
 
 MOONCAKE_BLOCK_TOKENS = 512
+_PIECE = struct.Struct("<QI")
 FIRST_UNIQUE_TOKEN_ID = 2**30  # above the block ids of a trace
 
 
@@ -33,6 +37,7 @@ class SimRequest:
     arrival_s: float
     prompt_runs: tuple[tuple[int, int], ...]
     num_output_tokens: int
+    tenant: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -43,6 +48,20 @@ class SimRequest:
         for token_id, count in self.prompt_runs:
             token_ids += [token_id] * count
         return tuple(token_ids)
+
+    def block_hashes(self, block_size: int) -> tuple[BlockHash, ...]:
+        """One for each full block, chained: equal exactly where prompts are. Made of the runs, not of every token."""
+        hashes: list[BlockHash] = []
+        parent, pieces, room = b"", b"", block_size
+        for token_id, count in self.prompt_runs:
+            while count >= room:
+                parent = blake2b(parent + pieces + _PIECE.pack(token_id, room), digest_size=DIGEST_BYTES).digest()
+                hashes.append(BlockHash(parent))
+                count, pieces, room = count - room, b"", block_size
+            if count:
+                pieces += _PIECE.pack(token_id, count)
+                room -= count
+        return tuple(hashes)
 
 
 def poisson(

@@ -1,0 +1,81 @@
+"""What became of every request of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.workload import SimRequest
+from shoal_replica.request import TokenDelta
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request's fate, filled in as the run goes. Times are seconds of simulated time; None: it did not happen."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    replica_id: str | None = None
+    num_predicted_tokens: int = 0  # prompt tokens the gateway expected to be cached where it sent the request
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    objective_s: float = 0.0  # longest time to first token that counts as good
+    refusal: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.finished_s is None and self.refusal is None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it finished, with its first token within the objective."""
+        return (
+            self.finished_s is not None
+            and self.first_token_s is not None
+            and self.first_token_s - self.arrival_s <= self.objective_s
+        )
+
+
+class Book:
+    """Requests and their outcomes, by request id. ``num_open`` counts those that are to arrive or are not done."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self._config = config
+        self.requests: dict[str, SimRequest] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.num_open = 0
+        self.num_decisions = 0
+
+    def expect(self, request: SimRequest) -> None:
+        """A request will come."""
+        if request.request_id in self.requests:
+            raise ValueError(f"request {request.request_id!r} comes twice")
+        self.requests[request.request_id] = request
+        self.num_open += 1
+
+    def arrive(self, request_id: str, now: float) -> Outcome:
+        outcome = Outcome(now, self.requests[request_id].num_prompt_tokens)
+        self.outcomes[request_id] = outcome
+        return outcome
+
+    def refuse(self, request_id: str, reason: str) -> None:
+        self.outcomes[request_id].refusal = reason
+        self.num_open -= 1
+
+    def take(self, delta: TokenDelta, now: float) -> bool:
+        """Enter tokens that have reached the gateway. Whether they end the request."""
+        outcome = self.outcomes[delta.request_id]
+        outcome.num_output_tokens += len(delta.token_ids)
+        if outcome.first_token_s is None:
+            outcome.first_token_s = now
+            outcome.num_cached_tokens = delta.num_cached_tokens
+            uncached = outcome.num_prompt_tokens - delta.num_cached_tokens
+            own_s = self._config.step_time.prefill_s(delta.num_cached_tokens, uncached)
+            outcome.objective_s = self._config.objective.due_in_s(own_s)
+        if delta.finish_reason is None:
+            return False
+        outcome.finished_s = now
+        self.num_open -= 1
+        return True

@@ -1,0 +1,33 @@
+"""What must be true of every run that has ended."""
+
+from __future__ import annotations
+
+from shoal_cluster.sim.cluster import SimCluster
+
+
+def check_conservation(cluster: SimCluster) -> None:
+    """Every request ended once, every token is accounted for, nothing is held, the gateways' copies are true."""
+    config, book = cluster.config, cluster.book
+    assert book.num_open == 0
+    for gateway in cluster.gateways:
+        gateway.view.check_invariants()
+    for request_id, outcome in book.outcomes.items():
+        assert (outcome.finished_s is None) != (outcome.refusal is None), request_id
+        if outcome.finished_s is not None:
+            room = config.cache.num_blocks * config.cache.block_size - outcome.num_prompt_tokens
+            expected = min(book.requests[request_id].num_output_tokens, room)
+            assert outcome.num_output_tokens == expected, (request_id, outcome.num_output_tokens, expected)
+        assert all(gateway.view.reservation(request_id) is None for gateway in cluster.gateways), request_id
+    num_generated = 0
+    for replica in [*cluster.replicas.values(), *cluster.retired]:
+        replica.scheduler.check_invariants()
+        assert not replica.scheduler.has_work
+        stats = replica.scheduler.stats(cluster.loop.now)
+        assert stats.num_allocated_blocks == 0
+        num_generated += stats.num_generated_tokens
+    assert num_generated == sum(o.num_output_tokens for o in book.outcomes.values())
+    for replica in cluster.replicas.values():
+        num_held = len(list(replica.scheduler.cache_hashes()))
+        for gateway in cluster.gateways:
+            index = gateway.view.index
+            assert index.num_held(replica.replica_id) == num_held or len(index) == index.max_entries

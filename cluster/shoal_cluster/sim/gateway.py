@@ -1,0 +1,102 @@
+"""One gateway in simulated time: its own view, the real policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+from shoal_cluster.policies.admission import admit
+from shoal_cluster.policies.baselines import place
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.sim.book import Book
+from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.replica import FeedMessage, SimReplica
+from shoal_cluster.sim.workload import SimRequest
+from shoal_replica.errors import ResourceExhausted
+from shoal_replica.request import Request
+from shoal_replica.sampling_params import SamplingParams
+
+
+class SimGateway:
+    """Admits and places requests by what it has heard of the replicas.
+
+    Args:
+        replicas: those that are alive, by id; the cluster's own mapping.
+    """
+
+    def __init__(
+        self, config: SimConfig, loop: EventLoop, book: Book, replicas: Mapping[str, SimReplica], rng: Random
+    ) -> None:
+        self.view = ClusterView()
+        self._config = config
+        self._loop = loop
+        self._book = book
+        self._replicas = replicas
+        self._rng = rng
+        self._num_decisions = 0
+
+    def take(self, request: SimRequest) -> None:
+        """A request arrives here."""
+        self._book.arrive(request.request_id, self._loop.now)
+        config, now = self._config, self._loop.now
+        block_size = config.cache.block_size
+        num_tokens = request.num_prompt_tokens
+        query = RouteQuery(
+            request_id=request.request_id,
+            block_hashes=request.block_hashes(block_size),
+            num_prompt_tokens=num_tokens,
+            num_blocks_needed=-(-(num_tokens + 1) // block_size),
+            block_size=block_size,
+        )
+        candidates = self.view.candidates(query.block_hashes, now)
+        admission = admit(query, candidates, config.limits, now)
+        if not admission.admitted:
+            self._book.refuse(request.request_id, admission.reason)
+            return
+        self._place(query, candidates)
+
+    def hear(self, replica: SimReplica, message: FeedMessage) -> None:
+        """A replica's news arrive."""
+        self.view.apply_update(replica.replica_id, message.stats, message.stored, message.removed, self._loop.now)
+        if message.added:
+            self.view.settle(message.added)
+
+    def _place(self, query: RouteQuery, candidates: Candidates) -> None:
+        config = self._config
+        decision = place(config.routing, query, candidates, config.weights, self._rng, self._num_decisions)
+        self._num_decisions += 1
+        self._book.num_decisions += 1
+        for replica_id in decision.ranked:
+            if self._send(query, replica_id, candidates.view(replica_id).num_matched_blocks):
+                return
+        self._book.refuse(query.request_id, decision.reason if not decision.ranked else "every replica refused")
+
+    def _send(self, query: RouteQuery, replica_id: str, num_matched_blocks: int) -> bool:
+        request = self._book.requests[query.request_id]
+        replica = self._replicas.get(replica_id)
+        if replica is None or replica.draining:
+            return False
+        engine_request = Request(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids(),
+            sampling_params=SamplingParams(
+                max_tokens=request.num_output_tokens, temperature=0.0, seed=0, ignore_eos=True
+            ),
+            arrival_s=self._loop.now,
+            tenant=request.tenant,
+            block_hashes=query.block_hashes,
+        )
+        try:
+            replica.add(engine_request)
+        except ResourceExhausted:
+            return False
+        outcome = self._book.outcomes[query.request_id]
+        outcome.replica_id = replica_id
+        num_cached_tokens = num_matched_blocks * query.block_size
+        outcome.num_predicted_tokens = min(num_cached_tokens, query.num_prompt_tokens - 1)
+        num_blocks, num_tokens = uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks)
+        self.view.reserve(query.request_id, replica_id, num_blocks, num_tokens, self._loop.now, query.block_hashes)
+        return True

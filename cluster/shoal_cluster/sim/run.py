@@ -1,0 +1,59 @@
+"""A run from the first arrival to the last token: simulate, check conservation, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal_cluster.sim.cluster import SimCluster
+from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.conservation import check_conservation
+from shoal_cluster.sim.report import Distribution, SimReport
+from shoal_cluster.sim.workload import SimRequest
+
+
+def simulate(config: SimConfig, requests: Sequence[SimRequest]) -> SimReport:
+    """Run ``requests`` through the cluster to the last token, check conservation, and report.
+
+    Equal arguments give equal reports.
+    """
+    cluster = SimCluster(config)
+    for request in requests:
+        cluster.arrive(request)
+    cluster.loop.run()
+    check_conservation(cluster)
+    return report(cluster)
+
+
+def report(cluster: SimCluster) -> SimReport:
+    """Of a run that has ended."""
+    outcomes = cluster.book.outcomes
+    everyone = [*cluster.replicas.values(), *cluster.retired]
+    finished = [o for o in outcomes.values() if o.finished_s is not None]
+    stats = [r.scheduler.stats(cluster.loop.now) for r in everyone]
+    first_s = min((o.arrival_s for o in outcomes.values()), default=0.0)
+    last_s = max((o.finished_s or 0.0 for o in finished), default=first_s)
+    num_prompt = sum(o.num_prompt_tokens for o in finished)
+    num_output = sum(o.num_output_tokens for o in finished)
+    busy_s = {r.replica_id: r.busy_s for r in sorted(everyone, key=lambda r: r.replica_id)}
+    mean_busy_s = sum(busy_s.values()) / max(1, len(busy_s))
+    lives_s = [(r.busy_s, last_s - r.started_s) for r in everyone]
+    return SimReport(
+        routing=cluster.config.routing,
+        num_requests=len(outcomes),
+        num_finished=len(finished),
+        num_shed=len(outcomes) - len(finished),
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=num_output,
+        num_preemptions=sum(s.num_preemptions for s in stats),
+        num_replicas_peak=cluster.num_peak,
+        ttft_s=Distribution.of([o.first_token_s - o.arrival_s for o in finished if o.first_token_s is not None]),
+        latency_s=Distribution.of([o.finished_s - o.arrival_s for o in finished if o.finished_s is not None]),
+        goodput=sum(o.is_good for o in finished) / max(1, len(outcomes)),
+        hit_rate=sum(o.num_cached_tokens for o in finished) / max(1, num_prompt),
+        predicted_hit_rate=sum(o.num_predicted_tokens for o in finished) / max(1, num_prompt),
+        imbalance=max(busy_s.values()) / mean_busy_s if mean_busy_s else 1.0,
+        utilization=sum(b / life for b, life in lives_s if life > 0) / max(1, len(lives_s)),
+        duration_s=last_s - first_s,
+        output_tokens_per_s=num_output / (last_s - first_s) if last_s > first_s else 0.0,
+        busy_s=busy_s,
+    )

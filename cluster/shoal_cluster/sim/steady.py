@@ -1,0 +1,62 @@
+"""Many steps at once: stretches in which a replica only decodes are one event of simulated time."""
+
+from __future__ import annotations
+
+from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.request import SequenceStatus, TokenDelta
+from shoal_replica.scheduler import Scheduler
+
+
+class SteadyScheduler(Scheduler):
+    """The scheduler, which can also say how long it will go on alike, and take that stretch in one call.
+
+    Nothing differs from as many calls of ``schedule`` and ``update``; a test holds it to that.
+    """
+
+    def num_steady_steps(self, output: SchedulerOutput, limit: int) -> int:
+        """Steps from ``output`` on, itself included and at most ``limit``, that are sure to be alike: all sequences
+        decode, inside the blocks they have; nobody waits, ends or fills a block. It holds until a request comes or
+        goes, if no drawn token ends a sequence. At least 1.
+        """
+        if self._waiting or len(output.scheduled) != len(self._running):
+            return 1
+        block_size = self._kv.block_size
+        for share in output.scheduled:
+            if share.num_new_tokens != 1 or not share.samples:
+                return 1
+            sequence = self._by_id[share.seq_id]
+            max_tokens = sequence.request.sampling_params.max_tokens
+            limit = min(
+                limit,
+                block_size - 1 - share.num_computed_tokens % block_size,
+                self._max_model_len - sequence.num_tokens - 1,
+            )
+            if max_tokens is not None:
+                limit = min(limit, max_tokens - sequence.num_output_tokens - 1)
+            if limit <= 1 or self._unstarted(sequence):
+                return 1
+        return limit
+
+    def update_steady(self, output: SchedulerOutput, result: StepResult, num_steps: int) -> list[TokenDelta]:
+        """``update`` for ``num_steps`` steps like ``output``, each with the same ``result``."""
+        sampled = {token.seq_id: token.token_id for token in result.sampled}
+        deltas = []
+        for share in output.scheduled:
+            sequence = self._by_id[share.seq_id]
+            assert sequence.status is SequenceStatus.RUNNING
+            token_ids = (sampled[share.seq_id],) * num_steps
+            position = sequence.num_output_tokens
+            sequence.num_computed_tokens = share.num_computed_tokens + num_steps
+            sequence.token_ids.extend(token_ids)
+            deltas.append(
+                TokenDelta(
+                    request_id=sequence.request.request_id,
+                    index=sequence.index,
+                    position=position,
+                    token_ids=token_ids,
+                    num_cached_tokens=sequence.num_cached_tokens,
+                )
+            )
+        self._totals.num_generated_tokens += num_steps * len(output.scheduled)
+        self._totals.num_steps += num_steps - 1
+        return deltas

@@ -166,62 +166,62 @@ void Decoder::plan_attention(const ShoalStep& step) {
     partials_.reserve(static_cast<int64_t>(places) * group * (shape_.head_size + 2));
 }
 
-void Decoder::normalise(const float* x, const std::vector<float>& weight, int rows) {
+void Decoder::normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows) {
     const int hidden = shape_.hidden_size;
     auto* out = reinterpret_cast<char*>(normed_.data());
     const int64_t row_bytes = static_cast<int64_t>(hidden) * (4 / values_per_word(dtype_));
     const int chunk = static_cast<int>(divide_up(rows, team_.size() * 4));
-    team_.parallel_for(static_cast<int>(divide_up(rows, chunk)), [&](int i) {
+    member.parallel_for(static_cast<int>(divide_up(rows, chunk)), [&](int i) {
         for (int row = i * chunk; row < std::min(rows, (i + 1) * chunk); ++row)
             kernels_.rms_norm(dtype_, x + static_cast<int64_t>(row) * hidden, weight.data(), shape_.rms_norm_eps,
                               out + row * row_bytes, hidden);
     });
 }
 
-void Decoder::multiply(const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
+void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                        int64_t out_stride, Finish finish) {
     const GemmCall call{&linear, x, x_values / values_per_word(dtype_), out, out_stride, finish};
     const int row_chunks = static_cast<int>(divide_up(rows, kRowChunk));
     // A multiple of the threads, and not so many that taking a unit shows.
     const int threads = team_.size();
     const int parts = threads == 1 ? 1 : threads * std::clamp(linear.blocks / (8 * threads), 1, 8);
-    team_.parallel_for(row_chunks * parts, [&](int i) {
+    member.parallel_for(row_chunks * parts, [&](int i) {
         const int64_t chunk = i / parts, part = i % parts;
         kernels_.gemm(call, static_cast<int>(rows * chunk / row_chunks), static_cast<int>(rows * (chunk + 1) / row_chunks),
                       static_cast<int>(linear.blocks * part / parts), static_cast<int>(linear.blocks * (part + 1) / parts));
     });
 }
 
-void Decoder::attend(const ShoalStep& step, int index) {
+void Decoder::attend(Team::Member& member, const ShoalStep& step, int index) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int rows = step.num_tokens, chunk = static_cast<int>(divide_up(rows, team_.size() * 4));
     const auto norm = [](const std::vector<float>& w) { return w.empty() ? nullptr : w.data(); };
     const RotaryCall rotary{qkv_.data(), queries_.data(), pool_.layer(index), step.positions, step.slots, cos_sin_.data(),
                             norm(layer.query_norm), norm(layer.key_norm), shape_.rms_norm_eps, rows, shape_.num_heads,
                             shape_.num_kv_heads, shape_.head_size, shape_.block_size};
-    team_.parallel_for(static_cast<int>(divide_up(rows, chunk)), [&](int i) {
+    member.parallel_for(static_cast<int>(divide_up(rows, chunk)), [&](int i) {
         kernels_.rotary(dtype_, rotary, i * chunk, std::min(rows, (i + 1) * chunk));
     });
     const AttentionCall call{queries_.data(), pool_.layer(index), step.block_tables, step.table_stride, attended_.data(),
                              partials_.data(), 1.0f / std::sqrt(static_cast<float>(shape_.head_size)), rows,
                              shape_.num_heads, shape_.num_kv_heads, shape_.head_size, shape_.block_size,
                              shape_.sliding_window};
-    team_.parallel_for(static_cast<int>(units_.size()), [&](int i) { kernels_.attention(dtype_, call, units_[i]); });
+    member.parallel_for(static_cast<int>(units_.size()), [&](int i) { kernels_.attention(dtype_, call, units_[i]); });
     if (split_.empty()) return;
-    team_.parallel_for(static_cast<int>(split_.size()), [&](int i) { kernels_.merge(dtype_, call, split_[i], parts_[i]); });
+    member.parallel_for(static_cast<int>(split_.size()), [&](int i) { kernels_.merge(dtype_, call, split_[i], parts_[i]); });
 }
 
-void Decoder::run_layer(const ShoalStep& step, int index) {
+void Decoder::run_layer(Team::Member& member, const ShoalStep& step, int index) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int rows = step.num_tokens, hidden = shape_.hidden_size;
     const int queries = shape_.num_heads * shape_.head_size;
-    normalise(residual_.data(), layer.input_norm, rows);
-    multiply(layer.qkv, normed_.data(), hidden, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
-    attend(step, index);
-    multiply(layer.output, attended_.data(), queries, rows, residual_.data(), hidden, Finish::Add);
-    normalise(residual_.data(), layer.post_norm, rows);
-    multiply(layer.gate_up, normed_.data(), hidden, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
-    multiply(layer.down, gated_.data(), gated_stride_, rows, residual_.data(), hidden, Finish::Add);
+    normalise(member, residual_.data(), layer.input_norm, rows);
+    multiply(member, layer.qkv, normed_.data(), hidden, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
+    attend(member, step, index);
+    multiply(member, layer.output, attended_.data(), queries, rows, residual_.data(), hidden, Finish::Add);
+    normalise(member, residual_.data(), layer.post_norm, rows);
+    multiply(member, layer.gate_up, normed_.data(), hidden, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
+    multiply(member, layer.down, gated_.data(), gated_stride_, rows, residual_.data(), hidden, Finish::Add);
 }
 
 void Decoder::forward(const ShoalStep& step) {
@@ -231,17 +231,17 @@ void Decoder::forward(const ShoalStep& step) {
     plan_attention(step);
     const int64_t hidden = shape_.hidden_size;
     const Linear& embedding = shape_.tied_embeddings ? head_ : embedding_;
-    team_.run([&] {
-        team_.parallel_for(step.num_tokens, [&](int i) {
+    team_.run([&](Team::Member& member) {
+        member.parallel_for(step.num_tokens, [&](int i) {
             unpack_row(embedding, static_cast<int>(step.input_ids[i]), residual_.data() + i * hidden);
         });
-        for (int layer = 0; layer < shape_.num_layers; ++layer) run_layer(step, layer);
+        for (int layer = 0; layer < shape_.num_layers; ++layer) run_layer(member, step, layer);
         if (step.num_samples == 0) return;
-        team_.parallel_for(step.num_samples, [&](int i) {
+        member.parallel_for(step.num_samples, [&](int i) {
             std::memcpy(sampled_.data() + i * hidden, residual_.data() + step.sample_rows[i] * hidden, hidden * sizeof(float));
         });
-        normalise(sampled_.data(), final_norm_, step.num_samples);
-        multiply(head_, normed_.data(), hidden, step.num_samples, step.logits, shape_.vocab_size, Finish::Store);
+        normalise(member, sampled_.data(), final_norm_, step.num_samples);
+        multiply(member, head_, normed_.data(), hidden, step.num_samples, step.logits, shape_.vocab_size, Finish::Store);
     });
 }
 

@@ -46,10 +46,10 @@ private:
     void check(const ShoalStep& step) const;
     void reserve(int64_t tokens, int64_t samples);
     void plan_attention(const ShoalStep& step);
-    void run_layer(const ShoalStep& step, int index);
-    void attend(const ShoalStep& step, int index);
-    void normalise(const float* x, const std::vector<float>& weight, int rows);
-    void multiply(const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
+    void run_layer(Team::Member& member, const ShoalStep& step, int index);
+    void attend(Team::Member& member, const ShoalStep& step, int index);
+    void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows);
+    void multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                   int64_t out_stride, Finish finish);
 
     const ShoalShape shape_;

@@ -14,6 +14,12 @@ inline void relax() {
 #endif
 }
 
+// Past a short spin the awaited thread is likely waiting for this core.
+template <class Condition>
+void await(const Condition& condition) {
+    for (int spin = 0; !condition(); ++spin) spin < kSpins ? relax() : std::this_thread::yield();
+}
+
 }  // namespace
 
 Team::Team(int num_threads) {
@@ -30,18 +36,25 @@ Team::~Team() {
     for (std::thread& helper : helpers_) helper.join();
 }
 
-void Team::run(const std::function<void()>& body) {
-    if (helpers_.empty()) return body();
+void Team::run(const std::function<void(Member&)>& body) {
+    Member caller(*this, current_phase());
+    if (helpers_.empty()) return body(caller);
     bool asleep;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         body_ = &body;
-        step_.fetch_add(1, std::memory_order_release);
+        first_phase_ = caller.phase_;
+        unsigned next = step_.load(std::memory_order_relaxed) + 1;
+        if (next == 0) next = 1;
+        open_.store(next);
+        step_.store(next, std::memory_order_release);
         asleep = sleepers_ > 0;
     }
     if (asleep) wake_.notify_all();
-    body();
-    barrier();  // the helpers have left body
+    body(caller);
+    // Sequentially consistent, as in help(): either a helper sees the door closed, or it is seen inside.
+    open_.store(0);
+    await([&] { return inside_.load() == 0; });
 }
 
 void Team::help() {
@@ -53,25 +66,33 @@ void Team::help() {
             wake_.wait(lock, [&] { return step_.load(std::memory_order_relaxed) != seen; });
             --sleepers_;
         }
-        ++seen;
+        seen = step_.load(std::memory_order_acquire);
         if (stopping_) return;
-        (*body_)();
-        barrier();
+        inside_.fetch_add(1);
+        if (open_.load() == seen) {
+            Member member(*this, first_phase_);
+            (*body_)(member);
+        }
+        inside_.fetch_sub(1);
     }
 }
 
-void Team::barrier() {
-    const unsigned phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
-        arrived_.store(0, std::memory_order_relaxed);
-        next_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
-        return;
-    }
-    for (int spin = 0; phase_.load(std::memory_order_acquire) == phase; ++spin) {
-        // Past a short spin the missing thread is likely waiting for this core.
-        spin < kSpins ? relax() : std::this_thread::yield();
-    }
+int Team::claim(uint32_t phase, int count) {
+    uint64_t turn = turn_.load(std::memory_order_acquire);
+    while (static_cast<uint32_t>(turn >> 32) == phase && static_cast<int>(turn & 0xffffffffu) < count)
+        if (turn_.compare_exchange_weak(turn, turn + 1, std::memory_order_acq_rel, std::memory_order_acquire))
+            return static_cast<int>(turn & 0xffffffffu);
+    return -1;
+}
+
+void Team::finish(uint32_t phase, int count) {
+    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
+    done_.store(0, std::memory_order_relaxed);
+    turn_.store(static_cast<uint64_t>(phase + 1) << 32, std::memory_order_release);
+}
+
+void Team::await_end(uint32_t phase) {
+    await([&] { return current_phase() != phase; });
 }
 
 }  // namespace shoal

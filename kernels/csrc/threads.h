@@ -1,8 +1,9 @@
-// A team of threads that runs one step at a time, all of it in each thread, with barriers inside.
+// A team of threads that runs one step at a time: all threads walk through the same phases and share out their units.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -10,8 +11,9 @@
 
 namespace shoal {
 
-// `num_threads` threads, the caller being one. Helpers spin briefly after a step, then sleep: an idle replica costs
-// nothing, and two replicas on the same cores do not hold them against each other.
+// `num_threads` threads, the caller being one. A phase ends when its units are done, not when every thread has come: one
+// that waits for its core holds up nobody, unless it lost the core amid a unit. Helpers spin briefly after a step, then
+// sleep. So an idle replica costs nothing, and two replicas on the same cores do not hold them against each other.
 class Team {
 public:
     explicit Team(int num_threads);
@@ -21,34 +23,51 @@ public:
 
     int size() const { return static_cast<int>(helpers_.size()) + 1; }
 
-    // Runs body() in every thread; returns when all are done.
-    void run(const std::function<void()>& body);
-
-    // Inside run: calls work(i) for i in [0, count), each in whichever thread comes first, then waits for all threads.
-    // Who computes what never changes a result. Every thread must make the same sequence of calls.
-    template <class Work>
-    void parallel_for(int count, const Work& work) {
-        if (helpers_.empty()) {
-            for (int i = 0; i < count; ++i) work(i);
-            return;
+    // One thread's way through a step.
+    class Member {
+    public:
+        // Calls work(i) for i in [0, count), each in whichever thread comes first; returns when all are done. Who
+        // computes what never changes a result. Every member must make the same sequence of calls.
+        template <class Work>
+        void parallel_for(int count, const Work& work) {
+            if (team_.helpers_.empty()) {
+                for (int i = 0; i < count; ++i) work(i);
+                return;
+            }
+            if (count == 0) return;
+            const uint32_t phase = phase_++;
+            for (int i; (i = team_.claim(phase, count)) >= 0; team_.finish(phase, count)) work(i);
+            team_.await_end(phase);
         }
-        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
-        barrier();
-    }
+
+    private:
+        friend class Team;
+        Member(Team& team, uint32_t phase) : team_(team), phase_(phase) {}
+        Team& team_;
+        uint32_t phase_;
+    };
+
+    // Runs body(member) in this thread and in the helpers that come in time; returns when all have left it.
+    void run(const std::function<void(Member&)>& body);
 
 private:
-    void barrier();
+    int claim(uint32_t phase, int count);   // a unit, or -1 when none is left or the phase is over
+    void finish(uint32_t phase, int count);
+    void await_end(uint32_t phase);
+    uint32_t current_phase() const { return static_cast<uint32_t>(turn_.load(std::memory_order_acquire) >> 32); }
     void help();
 
     std::vector<std::thread> helpers_;
     // Each on its own cache line: threads write one while others spin on another.
-    alignas(64) std::atomic<int> next_{0};
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<unsigned> phase_{0};
+    alignas(64) std::atomic<uint64_t> turn_{0};  // the phase, and its next unit in the lower half
+    alignas(64) std::atomic<int> done_{0};       // units of the phase
     alignas(64) std::atomic<unsigned> step_{0};
+    alignas(64) std::atomic<unsigned> open_{0};  // the step that helpers may still enter; 0 for none
+    alignas(64) std::atomic<int> inside_{0};     // helpers in body_, or about to see that it is closed
     std::atomic<bool> stopping_{false};
-    const std::function<void()>* body_ = nullptr;
-    int sleepers_ = 0;  // under mutex_
+    const std::function<void(Member&)>* body_ = nullptr;
+    uint32_t first_phase_ = 0;  // of the open step
+    int sleepers_ = 0;          // under mutex_
     std::mutex mutex_;
     std::condition_variable wake_;
 };

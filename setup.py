@@ -17,7 +17,7 @@ AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 # The kernels are compiled once per set; dispatch.cpp chooses when the library is loaded.
 INSTRUCTION_SETS = {
-    "avx512bf16": (*AVX512, "-mavx512bf16"),
+    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
     "avx512": AVX512,
     "avx2": AVX2,
     "portable": (),

@@ -41,6 +41,14 @@ int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, c
     return guarded([&] { decoder->set_parameter(static_cast<ShoalParameter>(parameter), layer, data, count); });
 }
 
+int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t parameter, int32_t layer, int32_t bits,
+                               const uint8_t* values, const uint16_t* scales, const uint16_t* minimums, int64_t count) {
+    return guarded([&] {
+        const shoal::Integers integers{static_cast<shoal::Format>(bits), values, scales, minimums};
+        decoder->set_integers(static_cast<ShoalParameter>(parameter), layer, integers, count);
+    });
+}
+
 int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin) {
     return guarded([&] { decoder->set_rotary(cos_sin); });
 }

@@ -44,6 +44,10 @@ std::vector<float> widen(Dtype dtype, const void* data, int size) {
     return out;
 }
 
+void expect(int64_t count, int64_t size) {
+    if (count != size) throw std::invalid_argument("parameter: " + std::to_string(count) + " values, not " + std::to_string(size));
+}
+
 }  // namespace
 
 Decoder::Decoder(const ShoalShape& shape)
@@ -56,45 +60,64 @@ Decoder::Decoder(const ShoalShape& shape)
       layers_(static_cast<size_t>(shape.num_layers)),
       gated_stride_(static_cast<int>(divide_up(shape.intermediate_size, kPanel) * kPanel)) {}
 
-void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count) {
+Decoder::Matrix Decoder::matrix(ShoalParameter parameter, int layer) {
     if (layer < 0 || layer >= shape_.num_layers) throw std::out_of_range("layer");
     const int hidden = shape_.hidden_size, intermediate = shape_.intermediate_size;
     const int queries = shape_.num_heads * shape_.head_size, kv = shape_.num_kv_heads * shape_.head_size;
     Layer& l = layers_[static_cast<size_t>(layer)];
-    const auto expect = [&](int64_t size) {
-        if (count != size) throw std::invalid_argument("parameter: " + std::to_string(count) + " values, not " + std::to_string(size));
-    };
-    const auto pack = [&](int outputs, int inputs, bool gated = false) {
-        expect(int64_t{outputs} * inputs);
-        return pack_linear(arena_, dtype_, data, outputs, inputs, gated);
-    };
-    const auto norm = [&](int size) {
-        expect(size);
-        return widen(dtype_, data, size);
+    switch (parameter) {
+        case SHOAL_EMBEDDING: return {&embedding_, shape_.vocab_size, hidden, false};
+        case SHOAL_HEAD: return {&head_, shape_.vocab_size, hidden, false};
+        case SHOAL_QKV: return {&l.qkv, queries + 2 * kv, hidden, false};
+        case SHOAL_OUTPUT: return {&l.output, hidden, queries, false};
+        case SHOAL_GATE_UP: return {&l.gate_up, 2 * intermediate, hidden, true};
+        case SHOAL_DOWN: return {&l.down, hidden, intermediate, false};
+        default: return {nullptr, 0, 0, false};
+    }
+}
+
+void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count) {
+    if (const Matrix m = matrix(parameter, layer); m.linear != nullptr) {
+        expect(count, int64_t{m.outputs} * m.inputs);
+        *m.linear = pack_linear(arena_, dtype_, data, m.outputs, m.inputs, m.gated);
+        return;
+    }
+    Layer& l = layers_[static_cast<size_t>(layer)];
+    const auto norm = [&](std::vector<float>& weight, int size) {
+        expect(count, size);
+        weight = widen(dtype_, data, size);
     };
     // A bias is set after its weight, whose packing it follows.
     const auto bias = [&](Linear& linear) {
-        expect(linear.outputs);
+        expect(count, linear.outputs);
         linear.bias = pack_bias(linear, dtype_, data);
     };
     switch (parameter) {
-        case SHOAL_EMBEDDING: embedding_ = pack(shape_.vocab_size, hidden); return;
-        case SHOAL_HEAD: head_ = pack(shape_.vocab_size, hidden); return;
-        case SHOAL_FINAL_NORM: final_norm_ = norm(hidden); return;
-        case SHOAL_INPUT_NORM: l.input_norm = norm(hidden); return;
-        case SHOAL_POST_NORM: l.post_norm = norm(hidden); return;
-        case SHOAL_QUERY_NORM: l.query_norm = norm(shape_.head_size); return;
-        case SHOAL_KEY_NORM: l.key_norm = norm(shape_.head_size); return;
-        case SHOAL_QKV: l.qkv = pack(queries + 2 * kv, hidden); return;
-        case SHOAL_QKV_BIAS: bias(l.qkv); return;
-        case SHOAL_OUTPUT: l.output = pack(hidden, queries); return;
-        case SHOAL_OUTPUT_BIAS: bias(l.output); return;
-        case SHOAL_GATE_UP: l.gate_up = pack(2 * intermediate, hidden, true); return;
-        case SHOAL_GATE_UP_BIAS: bias(l.gate_up); return;
-        case SHOAL_DOWN: l.down = pack(hidden, intermediate); return;
-        case SHOAL_DOWN_BIAS: bias(l.down); return;
+        case SHOAL_FINAL_NORM: return norm(final_norm_, shape_.hidden_size);
+        case SHOAL_INPUT_NORM: return norm(l.input_norm, shape_.hidden_size);
+        case SHOAL_POST_NORM: return norm(l.post_norm, shape_.hidden_size);
+        case SHOAL_QUERY_NORM: return norm(l.query_norm, shape_.head_size);
+        case SHOAL_KEY_NORM: return norm(l.key_norm, shape_.head_size);
+        case SHOAL_QKV_BIAS: return bias(l.qkv);
+        case SHOAL_OUTPUT_BIAS: return bias(l.output);
+        case SHOAL_GATE_UP_BIAS: return bias(l.gate_up);
+        case SHOAL_DOWN_BIAS: return bias(l.down);
+        default: throw std::invalid_argument("parameter");
     }
-    throw std::invalid_argument("parameter");
+}
+
+void Decoder::set_integers(ShoalParameter parameter, int layer, const Integers& integers, int64_t count) {
+    const Matrix m = matrix(parameter, layer);
+    if (m.linear == nullptr) throw std::invalid_argument("parameter: only matrices may be integers");
+    if (dtype_ != Dtype::Bf16) throw std::invalid_argument("dtype: integer weights need bfloat16 activations");
+    if (integers.format != Format::Int8 && integers.format != Format::Int4)
+        throw std::invalid_argument("bits: must be 8 or 4");
+    if ((integers.format == Format::Int4) != (integers.minimums != nullptr))
+        throw std::invalid_argument("minimums: 4 bits need them, 8 bits have none");
+    if (m.inputs % kGroup != 0) throw std::invalid_argument("inputs: must be a multiple of 32");
+    expect(count, int64_t{m.outputs} * m.inputs);
+    has_integers_ = true;
+    *m.linear = pack_integers(arena_, integers, m.outputs, m.inputs, m.gated);
 }
 
 void Decoder::set_rotary(const float* cos_sin) {
@@ -126,6 +149,11 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     attended_.reserve(tokens * heads * size / pack);
     gated_.reserve(tokens * gated_stride_ / pack);
     sampled_.reserve(samples * shape_.hidden_size);
+    if (!has_integers_) return;
+    const int64_t widest = std::max({int64_t{shape_.hidden_size}, heads * size, int64_t{shape_.intermediate_size}});
+    integers_.reserve(std::max(tokens, samples) * widest / 2);
+    integer_scales_.reserve(std::max(tokens, samples) * widest / kGroup);
+    integer_sums_.reserve(std::max(tokens, samples) * widest / kGroup);
 }
 
 void Decoder::plan_attention(const ShoalStep& step) {
@@ -180,7 +208,17 @@ void Decoder::normalise(Team::Member& member, const float* x, const std::vector<
 
 void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                        int64_t out_stride, Finish finish) {
-    const GemmCall call{&linear, x, x_values / values_per_word(dtype_), out, out_stride, finish};
+    GemmCall call{&linear, x, {}, x_values / values_per_word(dtype_), out, out_stride, finish};
+    if (linear.format != Format::Plain) {
+        call.integers = {integers_.data(), integer_scales_.data(), integer_sums_.data()};
+        const int chunk = static_cast<int>(divide_up(rows, team_.size() * 4));
+        member.parallel_for(static_cast<int>(divide_up(rows, chunk)), [&](int i) {
+            for (int row = i * chunk; row < std::min(rows, (i + 1) * chunk); ++row)
+                kernels_.round_row(x + row * call.x_stride, call.integers, row, linear.inputs);
+        });
+        call.x = call.integers.values;
+        call.x_stride = linear.inputs / 2;
+    }
     const int row_chunks = static_cast<int>(divide_up(rows, kRowChunk));
     // A multiple of the threads, and not so many that taking a unit shows.
     const int threads = team_.size();

@@ -36,6 +36,8 @@ public:
 
     // Throws std::invalid_argument when `count`, the values of data, is not what the shape asks for.
     void set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count);
+    // The same of a matrix as integers, in a bf16 decoder.
+    void set_integers(ShoalParameter parameter, int layer, const Integers& integers, int64_t count);
     void set_rotary(const float* cos_sin);
     // Throws std::out_of_range, before anything is computed, for a token, position or slot that does not exist.
     void forward(const ShoalStep& step);
@@ -43,6 +45,12 @@ public:
     const char* kernels_name() const { return kernels_.name; }
 
 private:
+    struct Matrix {  // where a parameter lies and what its shape is
+        Linear* linear;
+        int outputs, inputs;
+        bool gated;
+    };
+    Matrix matrix(ShoalParameter parameter, int layer);  // a null linear when the parameter is a vector
     void check(const ShoalStep& step) const;
     void reserve(int64_t tokens, int64_t samples);
     void plan_attention(const ShoalStep& step);
@@ -62,10 +70,12 @@ private:
     std::vector<float> final_norm_, cos_sin_;
     Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
     int gated_stride_;         // values of a row of gated_
+    bool has_integers_ = false;
 
     // Buffers of a step, grown to the largest one seen.
     Buffer<float> residual_, qkv_, sampled_, partials_;
-    Buffer<Word> normed_, queries_, attended_, gated_;
+    Buffer<Word> normed_, queries_, attended_, gated_, integers_;
+    Buffer<float> integer_scales_, integer_sums_;
     std::vector<AttentionUnit> units_, split_;  // split_: the first unit of each query whose keys were split
     std::vector<int> parts_;                    // units of each entry of split_
 };

@@ -35,7 +35,7 @@ std::vector<const Kernels*> supported() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const Candidate candidates[] = {
-        {&avx512bf16::table, avx512 && __builtin_cpu_supports("avx512bf16")},
+        {&avx512bf16::table, avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")},
         {&avx512::table, avx512},
         {&avx2::table, avx2},
         {&portable::table, true},

@@ -8,68 +8,152 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
+// Bias of the tile's columns: vector j lies in panel j, so that a gate and its up column meet in one tile.
+SHOAL_INLINE F32 bias_of(const Linear& linear, int block, int panel, int lane) {
+    return linear.bias.empty() ? F32{} : load(&linear.bias[block * kBlockColumns + panel * kPanel + lane]);
+}
+
+// What becomes of a tile's sums.
+template <class T, int MR>
+SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
+    if (call.finish == Finish::SwiGlu) {
+        auto* out = static_cast<typename T::Scalar*>(call.out) + row * call.out_stride + block * kPanel + lane;
+        for (int i = 0; i < MR; ++i) T::store_row(out + i * call.out_stride, silu(acc[i][0]) * acc[i][1]);
+        return;
+    }
+    float* out = static_cast<float*>(call.out) + row * call.out_stride;
+    for (int i = 0; i < MR; ++i, out += call.out_stride) {
+        for (int j = 0; j < 2; ++j) {
+            const int column = block * kBlockColumns + j * kPanel + lane;
+            if (column + kLanes <= call.linear->outputs) {
+                store(out + column, call.finish == Finish::Add ? acc[i][j] + load(out + column) : acc[i][j]);
+                continue;
+            }
+            for (int k = 0; column + k < call.linear->outputs && k < kLanes; ++k)  // the last, ragged columns
+                out[column + k] = call.finish == Finish::Add ? out[column + k] + acc[i][j][k] : acc[i][j][k];
+        }
+    }
+}
+
 template <class T, int MR>
 void gemm_tile(const GemmCall& call, int row, int block) {
     const Linear& linear = *call.linear;
     const Word* words = linear.block(block);
     const Word* x = call.x + row * call.x_stride;
     for (int lane = 0; lane < kPanel; lane += kLanes) {
-        // Vector j lies in panel j, so that a gate and its up column meet in one tile.
         const Word* const right[2] = {words + lane, words + kPanel + lane};
         F32 acc[MR][2];
         for (int j = 0; j < 2; ++j) {
-            const F32 bias = linear.bias.empty() ? F32{} : load(&linear.bias[block * kBlockColumns + j * kPanel + lane]);
+            const F32 bias = bias_of(linear, block, j, lane);
             for (int i = 0; i < MR; ++i) acc[i][j] = bias;
         }
         accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps());
-        if (call.finish == Finish::SwiGlu) {
-            auto* out = static_cast<typename T::Scalar*>(call.out) + row * call.out_stride + block * kPanel + lane;
-            for (int i = 0; i < MR; ++i) T::store_row(out + i * call.out_stride, silu(acc[i][0]) * acc[i][1]);
-            continue;
-        }
-        float* out = static_cast<float*>(call.out) + row * call.out_stride;
-        for (int i = 0; i < MR; ++i, out += call.out_stride) {
-            for (int j = 0; j < 2; ++j) {
-                const int column = block * kBlockColumns + j * kPanel + lane;
-                if (column + kLanes <= linear.outputs) {
-                    store(out + column, call.finish == Finish::Add ? acc[i][j] + load(out + column) : acc[i][j]);
-                    continue;
-                }
-                for (int k = 0; column + k < linear.outputs && k < kLanes; ++k)  // the last, ragged columns
-                    out[column + k] = call.finish == Finish::Add ? out[column + k] + acc[i][j][k] : acc[i][j][k];
-            }
-        }
+        finish_tile<T>(call, row, block, lane, acc);
     }
 }
 
-template <class T>
+// The same of integers: exact sums within a group, then one scale of the weight and one of the row.
+template <int Bits, int MR>
+void integer_tile(const GemmCall& call, int row, int block) {
+    const Linear& linear = *call.linear;
+    const int groups = linear.groups();
+    const float* scales = call.integers.scales + static_cast<int64_t>(row) * groups;
+    const float* sums = call.integers.sums + static_cast<int64_t>(row) * groups;
+    for (int lane = 0; lane < kPanel; lane += kLanes) {
+        const Word* words = linear.block(block) + lane;
+        const Word* x = call.x + row * call.x_stride;
+        F32 total[MR][2];
+        for (int j = 0; j < 2; ++j) {
+            const F32 bias = bias_of(linear, block, j, lane);
+            for (int i = 0; i < MR; ++i) total[i][j] = bias;
+        }
+        for (int g = 0; g < groups; ++g, words += linear.group_words(), x += kGroup / 2) {
+            I32 acc[MR][2] = {};
+#pragma GCC unroll 8
+            for (int w = 0; w < Bits; ++w) {
+                const U32 held[2] = {load(words + w * kBlockColumns), load(words + w * kBlockColumns + kPanel)};
+#pragma GCC unroll 4
+                for (int p = 0; p < 16 / Bits; ++p) {
+                    const I32 pairs[2] = {integer_pairs<Bits>(held[0], p), integer_pairs<Bits>(held[1], p)};
+#pragma GCC unroll 16
+                    for (int i = 0; i < MR; ++i) {
+                        const Word* left = x + i * call.x_stride + w * (16 / Bits) + p;
+                        dot_pairs(acc[i][0], left, pairs[0]);
+                        dot_pairs(acc[i][1], left, pairs[1]);
+                    }
+                }
+            }
+            const Word* const scales_of = words + Bits * kBlockColumns;
+            for (int j = 0; j < 2; ++j) {
+                const F32 scale = half_bf16(load(scales_of), j);
+                for (int i = 0; i < MR; ++i) {
+                    F32 part = __builtin_convertvector(acc[i][j], F32) * scale;
+                    if constexpr (Bits == 4) part += half_bf16(load(scales_of + kPanel), j) * sums[i * groups + g];
+                    total[i][j] += part * scales[i * groups + g];
+                }
+            }
+        }
+        finish_tile<Bf16>(call, row, block, lane, total);
+    }
+}
+
+// A row of bf16 as 16-bit integers, each group by its own largest value. NaN and infinity become a scale of NaN.
+void round_row(const Word* x, const IntegerRows& out, int row, int inputs) {
+    constexpr int words = kGroup / 2;
+    const int64_t groups = inputs / kGroup, first = row * groups;
+    const F32 magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to the nearest integer
+    for (int64_t g = 0; g < groups; ++g, x += words) {
+        F32 largest{}, nothing{};
+        for (int w = 0; w < words; w += kLanes) {
+            const U32 pair = load(x + w);
+            largest = max(largest, max(half_bf16(pair & 0x7fff7fffu, 0), half_bf16(pair & 0x7fff7fffu, 1)));
+            nothing += (half_bf16(pair, 0) + half_bf16(pair, 1)) * 0.0f;
+        }
+        const float top = horizontal_max(largest), inverse = top > 0.0f ? 32767.0f / top : 0.0f;
+        F32 sum{};
+        for (int w = 0; w < words; w += kLanes) {
+            const U32 pair = load(x + w);
+            const F32 low = half_bf16(pair, 0) * inverse + magic, high = half_bf16(pair, 1) * inverse + magic;
+            store(out.values + (first + g) * words + w, ((U32)low & 0xffffu) | (U32)high << 16);
+            sum += (low - magic) + (high - magic);
+        }
+        out.scales[first + g] = top * (1.0f / 32767.0f) + horizontal_sum(nothing);
+        out.sums[first + g] = horizontal_sum(sum);
+    }
+}
+
 using GemmTile = void (*)(const GemmCall&, int row, int block);
 
 template <class T, int... I>
-GemmTile<T> gemm_tile_of(int rows, std::integer_sequence<int, I...>) {
-    static constexpr GemmTile<T> tiles[] = {gemm_tile<T, I + 1>...};
+GemmTile gemm_tile_of(int rows, std::integer_sequence<int, I...>) {
+    static constexpr GemmTile tiles[] = {gemm_tile<T, I + 1>...};
     return tiles[rows - 1];
 }
 
-template <class T>
-void gemm_rows(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
+template <int Bits, int... I>
+GemmTile integer_tile_of(int rows, std::integer_sequence<int, I...>) {
+    static constexpr GemmTile tiles[] = {integer_tile<Bits, I + 1>...};
+    return tiles[rows - 1];
+}
+
+GemmTile choose_tile(const Linear& linear, int rows) {
+    if (linear.format == Format::Int8) return integer_tile_of<8>(rows, std::make_integer_sequence<int, kIntegerTileRows>{});
+    if (linear.format == Format::Int4) return integer_tile_of<4>(rows, std::make_integer_sequence<int, kIntegerTileRows>{});
+    if (linear.dtype == Dtype::Bf16) return gemm_tile_of<Bf16>(rows, std::make_integer_sequence<int, kTileRows>{});
+    return gemm_tile_of<Float32>(rows, std::make_integer_sequence<int, kTileRows>{});
+}
+
+void gemm(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
+    const int tile_rows = call.linear->format == Format::Plain ? kTileRows : kIntegerTileRows;
     for (int block = block_begin; block < block_end; ++block) {
         // Tiles of nearly equal height: a short last one would leave the dot product's latency bare.
         for (int row = row_begin, left = row_end - row_begin; left > 0;) {
-            const int tiles = static_cast<int>(divide_up(left, kTileRows));
-            const int rows = static_cast<int>(divide_up(left, tiles));
-            gemm_tile_of<T>(rows, std::make_integer_sequence<int, kTileRows>{})(call, row, block);
+            const int rows = static_cast<int>(divide_up(left, divide_up(left, tile_rows)));
+            choose_tile(*call.linear, rows)(call, row, block);
             row += rows;
             left -= rows;
         }
     }
-}
-
-void gemm(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
-    if (call.linear->dtype == Dtype::Bf16)
-        gemm_rows<Bf16>(call, row_begin, row_end, block_begin, block_end);
-    else
-        gemm_rows<Float32>(call, row_begin, row_end, block_begin, block_end);
 }
 
 }  // namespace SHOAL_ISA

@@ -10,7 +10,7 @@ namespace shoal {
 namespace SHOAL_ISA {
 
 extern const Kernels table;
-const Kernels table{SHOAL_TEXT(SHOAL_ISA), gemm, rms_norm, rotary, attention, merge};
+const Kernels table{SHOAL_TEXT(SHOAL_ISA), gemm, round_row, rms_norm, rotary, attention, merge};
 
 }  // namespace SHOAL_ISA
 }  // namespace shoal

@@ -13,18 +13,27 @@ using Word = uint32_t;
 
 enum class Dtype : int32_t { Bf16 = 0, Float32 = 1 };
 
+// How a weight is held: in the dtype, or as integers of which kGroup inputs of an output share a scale. Activations that
+// meet integers are 16-bit integers, which hold a group of bf16 values with all but no loss: only weights are rounded.
+enum class Format : int32_t { Plain = 0, Int8 = 8, Int4 = 4 };
+
 inline int values_per_word(Dtype dtype) { return dtype == Dtype::Bf16 ? 2 : 1; }
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int kPanel = 16;          // columns of a weight panel; tokens of a KV page
 constexpr int kBlockColumns = 32;   // a weight block: two panels, word s of all its columns contiguous
+constexpr int kGroup = 32;          // inputs that share a scale in integer formats
 constexpr int kMaxHeadSize = 256;
 constexpr int kAttentionRows = 96;  // query rows (token, head of the group) that one attention unit may hold
 
-// y = x W^T + bias, packed for the matrix product: block b holds words [inputs / pack][32].
+// y = x W^T + bias, packed for the matrix product: a block holds all inputs of 32 columns.
+// Plain: words [inputs / pack][32]. Integers: for each group, words [bits][32], then words [16] of the scales of columns
+// c (lower half) and c + 16, in bf16, and of Int4 as many of their minimums. A word holds pairs that follow one another
+// along the inputs, each in the lower and the upper 16 bits: of Int8 two pairs, by signed bytes; of Int4 four, by nibbles.
 // A gated pair interleaves panels: block b holds 16 gate columns, then the 16 up columns of the same outputs.
 struct Linear {
     Dtype dtype = Dtype::Bf16;
+    Format format = Format::Plain;
     int outputs = 0;  // rows of W
     int inputs = 0;   // columns of W
     int blocks = 0;
@@ -32,8 +41,23 @@ struct Linear {
     Word* words = nullptr;    // in the arena it was packed to
     std::vector<float> bias;  // in packed column order; empty without bias
 
-    int steps() const { return inputs / values_per_word(dtype); }
-    const Word* block(int b) const { return words + static_cast<int64_t>(b) * steps() * kBlockColumns; }
+    int bits() const { return static_cast<int>(format); }
+    int steps() const { return inputs / values_per_word(dtype); }  // words of a column of a plain weight
+    int groups() const { return inputs / kGroup; }
+    int64_t group_words() const {
+        return int64_t{bits()} * kBlockColumns + (format == Format::Int4 ? 2 : 1) * kPanel;
+    }
+    int64_t block_words() const {
+        return format == Format::Plain ? int64_t{steps()} * kBlockColumns : groups() * group_words();
+    }
+    Word* block(int64_t b) const { return words + b * block_words(); }
+};
+
+// Rows as 16-bit integers, for weights that are integers.
+struct IntegerRows {
+    Word* values;       // [rows][inputs / 2]
+    float* scales;      // [rows][groups]
+    float* sums;        // [rows][groups], of the integers
 };
 
 enum class Finish {
@@ -45,7 +69,8 @@ enum class Finish {
 // Rows [row_begin, row_end) by blocks [block_begin, block_end) of a product.
 struct GemmCall {
     const Linear* linear;
-    const Word* x;
+    const Word* x;         // rows in the dtype, or the values of `integers`
+    IntegerRows integers;  // of x, when the weight is of integers
     int64_t x_stride;  // words
     void* out;
     int64_t out_stride;  // values of out
@@ -97,6 +122,7 @@ inline int64_t page_words(Dtype dtype, int head_size) {
 struct Kernels {
     const char* name;
     void (*gemm)(const GemmCall&, int row_begin, int row_end, int block_begin, int block_end);
+    void (*round_row)(const Word* x, const IntegerRows& out, int row, int inputs);  // x: one row of bf16
     void (*rms_norm)(Dtype, const float* x, const float* weight, float eps, void* out, int size);
     void (*rotary)(Dtype, const RotaryCall&, int token_begin, int token_end);
     void (*attention)(Dtype, const AttentionCall&, const AttentionUnit&);
@@ -109,6 +135,14 @@ const Kernels* find_kernels(const char* name);
 const char* supported_kernels();
 
 Linear pack_linear(Arena& arena, Dtype dtype, const void* weight, int outputs, int inputs, bool gated);
+// A matrix as value * scale + minimum. Values are signed of Int8, which has no minimums, and unsigned of Int4.
+struct Integers {
+    Format format;
+    const uint8_t* values;     // [outputs][inputs]
+    const uint16_t* scales;    // bf16 [outputs][groups]
+    const uint16_t* minimums;  // the same, or null
+};
+Linear pack_integers(Arena& arena, const Integers& integers, int outputs, int inputs, bool gated);
 std::vector<float> pack_bias(const Linear& linear, Dtype dtype, const void* bias);
 // Row `output` of the weight, widened to float32: the packed head is also the embedding.
 void unpack_row(const Linear& linear, int output, float* out);

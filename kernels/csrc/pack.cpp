@@ -24,27 +24,69 @@ int output_at(const Linear& linear, int64_t column) {
     return static_cast<int>(column % kBlockColumns < kPanel ? unit : half + unit);
 }
 
-}  // namespace
-
-Linear pack_linear(Arena& arena, Dtype dtype, const void* weight, int outputs, int inputs, bool gated) {
+Linear make_linear(Arena& arena, Dtype dtype, Format format, int outputs, int inputs, bool gated) {
     Linear linear;
     linear.dtype = dtype;
+    linear.format = format;
     linear.outputs = outputs;
     linear.inputs = inputs;
     linear.gated = gated;
     linear.blocks = static_cast<int>(gated ? divide_up(outputs / 2, kPanel) : divide_up(outputs, kBlockColumns));
-    const int steps = linear.steps();
-    linear.words = arena.words(static_cast<int64_t>(linear.blocks) * steps * kBlockColumns);
-    const auto* source = static_cast<const Word*>(weight);  // a word of a row is a word of the summed dimension
-    for (int b = 0; b < linear.blocks; ++b) {
-        Word* block = linear.words + static_cast<int64_t>(b) * steps * kBlockColumns;
+    linear.words = arena.words(linear.blocks * linear.block_words());
+    return linear;
+}
+
+// Calls place(block, column of the block, output) for every packed column that has an output.
+template <class Place>
+void for_each_column(const Linear& linear, const Place& place) {
+    for (int b = 0; b < linear.blocks; ++b)
         for (int c = 0; c < kBlockColumns; ++c) {
             const int output = output_at(linear, static_cast<int64_t>(b) * kBlockColumns + c);
-            if (output < 0) continue;
-            const Word* row = source + static_cast<int64_t>(output) * steps;
-            for (int s = 0; s < steps; ++s) block[s * kBlockColumns + c] = row[s];
+            if (output >= 0) place(linear.block(b), c, output);
         }
-    }
+}
+
+// Where input k of a group lies: its word, and the first bit of its 8 or 4.
+struct Place {
+    int word, shift;
+};
+
+Place place_of(Format format, int k) {
+    const int bits = static_cast<int>(format), per_word = 32 / bits, in_word = k % per_word;
+    return {k / per_word, in_word % 2 * 16 + in_word / 2 * bits};
+}
+
+}  // namespace
+
+Linear pack_linear(Arena& arena, Dtype dtype, const void* weight, int outputs, int inputs, bool gated) {
+    const Linear linear = make_linear(arena, dtype, Format::Plain, outputs, inputs, gated);
+    const int steps = linear.steps();
+    const auto* source = static_cast<const Word*>(weight);  // a word of a row is a word of the summed dimension
+    for_each_column(linear, [&](Word* block, int column, int output) {
+        const Word* row = source + static_cast<int64_t>(output) * steps;
+        for (int s = 0; s < steps; ++s) block[s * kBlockColumns + column] = row[s];
+    });
+    return linear;
+}
+
+Linear pack_integers(Arena& arena, const Integers& integers, int outputs, int inputs, bool gated) {
+    const Linear linear = make_linear(arena, Dtype::Bf16, integers.format, outputs, inputs, gated);
+    const int bits = linear.bits();
+    Place places[kGroup];
+    for (int k = 0; k < kGroup; ++k) places[k] = place_of(integers.format, k);
+    for_each_column(linear, [&](Word* block, int column, int output) {
+        const uint8_t* row = integers.values + static_cast<int64_t>(output) * inputs;
+        const int64_t first = static_cast<int64_t>(output) * linear.groups();
+        const int half = column / kPanel * 16;
+        for (int g = 0; g < linear.groups(); ++g, row += kGroup, block += linear.group_words()) {
+            Word packed[8] = {};
+            for (int k = 0; k < kGroup; ++k) packed[places[k].word] |= static_cast<Word>(row[k]) << places[k].shift;
+            for (int w = 0; w < bits; ++w) block[w * kBlockColumns + column] = packed[w];
+            Word* scales = block + int64_t{bits} * kBlockColumns + column % kPanel;
+            scales[0] |= static_cast<Word>(integers.scales[first + g]) << half;
+            if (integers.format == Format::Int4) scales[kPanel] |= static_cast<Word>(integers.minimums[first + g]) << half;
+        }
+    });
     return linear;
 }
 
@@ -58,10 +100,26 @@ std::vector<float> pack_bias(const Linear& linear, Dtype dtype, const void* bias
 }
 
 void unpack_row(const Linear& linear, int output, float* out) {
-    const Word* column = linear.block(output / kBlockColumns) + output % kBlockColumns;
-    const int pack = values_per_word(linear.dtype);
-    for (int s = 0; s < linear.steps(); ++s, column += kBlockColumns)
-        for (int i = 0; i < pack; ++i) out[s * pack + i] = widen(linear.dtype, column, i);
+    const int column = output % kBlockColumns;
+    const Word* words = linear.block(output / kBlockColumns);
+    if (linear.format == Format::Plain) {
+        const int pack = values_per_word(linear.dtype);
+        for (int s = 0; s < linear.steps(); ++s)
+            for (int i = 0; i < pack; ++i) out[s * pack + i] = widen(linear.dtype, words + s * kBlockColumns + column, i);
+        return;
+    }
+    const int bits = linear.bits(), half = column / kPanel;
+    for (int g = 0; g < linear.groups(); ++g, words += linear.group_words()) {
+        const Word* scales = words + int64_t{bits} * kBlockColumns + column % kPanel;
+        const float scale = widen(Dtype::Bf16, scales, half);
+        const float minimum = linear.format == Format::Int4 ? widen(Dtype::Bf16, scales + kPanel, half) : 0.0f;
+        for (int k = 0; k < kGroup; ++k) {
+            const Place place = place_of(linear.format, k);
+            const Word field = words[place.word * kBlockColumns + column] >> place.shift;
+            const int value = linear.format == Format::Int8 ? static_cast<int8_t>(field) : static_cast<int>(field & 15);
+            *out++ = scale * static_cast<float>(value) + minimum;
+        }
+    }
 }
 
 }  // namespace shoal

@@ -48,6 +48,11 @@ SHOAL_API ShoalDecoder* shoal_decoder_create(const ShoalShape* shape); /* NULL o
 SHOAL_API void shoal_decoder_destroy(ShoalDecoder* decoder);
 SHOAL_API int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data,
                                 int64_t count); /* count: values of data */
+/* A matrix as value * scale + minimum: values [outputs][inputs], int8 without minimums (NULL) or 4 bits unsigned, a byte
+   each; scales and minimums bfloat16 [outputs][inputs / 32]. */
+SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t parameter, int32_t layer, int32_t bits,
+                                         const uint8_t* values, const uint16_t* scales, const uint16_t* minimums,
+                                         int64_t count);
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
 SHOAL_API int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step);
 SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);

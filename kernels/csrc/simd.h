@@ -1,7 +1,7 @@
 // Vectors of one instruction set, by compiler vector extensions.
 //
 // isa.cpp is compiled once for each instruction set with its own flags; everything that includes this header lands in
-// the namespace of that set. The only intrinsic is the bf16 dot product: the rest is plain vector arithmetic that the
+// the namespace of that set. The only intrinsics are the dot products: the rest is plain vector arithmetic that the
 // compiler lowers to AVX-512, AVX2, NEON or SSE2.
 //
 // Packed data is made of 32-bit words: two bf16 values that follow one another along the summed dimension, or one
@@ -12,7 +12,7 @@
 
 #include "kernels.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -22,17 +22,21 @@ namespace SHOAL_ISA {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 constexpr int kTileRows = 12;  // 24 accumulators, 2 right-hand vectors and a broadcast, of 32 registers
+constexpr int kIntegerTileRows = 6;  // each row has sums of its group besides
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 constexpr int kTileRows = 4;  // bf16 is widened to two float32 operands, and there are 16 registers
+constexpr int kIntegerTileRows = 2;
 #else
 constexpr int kLanes = 4;
 constexpr int kTileRows = 4;
+constexpr int kIntegerTileRows = 2;
 #endif
 
 typedef float F32 __attribute__((vector_size(kLanes * 4)));
 typedef int32_t I32 __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t U32 __attribute__((vector_size(kLanes * 4)));
+typedef int16_t I16 __attribute__((vector_size(kLanes * 4)));
 typedef float F32Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef uint32_t U32Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
@@ -111,6 +115,9 @@ SHOAL_INLINE U32 round_bf16(F32 v) {
     return ((v == v) ? rounded : bits | 0x00400000u) >> 16;
 }
 
+// The bf16 value in the lower or the upper half of each word.
+SHOAL_INLINE F32 half_bf16(U32 words, int half) { return (F32)(half == 0 ? words << 16 : words & 0xffff0000u); }
+
 struct Bf16 {
     static constexpr int kPack = 2;  // values in a word
     static constexpr bool kFine = false;
@@ -126,7 +133,7 @@ struct Bf16 {
     struct Right {
         F32 low, high;
     };
-    static SHOAL_INLINE Right right(U32 words) { return {(F32)(words << 16), (F32)(words & 0xffff0000u)}; }
+    static SHOAL_INLINE Right right(U32 words) { return {half_bf16(words, 0), half_bf16(words, 1)}; }
     static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
         const Word w = *left;
         acc += r.low * widen(static_cast<Scalar>(w));
@@ -173,6 +180,26 @@ struct Float32 {
     static SHOAL_INLINE Scalar narrow(float x) { return x; }
     static SHOAL_INLINE void store_row(Scalar* p, F32 v) { store(p, v); }
 };
+
+// Pairs of integers in the lower and the upper 16 bits: the p-th pairs of packed words. Int8 are signed, Int4 are not.
+template <int Bits>
+SHOAL_INLINE I32 integer_pairs(U32 words, int p) {
+    if constexpr (Bits == 8) return p == 0 ? (I32)((I16)words << 8 >> 8) : (I32)((I16)words >> 8);
+    return (I32)(words >> (4 * p) & 0x000f000fu);
+}
+
+// acc += both products of a pair of left with each pair of right.
+SHOAL_INLINE void dot_pairs(I32& acc, const Word* left, I32 right) {
+#if defined(__AVX512VNNI__)
+    acc = (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)right, _mm512_set1_epi32((int)*left));
+#elif defined(__AVX512BW__)
+    acc += (I32)_mm512_madd_epi16((__m512i)right, _mm512_set1_epi32((int)*left));
+#elif defined(__AVX2__)
+    acc += (I32)_mm256_madd_epi16((__m256i)right, _mm256_set1_epi32((int)*left));
+#else
+    acc += (right << 16 >> 16) * static_cast<int16_t>(*left) + (right >> 16) * static_cast<int16_t>(*left >> 16);
+#endif
+}
 
 // acc[i][j] += sum over s of left row i, word s, times right vector j at step s. Every caller sums in this one order,
 // so a row's result does not depend on the rows that share its tile.

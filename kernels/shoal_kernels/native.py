@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal_kernels.integers import IntegerWeight
+
 LIBRARY = Path(__file__).with_name("_native.so")
 DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 PAGE_TOKENS = 16
@@ -99,6 +101,11 @@ def _load() -> ctypes.CDLL | None:
         ("shoal_decoder_create", pointer, [pointer]),
         ("shoal_decoder_destroy", None, [pointer]),
         ("shoal_decoder_set", ctypes.c_int, [pointer, ctypes.c_int32, ctypes.c_int32, pointer, ctypes.c_int64]),
+        (
+            "shoal_decoder_set_integers",
+            ctypes.c_int,
+            [pointer, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64],
+        ),
         ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
         ("shoal_decoder_forward", ctypes.c_int, [pointer, pointer]),
         ("shoal_decoder_copy_blocks", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
@@ -145,7 +152,7 @@ class NativeDecoder:
 
     Args:
         weights: packed parameters by name (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the shape's
-            dtype; copied.
+            dtype; copied. Matrices may be integers where that is bfloat16.
         cos_sin: float32 [max_positions, head_size]: cosines, then sines.
         kernels: an instruction set of ``supported_kernels()``, or "" for the best.
 
@@ -153,7 +160,9 @@ class NativeDecoder:
         ValueError: a shape that is not covered, or an instruction set that this machine does not run.
     """
 
-    def __init__(self, shape: DecoderShape, weights: Mapping[str, Tensor], cos_sin: Tensor, kernels: str = "") -> None:
+    def __init__(
+        self, shape: DecoderShape, weights: Mapping[str, Tensor | IntegerWeight], cos_sin: Tensor, kernels: str = ""
+    ) -> None:
         self.shape = shape
         self._step = _Step()
         self._logits = torch.empty((0, shape.vocab_size), dtype=torch.float32)
@@ -250,11 +259,23 @@ class NativeDecoder:
             raise RuntimeError("the decoder is closed")
         return self._handle
 
-    def _set(self, number: int, layer: int, parameter: Tensor) -> None:
+    def _set(self, number: int, layer: int, parameter: Tensor | IntegerWeight) -> None:
+        if isinstance(parameter, IntegerWeight):
+            self._set_integers(number, layer, parameter)
+            return
         if parameter.dtype != self.shape.dtype:
             raise ValueError(f"weights: got {parameter.dtype}; must be {self.shape.dtype}")
         held = parameter.contiguous()
         self._check(_library().shoal_decoder_set(self._handle, number, layer, held.data_ptr(), held.numel()))
+
+    def _set_integers(self, number: int, layer: int, weight: IntegerWeight) -> None:
+        parts = [part.contiguous() for part in (weight.values, weight.scales, weight.minimums) if part is not None]
+        pointers = [part.data_ptr() for part in parts] + [None] * (3 - len(parts))
+        self._check(
+            _library().shoal_decoder_set_integers(
+                self._handle, number, layer, weight.bits, *pointers, weight.values.numel()
+            )
+        )
 
     def _check(self, status: int) -> None:
         if status != 0:

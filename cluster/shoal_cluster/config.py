@@ -32,6 +32,7 @@ class ReplicaSettings(_Settings):
     """One replica: its engine and what it takes of a node."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    quantization: Literal["none", "int8", "int4"] = Field("none", description="weights, rounded when loaded")
     max_model_len: int | None = Field(None, ge=1)
     block_size: int = Field(16, ge=1)
     num_blocks: int | None = Field(None, ge=1, description="None sizes the pool to max_num_seqs, as memory allows")

@@ -21,6 +21,7 @@ def resolve_config(
     model: str,
     *,
     dtype: str = "auto",
+    quantization: str = "none",
     max_model_len: int | None = None,
     block_size: int = 16,
     num_blocks: int | None = None,
@@ -41,7 +42,7 @@ def resolve_config(
         ConfigError: settings that cannot work, or do not fit the memory.
     """
     scheduler = scheduler or SchedulerConfig()
-    shape = ModelConfig.from_folder(ensure_checkpoint(model), dtype, max_model_len)
+    shape = ModelConfig.from_folder(ensure_checkpoint(model), dtype, max_model_len, quantization)
     if memory_bytes is None:
         memory_bytes = available_bytes()
     if num_blocks is None:

@@ -17,6 +17,8 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+# Bits of a weight of the layers' projections; a scale for each 32 weights comes on top, and with 4 bits a minimum.
+LAYER_BITS = {"none": None, "int8": 8, "int4": 4}
 DEVICES = ("cpu",)
 SCHEDULING_POLICIES = ("fcfs", "priority", "deadline")
 
@@ -66,6 +68,7 @@ class ModelConfig:
     """Shape of a decoder, read from a Hugging Face ``config.json``.
 
     ``dtype`` is that of weights, activations and KV. ``max_model_len`` counts prompt and generated tokens.
+    ``quantization``, one of LAYER_BITS, rounds weights when they are loaded; activations and KV keep the dtype.
     """
 
     folder: str
@@ -90,14 +93,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     moe: MoeConfig | None = None
+    quantization: str = "none"
 
     @classmethod
-    def from_folder(cls, folder: str | Path, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
+    def from_folder(
+        cls, folder: str | Path, dtype: str = "auto", max_model_len: int | None = None, quantization: str = "none"
+    ) -> ModelConfig:
         """Read ``folder/config.json``.
 
         Raises:
             NotFound: no such folder, or it holds no config.json.
-            ConfigError: an architecture, dtype or length that Shoal does not serve, or a size that is missing.
+            ConfigError: an architecture, dtype, length or quantization that Shoal does not serve, or a missing size.
         """
         path = Path(folder)
         if not path.is_dir():
@@ -117,6 +123,8 @@ class ModelConfig:
             dtype = "float32" if stored == "float32" else "bfloat16"
         if dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype: got {dtype!r}; must be 'auto' or one of {', '.join(DTYPE_BYTES)}")
+        if quantization not in LAYER_BITS:
+            raise ConfigError(f"quantization: got {quantization!r}; must be one of {', '.join(LAYER_BITS)}")
         limit = int(raw.get("max_position_embeddings") or 2048)
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ConfigError(f"max_model_len: got {max_model_len}; the model allows 1 to {limit}")
@@ -155,6 +163,7 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(path, raw),
             dtype=dtype,
             moe=MoeConfig.from_raw(raw) if architecture == "Qwen3MoeForCausalLM" else None,
+            quantization=quantization,
         )
 
     @property
@@ -173,7 +182,13 @@ class ModelConfig:
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_parameters * DTYPE_BYTES[self.dtype]
+        """Bytes of the weights as they are held."""
+        bits = LAYER_BITS[self.quantization]
+        if bits is None:
+            return self.num_parameters * DTYPE_BYTES[self.dtype]
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        layers = self.num_parameters - tables
+        return (tables * (8 * 32 + 16) + layers * (bits * 32 + (16 if bits == 8 else 32))) // (8 * 32)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers."""

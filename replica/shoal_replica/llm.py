@@ -65,6 +65,7 @@ class LLM:
         block_size, num_blocks: the KV block pool; None sizes it to what ``max_num_seqs`` allows.
         max_num_seqs, max_num_batched_tokens: limits of one step.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+        quantization: "none", or "int8" or "int4" to round weights when they are loaded.
         num_threads: CPU threads of the model.
         max_model_len: None takes the model's.
 
@@ -81,6 +82,7 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         dtype: str = "auto",
+        quantization: str = "none",
         num_threads: int = 1,
         enable_prefix_caching: bool = True,
         max_model_len: int | None = None,
@@ -89,6 +91,7 @@ class LLM:
         self.config = resolve_config(
             model,
             dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,

@@ -87,6 +87,7 @@ def _check_model(config: ClusterConfig) -> None:
     resolve_config(
         config.model,
         dtype=replica.dtype,
+        quantization=replica.quantization,
         max_model_len=replica.max_model_len,
         block_size=replica.block_size,
         num_blocks=replica.num_blocks,

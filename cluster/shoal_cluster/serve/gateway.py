@@ -68,7 +68,7 @@ class Gateway:
         self._settings = config.gateway
         folder = await asyncio.to_thread(ensure_checkpoint, config.model)
         replica = config.replica
-        self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len)
+        self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len, replica.quantization)
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         self._created_s = int(time.time())
         self._limits = AdmissionLimits(max_waiting_tokens=self._settings.max_waiting_tokens)

@@ -36,6 +36,7 @@ class ReplicaServer:
             resolve_config,
             config.model,
             dtype=settings.dtype,
+            quantization=settings.quantization,
             max_model_len=settings.max_model_len,
             block_size=settings.block_size,
             num_blocks=settings.num_blocks,

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from shoal_kernels import native, ops
+from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.model.layers import rotary_cache
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.parallel_group import ParallelGroup
+from shoal_replica.model.quantization import quantize
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, load_weights
 from shoal_replica.shard import Shard, whole_shard
@@ -53,7 +55,7 @@ def make_decoder(
     Raises:
         NotFound, ConfigError: from ``load_weights``.
     """
-    is_whole = shard is None and model.moe is None
+    is_whole = shard is None and model.moe is None and (model.quantization == "none" or model.dtype == "bfloat16")
     if is_whole and parallel.device == "cpu" and native.covers(_native_shape(model, cache, parallel)):
         return NativeCpuDecoder(model, cache, parallel)
     return TorchDecoder(model, cache, parallel, shard, group)
@@ -72,10 +74,14 @@ class TorchDecoder:
     ) -> None:
         shard = shard or whole_shard(model)
         self._device = torch.device(parallel.device)
-        self._model = LlamaDecoder(model, load_weights(model, self._device, shard), shard, group)
+        weights = quantize(model, load_weights(model, self._device, shard))
+        dtype = DTYPES[model.dtype]
+        # These operators take plain matrices, so integers are widened again: same results, no memory saved.
+        plain = {name: w.widen(dtype) if isinstance(w, IntegerWeight) else w for name, w in weights.items()}
+        self._model = LlamaDecoder(model, plain, shard, group)
         num_heads = len(shard.kv_heads)
         shape = (len(shard.layers), 2, cache.num_blocks + 1, num_heads, cache.block_size, model.head_size)
-        whole = torch.zeros(shape, dtype=DTYPES[model.dtype], device=self._device)
+        whole = torch.zeros(shape, dtype=dtype, device=self._device)
         self._caches = [(layer[0], layer[1]) for layer in whole]
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
@@ -108,7 +114,7 @@ class NativeCpuDecoder:
         cpu = torch.device("cpu")
         cos_sin = rotary_cache(model, torch.float32, cpu)
         shape = _native_shape(model, cache, parallel)
-        self._native = native.NativeDecoder(shape, load_weights(model, cpu), cos_sin)
+        self._native = native.NativeDecoder(shape, quantize(model, load_weights(model, cpu)), cos_sin)
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         return self._native.forward(

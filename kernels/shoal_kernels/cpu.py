@@ -12,6 +12,10 @@ from torch.nn import functional
 from shoal_kernels.metadata import AttentionMetadata
 
 
+def cache_shape(num_blocks: int, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
+    return (num_blocks, num_kv_heads, block_size, head_size)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
@@ -168,3 +172,17 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[in
     sources, destinations = torch.tensor(pairs).unbind(1)
     for cache in (key_cache, value_cache):
         cache[destinations] = cache[sources]
+
+
+def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
+    vocab_size = logits.shape[-1]
+    # Of equally likely tokens at the edge of top-p, lower ids stay.
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+    ks = torch.tensor([min(k or vocab_size, vocab_size) for k in top_ks]).unsqueeze(1)
+    ranked = ranked.masked_fill(ranked < ranked.gather(1, ks - 1), -torch.inf)
+    probs = ranked.softmax(dim=-1).double()
+    limits = torch.tensor(top_ps, dtype=torch.float64).unsqueeze(1)
+    before = probs.cumsum(dim=-1) - probs
+    # Rounding may end the sum below 1, so a row that keeps everything is not compared.
+    ranked = ranked.masked_fill((before >= limits) & (limits < 1.0), -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ranked)

@@ -1,9 +1,10 @@
 """The operators of a decoder, by name. Each goes to the backend of its tensors' device.
 
-T is the number of tokens of a step, D the head size, H a number of heads. A *cache* is one layer's keys or values,
+T is the number of tokens of a step, D the head size, H a number of heads. A *cache* is one layer's keys or values, in
+the backend's ``cache_shape``; a block of all heads is one contiguous piece to copy or to send. On the CPU it is
 ``[num_blocks, num_kv_heads, block_size, D]``: the tokens of one block and head lie side by side, so that attention
 for a head streams whole tiles of ``block_size × D`` numbers (1 KiB to 4 KiB and aligned to cache lines for D of 32 and
-up), once for all query heads of the group, and a block of all heads is still one contiguous piece to copy or to send.
+up), once for all query heads of the group.
 
 Rounding follows transformers: norms compute in float32 and round before the weight; rotary runs in the model's dtype;
 softmax is float32.
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from shoal_kernels.metadata import AttentionMetadata
 
-BACKENDS = {"cpu": "shoal_kernels.cpu"}
+BACKENDS = {"cpu": "shoal_kernels.cpu", "npu": "shoal_kernels.npu"}
 
 
 @cache
@@ -30,6 +31,14 @@ def backend(device_type: str) -> ModuleType:
     if device_type not in BACKENDS:
         raise NotImplementedError(f"no kernels for device {device_type!r}; there are {', '.join(BACKENDS)}")
     return import_module(BACKENDS[device_type])
+
+
+def cache_shape(
+    device_type: str, num_blocks: int, num_kv_heads: int, block_size: int, head_size: int
+) -> tuple[int, ...]:
+    """Shape of one layer's keys, or values; blocks come first."""
+    shape = backend(device_type).cache_shape(num_blocks, num_kv_heads, block_size, head_size)
+    return cast(tuple[int, ...], shape)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,7 +60,7 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
     """Rotate pairs ``(i, i + D/2)`` of each head by the angle of its position (Su et al. 2021, Llama's halves).
 
     Args:
-        positions: int64 [T].
+        positions: integers [T].
         q, k: [T, Hq, D] and [T, Hkv, D].
         cos_sin_cache: [max_positions, D] in the dtype of q: D/2 cosines, then D/2 sines.
 
@@ -74,7 +83,7 @@ def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) ->
         renormalize: divide the chosen weights by their sum.
 
     Returns:
-        weights [T, num_chosen] in the logits' dtype, and expert ids, int64 [T, num_chosen].
+        weights [T, num_chosen] in the logits' dtype, and expert ids, integers [T, num_chosen].
     """
     chosen = backend(router_logits.device.type).select_experts(router_logits, num_chosen, renormalize)
     return cast(tuple[Tensor, Tensor], chosen)
@@ -99,7 +108,7 @@ def apply_experts(
 
 
 def write_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store k, v [T, Hkv, D] in the caches at slots [T] (int64, distinct)."""
+    """Store k, v [T, Hkv, D] in the caches at slots [T] (integers, distinct)."""
     backend(k.device.type).write_kv(k, v, key_cache, value_cache, slot_mapping)
 
 
@@ -115,7 +124,7 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D]; Hq is a multiple of Hkv, and query head h reads KV head ``h // (Hq / Hkv)``.
-        key_cache, value_cache: [num_blocks, Hkv, block_size, D].
+        key_cache, value_cache: of ``cache_shape``.
         scale: factor of the scores, usually D ** -0.5.
         sliding_window: how many tokens, itself included, a query sees; None for all.
 
@@ -130,3 +139,19 @@ def paged_attention(
 def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy blocks (source, destination) within one layer's caches; every source is read before anything is written."""
     backend(key_cache.device.type).copy_blocks(key_cache, value_cache, pairs)
+
+
+def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
+    """-inf outside each row's top-k, then outside the smallest set that has probability top-p (Holtzman et al. 2020).
+
+    Tokens as likely as the k-th all stay.
+
+    Args:
+        logits: float32 [n, vocab_size].
+        top_ks: n numbers; 0 keeps all.
+        top_ps: n numbers in (0, 1]; 1 keeps all.
+
+    Returns:
+        [n, vocab_size].
+    """
+    return cast(Tensor, backend(logits.device.type).keep_top(logits, top_ks, top_ps))

@@ -110,3 +110,18 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[in
         before = cache.clone()
         for source, destination in pairs:
             cache[destination] = before[source]
+
+
+def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
+    out = torch.full(logits.shape, -torch.inf)
+    for row, (top_k, top_p) in enumerate(zip(top_ks, top_ps, strict=True)):
+        by_rank = sorted((-value, token_id) for token_id, value in enumerate(logits[row].tolist()))
+        if top_k:
+            by_rank = [item for item in by_rank if item[0] <= by_rank[top_k - 1][0]]
+        probs = torch.softmax(torch.tensor([-value for value, _ in by_rank], dtype=torch.float64), dim=0).tolist()
+        before = 0.0
+        for (_, token_id), prob in zip(by_rank, probs, strict=True):
+            if before < top_p or top_p == 1.0:
+                out[row, token_id] = logits[row, token_id]
+            before += prob
+    return out

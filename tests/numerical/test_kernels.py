@@ -168,6 +168,13 @@ def test_copy_blocks_reads_before_it_writes() -> None:
     assert torch.equal(actual[1], expected[1])
 
 
+@pytest.mark.parametrize(("top_ks", "top_ps"), [([5, 1, 40], [1.0, 0.3, 0.5]), ([0, 0, 7], [0.1, 0.9, 0.99])])
+def test_keep_top(top_ks: list[int], top_ps: list[float]) -> None:
+    logits = randn(3, 64, dtype=torch.float32)
+    logits[0, :8] = logits[0, 0]  # tokens as likely as the k-th all stay
+    assert torch.equal(ops.keep_top(logits, top_ks, top_ps), reference.keep_top(logits, top_ks, top_ps))
+
+
 def test_unknown_device_is_named() -> None:
     with pytest.raises(NotImplementedError, match="meta"):
         ops.rms_norm(torch.empty(2, 4, device="meta"), torch.empty(4, device="meta"), 1e-5)

@@ -12,10 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal_kernels import ops
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.sampling_params import SamplingParams
 
-UNIFORM_BITS = 52  # below a double's 53, so that u * total stays below total
+UNIFORM_BITS = 52
+# Of a sum of probabilities, the most that a draw may be: below the sum in the sum's dtype. Accelerators lack doubles.
+LARGEST = {torch.float64: 1 - 2.0**-52, torch.float32: 1 - 2.0**-23}
 MIN_TEMPERATURE = 1e-30  # float32 must not read it as 0
 
 
@@ -51,10 +54,10 @@ class TokenCounts:
 
     def extend(self, row: SamplerRow) -> None:
         """Count the tokens that the row has and this has not."""
-        new = torch.from_numpy(row.token_ids[self.num_counted :])
+        new = torch.from_numpy(row.token_ids[self.num_counted :]).to(self.seen.device)
         self.seen[new] = True
         generated = new[max(0, row.num_prompt_tokens - self.num_counted) :]
-        self.output_counts.index_add_(0, generated, torch.ones(len(generated)))
+        self.output_counts.index_add_(0, generated, torch.ones(len(generated)).to(self.seen.device))
         self.num_counted = len(row.token_ids)
 
 
@@ -94,7 +97,7 @@ class Sampler:
         token_ids = likeliest.tolist()
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         if drawn:
-            picked = logits if len(drawn) == len(rows) else logits[torch.tensor(drawn)]
+            picked = logits if len(drawn) == len(rows) else logits[torch.tensor(drawn).to(logits.device)]
             for i, token_id in zip(drawn, _draw(picked, [rows[i] for i in drawn]), strict=True):
                 token_ids[i] = token_id
         return [Sample(token_id, logprobs.row(i, token_id)) for i, token_id in enumerate(token_ids)]
@@ -104,7 +107,8 @@ class Sampler:
         counts = self._counts.get(row.seq_id)
         if counts is None:
             counts = self._counts[row.seq_id] = TokenCounts(
-                torch.zeros(self._vocab_size), torch.zeros(self._vocab_size, dtype=torch.bool)
+                torch.zeros(self._vocab_size, device=logits.device),
+                torch.zeros(self._vocab_size, dtype=torch.bool, device=logits.device),
             )
         counts.extend(row)
         params = row.params
@@ -125,39 +129,25 @@ def uniform(seed: int | None, index: int, position: int) -> float:
 
 def _draw(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
     """One token per row, none of them greedy."""
+    device = logits.device
     temperatures = torch.tensor([max(row.params.temperature, MIN_TEMPERATURE) for row in rows]).unsqueeze(1)
     # Shifted to a maximum of 0 first: a tiny temperature then gives 0 and -inf, never inf.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures.to(device)
     min_ps = torch.tensor([row.params.min_p for row in rows]).unsqueeze(1)
     if bool(min_ps.any()):
         # In logits, p < min_p * max(p) reads: logit < max + log(min_p), and the maximum is 0.
-        scaled = scaled.masked_fill(scaled < min_ps.log(), -torch.inf)
+        scaled = scaled.masked_fill(scaled < min_ps.log().to(device), -torch.inf)
     cut = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1.0]
     if cut:
-        picked = torch.tensor(cut)
-        scaled[picked] = _keep_top(scaled[picked], [rows[i].params for i in cut])
-    cdf = scaled.softmax(dim=-1).double().cumsum(dim=-1)
-    uniforms = [uniform(row.params.seed, row.index, len(row.token_ids)) for row in rows]
-    targets = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1) * cdf[:, -1:]
+        picked = torch.tensor(cut).to(device)
+        limits = [rows[i].params for i in cut]
+        scaled[picked] = ops.keep_top(scaled[picked], [p.top_k for p in limits], [p.top_p for p in limits])
+    probs = scaled.softmax(dim=-1)
+    cdf = (probs.double() if device.type == "cpu" else probs).cumsum(dim=-1)
+    uniforms = [min(uniform(row.params.seed, row.index, len(row.token_ids)), LARGEST[cdf.dtype]) for row in rows]
+    targets = torch.tensor(uniforms, dtype=cdf.dtype).to(device).unsqueeze(1) * cdf[:, -1:]
     token_ids: list[int] = torch.searchsorted(cdf, targets, right=True).squeeze(1).tolist()
     return token_ids
-
-
-def _keep_top(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """-inf outside each row's top-k, then outside the smallest set that has probability top-p (Holtzman et al. 2020).
-
-    Tokens as likely as the k-th all stay, as in vLLM; of equally likely ones at the edge of top-p, lower ids stay.
-    """
-    vocab_size = logits.shape[-1]
-    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-    ks = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params]).unsqueeze(1)
-    ranked = ranked.masked_fill(ranked < ranked.gather(1, ks - 1), -torch.inf)
-    probs = ranked.softmax(dim=-1).double()
-    top_ps = torch.tensor([p.top_p for p in params], dtype=torch.float64).unsqueeze(1)
-    before = probs.cumsum(dim=-1) - probs
-    # Rounding may end the sum below 1, so a row that keeps everything is not compared.
-    ranked = ranked.masked_fill((before >= top_ps) & (top_ps < 1.0), -torch.inf)
-    return torch.empty_like(logits).scatter_(1, order, ranked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +163,7 @@ class _Logprobs:
         wanted = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]
         if not wanted:
             return cls({}, logits, [])
-        values = logits[torch.tensor([i for i, _ in wanted])].log_softmax(dim=-1)
+        values = logits[torch.tensor([i for i, _ in wanted]).to(logits.device)].log_softmax(dim=-1)
         most = min(max(count for _, count in wanted), values.shape[-1])
         top_values, top_ids = (part.tolist() for part in values.topk(most, dim=-1))
         top = [

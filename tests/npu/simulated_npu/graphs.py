@@ -1,0 +1,70 @@
+"""Graph capture, replay and update, as lists of recorded calls.
+
+As on a device, nothing runs while a graph is captured: the calls compute shapes on copies, and what they would change
+stays as it was. Replay repeats them on the captured addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Thunk = Callable[[], None]
+
+CAPTURE_BEGIN, CAPTURE_END, REPLAY, GRAPH_DESTROY, GROUP_BEGIN, GROUP_END, UPDATE_BEGIN, UPDATE_END = range(1, 9)
+
+
+@dataclass(slots=True)
+class _State:
+    """A graph is a list of groups; calls outside any task group are groups of one that nobody can update."""
+
+    graphs: dict[int, list[list[Thunk]]] = field(default_factory=dict)
+    groups: dict[int, list[Thunk]] = field(default_factory=dict)
+    capturing: list[list[Thunk]] | None = None
+    open_group: list[Thunk] | None = None  # of a capture or of an update
+    is_updating: bool = False
+    num_replays: int = 0
+
+
+state = _State()
+
+
+def is_capturing() -> bool:
+    return state.capturing is not None
+
+
+def is_recording() -> bool:
+    """Whether calls are noted down for later and have no effect now."""
+    return state.capturing is not None or state.is_updating
+
+
+def record(thunk: Thunk) -> None:
+    if state.open_group is not None:
+        state.open_group.append(thunk)
+    elif state.capturing is not None:
+        state.capturing.append([thunk])
+
+
+def observe(what: int, a: int, b: int) -> None:
+    """What the runtime tells of graphs; see ``runtime.c`` for a and b."""
+    if what == CAPTURE_BEGIN:
+        state.capturing = state.graphs[b] = []
+    elif what == CAPTURE_END:
+        state.capturing = state.open_group = None
+    elif what == REPLAY:
+        state.num_replays += 1
+        for group in state.graphs[a]:
+            for thunk in group:
+                thunk()
+    elif what == GRAPH_DESTROY:
+        state.graphs.pop(a, None)
+    elif what == GROUP_BEGIN and state.capturing is not None:
+        state.open_group = state.groups[b] = []
+        state.capturing.append(state.open_group)
+    elif what == UPDATE_BEGIN:
+        state.is_updating = True
+        state.open_group = state.groups[b]
+        state.open_group.clear()
+    elif what in (GROUP_END, UPDATE_END):
+        state.open_group = None
+        state.is_updating = False

@@ -1,0 +1,158 @@
+"""Checks that what one stream, or the host, reads of another's work is ordered by an event or a wait.
+
+The simulated device is done with every call when it returns, so it would never show a missing wait. Instead each
+stream and the host keep a vector clock (Lamport 1978; Mattern 1989), which events and waits carry over. An access
+to memory whose last access is not known to be over raises ``Race``.
+
+The host's side of pinned memory cannot be watched. What an asynchronous copy brings to it arrives when the host has
+waited, and reads as 0xff until then; a second copy out of the same place before the first is known to be over raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+EVENT_RECORD, EVENT_WAIT, EVENT_SYNC, STREAM_SYNC, DEVICE_SYNC = range(9, 14)
+HOST = -1
+POISON = 0xFF
+
+Clock = dict[int, int]
+
+
+class Race(RuntimeError):
+    """An access that nothing orders after the one before it."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Who wrote and read a piece of memory last: lane and its time then."""
+
+    writer: tuple[int, int] | None = None
+    readers: Clock = field(default_factory=dict)
+    what: str = ""
+
+
+@dataclass(slots=True)
+class _State:
+    clocks: dict[int, Clock] = field(default_factory=dict)  # per lane: a stream, or HOST
+    events: dict[int, Clock] = field(default_factory=dict)
+    places: dict[int, _Place] = field(default_factory=dict)  # by address
+    arriving: dict[int, tuple[int, int, bytes]] = field(default_factory=dict)  # to pinned memory: lane, time, bytes
+
+
+_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
+_kept: list[object] = []
+_state = _State()
+
+
+def observe(runtime: ctypes.CDLL, graphs: Callable[[int, int, int], None]) -> None:
+    """Hear of everything from the runtime; of graphs, ``graphs`` hears."""
+
+    def on_call(what: int, a: int, b: int) -> None:
+        if what < EVENT_RECORD:
+            graphs(what, a, b)
+        else:
+            _on_order(what, a, b)
+
+    callback = _OBSERVER(on_call)
+    _kept.append(callback)
+    runtime.simulated_npu_observe(callback)
+
+
+def operator(name: str, touched: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+    """An operator on the current stream reads and writes these tensors."""
+    lane = _current_lane()
+    now = _tick(lane)
+    targets = {t.untyped_storage().data_ptr() for t in written}
+    for address in {t.untyped_storage().data_ptr() for t in touched}:
+        _access(address, lane, now, name, writes=address in targets)
+
+
+def host_waits() -> None:
+    """The host reads a result of the current stream, so it waits for all that is queued there."""
+    lane = _current_lane()
+    _tick(lane)
+    _host_learns(_clock(lane))
+
+
+def copied_to_device(source: Tensor) -> None:
+    """An asynchronous copy out of pinned memory has been queued; the host has filled that before."""
+    lane, address = _current_lane(), source.untyped_storage().data_ptr()
+    _access(address, HOST, _tick(HOST), "filling pinned memory", writes=True)
+    _access(address, lane, _tick(lane), "a copy from pinned memory", writes=False)
+
+
+def copied_to_host(target: Tensor) -> None:
+    """An asynchronous copy into pinned memory has been queued: take its bytes away until the host has waited."""
+    lane, num_bytes = _current_lane(), target.numel() * target.element_size()
+    now = _tick(lane)
+    _state.arriving[target.data_ptr()] = (lane, now, ctypes.string_at(target.data_ptr(), num_bytes))
+    ctypes.memset(target.data_ptr(), POISON, num_bytes)
+
+
+def _current_lane() -> int:
+    return int(torch.npu.current_stream().npu_stream)
+
+
+def _clock(lane: int) -> Clock:
+    return _state.clocks.setdefault(lane, {lane: 0})
+
+
+def _tick(lane: int) -> int:
+    """The lane's next moment; a stream's work comes after all that the host knew when it was queued."""
+    clock = _clock(lane)
+    clock[lane] += 1
+    if lane != HOST:
+        _join(clock, _clock(HOST))
+    return clock[lane]
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for lane, time in other.items():
+        if time > clock.get(lane, 0):
+            clock[lane] = time
+
+
+def _access(address: int, lane: int, now: int, what: str, *, writes: bool) -> None:
+    place = _state.places.setdefault(address, _Place())
+    clock = _clock(lane)
+    before = [place.writer] if place.writer else []
+    if writes:
+        before += place.readers.items()
+    for other, time in before:
+        if clock.get(other, 0) < time:
+            raise Race(f"{what} is not ordered after {place.what}: no event or wait between the two streams")
+    if writes:
+        place.writer, place.readers = (lane, now), {}
+    else:
+        place.readers[lane] = now
+    place.what = what
+
+
+def _on_order(what: int, a: int, b: int) -> None:
+    if what == EVENT_RECORD:
+        _tick(b)
+        _state.events[a] = dict(_clock(b))
+    elif what == EVENT_WAIT:
+        _join(_clock(b), _state.events.get(a, {}))
+    elif what == EVENT_SYNC:
+        _host_learns(_state.events.get(a, {}))
+    elif what == STREAM_SYNC:
+        _host_learns(_clock(a))
+    elif what == DEVICE_SYNC:
+        for clock in list(_state.clocks.values()):
+            _host_learns(clock)
+
+
+def _host_learns(clock: Clock) -> None:
+    host = _clock(HOST)
+    _join(host, clock)
+    for address, (lane, time, data) in list(_state.arriving.items()):
+        if host.get(lane, 0) >= time:
+            ctypes.memmove(address, data, len(data))
+            del _state.arriving[address]

@@ -1,0 +1,5 @@
+"""Python imports this at start where the folder is on PYTHONPATH: the tests' way into Ray's workers and ranks."""
+
+from simulated_npu.loading import install_on_import
+
+install_on_import()

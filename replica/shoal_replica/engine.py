@@ -17,6 +17,7 @@ from shoal_replica.scheduler import Scheduler
 from shoal_replica.stats import ReplicaStats
 
 HEARTBEAT_S = 1.0
+BEAT_S = 0.03
 STEP_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 
@@ -39,8 +40,10 @@ Subscriber = Callable[[StepReport], None]
 class Engine:
     """Runs a scheduler and an executor. All methods belong to the event loop that called ``start``.
 
-    Steps run in one worker thread. Subscribers are called on the loop after each step, after each abort, and once per
-    ``heartbeat_s`` when idle or in a long step. A step longer than ``step_timeout_s`` counts as failed.
+    Steps run in one worker thread. Subscribers are called on the loop after each step, after each abort, and every
+    ``BEAT_S`` when idle or in a long step, so that they know how old their picture is. The stats of such a report are
+    the very ones of the last report while nothing has changed and they are not older than ``heartbeat_s``.
+    A step longer than ``step_timeout_s`` counts as failed.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Engine:
         self._scheduler = scheduler
         self._executor = executor
         self._heartbeat_s = heartbeat_s
+        self._beat_s = min(BEAT_S, heartbeat_s)
         self._step_timeout_s = step_timeout_s
         self._subscribers: list[Subscriber] = []
         self._finished: dict[str, asyncio.Future[None]] = {}
@@ -65,6 +69,9 @@ class Engine:
         self._draining = False
         self._is_checked = False  # the books, since the last step
         self._step_s = 0.0
+        self._told = self.stats()
+        self._is_changed = False  # since the last report
+        self._rested_s = 0.0
 
     def start(self) -> None:
         """Begin stepping on the running event loop."""
@@ -87,6 +94,7 @@ class Engine:
         if self._draining:
             raise Unavailable("the replica is draining")
         self._scheduler.add(request)
+        self._is_changed = True
         finished = asyncio.get_running_loop().create_future()
         self._finished[request.request_id] = finished
         self._idle.clear()
@@ -97,6 +105,7 @@ class Engine:
         """End a request, or one sequence of it, now; its blocks are free on return. Unknown ids are ignored."""
         deltas = self._scheduler.abort(request_id, index, reason)
         if deltas:
+            self._is_changed = True
             self._publish(deltas)
 
     def stats(self) -> ReplicaStats:
@@ -124,7 +133,7 @@ class Engine:
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests and wait for those here. False if some were left after ``timeout_s``."""
-        self._draining = True
+        self._draining = self._is_changed = True
         self._publish(())
         try:
             async with asyncio.timeout(timeout_s):
@@ -162,27 +171,33 @@ class Engine:
             await self._rest()
             return
         self._is_checked = False
+        self._is_changed = True
+        self._rested_s = 0.0
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
         step = loop.run_in_executor(self._thread, self._executor.execute, output)
         try:
-            while not (await asyncio.wait([step], timeout=self._heartbeat_s))[0]:
+            while not (await asyncio.wait([step], timeout=self._beat_s))[0]:
                 if time.perf_counter() - started > self._step_timeout_s:
                     raise TimeoutError(f"a step took longer than {self._step_timeout_s:g} s")
                 self._publish(())  # a long step is not taken for a death
         finally:
             step.cancel()
         self._step_s = time.perf_counter() - started
+        self._is_changed = True
         self._publish(self._scheduler.update(output, step.result()))
 
     async def _rest(self) -> None:
-        """Wait for work; after each heartbeat without any say that we live, after the first look the books over."""
+        """Wait for work; after each beat without any say that we live, after a heartbeat's time look the books over."""
         self._wake.clear()
         try:
-            async with asyncio.timeout(self._heartbeat_s):
+            async with asyncio.timeout(self._beat_s):
                 await self._wake.wait()
         except TimeoutError:
-            if not self._is_checked:  # once: it takes a while where there are many blocks
+            self._rested_s += self._beat_s
+            if (
+                not self._is_checked and self._rested_s >= self._heartbeat_s
+            ):  # once: it takes a while where there are many blocks
                 self._scheduler.check_invariants()
                 self._is_checked = True
             self._publish(())
@@ -190,7 +205,10 @@ class Engine:
     def _publish(self, deltas: Iterable[TokenDelta]) -> None:
         deltas = tuple(deltas)
         stored, removed = self._scheduler.take_block_events()
-        report = StepReport(deltas, tuple(stored), tuple(removed), self.stats())
+        if self._is_changed or time.time() - self._told.time_s >= self._heartbeat_s:
+            self._told = self.stats()
+            self._is_changed = False
+        report = StepReport(deltas, tuple(stored), tuple(removed), self._told)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._note_end(delta.request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
 import msgspec
 import pytest
@@ -13,7 +14,9 @@ from fixtures.replicas import Replica, replica
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.serve import feed as feed_module
-from shoal_cluster.serve.feed import FeedClient, Snapshot, Subscribe, Update
+from shoal_cluster.serve import feed_messages
+from shoal_cluster.serve.feed_client import FeedClient
+from shoal_cluster.serve.feed_messages import Abort, Snapshot, Subscribe, Update, frame
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.request import FinishReason
 from shoal_replica.testing import expected_tokens, make_request
@@ -100,6 +103,27 @@ async def test_tokens_go_to_their_owner_alone_and_news_to_all() -> None:
         assert a.hashes == b.hashes
 
 
+async def test_an_idle_replica_says_often_that_its_last_stats_are_still_true() -> None:
+    async with replica(heartbeat_s=60.0) as one, gateway("g", one) as g:
+        await until(lambda: len(g.updates) >= 5)
+        assert {update.stats for update in g.updates[1:]} == {None}
+        await one.run("r", "g")
+        await until(lambda: g.reasons and g.updates[-1].stats is None)
+        told = [update.stats for update in g.updates if update.stats is not None]
+        assert asdict(told[-1]) | {"time_s": 0} == asdict(one.engine.stats()) | {"time_s": 0}
+
+
+async def test_a_long_step_is_reported_on_as_it_began() -> None:
+    async with replica() as one, gateway("g", one) as g:
+        one.executor.gate.clear()
+        running = one.run("r", "g", prompt_token_ids=range(30))
+        await until(lambda: g.accepted)
+        assert g.updates[-1].stats is not None
+        assert g.updates[-1].stats.num_running == 1
+        one.executor.gate.set()
+        await running
+
+
 async def test_a_request_of_a_gateway_that_is_not_connected_is_refused_and_leaves_nothing() -> None:
     async with replica() as one:
         outcome = await one.run("r", "nobody")
@@ -152,7 +176,7 @@ async def test_a_gateway_that_dials_again_gets_a_new_snapshot_and_loses_its_requ
 
 
 async def test_a_second_connection_of_a_gateway_replaces_the_first() -> None:
-    subscribe = feed_module._frame(Subscribe("g"))
+    subscribe = frame(Subscribe("g"))
     async with replica() as one, raw(one, subscribe) as older:
         await until(lambda: "g" in one.feed._subscribers)
         first = one.feed._subscribers["g"]
@@ -172,7 +196,7 @@ async def test_a_stop_hangs_up_on_everybody() -> None:
         one.executor.gate.clear()
         running = one.run("r", "g", prompt_token_ids=range(9))
         await until(lambda: one.executor.is_held and len(one.feed._connections) == 2)
-        async with asyncio.timeout(feed_module.SILENCE_S / 2):  # nobody's patience is waited for
+        async with asyncio.timeout(feed_messages.SILENCE_S / 2):  # nobody's patience is waited for
             await one.feed.stop()
         await until(lambda: g.num_lost)
         await running
@@ -231,13 +255,13 @@ async def test_an_id_in_use_does_not_change_hands() -> None:
         b"\x00\x00\x00\x04junk",
         b"\x00\x00\x00\x00",
         b"\x00\x01\x00\x01" + b"x" * 65_537,
-        feed_module._frame(feed_module.Abort("r", 0)),
-        feed_module._frame(Snapshot(0, None, ())),  # type: ignore[arg-type]
-        feed_module._frame(Subscribe("g"))[:-3],
+        frame(Abort("r", 0)),
+        frame(Snapshot(0, None, ())),  # type: ignore[arg-type]
+        frame(Subscribe("g"))[:-3],
     ],
 )
 async def test_garbage_is_hung_up_on(garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "SILENCE_S", 0.05)
+    monkeypatch.setattr(feed_messages, "SILENCE_S", 0.05)
     async with replica() as one:
         async with raw(one, garbage) as reader:
             assert await _rest(reader) == b""
@@ -251,7 +275,7 @@ async def test_garbage_is_hung_up_on(garbage: bytes, monkeypatch: pytest.MonkeyP
 async def test_garbage_from_a_subscriber_ends_its_requests_and_nobody_elses() -> None:
     async with replica() as one, gateway("good", one) as good:
         reader, writer = await asyncio.open_connection(*one.address)
-        writer.write(feed_module._frame(Subscribe("bad")))
+        writer.write(frame(Subscribe("bad")))
         await until(lambda: "bad" in one.feed._subscribers)
         one.executor.gate.clear()
         doomed, kept = one.run("doomed", "bad"), one.run("kept", "good")
@@ -269,7 +293,7 @@ async def test_garbage_from_a_subscriber_ends_its_requests_and_nobody_elses() ->
 
 async def test_a_gateway_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "MAX_BACKLOG_BYTES", 64 * 2**10)
-    sleepy = feed_module._frame(Subscribe("sleeps"))
+    sleepy = frame(Subscribe("sleeps"))
     async with replica() as one, gateway("reads", one) as reads, raw(one, sleepy):
         await until(lambda: "sleeps" in one.feed._subscribers)
         one.executor.gate.clear()
@@ -314,8 +338,8 @@ class TestClient:
     async def test_a_gap_is_answered_by_dialling_again(self) -> None:
         async with running_engine() as (engine, _, _):
             frames = [Snapshot(0, engine.stats(), ()), *(Update(seq, engine.stats()) for seq in (1, 2, 4, 5))]
-            script = b"".join(map(feed_module._frame, frames))
-            async with self.talking_to(script, feed_module._frame(Snapshot(7, engine.stats(), (b"h" * 16,)))) as g:
+            script = b"".join(map(frame, frames))
+            async with self.talking_to(script, frame(Snapshot(7, engine.stats(), (b"h" * 16,)))) as g:
                 await until(lambda: len(g.snapshots) == 2)
                 assert [update.seq for update in g.updates] == [1, 2]
                 assert g.num_lost == 1
@@ -323,14 +347,14 @@ class TestClient:
 
     async def test_an_update_before_any_snapshot_is_not_taken(self) -> None:
         async with running_engine() as (engine, _, _):
-            script = feed_module._frame(Update(1, engine.stats()))
+            script = frame(Update(1, engine.stats()))
             async with self.talking_to(script) as g:
                 await until(lambda: g.num_lost)
                 assert g.updates == []
 
     @pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01{", b"\x00\x00"])
     async def test_garbage_and_silence_are_a_loss(self, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(feed_module, "SILENCE_S", 0.05)
+        monkeypatch.setattr(feed_messages, "SILENCE_S", 0.05)
         async with self.talking_to(garbage) as g:
             await until(lambda: g.num_lost >= 2)
             assert g.snapshots == []
@@ -362,7 +386,7 @@ async def test_every_message_crosses_the_wire_unchanged() -> None:
         await one.run("r", "g", n=2)
         await until(lambda: g.updates)
         for message in (*g.snapshots, *g.updates):
-            assert msgspec.msgpack.decode(feed_module._frame(message)[4:], type=type(message)) == message
+            assert msgspec.msgpack.decode(frame(message)[4:], type=type(message)) == message
 
 
 async def _rest(reader: asyncio.StreamReader) -> bytes:

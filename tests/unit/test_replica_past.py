@@ -12,7 +12,8 @@ from fixtures.replicas import replica
 from fixtures.waiting import until
 
 from shoal_cluster.serve.block_map import block_map, decode_block_map, encode_block_map
-from shoal_cluster.serve.feed import FeedClient, FeedServer
+from shoal_cluster.serve.feed import FeedServer
+from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.replica_past import PAST_BUCKET_S, PAST_S, PastSample, ReplicaPast, decode_past
 from shoal_replica.errors import NotFound, Unavailable
 

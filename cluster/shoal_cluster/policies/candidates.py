@@ -48,8 +48,9 @@ class ReplicaView:
         stats: owner the replica; ``age_s`` old. None until its feed has spoken.
         age_s: seconds since the gateway received ``stats``; 0 while there are none.
         connected: owner the gateway; whether the feed is up now.
-        num_reserved, num_reserved_blocks, num_reserved_tokens: owner the gateway, exact: requests it has sent here
-            that ``stats`` does not count yet, their blocks, and their prompt tokens to compute.
+        num_reserved, num_reserved_blocks, num_reserved_tokens: requests sent here that ``stats`` does not count yet,
+            their blocks, and their prompt tokens to compute. Owner the gateway, exact, for its own; other gateways'
+            are what the replica has heard from them.
         num_matched_blocks: leading blocks of the asked prompt that the replica caches; owner the replica's prefix
             cache, as old as ``age_s`` plus one feed message.
         node_id: owner Ray; for show.

@@ -44,6 +44,7 @@ class ClusterView:
         self._stats: list[ReplicaStats | None] = []
         self._told = unknown_rows(0)
         self._promised = np.zeros((len(PROMISED), 0), np.int64)
+        self._foreign = np.zeros((len(PROMISED), 0), np.int64)  # what other gateways have promised
         self._updated_s = np.zeros(0)
         self._slots = np.zeros(0, np.int64)
 
@@ -94,14 +95,15 @@ class ClusterView:
     def apply_update(
         self,
         replica_id: str,
-        stats: ReplicaStats,
+        stats: ReplicaStats | None,
         stored: Iterable[BlockHash],
         removed: Iterable[BlockHash],
         now: float,
     ) -> bool:
         """Take the changes since the last message. False if the view needs a snapshot first (or knows no such member).
 
-        ``removed`` applies before ``stored``: the events are net, no hash is in both.
+        ``removed`` applies before ``stored``: the events are net, no hash is in both. No ``stats``: the last ones are
+        still true.
         """
         if not self.is_connected(replica_id):
             return False
@@ -157,6 +159,12 @@ class ClusterView:
         for request_id in request_ids:
             self.release(request_id)
 
+    def set_foreign(self, replica_id: str, num_requests: int, num_blocks: int, num_tokens: int) -> None:
+        """What other gateways have promised on ``replica_id``, as it says itself: counted beside our own promises."""
+        place = self._place_of.get(replica_id)
+        if place is not None:
+            self._foreign[:, place] = (num_requests, num_blocks, num_tokens)
+
     def reservation(self, request_id: str) -> Reservation | None:
         """The promise a request holds, if any."""
         return self._reservations.get(request_id)
@@ -168,7 +176,7 @@ class ClusterView:
             tuple(self._node_ids),
             tuple(self._stats),
             np.frombuffer(self._told.tobytes(), self._told.dtype),  # a copy, faster than ``copy`` for records
-            self._promised.copy(),
+            self._promised + self._foreign,
             np.where(self._told["known"], np.maximum(0.0, now - self._updated_s), 0.0),
             self.index.match_slots(block_hashes)[self._slots],
         )
@@ -190,9 +198,10 @@ class ClusterView:
             assert not row["connected"] or stats is not None
         assert self.index.replica_ids() == self._place_of.keys()
 
-    def _take(self, place: int, stats: ReplicaStats, now: float) -> None:
-        self._stats[place] = stats
-        self._told[place] = told_row(stats, True)
+    def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
+        if stats is not None:
+            self._stats[place] = stats
+            self._told[place] = told_row(stats, True)
         self._updated_s[place] = now
 
     def _count(self, reservation: Reservation, sign: int) -> None:
@@ -204,11 +213,13 @@ class ClusterView:
         members = tuple(sorted(replica_ids))
         kept = [(new, old) for new, r in enumerate(members) if (old := self._place_of.get(r)) is not None]
         told, promised = unknown_rows(len(members)), np.zeros((len(PROMISED), len(members)), np.int64)
+        foreign = np.zeros_like(promised)
         updated_s, node_ids = np.zeros(len(members)), [""] * len(members)
         stats: list[ReplicaStats | None] = [None] * len(members)
         for new, old in kept:
             told[new], promised[:, new], updated_s[new] = self._told[old], self._promised[:, old], self._updated_s[old]
-            node_ids[new], stats[new] = self._node_ids[old], self._stats[old]
+            node_ids[new], stats[new], foreign[:, new] = self._node_ids[old], self._stats[old], self._foreign[:, old]
+        self._foreign = foreign
         self._told, self._promised, self._updated_s = told, promised, updated_s
         self._node_ids, self._stats, self._replica_ids = node_ids, stats, members
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}

@@ -21,7 +21,7 @@ from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow
 from shoal_cluster.serve.call_times import CallTimes
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
-from shoal_cluster.serve.feed import BLOCKS, PAST
+from shoal_cluster.serve.feed_messages import BLOCKS, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
@@ -72,7 +72,7 @@ class Gateway:
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         self._created_s = int(time.time())
         self._limits = AdmissionLimits(max_waiting_tokens=self._settings.max_waiting_tokens)
-        self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights())
+        self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), self._settings.num_replicas > 1)
         install(self._ledger)
         self._replicas = replicas
         if not replicas.is_initialized:

@@ -24,7 +24,8 @@ from shoal_cluster.policies.routing import (
     uncached_tokens,
 )
 from shoal_cluster.policies.view import ClusterView
-from shoal_cluster.serve.feed import FeedClient, Snapshot, Update
+from shoal_cluster.serve.feed_client import FeedClient
+from shoal_cluster.serve.feed_messages import Promised, Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_replica.errors import InvalidArgument, NotFound
 from shoal_replica.request import TokenDelta
@@ -54,11 +55,16 @@ class Follower:
 
 
 class GatewayLedger:
-    """Everything here happens on one event loop."""
+    """Everything here happens on one event loop.
 
-    def __init__(self, gateway_id: str, weights: RouteWeights) -> None:
+    Args:
+        is_one_of_many: other gateways place requests on the same replicas, so promises are shared.
+    """
+
+    def __init__(self, gateway_id: str, weights: RouteWeights, is_one_of_many: bool = False) -> None:
         self.gateway_id = gateway_id
         self.weights = weights
+        self._is_one_of_many = is_one_of_many
         self.view = ClusterView()
         self.journal = Journal()
         self._seeds = random.Random()
@@ -104,7 +110,9 @@ class GatewayLedger:
             best = record.decision.ranked[0]
             num_matched = int(candidates.num_matched_blocks[candidates.replica_ids.index(best)])
             num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
+            self._withdraw(query.request_id, best)
             self.view.reserve(query.request_id, best, num_blocks, num_tokens, now, query.block_hashes)
+            self._promise(query.request_id)
         return record.decision
 
     def routed(self, query: RouteQuery, replica_id: str) -> None:
@@ -126,10 +134,13 @@ class GatewayLedger:
     def unfollow(self, request_id: str) -> None:
         """The request is over for us: drop its reservation. Unknown ids are ignored."""
         self._followers.pop(request_id, None)
+        self._withdraw(request_id)
         self.view.release(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
             self._close_unused_feed(replica_id)
+        elif replica_id is not None and self._is_one_of_many:
+            self._feeds[replica_id].withdraw(request_id)  # a promise that came after its request would stay for ever
 
     def abort(self, request_id: str, index: int) -> None:
         """End one sequence at its replica."""
@@ -202,8 +213,10 @@ class GatewayLedger:
             if replica_id in self.view:
                 self.journal.note(EventKind.READY, "its feed is open: requests may go there", replica_id=replica_id)
             self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
+            self._take_foreign(replica_id, message.promised)
             self._changed.set()
             return
+        self._take_foreign(replica_id, message.promised)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
         for request_id in message.accepted:  # this may come before Serve's word
             self._note_replica(request_id, replica_id)
@@ -215,13 +228,31 @@ class GatewayLedger:
     def _note_replica(self, request_id: str, replica_id: str) -> None:
         """A request is at ``replica_id``: its reservation too, and what it may want to say goes there."""
         if (follower := self._followers.get(request_id)) is None:
+            self._withdraw(request_id, replica_id)
             self.view.release(request_id)  # the client has left meanwhile
             return
         self._replica_of[request_id] = replica_id
         held = self.view.reservation(request_id)
         if held is not None and held.replica_id != replica_id:
+            self._withdraw(request_id, replica_id)
             self.view.move(request_id, replica_id, time.monotonic())
+            self._promise(request_id)
         follower.on_routed(replica_id)
+
+    def _promise(self, request_id: str) -> None:
+        """Tell the replica, and so the other gateways, what this gateway has reserved there."""
+        held = self.view.reservation(request_id) if self._is_one_of_many else None
+        if held is not None and (feed := self._feeds.get(held.replica_id)) is not None:
+            feed.promise(request_id, held.num_blocks, held.num_tokens)
+
+    def _withdraw(self, request_id: str, replica_id: str = "") -> None:
+        """The request's promise is about to end, or to move to ``replica_id``: nobody is to count on it any more."""
+        held = self.view.reservation(request_id) if self._is_one_of_many else None
+        if held is not None and held.replica_id != replica_id and (feed := self._feeds.get(held.replica_id)):
+            feed.withdraw(request_id)
+
+    def _take_foreign(self, replica_id: str, promised: Promised) -> None:
+        self.view.set_foreign(replica_id, promised.num_requests, promised.num_blocks, promised.num_tokens)
 
     def _lost(self, replica_id: str) -> None:
         if self.view.is_connected(replica_id):

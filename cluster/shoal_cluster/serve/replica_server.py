@@ -13,7 +13,8 @@ from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_map import encode_block_map
-from shoal_cluster.serve.feed import BLOCKS, PAST, FeedServer
+from shoal_cluster.serve.feed import FeedServer
+from shoal_cluster.serve.feed_messages import BLOCKS, PAST
 from shoal_cluster.serve.outcome import Outcome, run_to_end
 from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.request_router import FEED_KEY

@@ -1,0 +1,172 @@
+"""The gateway's end of a feed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import msgspec
+
+from shoal_cluster.serve import feed_messages
+from shoal_cluster.serve.feed_messages import (
+    Abort,
+    Answer,
+    Ask,
+    FrameReader,
+    FromReplica,
+    Promise,
+    Snapshot,
+    Subscribe,
+    Update,
+    Withdraw,
+    frame,
+)
+from shoal_replica.errors import Unavailable
+
+MIN_REDIAL_S, MAX_REDIAL_S = 0.02, 1.0
+
+
+class FeedClient:
+    """Follows one replica's feed, dialling again whenever it breaks, until closed."""
+
+    def __init__(
+        self,
+        gateway_id: str,
+        address: tuple[str, int],
+        on_message: Callable[[Snapshot | Update], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._address = address
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._connection: _Connection | None = None
+        self._expected: int | None = None
+        self._delay_s = MIN_REDIAL_S
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._num_asked = 0
+        self._task = asyncio.get_running_loop().create_task(self._follow(), name=f"shoal-feed-{address[1]}")
+
+    def abort(self, request_id: str, index: int) -> None:
+        """Ask the replica to end one sequence; when the feed is down it is ended anyway."""
+        self._send(Abort(request_id, index))
+
+    def promise(self, request_id: str, num_blocks: int, num_tokens: int) -> None:
+        """Tell the replica, and by it the other gateways, what a request will take there."""
+        self._send(Promise(request_id, num_blocks, num_tokens))
+
+    def withdraw(self, request_id: str) -> None:
+        """The promised request goes elsewhere."""
+        self._send(Withdraw(request_id))
+
+    async def ask(self, question: str, timeout_s: float) -> bytes:
+        """The replica's answer.
+
+        Raises:
+            Unavailable: the feed is down or breaks, the replica does not know the question, or is silent.
+        """
+        if self._connection is None:
+            raise Unavailable("the replica's feed is not connected")
+        self._num_asked += 1
+        number = self._num_asked
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Ask(number, question))
+            async with asyncio.timeout(timeout_s):
+                body: bytes = await answer
+        except TimeoutError:
+            raise Unavailable(f"the replica did not answer within {timeout_s:g} s") from None
+        finally:
+            self._asked.pop(number, None)
+        if not body:
+            raise Unavailable(f"the replica cannot answer {question!r}")
+        return body
+
+    def check_health(self) -> None:
+        """Raise if following has ended, which only a bug does."""
+        if self._task.done():
+            raise RuntimeError(f"the feed of {self._address} is no longer followed: {self._task}")
+
+    def close(self) -> Awaitable[object]:
+        """Stop following. The result may be awaited for the end of the task."""
+        self._task.cancel()
+        return asyncio.gather(self._task, return_exceptions=True)
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._connection is not None:
+            self._connection.transport.write(frame(message))
+
+    async def _follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with asyncio.timeout(feed_messages.SILENCE_S):
+                    _, connection = await loop.create_connection(lambda: _Connection(self._take), *self._address)
+                self._expected = None
+                self._connection = connection
+                self._send(Subscribe(self._gateway_id))
+                await connection.until_lost()
+            except (OSError, TimeoutError, msgspec.DecodeError):
+                pass  # dial again; the view shows the replica as disconnected meanwhile
+            finally:
+                if self._connection is not None:
+                    self._connection.transport.abort()
+                    self._connection = None
+                for answer in self._asked.values():
+                    if not answer.done():
+                        answer.set_exception(Unavailable("the replica's feed broke"))
+                self._on_lost()
+            await asyncio.sleep(self._delay_s)
+            self._delay_s = min(MAX_REDIAL_S, self._delay_s * 2)
+
+    def _take(self, message: FromReplica) -> None:
+        if isinstance(message, Answer):
+            if (answer := self._asked.get(message.number)) is not None and not answer.done():
+                answer.set_result(message.body)
+            return
+        if isinstance(message, Update) and message.seq != self._expected:
+            raise ConnectionError(f"feed update {message.seq} came where {self._expected} was due")
+        self._expected = message.seq + 1
+        self._delay_s = MIN_REDIAL_S
+        self._on_message(message)
+
+
+class _Connection(asyncio.Protocol):
+    """Messages as they come, without a task switch for each: there are tens of thousands a second."""
+
+    def __init__(self, take: Callable[[FromReplica], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._take = take
+        self._reader = FrameReader()
+        self._lost: asyncio.Future[None] = loop.create_future()
+        self._heard_s = loop.time()
+        self._clock = loop.time
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lost.done():
+            return
+        self._heard_s = self._clock()
+        try:
+            for message in self._reader.take(data):
+                self._take(message)
+        except Exception as error:
+            self._lost.set_exception(error)  # whoever follows the feed sees it
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._lost.done():
+            self._lost.set_exception(exc or ConnectionResetError("the feed was closed"))
+
+    async def until_lost(self) -> None:
+        """Raises what ended the connection; TimeoutError after ``SILENCE_S`` without a word."""
+        while True:
+            silence_s = feed_messages.SILENCE_S
+            await asyncio.wait([self._lost], timeout=max(0.0, self._heard_s + silence_s - self._clock()))
+            if self._lost.done():
+                return self._lost.result()
+            if self._clock() - self._heard_s >= silence_s:
+                raise TimeoutError(f"nothing came for {silence_s:g} s")

@@ -1,0 +1,145 @@
+"""What replicas and gateways say on the feed. Frames are msgpack behind a four-byte length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.request import TokenDelta
+from shoal_replica.stats import ReplicaStats
+
+BLOCKS, PAST = "blocks", "past"  # what a gateway may ask: a BlockMap; the replica's PastSamples
+SILENCE_S = 5.0
+MAX_FRAME_BYTES = 256 * 2**20  # a snapshot of millions of blocks
+MAX_REQUEST_BYTES = 64 * 2**10  # what a gateway sends is short
+LENGTH_BYTES = 4
+
+
+class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
+    """A gateway's first frame."""
+
+    gateway_id: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """A gateway wants no more of one sequence (its text has met a stop string)."""
+
+    request_id: str
+    index: int
+
+
+class Promise(msgspec.Struct, frozen=True, tag="promise"):
+    """A gateway is about to send a request: free blocks it will take, prompt tokens it will make the replica compute.
+
+    It stands until the request comes, or a ``Withdraw``.
+    """
+
+    request_id: str
+    num_blocks: int
+    num_tokens: int
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """The promised request does not come."""
+
+    request_id: str
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """A gateway asks for something that updates do not carry. Questions are those of ``FeedServer``'s ``answers``."""
+
+    number: int
+    question: str
+
+
+class Promised(msgspec.Struct, frozen=True, array_like=True):
+    """Sums of promises: requests, blocks, prompt tokens."""
+
+    num_requests: int = 0
+    num_blocks: int = 0
+    num_tokens: int = 0
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    """The whole ledger: every cached block and the stats. The next update has number ``seq + 1``."""
+
+    seq: int
+    stats: ReplicaStats
+    hashes: tuple[BlockHash, ...]
+    promised: Promised = Promised()
+
+
+class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
+    """One step, or what else has changed: blocks stored and removed, stats after it, the gateway's own tokens and newly
+    accepted requests, and what other gateways have promised.
+
+    ``stats`` is None when nothing has changed since the last ones: they are as true now as they were then.
+    """
+
+    seq: int
+    stats: ReplicaStats | None = None
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    deltas: tuple[TokenDelta, ...] = ()
+    accepted: tuple[str, ...] = ()
+    promised: Promised = Promised()
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """To the question of that number; empty where nobody here knows it. It takes no part in the updates' numbering."""
+
+    number: int
+    body: bytes
+
+
+FromGateway = Subscribe | Abort | Promise | Withdraw | Ask
+FromReplica = Snapshot | Update | Answer
+
+_encoder = msgspec.msgpack.Encoder()
+_from_gateway = msgspec.msgpack.Decoder(FromGateway)
+_from_replica = msgspec.msgpack.Decoder(FromReplica)
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it is sent."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def frame_size(length: bytes | bytearray, max_bytes: int) -> int:
+    """The size of the frame behind ``length``. Raises ConnectionError when it is over ``max_bytes``."""
+    size = int.from_bytes(length, "big")
+    if size > max_bytes:
+        raise ConnectionError(f"a feed frame of {size} bytes is over {max_bytes}")
+    return size
+
+
+def decode_from_gateway(body: bytes) -> FromGateway:
+    """Raises msgspec.DecodeError."""
+    message: FromGateway = _from_gateway.decode(body)
+    return message
+
+
+class FrameReader:
+    """Takes bytes as they come, gives the messages of a replica that are complete."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def take(self, data: bytes) -> Iterator[FromReplica]:
+        """Raises ConnectionError or msgspec.DecodeError when they are none."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            while len(buffer) - start >= LENGTH_BYTES:
+                body = start + LENGTH_BYTES
+                end = body + frame_size(buffer[start:body], MAX_FRAME_BYTES)
+                if len(buffer) < end:
+                    return
+                start = end
+                yield _from_replica.decode(buffer[body:end])
+        finally:
+            del buffer[:start]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, SecretStr, ValidationError
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
+from shoal_cluster.policies.autoscaling_config import ScaleConfig, Schedule
 from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError
 
@@ -61,20 +62,31 @@ class ReplicaSettings(_Settings):
         return ParallelConfig(device=self.device, num_threads=self.num_threads)
 
 
+class ScheduleSettings(_Settings):
+    """A minimum by the clock; see policies.autoscaling_config.Schedule."""
+
+    cron: str
+    duration_s: float
+    min_replicas: int
+    timezone: str = "UTC"
+
+
 class ScalingSettings(_Settings):
-    """Bounds of the replica count and when to move within them."""
+    """Bounds of the replica count and when to move within them; see policies.autoscaling_config.ScaleConfig."""
 
-    min_replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(1, ge=1)
-    target_utilization: float = Field(0.7, gt=0, le=1, description="share of blocks held by running sequences")
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_utilization: float = 0.7
     target_waiting_tokens: int = Field(4096, ge=1, description="tokens that may wait per replica")
-    downscale_delay_s: float = Field(120.0, ge=0)
+    ttft_objective_s: float = 2.0
+    burst_window_s: float = 5.0
+    downscale_delay_s: float = 300.0
+    schedules: tuple[ScheduleSettings, ...] = ()
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas ({self.min_replicas}) must be at most max_replicas ({self.max_replicas})")
-        return self
+    def scale_config(self) -> ScaleConfig:
+        """Raises ConfigError: a value is outside its limits."""
+        fields = self.model_dump(exclude={"schedules"})
+        return ScaleConfig(**fields, schedules=tuple(Schedule(**s.model_dump()) for s in self.schedules))
 
 
 class ObjectiveSettings(_Settings):
@@ -96,6 +108,7 @@ class GatewaySettings(_Settings):
     placement_timeout_s: float = Field(30.0, gt=0, description="longest wait for a replica that can take a request")
     max_request_bytes: int = Field(8 * 2**20, ge=1024)
     max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
+    admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")
 
 
 class ClusterConfig(_Settings):
@@ -115,10 +128,11 @@ class ClusterConfig(_Settings):
             config = cls.model_validate(args)
         except ValidationError as error:
             raise ConfigError("; ".join(_line(e) for e in error.errors())) from None
-        try:
-            config.replica.scheduler_config()
-        except ConfigError as error:
-            raise ConfigError(f"replica.{error}") from None
+        for section, check in (("replica", config.replica.scheduler_config), ("scaling", config.scaling.scale_config)):
+            try:
+                check()
+            except ConfigError as error:
+                raise ConfigError(f"{section}.{error}") from None
         return config
 
     @property

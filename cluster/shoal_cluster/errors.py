@@ -4,6 +4,7 @@
 error              gRPC status           HTTP  OpenAI type              OpenAI code
 =================  ====================  ====  =======================  ====================
 InvalidArgument    INVALID_ARGUMENT      400   invalid_request_error    invalid_value
+PermissionDenied   PERMISSION_DENIED     403   invalid_request_error    permission_denied
 NotFound           NOT_FOUND             404   invalid_request_error    model_not_found
 ResourceExhausted  RESOURCE_EXHAUSTED    429   rate_limit_error         rate_limit_exceeded
 DeadlineExceeded   DEADLINE_EXCEEDED     504   timeout_error            deadline_exceeded
@@ -24,6 +25,7 @@ from shoal_replica.errors import (
     EngineDead,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     ShoalError,
     Unavailable,
@@ -64,6 +66,7 @@ INTERNAL = ErrorKind("INTERNAL", 500, "server_error", "internal_error")
 _UNAVAILABLE = ErrorKind("UNAVAILABLE", 503, "server_error", "unavailable")
 ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
     InvalidArgument: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value"),
+    PermissionDenied: ErrorKind("PERMISSION_DENIED", 403, "invalid_request_error", "permission_denied"),
     # Over HTTP a model is all that a client can name.
     NotFound: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
     ResourceExhausted: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),

@@ -2,6 +2,7 @@
 
 ShoalError
 ├── InvalidArgument    the request is wrong: names the field, the value and the limit
+├── PermissionDenied   the caller may not do this: a control without the admin key
 ├── NotFound           no such model, file or request
 ├── ResourceExhausted  no room now; may carry ``retry_after_s``
 ├── DeadlineExceeded   the caller's deadline passed
@@ -38,6 +39,10 @@ class InvalidArgument(ShoalError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), str(self), {"field": self.field, "limit": self.limit})
+
+
+class PermissionDenied(ShoalError):
+    """The caller has not shown the key that the call needs."""
 
 
 class NotFound(ShoalError):

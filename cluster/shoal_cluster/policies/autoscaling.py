@@ -5,34 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_view import ScaleView
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleConfig:
-    """What one replica should carry, and how slowly to shrink.
-
-    Attributes:
-        target_utilization: share of a replica's blocks that running sequences should hold, in (0, 1].
-        target_waiting_tokens: prompt tokens that may wait per replica.
-        downscale_delay_s: how long fewer replicas must have been enough.
-        max_age_s: older stats count as missing.
-    """
-
-    target_utilization: float = 0.7
-    target_waiting_tokens: int = 4096
-    downscale_delay_s: float = 120.0
-    max_age_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleView:
-    """A snapshot: every replica that runs or starts, the bounds, and the count asked for so far."""
-
-    replicas: tuple[ReplicaView, ...]
-    num_target: int
-    min_replicas: int
-    max_replicas: int
+MAX_AGE_S = 10.0  # older stats count as missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +37,7 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
     known = [
         row.stats
         for row in view.replicas
-        if row.stats is not None and row.connected and row.age_s <= config.max_age_s and not row.stats.draining
+        if row.stats is not None and row.connected and row.age_s <= MAX_AGE_S and not row.stats.draining
     ]
     num_silent = max(0, view.num_target - len(known))
     held = sum(s.num_allocated_blocks for s in known)
@@ -80,9 +56,9 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
     )
 
     def decide(count: int, reason: str, next_state: ScaleState) -> ScaleDecision:
-        bounded = min(max(count, view.min_replicas), view.max_replicas)
+        bounded = min(max(count, config.min_replicas), config.max_replicas)
         if bounded != count:
-            reason += f"; bounds are {view.min_replicas} to {view.max_replicas}"
+            reason += f"; bounds are {config.min_replicas} to {config.max_replicas}"
         return ScaleDecision(bounded, reason, terms, next_state)
 
     load = f"{utilization:.0%} of blocks held, {waiting} tokens wait"

@@ -1,0 +1,77 @@
+"""What a scaling decision reads, and what it leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.view import ReplicaView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What the gateways have seen come, summed. Owner: the gateways; a second old.
+
+    Attributes:
+        num_requests, num_prompt_tokens: totals of what arrived, shed or not; they fall only when a gateway is replaced.
+        num_shed: total of requests refused for want of room.
+        num_held, num_held_tokens: requests that wait at a gateway now because no replica can take any, and their
+            prompt tokens.
+    """
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_shed: int = 0
+    num_held: int = 0
+    num_held_tokens: int = 0
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(
+            num_requests=self.num_requests + other.num_requests,
+            num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
+            num_shed=self.num_shed + other.num_shed,
+            num_held=self.num_held + other.num_held,
+            num_held_tokens=self.num_held_tokens + other.num_held_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleView:
+    """A snapshot for a decision.
+
+    Attributes:
+        replicas: every replica that runs; one whose ``stats`` are None, old or not connected counts as silent.
+        num_target: the count asked for so far. What it exceeds ``replicas`` by is starting.
+        demand: None while any gateway is silent.
+    """
+
+    replicas: tuple[ReplicaView, ...]
+    num_target: int
+    demand: Demand | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRecord:
+    """One decision as it was taken, to be shown.
+
+    Attributes:
+        seq: counts the decisions that changed the target, from 1; a look that changed nothing has the last one's.
+        time_s: Unix time.
+        num_before, num_after: replicas wanted before and after.
+        num_running, num_starting: replicas there were.
+        reason: one line. It begins with "up", "down" or "hold".
+        terms: what the decision weighed, by name.
+        replicas: every running replica as the decision saw it.
+        config: the settings then.
+    """
+
+    seq: int
+    time_s: float
+    num_before: int
+    num_after: int
+    num_running: int
+    num_starting: int
+    reason: str
+    terms: tuple[tuple[str, float], ...]
+    replicas: tuple[ReplicaView, ...]
+    config: ScaleConfig

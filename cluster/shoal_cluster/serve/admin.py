@@ -1,0 +1,25 @@
+"""Who may change the running cluster: whoever shows the admin key. Without a key nobody may."""
+
+from __future__ import annotations
+
+import hmac
+
+from shoal_replica.errors import PermissionDenied
+
+ADMIN_KEY_VARIABLE = "SHOAL_ADMIN_KEY"
+BEARER = "Bearer "
+
+
+def check_admin_key(configured: str | None, given: str | None) -> None:
+    """Raise PermissionDenied unless ``given`` is the ``configured`` key."""
+    if configured is None:
+        raise PermissionDenied(f"controls are off: the cluster has no gateway.admin_key (or {ADMIN_KEY_VARIABLE})")
+    if given is None or not hmac.compare_digest(configured.encode(), given.encode()):
+        raise PermissionDenied("the admin key is missing or wrong; send it as 'authorization: Bearer KEY'")
+
+
+def key_of_header(authorization: str | None) -> str | None:
+    """The key of an ``authorization`` header or metadatum; None when there is none."""
+    if authorization is None or not authorization.startswith(BEARER):
+        return None
+    return authorization.removeprefix(BEARER)

@@ -1,0 +1,129 @@
+"""Where gateways and the autoscaler meet: a few keys of Ray's own key-value store.
+
+The policy runs in Serve's controller, which gateways cannot call and which must not wait for them. Gateways leave a
+report each second; the policy leaves what it last decided and its last RECORDS_KEPT changes. What stays there outlives
+a restart of either. Every call blocks for about half a millisecond, as long as Ray's head answers.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+import msgspec
+from ray.experimental import internal_kv
+
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
+
+NAMESPACE = "shoal"
+RECORDS_KEPT = 256
+
+T = TypeVar("T")
+
+
+class GatewayReport(msgspec.Struct, frozen=True):
+    """What one gateway tells the autoscaler.
+
+    Attributes:
+        time_s: Unix time of the report.
+        reserved_tokens: by replica id, prompt tokens sent there that its stats do not count yet.
+        base: the settings of the deployment, before any tuning.
+        num_gateways: how many gateways there should be.
+    """
+
+    gateway_id: str
+    time_s: float
+    demand: Demand
+    reserved_tokens: dict[str, int]
+    base: ScaleConfig
+    num_gateways: int
+
+
+class Tuning(msgspec.Struct, frozen=True):
+    """Settings changed at run time. They hold for the ``base`` they were made on: a new deployment starts afresh."""
+
+    base: ScaleConfig
+    changes: dict[str, float]
+
+
+class Store(Protocol):
+    """A key-value store that all processes of the cluster share."""
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def delete(self, key: str) -> None: ...
+
+    def keys(self, prefix: str) -> list[str]: ...
+
+
+class RayStore:
+    """Ray's store at the head of the cluster."""
+
+    def put(self, key: str, value: bytes) -> None:
+        internal_kv._internal_kv_put(key, value, True, namespace=NAMESPACE)
+
+    def get(self, key: str) -> bytes | None:
+        value: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
+        return value
+
+    def delete(self, key: str) -> None:
+        internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)]
+
+
+class ScalingBoard:
+    """The keys of one application, typed. A value that another version wrote reads as absent."""
+
+    def __init__(self, app_name: str, store: Store) -> None:
+        self._prefix = f"scaling/{app_name}/"
+        self._store = store
+
+    def put_report(self, report: GatewayReport) -> None:
+        self._put(f"gateway/{report.gateway_id}", report)
+
+    def drop_report(self, gateway_id: str) -> None:
+        self._store.delete(f"{self._prefix}gateway/{gateway_id}")
+
+    def reports(self) -> list[GatewayReport]:
+        keys = self._store.keys(f"{self._prefix}gateway/")
+        found = (self._get(key.removeprefix(self._prefix), GatewayReport) for key in keys)
+        return [report for report in found if report is not None]
+
+    def put_tuning(self, tuning: Tuning) -> None:
+        self._put("tuning", tuning)
+
+    def tuning(self) -> Tuning | None:
+        return self._get("tuning", Tuning)
+
+    def put_current(self, record: ScaleRecord) -> None:
+        """What the policy decided at its last look, a change or not."""
+        self._put("current", record)
+
+    def current(self) -> ScaleRecord | None:
+        return self._get("current", ScaleRecord)
+
+    def put_record(self, record: ScaleRecord) -> None:
+        """A decision that changed the target; the oldest of RECORDS_KEPT gives way."""
+        self._put(f"record/{record.seq % RECORDS_KEPT}", record)
+
+    def records(self, after_seq: int, until_seq: int) -> list[ScaleRecord]:
+        """Kept records with ``after_seq < seq <= until_seq``, oldest first."""
+        first = max(after_seq + 1, until_seq - RECORDS_KEPT + 1, 1)
+        found = (self._get(f"record/{seq % RECORDS_KEPT}", ScaleRecord) for seq in range(first, until_seq + 1))
+        return [record for record in found if record is not None and after_seq < record.seq <= until_seq]
+
+    def _put(self, key: str, value: object) -> None:
+        self._store.put(self._prefix + key, msgspec.msgpack.encode(value))
+
+    def _get(self, key: str, kind: type[T]) -> T | None:
+        raw = self._store.get(self._prefix + key)
+        if raw is None:
+            return None
+        try:
+            return msgspec.msgpack.decode(raw, type=kind)
+        except msgspec.DecodeError:
+            return None

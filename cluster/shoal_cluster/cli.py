@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from shoal_cluster.commands.explain import explain
 from shoal_cluster.commands.status import status
 from shoal_cluster.commands.talk import chat, generate
+from shoal_cluster.commands.tune import tune
 from shoal_replica.errors import ShoalError
 
 
@@ -65,7 +66,7 @@ class _Shoal(TyperGroup):
 
 
 app = typer.Typer(cls=_Shoal, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (generate, chat, status, explain):
+for command in (generate, chat, status, explain, tune):
     app.command()(command)
 
 

@@ -78,15 +78,9 @@ class ScalingSettings(_Settings):
     max_replicas: int = 1
     target_utilization: float = 0.7
     target_waiting_tokens: int = Field(4096, ge=1, description="tokens that may wait per replica")
-    ttft_objective_s: float = 2.0
     burst_window_s: float = 5.0
     downscale_delay_s: float = 300.0
     schedules: tuple[ScheduleSettings, ...] = ()
-
-    def scale_config(self) -> ScaleConfig:
-        """Raises ConfigError: a value is outside its limits."""
-        fields = self.model_dump(exclude={"schedules"})
-        return ScaleConfig(**fields, schedules=tuple(Schedule(**s.model_dump()) for s in self.schedules))
 
 
 class ObjectiveSettings(_Settings):
@@ -128,12 +122,22 @@ class ClusterConfig(_Settings):
             config = cls.model_validate(args)
         except ValidationError as error:
             raise ConfigError("; ".join(_line(e) for e in error.errors())) from None
-        for section, check in (("replica", config.replica.scheduler_config), ("scaling", config.scaling.scale_config)):
+        for section, check in (("replica", config.replica.scheduler_config), ("scaling", config.scale_config)):
             try:
                 check()
             except ConfigError as error:
                 raise ConfigError(f"{section}.{error}") from None
         return config
+
+    def scale_config(self) -> ScaleConfig:
+        """What the autoscaler is told. Raises ConfigError: a value is outside its limits."""
+        fields = self.scaling.model_dump(exclude={"schedules"})
+        schedules = tuple(Schedule(**s.model_dump()) for s in self.scaling.schedules)
+        return ScaleConfig(ttft_objective_s=self.objective.ttft_s, schedules=schedules, **fields)
+
+    def with_scaling(self, changes: dict[str, Any]) -> ClusterConfig:
+        """With some keys of ``scaling`` changed. Raises ConfigError as ``from_args`` does."""
+        return ClusterConfig.from_args(self.model_dump() | {"scaling": self.scaling.model_dump() | changes})
 
     @property
     def name(self) -> str:

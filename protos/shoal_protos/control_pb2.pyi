@@ -209,3 +209,67 @@ class Term(_message.Message):
     name: str
     value: float
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class GetScalingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Scaling(_message.Message):
+    __slots__ = ("settings", "tuned", "current", "records")
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    TUNED_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    settings: ScaleSettings
+    tuned: _containers.RepeatedScalarFieldContainer[str]
+    current: ScaleRecord
+    records: _containers.RepeatedCompositeFieldContainer[ScaleRecord]
+    def __init__(self, settings: _Optional[_Union[ScaleSettings, _Mapping]] = ..., tuned: _Optional[_Iterable[str]] = ..., current: _Optional[_Union[ScaleRecord, _Mapping]] = ..., records: _Optional[_Iterable[_Union[ScaleRecord, _Mapping]]] = ...) -> None: ...
+
+class TuneRequest(_message.Message):
+    __slots__ = ("changes", "reset")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    changes: ScaleSettings
+    reset: bool
+    def __init__(self, changes: _Optional[_Union[ScaleSettings, _Mapping]] = ..., reset: _Optional[bool] = ...) -> None: ...
+
+class ScaleSettings(_message.Message):
+    __slots__ = ("min_replicas", "max_replicas", "target_utilization", "ttft_objective_s", "burst_window_s", "downscale_delay_s")
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    TTFT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
+    BURST_WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    DOWNSCALE_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    min_replicas: int
+    max_replicas: int
+    target_utilization: float
+    ttft_objective_s: float
+    burst_window_s: float
+    downscale_delay_s: float
+    def __init__(self, min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., target_utilization: _Optional[float] = ..., ttft_objective_s: _Optional[float] = ..., burst_window_s: _Optional[float] = ..., downscale_delay_s: _Optional[float] = ...) -> None: ...
+
+class ScaleRecord(_message.Message):
+    __slots__ = ("seq", "time_s", "num_before", "num_after", "num_running", "num_starting", "reason", "terms", "replicas", "settings")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_AFTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_STARTING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    time_s: float
+    num_before: int
+    num_after: int
+    num_running: int
+    num_starting: int
+    reason: str
+    terms: _containers.RepeatedCompositeFieldContainer[Term]
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaView]
+    settings: ScaleSettings
+    def __init__(self, seq: _Optional[int] = ..., time_s: _Optional[float] = ..., num_before: _Optional[int] = ..., num_after: _Optional[int] = ..., num_running: _Optional[int] = ..., num_starting: _Optional[int] = ..., reason: _Optional[str] = ..., terms: _Optional[_Iterable[_Union[Term, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaView, _Mapping]]] = ..., settings: _Optional[_Union[ScaleSettings, _Mapping]] = ...) -> None: ...

@@ -44,6 +44,16 @@ class ControlStub:
                 request_serializer=shoal__protos_dot_control__pb2.ExplainRouteRequest.SerializeToString,
                 response_deserializer=shoal__protos_dot_control__pb2.ExplainRouteResponse.FromString,
                 _registered_method=True)
+        self.GetScaling = channel.unary_unary(
+                '/shoal.v1.Control/GetScaling',
+                request_serializer=shoal__protos_dot_control__pb2.GetScalingRequest.SerializeToString,
+                response_deserializer=shoal__protos_dot_control__pb2.Scaling.FromString,
+                _registered_method=True)
+        self.Tune = channel.unary_unary(
+                '/shoal.v1.Control/Tune',
+                request_serializer=shoal__protos_dot_control__pb2.TuneRequest.SerializeToString,
+                response_deserializer=shoal__protos_dot_control__pb2.Scaling.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -64,6 +74,22 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetScaling(self, request, context):
+        """The autoscaler: its settings, its last look at the cluster, and its last decisions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tune(self, request, context):
+        """Change the autoscaler's settings in place; no replica is replaced. They hold until they are tuned again or the
+        deployment's own settings change. Needs the admin key as metadatum `authorization: Bearer KEY`.
+        Errors: PERMISSION_DENIED without the key, INVALID_ARGUMENT for a value outside its limits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +102,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ExplainRoute,
                     request_deserializer=shoal__protos_dot_control__pb2.ExplainRouteRequest.FromString,
                     response_serializer=shoal__protos_dot_control__pb2.ExplainRouteResponse.SerializeToString,
+            ),
+            'GetScaling': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetScaling,
+                    request_deserializer=shoal__protos_dot_control__pb2.GetScalingRequest.FromString,
+                    response_serializer=shoal__protos_dot_control__pb2.Scaling.SerializeToString,
+            ),
+            'Tune': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tune,
+                    request_deserializer=shoal__protos_dot_control__pb2.TuneRequest.FromString,
+                    response_serializer=shoal__protos_dot_control__pb2.Scaling.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +168,60 @@ class Control:
             '/shoal.v1.Control/ExplainRoute',
             shoal__protos_dot_control__pb2.ExplainRouteRequest.SerializeToString,
             shoal__protos_dot_control__pb2.ExplainRouteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetScaling(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Control/GetScaling',
+            shoal__protos_dot_control__pb2.GetScalingRequest.SerializeToString,
+            shoal__protos_dot_control__pb2.Scaling.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tune(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Control/Tune',
+            shoal__protos_dot_control__pb2.TuneRequest.SerializeToString,
+            shoal__protos_dot_control__pb2.Scaling.FromString,
             options,
             channel_credentials,
             insecure,

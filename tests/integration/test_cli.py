@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from fixtures.fake_gateway import FakeGateway
+from fixtures.fake_gateway import ADMIN_KEY, FakeGateway
 from typer.testing import CliRunner
 
 from shoal_cluster.cli import LATER, app
@@ -100,10 +100,29 @@ def test_explain_shows_terms_and_reason(address: str) -> None:
         assert words in result.stdout
 
 
+def test_explain_scaling_shows_decisions_and_terms(address: str) -> None:
+    result = CliRunner().invoke(app, ["explain", "--scaling", "--address", address], env=WIDE)
+    assert result.exit_code == 0
+    for words in ("1 -> 3  up: 90% of blocks held", "2 run, 1 start; utilization 0.9, num_silent 1"):
+        assert words in result.stdout
+
+
+def test_tune_shows_and_changes_settings(core: FakeGateway, address: str) -> None:
+    shown = CliRunner().invoke(app, ["tune", "--address", address])
+    assert "target_utilization 0.5  (tuned)" in shown.stdout
+    change = ["tune", "--address", address, "--max-replicas", "9"]
+    assert CliRunner().invoke(app, change).exit_code == 1
+    assert core.scaling_row.config.max_replicas == 4
+    changed = CliRunner().invoke(app, change, env={"SHOAL_ADMIN_KEY": ADMIN_KEY})
+    assert "max_replicas       9  (tuned)" in changed.stdout
+    assert core.scaling_row.config.max_replicas == 9
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["explain", "unknown"], "request_id: no routing decision is kept for 'unknown'"),
+        (["tune", "--max-replicas", "2"], "the admin key is missing or wrong"),
         (["generate", "hi", "--temperature", "-1"], "temperature: got -1.0"),
         (["generate", "x" * 500], "below 128 tokens"),
     ],
@@ -147,7 +166,7 @@ def test_help_lists_everything_and_imports_nothing_heavy() -> None:
     environment = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    for name in ("generate", "chat", "status", "explain", *LATER):
+    for name in ("generate", "chat", "status", "explain", "tune", *LATER):
         assert name in done.stdout
 
 

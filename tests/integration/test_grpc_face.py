@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import pytest
 import pytest_asyncio
-from fixtures.fake_gateway import CLUSTER, MODEL, TOKENIZER, FakeGateway, example_record
+from fixtures.fake_gateway import ADMIN_KEY, CLUSTER, MODEL, SCALING, TOKENIZER, FakeGateway, example_record
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from shoal_cluster.serve import codec, control_codec
+from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.call import Chunk
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -229,6 +229,24 @@ async def test_get_model(core: FakeGateway, generation: generation_pb2_grpc.Gene
         await generation.GetModel(generation_pb2.GetModelRequest(model="other"))
 
 
+async def test_tuning_needs_the_admin_key(core: FakeGateway, channel: grpc.aio.Channel) -> None:
+    control = control_pb2_grpc.ControlStub(channel)
+    scaling = await control.GetScaling(control_pb2.GetScalingRequest())
+    assert scaling_codec.scaling_from_proto(scaling) == SCALING
+    request = scaling_codec.tune_to_proto({"max_replicas": 7}, reset=False)
+    for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", ADMIN_KEY),)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await control.Tune(request, metadata=metadata)
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert core.scaling_row == SCALING
+    key = (("authorization", f"Bearer {ADMIN_KEY}"),)
+    scaling = await control.Tune(request, metadata=key)
+    assert scaling.settings.max_replicas == core.scaling_row.config.max_replicas == 7
+    with pytest.raises(grpc.aio.AioRpcError, match="must be from") as caught:
+        await control.Tune(scaling_codec.tune_to_proto({"target_utilization": 2.0}, reset=False), metadata=key)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_control(channel: grpc.aio.Channel) -> None:
     control = control_pb2_grpc.ControlStub(channel)
     cluster = await control.ListReplicas(control_pb2.ListReplicasRequest())
@@ -261,7 +279,7 @@ async def test_reflection_describes_every_method_served(address: str) -> None:
             return {name: [m.name for m in pool.FindServiceByName(name).methods] for name in names}
 
     assert await asyncio.to_thread(describe) == {
-        "shoal.v1.Control": ["ListReplicas", "ExplainRoute"],
+        "shoal.v1.Control": ["ListReplicas", "ExplainRoute", "GetScaling", "Tune"],
         "shoal.v1.Generation": ["Generate", "Tokenize", "GetModel"],
     }
 

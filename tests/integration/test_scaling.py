@@ -1,4 +1,4 @@
-"""A real cluster that grows under load and shrinks after it, with every request answered."""
+"""A real cluster that grows under load and shrinks after it, to nothing and back, with every request answered."""
 
 from __future__ import annotations
 
@@ -16,41 +16,73 @@ from shoal_replica import SamplingParams
 from shoal_replica.request import FinishReason
 
 pytestmark = pytest.mark.integration
+ADMIN_KEY = "live"
 
 
-async def test_one_replica_becomes_two_and_one_again(local_yaml):
+class Load:
+    """Keeps ``width`` requests open, each of about 800 prompt tokens that no other shares."""
+
+    def __init__(self, client: GatewayClient, width: int) -> None:
+        self.reasons: list[FinishReason | None] = []
+        self._client = client
+        self._width = width
+        self._open: set[asyncio.Task[FinishReason | None]] = set()
+        self._number = 0
+
+    async def turn(self) -> None:
+        """Top up, wait for one to end or a moment."""
+        while len(self._open) < self._width:
+            self._open.add(asyncio.create_task(run(self._client, self._number)))
+            self._number += 1
+        done, self._open = await asyncio.wait(self._open, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        self.reasons += [task.result() for task in done]
+
+    async def finish(self) -> None:
+        self.reasons += await asyncio.gather(*self._open)
+
+
+async def run(client: GatewayClient, number: int) -> FinishReason | None:
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    text = f"{number} " * 400
+    call = GenerateCall(request_id=uuid.uuid4().hex, text=text, sampling_params=params, timeout_s=120)
+    return [chunk.finish_reason async for chunk in client.generate(call)][-1]
+
+
+async def num_connected(client: GatewayClient) -> int:
+    return sum(replica.connected for replica in (await client.cluster()).replicas)
+
+
+async def test_none_one_three_one_none(local_yaml):
     document, _ = read_config(local_yaml)
     args = document["applications"][0]["args"]
     grpc_address = free_address()
-    args["gateway"].update(grpc_address=grpc_address, http_address=free_address())
-    args["scaling"] = {"min_replicas": 1, "max_replicas": 2, "target_waiting_tokens": 1000, "downscale_delay_s": 3}
+    args["gateway"].update(grpc_address=grpc_address, http_address=free_address(), admin_key=ADMIN_KEY)
+    args["scaling"] = {"min_replicas": 0, "max_replicas": 2, "target_waiting_tokens": 1000, "downscale_delay_s": 3}
     with LocalRay(num_cpus=4) as ray:
         ray.wait_until_up()
         deploy(document, ray.dashboard_url, lambda progress: None)
         async with GatewayClient(grpc_address) as client:
+            assert await num_connected(client) == 0
+            assert await run(client, 0) is FinishReason.LENGTH  # held until there is one
 
-            async def num_connected() -> int:
-                return sum(replica.connected for replica in (await client.cluster()).replicas)
-
-            async def run(number: int) -> FinishReason | None:
-                params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-                text = f"{number} " * 400
-                call = GenerateCall(request_id=uuid.uuid4().hex, text=text, sampling_params=params, timeout_s=120)
-                return [chunk.finish_reason async for chunk in client.generate(call)][-1]
-
-            assert await num_connected() == 1
-            load: set[asyncio.Task[FinishReason | None]] = set()
-            number = 0
-            reasons = []
+            await client.tune({"max_replicas": 3, "min_replicas": 1}, reset=False, admin_key=ADMIN_KEY)
+            load = Load(client, 16)
+            async with asyncio.timeout(180):
+                while await num_connected(client) < 3:
+                    await load.turn()
+                await load.finish()
+            assert set(load.reasons) == {FinishReason.LENGTH}
             async with asyncio.timeout(120):
-                while await num_connected() < 2:
-                    while len(load) < 12:
-                        load.add(asyncio.create_task(run(number)))
-                        number += 1
-                    done, load = await asyncio.wait(load, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
-                    reasons += [task.result() for task in done]
-                reasons += await asyncio.gather(*load)
-            assert set(reasons) == {FinishReason.LENGTH}
-            async with asyncio.timeout(120):
-                while await num_connected() > 1:
-                    assert await run(0) is FinishReason.LENGTH
+                while await num_connected(client) > 1:
+                    assert await run(client, 0) is FinishReason.LENGTH
+
+            await client.tune({}, reset=True, admin_key=ADMIN_KEY)
+            async with asyncio.timeout(60):
+                while await num_connected(client) > 0:
+                    await asyncio.sleep(0.2)
+            scaling = await client.scaling()
+            steps = [(record.num_before, record.num_after) for record in scaling.records]
+            assert steps[0] == (0, 1)
+            assert all(before == after for (_, before), (after, _) in zip(steps[:-1], steps[1:], strict=True))
+            assert max(after for _, after in steps) == 3
+            assert steps[-1] == (1, 0)

@@ -8,11 +8,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal_cluster.policies.autoscaling_config import COUNTS, LIMITS, ScaleConfig
+from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.policies.view import ReplicaView
-from shoal_cluster.serve import codec, control_codec
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, Usage
+from shoal_cluster.serve import codec, control_codec, scaling_codec
+from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow, Usage
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
@@ -157,6 +159,43 @@ records = st.builds(
     ),
 )
 
+configs = st.builds(
+    ScaleConfig,
+    min_replicas=st.integers(0, 5),
+    max_replicas=st.integers(5, 1000),
+    target_utilization=st.floats(0.05, 1),
+    ttft_objective_s=st.floats(0.01, 3600),
+    burst_window_s=st.floats(1, 60),
+    downscale_delay_s=st.floats(0, 86400),
+)
+scale_records = st.builds(
+    ScaleRecord,
+    seq=st.integers(0, 2**64 - 1),
+    time_s=amount,
+    num_before=count,
+    num_after=count,
+    num_running=count,
+    num_starting=count,
+    reason=text,
+    terms=st.lists(st.tuples(text, number), max_size=3).map(tuple),
+    replicas=st.lists(views, max_size=2).map(tuple),
+    config=configs,
+)
+scalings = st.builds(
+    ScalingRow,
+    config=configs,
+    tuned=st.lists(text, max_size=3).map(tuple),
+    current=st.none() | scale_records,
+    records=st.lists(scale_records, max_size=2).map(tuple),
+)
+changes = st.fixed_dictionaries(
+    {},
+    optional={
+        name: count if name in COUNTS else number  # a limit is for the gateway to check
+        for name in LIMITS
+    },
+)
+
 
 @given(calls)
 def test_calls(call: GenerateCall) -> None:
@@ -186,6 +225,18 @@ def test_clusters(cluster: ClusterRow) -> None:
 def test_route_records(record: RouteRecord) -> None:
     raw = control_codec.route_record_to_proto(record).SerializeToString()
     assert control_codec.route_record_from_proto(control_pb2.RouteRecord.FromString(raw)) == record
+
+
+@given(scalings)
+def test_scaling(scaling: ScalingRow) -> None:
+    raw = scaling_codec.scaling_to_proto(scaling).SerializeToString()
+    assert scaling_codec.scaling_from_proto(control_pb2.Scaling.FromString(raw)) == scaling
+
+
+@given(changes, st.booleans())
+def test_tuning(changes: dict[str, float], reset: bool) -> None:
+    raw = scaling_codec.tune_to_proto(changes, reset=reset).SerializeToString()
+    assert scaling_codec.tune_from_proto(control_pb2.TuneRequest.FromString(raw)) == (changes, reset)
 
 
 @given(st.binary(max_size=64))

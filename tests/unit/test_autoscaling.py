@@ -9,18 +9,20 @@ from fixtures.cluster_views import make_row, make_stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal_cluster.policies.autoscaling import ScaleConfig, ScaleState, ScaleView, desired_replicas
+from shoal_cluster.policies.autoscaling import ScaleState, desired_replicas
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_view import ScaleView
 from shoal_cluster.policies.view import ReplicaView
 
-CONFIG = ScaleConfig(target_utilization=0.5, target_waiting_tokens=1000, downscale_delay_s=60.0, max_age_s=5.0)
+CONFIG = ScaleConfig(target_utilization=0.5, target_waiting_tokens=1000, downscale_delay_s=60.0, max_replicas=20)
 
 
-def scale_view(*utilizations: float, waiting: int = 0, low: int = 1, high: int = 20) -> ScaleView:
+def scale_view(*utilizations: float, waiting: int = 0) -> ScaleView:
     rows = [
         make_row(f"r{i}", stats=make_stats(num_free_blocks=round(100 * (1 - u)), num_waiting_tokens=waiting))
         for i, u in enumerate(utilizations)
     ]
-    return ScaleView(replicas=tuple(rows), num_target=len(rows), min_replicas=low, max_replicas=high)
+    return ScaleView(replicas=tuple(rows), num_target=len(rows))
 
 
 def count(view: ScaleView, state: ScaleState | None = None, now: float = 0.0) -> int:
@@ -35,9 +37,8 @@ def count(view: ScaleView, state: ScaleState | None = None, now: float = 0.0) ->
         (scale_view(0.9, 0.9, 0.9), 6),
         (scale_view(0.0, waiting=5000), 5),
         (scale_view(0.9, waiting=5000), 5),
-        (scale_view(0.9, 0.9, high=3), 3),
-        (scale_view(0.0, low=2), 2),
-        (ScaleView(replicas=(), num_target=0, min_replicas=1, max_replicas=4), 1),
+        (scale_view(*[0.9] * 20), 20),
+        (ScaleView(replicas=(), num_target=0), 1),
     ],
 )
 def test_up_at_once_and_within_bounds(view: ScaleView, expected: int) -> None:
@@ -80,7 +81,7 @@ def test_need_of_all_starts_the_delay_again() -> None:
     assert count(scale_view(0.1, 0.1), state, 70.0) == 2
 
 
-@pytest.mark.parametrize("change", [{"connected": False}, {"age_s": 6.0}, {"stats": None}])
+@pytest.mark.parametrize("change", [{"connected": False}, {"age_s": 11.0}, {"stats": None}])
 def test_missing_data_never_shrinks(change: dict[str, object]) -> None:
     view = scale_view(0.1, 0.1, 0.1)
     rows = (*view.replicas[:2], replace(view.replicas[2], **change))  # type: ignore[arg-type]
@@ -110,9 +111,10 @@ def test_always_within_bounds_and_never_down_when_blind(
     for i, (utilization, age_s, connected) in enumerate(rows):
         stats = make_stats(num_free_blocks=round(100 * (1 - utilization)))
         replicas.append(make_row(f"r{i}", stats=stats, age_s=age_s, connected=connected))
-    view = ScaleView(replicas=tuple(replicas), num_target=num_target, min_replicas=low, max_replicas=low + extra)
+    view = ScaleView(replicas=tuple(replicas), num_target=num_target)
+    config = replace(CONFIG, min_replicas=low, max_replicas=low + extra)
     num_known = sum(1 for _, age_s, connected in rows if connected and age_s == 0.0)
-    decision = desired_replicas(view, ScaleState(since), CONFIG, 0.0)
+    decision = desired_replicas(view, ScaleState(since), config, 0.0)
     assert low <= decision.num_replicas <= low + extra
     if num_known < num_target or since is None or since == -10.0:
         assert decision.num_replicas >= min(num_target, low + extra)

@@ -270,11 +270,15 @@ class TestClusterConfig:
             ),
             (
                 {"model": "m", "scaling": {"min_replicas": 3, "max_replicas": 2}},
-                "scaling: min_replicas (3) must be at most max_replicas (2)",
+                "scaling.min_replicas: got 3; must be at most max_replicas (2)",
             ),
             (
                 {"model": "m", "scaling": {"target_utilization": 1.5}},
-                "scaling.target_utilization: got 1.5; input should be less than or equal to 1",
+                "scaling.target_utilization: got 1.5; must be from 0.05 to 1",
+            ),
+            (
+                {"model": "m", "scaling": {"schedules": [{"cron": "8 o'clock", "duration_s": 60, "min_replicas": 1}]}},
+                'scaling.schedules: got cron "8 o\'clock"; must be five fields of a date that comes',
             ),
             (
                 {"model": "m", "gateway": {"http_address": "8000"}},

@@ -25,6 +25,7 @@ def test_statuses_exist_in_grpc_and_http() -> None:
     grpc_statuses = {
         "INVALID_ARGUMENT",
         "NOT_FOUND",
+        "PERMISSION_DENIED",
         "RESOURCE_EXHAUSTED",
         "DEADLINE_EXCEEDED",
         "UNAVAILABLE",

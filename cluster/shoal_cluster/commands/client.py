@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 
 import grpc
 
 from shoal_cluster.policies.routing import RouteRecord
-from shoal_cluster.serve import codec, control_codec
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall
+from shoal_cluster.serve import codec, control_codec, scaling_codec
+from shoal_cluster.serve.admin import BEARER
+from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, ScalingRow
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import (
     DeadlineExceeded,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     ShoalError,
     Unavailable,
@@ -21,6 +23,7 @@ from shoal_replica.errors import (
 
 ERRORS: dict[grpc.StatusCode, type[ShoalError]] = {
     grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
@@ -47,6 +50,15 @@ class GatewayClient:
             "/shoal.v1.Control/ExplainRoute",
             request_serializer=control_pb2.ExplainRouteRequest.SerializeToString,
             response_deserializer=control_pb2.ExplainRouteResponse.FromString,
+        )
+        self._get_scaling = self._channel.unary_unary(
+            "/shoal.v1.Control/GetScaling",
+            response_deserializer=lambda raw: scaling_codec.scaling_from_proto(control_pb2.Scaling.FromString(raw)),
+        )
+        self._tune = self._channel.unary_unary(
+            "/shoal.v1.Control/Tune",
+            request_serializer=control_pb2.TuneRequest.SerializeToString,
+            response_deserializer=lambda raw: scaling_codec.scaling_from_proto(control_pb2.Scaling.FromString(raw)),
         )
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
@@ -76,6 +88,24 @@ class GatewayClient:
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return tuple(control_codec.route_record_from_proto(record) for record in response.records)
+
+    async def scaling(self) -> ScalingRow:
+        """The autoscaler's settings and decisions."""
+        try:
+            row: ScalingRow = await self._get_scaling(b"", timeout=CONTROL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        return row
+
+    async def tune(self, changes: Mapping[str, float], *, reset: bool, admin_key: str | None) -> ScalingRow:
+        """Change the autoscaler's settings."""
+        metadata = () if admin_key is None else (("authorization", BEARER + admin_key),)
+        request = scaling_codec.tune_to_proto(changes, reset=reset)
+        try:
+            row: ScalingRow = await self._tune(request, timeout=CONTROL_TIMEOUT_S, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        return row
 
     async def __aenter__(self) -> GatewayClient:
         return self

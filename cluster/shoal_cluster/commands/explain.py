@@ -1,4 +1,4 @@
-"""``shoal explain``: why a request went where it went."""
+"""``shoal explain``: why a request went where it went, and why there are as many replicas as there are."""
 
 from __future__ import annotations
 
@@ -11,19 +11,30 @@ import typer
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+    from shoal_cluster.policies.autoscaling_view import ScaleRecord
     from shoal_cluster.policies.routing import RouteRecord
+    from shoal_cluster.serve.call import ScalingRow
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(help="The id that `shoal generate` printed.")],
+    request_id: Annotated[str | None, typer.Argument(help="The id that `shoal generate` printed.")] = None,
     address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
+    scaling: Annotated[bool, typer.Option("--scaling", help="Show scaling decisions instead.")] = False,
 ) -> None:
-    """Show every routing decision made for a request: candidates, terms and the choice."""
+    """Show every routing decision made for a request, or with --scaling every scaling decision kept."""
     from rich.console import Console
 
     console = Console(highlight=False)
+    if scaling:
+        row = asyncio.run(_fetch_scaling(address))
+        for decision in row.records if row.current is None else (*row.records, row.current):
+            _print_scaling(console, decision)
+        return
+    if request_id is None:
+        raise typer.BadParameter("give a request's id, or --scaling")
     for record in asyncio.run(_fetch(address, request_id)):
         when = time.strftime("%H:%M:%S", time.localtime(record.time_s))
         query = record.query
@@ -41,6 +52,22 @@ async def _fetch(address: str, request_id: str) -> tuple[RouteRecord, ...]:
 
     async with GatewayClient(address) as client:
         return await client.explain(request_id)
+
+
+async def _fetch_scaling(address: str) -> ScalingRow:
+    from shoal_cluster.commands.client import GatewayClient
+
+    async with GatewayClient(address) as client:
+        return await client.scaling()
+
+
+def _print_scaling(console: Console, record: ScaleRecord) -> None:
+    """Two lines: the decision, and what it weighed."""
+    when = time.strftime("%H:%M:%S", time.localtime(record.time_s))
+    count = f"{record.num_before} -> {record.num_after}" if record.num_before != record.num_after else record.num_after
+    console.print(f"{when}  {count}  {record.reason}", markup=False)
+    terms = ", ".join(f"{name} {value:.6g}" for name, value in record.terms)
+    console.print(f"          {record.num_running} run, {record.num_starting} start; {terms}", markup=False)
 
 
 def _table(record: RouteRecord) -> Table:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from shoal_cluster.config import ClusterConfig
+from shoal_cluster.policies.autoscaling_config import MAX_REPLICAS
+from shoal_cluster.serve.admin import ADMIN_KEY_VARIABLE
 from shoal_cluster.serve.gateway import Gateway
 from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_cluster.serve.request_router import BlockRouter
@@ -30,7 +34,7 @@ def build(args: dict[str, Any]) -> Application:
     Raises:
         ConfigError, NotFound: one line naming what is wrong in ``args``.
     """
-    config = ClusterConfig.from_args(args)
+    config = ClusterConfig.from_args(_with_admin_key(args))
     _check_model(config)
     replica, gateway = config.replica, config.gateway
     replicas = serve.deployment(ReplicaServer).options(
@@ -55,27 +59,32 @@ def build(args: dict[str, Any]) -> Application:
     return front.bind(replicas.bind(config), config)
 
 
+def _with_admin_key(args: dict[str, Any]) -> dict[str, Any]:
+    """The key need not stand in the YAML: this process may have it in its environment."""
+    gateway, key = args.get("gateway", {}), os.environ.get(ADMIN_KEY_VARIABLE)
+    if not key or not isinstance(gateway, dict):
+        return args
+    return args | {"gateway": {"admin_key": key} | gateway}
+
+
 def _actor(num_cpus: float, resources: dict[str, float]) -> dict[str, Any]:
     return {"num_cpus": num_cpus, "resources": resources, "runtime_env": {"env_vars": ENVIRONMENT}}
 
 
 def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
-    scaling = config.scaling
+    """Serve's own bounds are wide and its delays none: those of the policy change without a new deployment."""
+    settings = config.scale_config()
     return AutoscalingConfig(
-        min_replicas=scaling.min_replicas,
-        max_replicas=scaling.max_replicas,
-        initial_replicas=scaling.min_replicas,
+        min_replicas=0,
+        max_replicas=MAX_REPLICAS,
+        initial_replicas=settings.min_replicas,
         metrics_interval_s=1,
         look_back_period_s=2,
-        upscale_delay_s=0,  # the policy has its own windows
+        upscale_delay_s=0,
         downscale_delay_s=0,
         policy=AutoscalingPolicy(
             policy_function="shoal_cluster.serve.autoscaler:BlockScaling",
-            policy_kwargs={
-                "target_utilization": scaling.target_utilization,
-                "target_waiting_tokens": scaling.target_waiting_tokens,
-                "downscale_delay_s": scaling.downscale_delay_s,
-            },
+            policy_kwargs={"settings": msgspec.to_builtins(settings)},
         ),
     )
 

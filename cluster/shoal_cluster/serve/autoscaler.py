@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+import weakref
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 from ray.serve.config import AutoscalingContext
 
-from shoal_cluster.policies.autoscaling import ScaleConfig, ScaleState, ScaleView, desired_replicas
+from shoal_cluster.policies.autoscaling import ScaleDecision, ScaleState, desired_replicas
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord, ScaleView
 from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.serve.ray_store import RayStore
+from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard
+from shoal_cluster.serve.scaling_link import BoardLink
 from shoal_replica.stats import ReplicaStats
 
+MAX_REPORT_AGE_S = 10.0
 LEDGER_FIELDS = (
     "block_size",
     "num_total_blocks",
@@ -34,40 +45,94 @@ def ledger_metrics(stats: ReplicaStats) -> dict[str, int]:
 
 
 class BlockScaling:
-    """Callable policy. Keyword arguments are ScaleConfig's fields."""
+    """Callable policy. ``settings`` is a ScaleConfig in builtins; it holds until a gateway tells a newer one."""
 
-    def __init__(self, **fields: float) -> None:
-        self._config = ScaleConfig(**fields)  # type: ignore[arg-type]
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._base = msgspec.convert(settings, ScaleConfig)
         self._state = ScaleState()
+        self._link: BoardLink | None = None
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        link = self._meet(context)
+        now = time.time()
+        reports = [r for r in link.inbox.reports if now - r.time_s <= MAX_REPORT_AGE_S]
+        config = self._config(context, reports)
+        reserved = Counter[str]()
+        for report in reports:
+            reserved.update(report.reserved_tokens)
         view = ScaleView(
-            replicas=tuple(_row(context, replica_id) for replica_id in context.running_replicas),
+            replicas=tuple(_row(context, i, reserved[i.unique_id], now) for i in context.running_replicas),
             num_target=context.target_num_replicas,
-            min_replicas=context.capacity_adjusted_min_replicas,
-            max_replicas=context.capacity_adjusted_max_replicas,
+            demand=_demand(reports),
         )
-        decision = desired_replicas(view, self._state, self._config, time.monotonic())
+        decision = desired_replicas(view, self._state, config, now)
         self._state = decision.state
-        if decision.num_replicas != context.target_num_replicas:
-            logger.info("scaling %d -> %d: %s", context.target_num_replicas, decision.num_replicas, decision.reason)
+        self._tell(view, decision, config, now)
         return decision.num_replicas, {}
 
+    def _meet(self, context: AutoscalingContext) -> BoardLink:
+        """The link to the board; it ends with this policy."""
+        if self._link is None:
+            self._link = BoardLink(ScalingBoard(context.app_name or "", RayStore()))
+            weakref.finalize(self, self._link.stop)
+        return self._link
 
-def _row(context: AutoscalingContext, replica_id: Any) -> ReplicaView:
+    def _config(self, context: AutoscalingContext, reports: list[GatewayReport]) -> ScaleConfig:
+        """The settings in force: a gateway's, tuned; scaled when Serve is told to serve at a part of its capacity."""
+        if reports:
+            self._base = max(reports, key=lambda r: r.time_s).base
+        config = self._base
+        tuning = self._link.inbox.tuning if self._link is not None else None
+        if tuning is not None and tuning.base == config:
+            config = config.tuned(tuning.changes)
+        share = context.capacity_adjusted_max_replicas / context.config.max_replicas
+        if share < 1:
+            high = max(1, math.ceil(config.max_replicas * share))
+            config = replace(config, min_replicas=math.ceil(config.min_replicas * share), max_replicas=high)
+        return config
+
+    def _tell(self, view: ScaleView, decision: ScaleDecision, config: ScaleConfig, now: float) -> None:
+        changes = decision.num_replicas != view.num_target
+        record = ScaleRecord(
+            seq=0,
+            time_s=now,
+            num_before=view.num_target,
+            num_after=decision.num_replicas,
+            num_running=len(view.replicas),
+            num_starting=max(0, view.num_target - len(view.replicas)),
+            reason=decision.reason,
+            terms=decision.terms,
+            replicas=view.replicas,
+            config=config,
+        )
+        assert self._link is not None
+        self._link.tell(record, changes=changes)
+        if changes:
+            logger.info("scaling %d -> %d: %s", view.num_target, decision.num_replicas, decision.reason)
+
+
+def _demand(reports: list[GatewayReport]) -> Demand | None:
+    """The gateways' sums; None unless as many report as there should be."""
+    if not reports or len(reports) < max(r.num_gateways for r in reports):
+        return None
+    return sum((r.demand for r in reports), Demand())
+
+
+def _row(context: AutoscalingContext, replica_id: Any, num_reserved_tokens: int, now: float) -> ReplicaView:
     """The last numbers a replica has recorded. Stats are None until every one of them has come."""
     metrics = context.raw_metrics or {}
     values: dict[str, int] = {}
-    oldest_s = time.time()
+    oldest_s = now
     for name in LEDGER_FIELDS:
         series = metrics.get(name, {}).get(replica_id)
         if not series:
-            return ReplicaView(replica_id=replica_id.unique_id)
+            return ReplicaView(replica_id=replica_id.unique_id, num_reserved_tokens=num_reserved_tokens)
         values[name] = int(series[-1].value)
         oldest_s = min(oldest_s, series[-1].timestamp)
     return ReplicaView(
         replica_id=replica_id.unique_id,
         stats=ReplicaStats(time_s=oldest_s, **values),  # type: ignore[arg-type]
-        age_s=max(0.0, time.time() - oldest_s),
+        age_s=max(0.0, now - oldest_s),
         connected=True,
+        num_reserved_tokens=num_reserved_tokens,
     )

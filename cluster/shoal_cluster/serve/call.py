@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.block_map import BlockMap
 from shoal_cluster.serve.deployment_watch import DeploymentRow
@@ -113,6 +115,22 @@ class ClusterRow:
     latency: LatencySummary | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingRow:
+    """The autoscaler as the gateway knows it, a second old at most.
+
+    Attributes:
+        config: the settings in force; ``tuned`` names those that differ from the deployment's.
+        current: the last look, a change or not; None until the autoscaler has spoken. Its ``time_s`` dates it.
+        records: the last decisions that changed the count, oldest first.
+    """
+
+    config: ScaleConfig
+    tuned: tuple[str, ...] = ()
+    current: ScaleRecord | None = None
+    records: tuple[ScaleRecord, ...] = ()
+
+
 class GatewayCore(Protocol):
     """What the faces need of the gateway. Every method raises ShoalError subclasses for what clients did wrong."""
 
@@ -158,6 +176,18 @@ class GatewayCore(Protocol):
 
     async def replica_past(self, replica_id: str) -> Sequence[PastSample]:
         """What a replica remembers of itself, oldest first. Raises as ``block_map`` does."""
+        ...
+
+    def scaling(self) -> ScalingRow:
+        """The autoscaler's settings, its last look and its last decisions."""
+        ...
+
+    async def tune(self, changes: Mapping[str, float], *, reset: bool) -> ScalingRow:
+        """Change the autoscaler's settings in place; with ``reset`` go back to the deployment's first."""
+        ...
+
+    def check_admin(self, key: str | None) -> None:
+        """Raise PermissionDenied unless ``key`` is the admin key."""
         ...
 
     def is_ready(self) -> bool:

@@ -96,7 +96,7 @@ def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
             block_size=query.block_size,
             excluded=sorted(query.excluded),
         ),
-        replicas=map(_view_to_proto, record.replicas.views()),
+        replicas=map(view_to_proto, record.replicas.views()),
         weights=pb.RouteWeights(
             prefill_price=weights.prefill_price,
             decode_price=weights.decode_price,
@@ -124,7 +124,7 @@ def route_record_from_proto(record: pb.RouteRecord) -> RouteRecord:
             block_size=query.block_size,
             excluded=frozenset(query.excluded),
         ),
-        replicas=Candidates.of(map(_view_from_proto, record.replicas)),
+        replicas=Candidates.of(map(view_from_proto, record.replicas)),
         weights=RouteWeights(
             prefill_price=weights.prefill_price,
             decode_price=weights.decode_price,
@@ -160,12 +160,12 @@ def _candidate_from_proto(candidate: pb.Candidate) -> CandidateTerms:
     )
 
 
-def _view_to_proto(view: ReplicaView) -> pb.ReplicaView:
+def view_to_proto(view: ReplicaView) -> pb.ReplicaView:
     stats = None if view.stats is None else _stats_to_proto(view.stats)
     return pb.ReplicaView(stats=stats, **{name: getattr(view, name) for name in _VIEW_SCALARS})
 
 
-def _view_from_proto(view: pb.ReplicaView) -> ReplicaView:
+def view_from_proto(view: pb.ReplicaView) -> ReplicaView:
     stats = _stats_from_proto(view.stats) if view.HasField("stats") else None
     return ReplicaView(stats=stats, **{name: getattr(view, name) for name in _VIEW_SCALARS})
 

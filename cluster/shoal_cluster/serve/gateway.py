@@ -7,7 +7,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -16,9 +16,11 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits, admit
+from shoal_cluster.policies.autoscaling_config import tunable
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
+from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow
+from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow
 from shoal_cluster.serve.call_times import CallTimes
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
 from shoal_cluster.serve.feed_messages import BLOCKS, PAST
@@ -29,7 +31,10 @@ from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.ray_store import RayStore
 from shoal_cluster.serve.replica_past import PastSample, decode_past
+from shoal_cluster.serve.scaling_board import ScalingBoard
+from shoal_cluster.serve.scaling_desk import ScalingDesk
 from shoal_cluster.serve.serve_details import serve_details
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
@@ -85,6 +90,12 @@ class Gateway:
             serve_details, serve.get_replica_context().app_name, replicas.deployment_name, self._ledger.journal
         )
         self._watch_task = asyncio.get_running_loop().create_task(self._watch.run(), name="shoal-watch")
+        self._scaling = ScalingDesk(
+            ScalingBoard(serve.get_replica_context().app_name, RayStore()),
+            self._ledger,
+            self._settings.num_replicas,
+            config.scale_config(),
+        )
         await self._open()
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
         self._ledger.journal.note(EventKind.DEPLOYED, f"this gateway has started: {config.name} on {bounds}")
@@ -115,10 +126,13 @@ class Gateway:
         )
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve hands over ``user_config`` without replacing the gateway: ``routing`` holds RouteWeights' fields."""
-        unknown = user_config.keys() - {"routing"}
+        """Serve hands over ``user_config`` without replacing the gateway: ``routing`` holds RouteWeights' fields,
+        ``scaling`` those of ``args.scaling`` that differ.
+        """
+        unknown = user_config.keys() - {"routing", "scaling"}
         if unknown:
-            raise ValueError(f"user_config: unknown key {sorted(unknown)[0]!r}; the only key is 'routing'")
+            raise ValueError(f"user_config: unknown key {sorted(unknown)[0]!r}; the keys are 'routing' and 'scaling'")
+        self._scaling.rebase(self._config.with_scaling(user_config.get("scaling", {})).scale_config())
         weights = RouteWeights(**user_config.get("routing", {}))
         if weights != self._ledger.weights:
             self._ledger.journal.note(EventKind.CHANGED, f"routing: {weights}")
@@ -143,6 +157,7 @@ class Gateway:
         try:
             request = await self._request(call)
             query = RouteQuery.for_request(request, self._config.replica.block_size)
+            self._scaling.meter.arrive(query.num_prompt_tokens)
             await self._admit(query, arrived_s + min(placement_timeout_s, timeout_s))
             generation = Generation(
                 request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, times
@@ -156,6 +171,7 @@ class Gateway:
             self._note_end(times, finished=True)
         except ResourceExhausted as error:
             self._num_shed += 1
+            self._scaling.meter.shed()
             self._note_error(EventKind.REFUSED, call.request_id, error)
             self._note_end(times, finished=False)
             raise
@@ -245,6 +261,18 @@ class Gateway:
     async def replica_past(self, replica_id: str) -> Sequence[PastSample]:
         return decode_past(await self._ledger.ask(replica_id, PAST))
 
+    def scaling(self) -> ScalingRow:
+        return self._scaling.row()
+
+    async def tune(self, changes: Mapping[str, float], *, reset: bool) -> ScalingRow:
+        row = await self._scaling.tune(changes, reset=reset)
+        self._ledger.journal.note(EventKind.CHANGED, f"scaling: {tunable(row.config)}")
+        return row
+
+    def check_admin(self, key: str | None) -> None:
+        secret = self._settings.admin_key
+        check_admin_key(None if secret is None else secret.get_secret_value(), key)
+
     def is_ready(self) -> bool:
         return any(view.connected for view in self._ledger.view.replicas_for((), time.monotonic()))
 
@@ -284,11 +312,12 @@ class Gateway:
 
     async def _admit(self, query: RouteQuery, deadline_s: float) -> None:
         """Wait until some replica is known, then ask the admission policy. ``deadline_s`` is on the monotonic clock."""
-        while not self.is_ready():
-            remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0:
-                raise Unavailable("no replica became ready in time")
-            await self._ledger.wait_for_change(remaining_s)
+        with self._scaling.holding(query.num_prompt_tokens):
+            while not self.is_ready():
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    raise Unavailable("no replica became ready in time")
+                await self._ledger.wait_for_change(remaining_s)
         now = time.monotonic()
         admission = admit(query, self._ledger.view.candidates(query.block_hashes, now), self._limits, now)
         if admission.never_fits:
@@ -313,6 +342,7 @@ class Gateway:
         if self._watch_task.done():
             raise RuntimeError(f"the deployment is watched no longer: {self._watch_task}")
         self._ledger.check_health()
+        self._scaling.check_health()
 
     async def __del__(self) -> None:
         """Serve awaits this after its own drain: let streams finish, then close."""
@@ -321,4 +351,5 @@ class Gateway:
             self._watch_task.cancel()
             self._http_server.should_exit = True
             await self._http_task
+            await self._scaling.close()
             await self._ledger.close()

@@ -17,7 +17,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shoal_cluster.errors import INTERNAL, report_error
-from shoal_cluster.serve import codec, control_codec
+from shoal_cluster.serve import codec, control_codec, scaling_codec
+from shoal_cluster.serve.admin import key_of_header
 from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.chunks import open_chunks
 from shoal_cluster.serve.request_id import new_request_id
@@ -104,6 +105,17 @@ class ControlService:
             records = self._core.explain(request.request_id)
             return control_pb2.ExplainRouteResponse(records=map(control_codec.route_record_to_proto, records))
 
+    async def get_scaling(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.Scaling:
+        async with _errors_as_status(context, new_request_id()):
+            codec.parse(control_pb2.GetScalingRequest, raw)
+            return scaling_codec.scaling_to_proto(self._core.scaling())
+
+    async def tune(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.Scaling:
+        async with _errors_as_status(context, new_request_id()):
+            self._core.check_admin(_admin_key(context))
+            changes, reset = scaling_codec.tune_from_proto(codec.parse(control_pb2.TuneRequest, raw))
+            return scaling_codec.scaling_to_proto(await self._core.tune(changes, reset=reset))
+
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server takes."""
         return grpc.method_handlers_generic_handler(
@@ -111,6 +123,8 @@ class ControlService:
             {
                 "ListReplicas": grpc.unary_unary_rpc_method_handler(self.list_replicas, response_serializer=_serialize),
                 "ExplainRoute": grpc.unary_unary_rpc_method_handler(self.explain_route, response_serializer=_serialize),
+                "GetScaling": grpc.unary_unary_rpc_method_handler(self.get_scaling, response_serializer=_serialize),
+                "Tune": grpc.unary_unary_rpc_method_handler(self.tune, response_serializer=_serialize),
             },
         )
 
@@ -186,6 +200,12 @@ async def _errors_as_status(context: grpc.aio.ServicerContext, request_id: str) 
     else:
         return
     await context.abort(status, report.message, trailing_metadata=metadata)
+
+
+def _admin_key(context: grpc.aio.ServicerContext) -> str | None:
+    metadata = dict(context.invocation_metadata() or ())
+    header = metadata.get("authorization")
+    return key_of_header(header if isinstance(header, str) else None)
 
 
 def _serialize(message: Any) -> bytes:

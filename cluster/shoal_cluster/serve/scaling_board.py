@@ -10,12 +10,10 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 import msgspec
-from ray.experimental import internal_kv
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
 
-NAMESPACE = "shoal"
 RECORDS_KEPT = 256
 
 T = TypeVar("T")
@@ -47,7 +45,7 @@ class Tuning(msgspec.Struct, frozen=True):
 
 
 class Store(Protocol):
-    """A key-value store that all processes of the cluster share."""
+    """A key-value store that all processes of the cluster share. Raises Unavailable when it cannot be reached."""
 
     def put(self, key: str, value: bytes) -> None: ...
 
@@ -56,23 +54,6 @@ class Store(Protocol):
     def delete(self, key: str) -> None: ...
 
     def keys(self, prefix: str) -> list[str]: ...
-
-
-class RayStore:
-    """Ray's store at the head of the cluster."""
-
-    def put(self, key: str, value: bytes) -> None:
-        internal_kv._internal_kv_put(key, value, True, namespace=NAMESPACE)
-
-    def get(self, key: str) -> bytes | None:
-        value: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
-        return value
-
-    def delete(self, key: str) -> None:
-        internal_kv._internal_kv_del(key, namespace=NAMESPACE)
-
-    def keys(self, prefix: str) -> list[str]:
-        return [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE)]
 
 
 class ScalingBoard:

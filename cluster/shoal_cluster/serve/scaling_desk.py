@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-
-from ray.exceptions import RayError
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig, tunable
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
 from shoal_cluster.serve.call import ScalingRow
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.scaling_board import RECORDS_KEPT, GatewayReport, ScalingBoard, Tuning
 from shoal_replica.errors import Unavailable
 
@@ -21,34 +21,48 @@ PERIOD_S = 1.0
 logger = logging.getLogger(__name__)
 
 
+class DemandMeter:
+    """Counts what comes to one gateway."""
+
+    def __init__(self) -> None:
+        self._demand = Demand()
+
+    @property
+    def demand(self) -> Demand:
+        return self._demand
+
+    def arrive(self, num_prompt_tokens: int) -> None:
+        """A request that could be served has come."""
+        self._demand += Demand(num_requests=1, num_prompt_tokens=num_prompt_tokens)
+
+    def shed(self) -> None:
+        """One of them was refused for want of room."""
+        self._demand += Demand(num_shed=1)
+
+    def hold(self, num_prompt_tokens: int, sign: int) -> None:
+        """One of them begins to wait for any replica (+1), or no longer does (-1)."""
+        self._demand += Demand(num_held=sign, num_held_tokens=sign * num_prompt_tokens)
+
+
 class ScalingDesk:
-    """Meets the board once in PERIOD_S, and at once when told to ``hurry``.
+    """Meets the board once in PERIOD_S, and at once when the first request is held.
 
     Args:
+        num_gateways: how many gateways report.
         base: the deployment's settings.
-        demand: what this gateway has seen come, as of now.
-        reserved_tokens: prompt tokens promised to each replica, as of now.
     """
 
-    def __init__(
-        self,
-        board: ScalingBoard,
-        gateway_id: str,
-        num_gateways: int,
-        base: ScaleConfig,
-        demand: Callable[[], Demand],
-        reserved_tokens: Callable[[], dict[str, int]],
-    ) -> None:
+    def __init__(self, board: ScalingBoard, ledger: GatewayLedger, num_gateways: int, base: ScaleConfig) -> None:
+        self.meter = DemandMeter()
         self._board = board
-        self._gateway_id = gateway_id
+        self._ledger = ledger
         self._num_gateways = num_gateways
         self._base = base
-        self._demand = demand
-        self._reserved_tokens = reserved_tokens
         self._changes: dict[str, float] = {}
         self._current: ScaleRecord | None = None
         self._records: deque[ScaleRecord] = deque(maxlen=RECORDS_KEPT)
         self._hurry = asyncio.Event()
+        self._meeting = asyncio.Lock()  # what a meeting has read does not undo a change made meanwhile
         self._task = asyncio.get_running_loop().create_task(self._run(), name="shoal-scaling")
 
     def row(self) -> ScalingRow:
@@ -60,33 +74,37 @@ class ScalingDesk:
             records=tuple(self._records),
         )
 
-    def hurry(self) -> None:
-        """Report now: requests wait and there is no replica."""
-        self._hurry.set()
+    @contextmanager
+    def holding(self, num_prompt_tokens: int) -> Iterator[None]:
+        """While inside, a request may wait for any replica; the autoscaler is to know of it at once."""
+        self.meter.hold(num_prompt_tokens, +1)
+        if self.meter.demand.num_held == 1 and not self._ledger.can_place(frozenset()):
+            self._hurry.set()
+        try:
+            yield
+        finally:
+            self.meter.hold(num_prompt_tokens, -1)
 
     def rebase(self, base: ScaleConfig) -> None:
         """The deployment has new settings; tuning of the old ones ends."""
-        self._base = base
-        self._changes = {}
-        self._hurry.set()
+        if base != self._base:
+            self._base, self._changes = base, {}
+            self._hurry.set()
 
-    async def tune(self, changes: Mapping[str, float], reset: bool) -> ScalingRow:
+    async def tune(self, changes: Mapping[str, float], *, reset: bool) -> ScalingRow:
         """Change settings; with ``reset`` go back to the deployment's first.
 
         Raises:
             InvalidArgument: a name or value that is not allowed; nothing changes.
             Unavailable: the settings could not be stored.
         """
-        whole = {} if reset else dict(self._changes)
-        whole |= changes
-        tuned = tunable(self._base.tuned(whole))
-        base = tunable(self._base)
-        kept = {name: value for name, value in tuned.items() if name in whole and value != base[name]}
-        try:
+        async with self._meeting:
+            whole = ({} if reset else self._changes) | dict(changes)
+            tuned = tunable(self._base.tuned(whole))
+            base = tunable(self._base)
+            kept = {name: value for name, value in tuned.items() if value != base[name]}
             await asyncio.to_thread(self._board.put_tuning, Tuning(self._base, kept))
-        except RayError as error:
-            raise Unavailable(f"the settings could not be stored: {error}") from None
-        self._changes = kept
+            self._changes = kept
         return self.row()
 
     def check_health(self) -> None:
@@ -99,16 +117,17 @@ class ScalingDesk:
         self._task.cancel()
         await asyncio.wait([self._task])
         try:
-            await asyncio.to_thread(self._board.drop_report, self._gateway_id)
-        except RayError:
+            await asyncio.to_thread(self._board.drop_report, self._ledger.gateway_id)
+        except Unavailable:
             logger.warning("the gateway's last scaling report stays until it is old", exc_info=True)
 
     async def _run(self) -> None:
         while True:
             self._hurry.clear()
             try:
-                await self._meet()
-            except RayError:
+                async with self._meeting:
+                    await self._meet()
+            except Unavailable:
                 logger.warning("no meeting with the autoscaler; trying again", exc_info=True)
             try:
                 async with asyncio.timeout(PERIOD_S):
@@ -117,11 +136,12 @@ class ScalingDesk:
                 pass
 
     async def _meet(self) -> None:
+        rows = self._ledger.view.replicas_for((), time.monotonic())
         report = GatewayReport(
-            gateway_id=self._gateway_id,
+            gateway_id=self._ledger.gateway_id,
             time_s=time.time(),
-            demand=self._demand(),
-            reserved_tokens=self._reserved_tokens(),
+            demand=self.meter.demand,
+            reserved_tokens={row.replica_id: row.num_reserved_tokens for row in rows},
             base=self._base,
             num_gateways=self._num_gateways,
         )

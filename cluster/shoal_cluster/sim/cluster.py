@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from random import Random
 
-from shoal_cluster.policies.autoscaling import ScaleState, ScaleView, desired_replicas
+from shoal_cluster.policies.autoscaling import ScaleState, desired_replicas
+from shoal_cluster.policies.autoscaling_view import ScaleView
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
@@ -95,12 +96,7 @@ class SimCluster:
         if plan is None or not self.book.num_open:
             return
         now = self.loop.now
-        view = ScaleView(
-            replicas=self.gateways[0].view.replicas_for((), now),
-            num_target=self._num_target,
-            min_replicas=plan.min_replicas,
-            max_replicas=plan.max_replicas,
-        )
+        view = ScaleView(replicas=self.gateways[0].view.replicas_for((), now), num_target=self._num_target)
         decision = desired_replicas(view, self._scale_state, plan.config, now)
         self._scale_state = decision.state
         self._num_target = decision.num_replicas

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal_cluster.policies.admission import AdmissionLimits
-from shoal_cluster.policies.autoscaling import ScaleConfig
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import Routing
 from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.routing import RouteWeights
@@ -17,9 +17,7 @@ from shoal_replica.config import CacheConfig, SchedulerConfig
 class ScalingPlan:
     """Autoscaling in a run: every ``interval_s`` a decision; a new replica serves after ``startup_s``."""
 
-    min_replicas: int
-    max_replicas: int
-    config: ScaleConfig = field(default_factory=ScaleConfig)
+    config: ScaleConfig
     interval_s: float = 5.0
     startup_s: float = 30.0
 

@@ -1,0 +1,54 @@
+"""``shoal tune``: the autoscaler's settings, shown and changed while the cluster runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
+
+if TYPE_CHECKING:
+    from shoal_cluster.serve.call import ScalingRow
+
+
+def tune(
+    address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
+    admin_key: Annotated[str | None, typer.Option(envvar="SHOAL_ADMIN_KEY", help="The cluster's admin key.")] = None,
+    min_replicas: Annotated[int | None, typer.Option(help="Never fewer; 0 lets an idle cluster go.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(help="Never more.")] = None,
+    target_utilization: Annotated[float | None, typer.Option(help="Share of a replica that load may take.")] = None,
+    ttft_objective_s: Annotated[float | None, typer.Option(help="Longest wait for a first token.")] = None,
+    burst_window_s: Annotated[float | None, typer.Option(help="The short window of arrivals.")] = None,
+    downscale_delay_s: Annotated[float | None, typer.Option(help="How long fewer must have been enough.")] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Go back to the deployment's settings first.")] = False,
+) -> None:
+    """Change the autoscaler's settings in place, or show them when nothing is to change."""
+    given: dict[str, float | None] = {
+        "min_replicas": min_replicas,
+        "max_replicas": max_replicas,
+        "target_utilization": target_utilization,
+        "ttft_objective_s": ttft_objective_s,
+        "burst_window_s": burst_window_s,
+        "downscale_delay_s": downscale_delay_s,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    row = asyncio.run(_tune(address, changes, reset, admin_key))
+    typer.echo("\n".join(_lines(row)))
+
+
+async def _tune(address: str, changes: dict[str, float], reset: bool, admin_key: str | None) -> ScalingRow:
+    from shoal_cluster.commands.client import GatewayClient
+
+    async with GatewayClient(address) as client:
+        if not changes and not reset:
+            return await client.scaling()
+        return await client.tune(changes, reset=reset, admin_key=admin_key)
+
+
+def _lines(row: ScalingRow) -> list[str]:
+    from shoal_cluster.policies.autoscaling_config import tunable
+
+    settings = tunable(row.config)
+    return [f"{name:18} {value:g}{'  (tuned)' if name in row.tuned else ''}" for name, value in settings.items()]

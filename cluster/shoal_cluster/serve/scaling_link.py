@@ -1,0 +1,71 @@
+"""The policy's side of the board: a thread beside Serve's control loop, which must not wait for anything."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass, replace
+
+from shoal_cluster.policies.autoscaling_view import ScaleRecord
+from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard, Tuning
+from shoal_replica.errors import Unavailable
+
+PERIOD_S = 0.5
+MAX_UNSENT = 256
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Inbox:
+    """What the board said last."""
+
+    reports: tuple[GatewayReport, ...] = ()
+    tuning: Tuning | None = None
+
+
+class BoardLink:
+    """Meets the board once in PERIOD_S until stopped. ``inbox`` is replaced as a whole; ``tell`` never waits."""
+
+    def __init__(self, board: ScalingBoard) -> None:
+        self.inbox = Inbox()
+        self._board = board
+        self._last: ScaleRecord | None = None
+        self._unsent: queue.Queue[ScaleRecord] = queue.Queue(MAX_UNSENT)
+        self._seq: int | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-scaling-link", daemon=True)
+        self._thread.start()
+
+    def tell(self, record: ScaleRecord, *, changes: bool) -> None:
+        """Leave the last look at the board; when it changed the count, among the records too."""
+        self._last = record
+        if changes:
+            try:
+                self._unsent.put_nowait(record)
+            except queue.Full:
+                logger.warning("a scaling decision is not recorded: Ray's head does not answer")
+
+    def stop(self) -> None:
+        """End the thread, soon."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(PERIOD_S):
+            try:
+                self.meet()
+            except Unavailable:
+                logger.warning("no meeting at the scaling board; trying again", exc_info=True)
+
+    def meet(self) -> None:
+        """Leave what is to be told and read what is there."""
+        if self._seq is None:
+            before = self._board.current()
+            self._seq = 0 if before is None else before.seq
+        while not self._unsent.empty():
+            self._seq += 1
+            self._board.put_record(replace(self._unsent.get_nowait(), seq=self._seq))
+        if self._last is not None:
+            self._board.put_current(replace(self._last, seq=self._seq))
+        self.inbox = Inbox(tuple(self._board.reports()), self._board.tuning())

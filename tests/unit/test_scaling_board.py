@@ -1,0 +1,168 @@
+"""Gateways and the policy meet at the board: reports one way, decisions the other, settings kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from fixtures.cluster_views import make_stats
+from fixtures.fake_gateway import example_scale_record
+from fixtures.waiting import until
+
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_view import Demand
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_cluster.serve.scaling_board import RECORDS_KEPT, ScalingBoard, Tuning
+from shoal_cluster.serve.scaling_desk import ScalingDesk
+from shoal_cluster.serve.scaling_link import BoardLink
+from shoal_replica.errors import InvalidArgument
+
+BASE = ScaleConfig(max_replicas=4)
+
+
+class DictStore:
+    """A store in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        return self.values.get(key)
+
+    def delete(self, key: str) -> None:
+        self.values.pop(key, None)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self.values if key.startswith(prefix)]
+
+
+@pytest.fixture
+def store() -> DictStore:
+    return DictStore()
+
+
+@pytest.fixture
+def board(store: DictStore) -> ScalingBoard:
+    return ScalingBoard("app", store)
+
+
+@pytest.fixture
+async def desk(board: ScalingBoard) -> AsyncIterator[ScalingDesk]:
+    ledger = GatewayLedger("g", RouteWeights())
+    desk = ScalingDesk(board, ledger, 1, BASE)
+    yield desk
+    await desk.close()
+    await ledger.close()
+    assert board.reports() == []
+
+
+@pytest.fixture
+def link(board: ScalingBoard) -> BoardLink:
+    """Meets only when a test says so."""
+    link = BoardLink(board)
+    link.stop()
+    return link
+
+
+def test_applications_do_not_meet(store: DictStore, board: ScalingBoard) -> None:
+    board.put_current(example_scale_record())
+    assert ScalingBoard("other", store).current() is None
+
+
+def test_records_are_a_ring(board: ScalingBoard) -> None:
+    for seq in range(1, RECORDS_KEPT + 4):
+        board.put_record(example_scale_record(seq))
+    kept = board.records(0, RECORDS_KEPT + 3)
+    assert [record.seq for record in kept] == list(range(4, RECORDS_KEPT + 4))
+    assert kept[0] == example_scale_record(4)
+    assert board.records(RECORDS_KEPT + 2, RECORDS_KEPT + 3) == [example_scale_record(RECORDS_KEPT + 3)]
+
+
+def test_what_another_version_wrote_reads_as_absent(store: DictStore, board: ScalingBoard) -> None:
+    board.put_tuning(Tuning(BASE, {"max_replicas": 5}))
+    (key,) = store.values
+    for wrong in (b"", b"\xff", b"\x81\xa1x\x01"):
+        store.values[key] = wrong
+        assert board.tuning() is None
+
+
+async def test_a_report_says_what_came_and_what_is_promised(board: ScalingBoard, desk: ScalingDesk) -> None:
+    desk._ledger.view.join("r")
+    desk._ledger.view.apply_snapshot("r", make_stats(), (), 0.0)
+    desk._ledger.view.reserve("request", "r", 2, 30, 0.0)
+    desk.meter.arrive(100)
+    desk.meter.shed()
+    desk.meter.arrive(50)
+    await until(lambda: any(r.demand.num_requests for r in board.reports()))
+    (report,) = board.reports()
+    assert report.demand == Demand(num_requests=2, num_prompt_tokens=150, num_shed=1)
+    assert report.reserved_tokens == {"r": 30}
+    assert report.base == BASE
+
+
+async def test_a_held_request_is_told_at_once(board: ScalingBoard, desk: ScalingDesk) -> None:
+    await until(lambda: bool(board.reports()))
+    with desk.holding(20):
+        async with asyncio.timeout(0.5):  # half a period
+            await until(lambda: board.reports()[0].demand.num_held == 1)
+    assert desk.meter.demand.num_held == desk.meter.demand.num_held_tokens == 0
+
+
+async def test_decisions_reach_the_desk(desk: ScalingDesk, link: BoardLink) -> None:
+    link.tell(example_scale_record(0), changes=True)
+    link.tell(example_scale_record(0, 3, 3), changes=False)
+    link.meet()
+    await until(lambda: desk.row().current is not None)
+    assert desk.row().current == replace(example_scale_record(0, 3, 3), seq=1)
+    assert [(r.seq, r.num_after) for r in desk.row().records] == [(1, 3)]
+    link.tell(example_scale_record(0, 3, 2), changes=True)
+    link.meet()
+    await until(lambda: len(desk.row().records) == 2)
+    assert [(r.seq, r.num_after) for r in desk.row().records] == [(1, 3), (2, 2)]
+
+
+def test_a_new_policy_goes_on_counting(board: ScalingBoard, link: BoardLink) -> None:
+    link.tell(example_scale_record(0), changes=True)
+    link.meet()
+    again = BoardLink(board)
+    again.stop()
+    again.tell(example_scale_record(0), changes=True)
+    again.meet()
+    assert [record.seq for record in board.records(0, 2)] == [1, 2]
+
+
+async def test_tuning_holds_until_the_deployment_changes(board: ScalingBoard, desk: ScalingDesk) -> None:
+    row = await desk.tune({"max_replicas": 9, "min_replicas": 1}, reset=False)
+    assert (row.config.max_replicas, row.tuned) == (9, ("max_replicas",))
+    assert board.tuning() == Tuning(BASE, {"max_replicas": 9})
+    row = await desk.tune({"downscale_delay_s": 60}, reset=False)
+    assert row.tuned == ("downscale_delay_s", "max_replicas")
+    with pytest.raises(InvalidArgument, match="min_replicas: got 10"):
+        await desk.tune({"min_replicas": 10}, reset=False)
+    assert desk.row() == row
+    desk.rebase(BASE)
+    assert desk.row() == row
+    desk.rebase(replace(BASE, target_utilization=0.6))
+    assert desk.row().tuned == ()
+    await until(lambda: board.reports()[0].base.target_utilization == 0.6)
+    assert desk.row().tuned == ()
+
+
+async def test_reset_goes_back_to_the_deployment(desk: ScalingDesk) -> None:
+    await desk.tune({"max_replicas": 9}, reset=False)
+    row = await desk.tune({"downscale_delay_s": 60}, reset=True)
+    assert (row.config.max_replicas, row.tuned) == (4, ("downscale_delay_s",))
+
+
+async def test_what_one_gateway_tunes_others_follow(board: ScalingBoard, desk: ScalingDesk) -> None:
+    board.put_tuning(Tuning(BASE, {"max_replicas": 6}))
+    await until(lambda: desk.row().config.max_replicas == 6)
+    board.put_tuning(Tuning(replace(BASE, max_replicas=5), {"max_replicas": 7}))
+    desk._hurry.set()
+    await until(lambda: desk.row().tuned == ())

@@ -46,7 +46,9 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
     utilization = held / total if total else 0.0
     for_blocks = _needed(utilization * len(known), config.target_utilization)
     for_waiting = _needed(waiting, config.target_waiting_tokens)
-    needed = max(for_blocks, for_waiting, 1)
+    num_held = view.demand.num_held if view.demand is not None else 1
+    is_idle = not (num_held or waiting or any(s.num_running for s in known))
+    needed = max(for_blocks, for_waiting, 0 if is_idle and view.num_target <= 1 else 1)  # Serve goes to 0 from 1 only
     terms = (
         ("utilization", utilization),
         ("waiting_tokens", float(waiting)),

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 from ray import serve
-from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from ray.serve.handle import DeploymentHandle
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits, admit
@@ -30,12 +30,12 @@ from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
-from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.ray_store import RayStore
 from shoal_cluster.serve.replica_past import PastSample, decode_past
 from shoal_cluster.serve.scaling_board import ScalingBoard
 from shoal_cluster.serve.scaling_desk import ScalingDesk
 from shoal_cluster.serve.serve_details import serve_details
+from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
@@ -46,23 +46,6 @@ from shoal_replica.tokenizer import Tokenizer
 SHUTDOWN_S = 5
 LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer ones are tokenised beside the event loop
 NUM_RECENT = 512
-
-
-class _ServePlacement:
-    """A request in Serve's hands."""
-
-    def __init__(self, response: DeploymentResponse) -> None:
-        self._response = response
-
-    def outcome(self) -> asyncio.Future[Outcome]:
-        return asyncio.ensure_future(self._result())
-
-    def cancel(self) -> None:
-        self._response.cancel()
-
-    async def _result(self) -> Outcome:
-        outcome: Outcome = await self._response
-        return outcome
 
 
 class Gateway:
@@ -325,8 +308,8 @@ class Gateway:
         if not admission.admitted:
             raise ResourceExhausted(admission.reason, admission.retry_after_s)
 
-    def _place(self, request: Request, query: RouteQuery) -> _ServePlacement:
-        return _ServePlacement(self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, query=query))
+    def _place(self, request: Request, query: RouteQuery) -> ServePlacement:
+        return ServePlacement(self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, query=query))
 
     def _note_error(self, kind: EventKind, request_id: str, error: Exception) -> None:
         self._ledger.journal.note(kind, f"{type(error).__name__}: {error}", request_id=request_id)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shoal_cluster.policies.baselines import ROUTINGS, place
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.memory import Recollection
 from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteWeights, decide, route
 from shoal_cluster.policies.view import ReplicaView
 from shoal_replica.errors import ConfigError
@@ -196,7 +197,9 @@ def test_ranks_exactly_those_that_can_take_it(rows: list[ReplicaView], query: Ro
         and r.replica_id not in query.excluded
     }
     for routing in ROUTINGS:
-        ranked = place(routing, query, Candidates.of(rows), WEIGHTS, Random(seed), turn=seed).ranked
+        ranked = place(
+            routing, query, Candidates.of(rows), WEIGHTS, Random(seed), Recollection.nothing(len(rows), seed)
+        ).ranked
         assert len(ranked) == len(set(ranked))
         assert set(ranked) == can
 
@@ -230,23 +233,3 @@ def test_more_free_blocks_never_rank_a_replica_lower(
         freed.append(row)
     after = decision_of(query, *freed, seed=seed).ranked
     assert after.index(chosen) <= before.index(chosen)
-
-
-# Baselines
-
-
-def test_round_robin_takes_each_in_turn_and_skips_the_drained() -> None:
-    rows = [make_row("a"), make_row("b", stats=make_stats(draining=True)), make_row("c")]
-    first = [
-        place("round_robin", make_query(), Candidates.of(rows), WEIGHTS, Random(0), turn).ranked[0] for turn in range(6)
-    ]
-    assert first == ["a", "c", "c", "a", "c", "c"]
-
-
-def test_baselines_know_only_their_own_signal() -> None:
-    light = make_row("light", stats=make_stats(num_running=1, num_free_blocks=20))
-    roomy = make_row("roomy", stats=make_stats(num_running=5, num_free_blocks=90, num_waiting_tokens=9999))
-    for seed in range(5):
-        by_requests = place("least_requests", make_query(), Candidates.of([light, roomy]), WEIGHTS, Random(seed), 0)
-        by_blocks = place("most_free_blocks", make_query(), Candidates.of([light, roomy]), WEIGHTS, Random(seed), 0)
-        assert (by_requests.ranked[0], by_blocks.ranked[0]) == ("light", "roomy")

@@ -1,4 +1,8 @@
-"""Placement rules that know less, to compare with: the same filter and pick, a poorer score."""
+"""Placement rules by name: ours, and those of other systems with their published formulas and defaults.
+
+They share filter, ties and explanation, so that only the formula differs. The published rules know neither our barrier
+of free blocks nor what a prompt costs; where one reads text, it reads blocks here.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,32 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, Scores, rank
+from shoal_cluster.policies.candidates import Candidates, Floats, Ints
+from shoal_cluster.policies.memory import Recollection
+from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, Scores, is_eligible, rank
 from shoal_cluster.policies.routing import RouteWeights, route
 
-Routing = Literal["predicted_ttft", "round_robin", "least_requests", "most_free_blocks"]
+Routing = Literal[
+    "predicted_ttft",
+    "round_robin",
+    "power_of_two",
+    "least_requests",
+    "most_free_blocks",
+    "ray_prefix_affinity",
+    "sglang_cache_aware",
+    "llmd_precise",
+    "dynamo_linear",
+]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+USE_SENT_BLOCKS: frozenset[Routing] = frozenset({"ray_prefix_affinity", "sglang_cache_aware"})
+
+RAY_IMBALANCED_THRESHOLD = 10  # requests
+RAY_MATCH_RATE_THRESHOLD = 0.1
+SGLANG_BALANCE_ABS_THRESHOLD = 64  # requests
+SGLANG_BALANCE_REL_THRESHOLD = 1.5
+SGLANG_CACHE_THRESHOLD = 0.3
+LLMD_PREFIX_WEIGHT, LLMD_KV_WEIGHT, LLMD_QUEUE_WEIGHT = 2.0, 1.0, 1.0
+DYNAMO_OVERLAP_CREDIT, DYNAMO_PREFILL_LOAD_SCALE = 1.0, 1.0
 
 
 def place(
@@ -21,25 +45,113 @@ def place(
     candidates: Candidates,
     weights: RouteWeights,
     rng: Random,
-    turn: int,
+    memory: Recollection,
 ) -> RouteDecision:
-    """Decide by the rule of that name. ``turn`` counts the decisions before this one; only round robin uses it."""
+    """Decide by the rule of that name. ``weights`` are for ``predicted_ttft`` alone."""
     match routing:
         case "predicted_ttft":
             return route(query, candidates, weights, rng)
         case "round_robin":
-            return rank(query, candidates, rng, lambda _, c: Scores((np.arange(len(c)) - turn) % len(c)))
+            turns = (np.arange(len(candidates)) - memory.turn) % max(1, len(candidates))
+            return rank(query, candidates, rng, lambda _, c: Scores(turns))
+        case "power_of_two":
+            drawn = Scores(power_of_two(query, candidates, rng))
+            return rank(query, candidates, rng, lambda _, c: drawn)
         case "least_requests":
-            return rank(query, candidates, rng, least_requests)
+            return rank(query, candidates, rng, lambda _, c: Scores(num_requests(c)))
         case "most_free_blocks":
             return rank(query, candidates, rng, most_free_blocks)
+        case "ray_prefix_affinity":
+            scores = Scores(ray_prefix_affinity(query, candidates, memory, rng))
+            return rank(query, candidates, rng, lambda _, c: scores)
+        case "sglang_cache_aware":
+            return rank(query, candidates, rng, lambda q, c: Scores(sglang_cache_aware(q, c, memory)))
+        case "llmd_precise":
+            return rank(query, candidates, rng, llmd_precise)
+        case "dynamo_linear":
+            return rank(query, candidates, rng, dynamo_linear)
 
 
-def least_requests(query: RouteQuery, candidates: Candidates) -> Scores:
-    """Fewest requests running, waiting or on their way."""
-    return Scores(candidates.told["num_running"] + candidates.told["num_waiting"] + candidates.num_reserved)
+def num_requests(candidates: Candidates) -> Ints:
+    """Requests running, waiting or on their way [n]."""
+    count: Ints = candidates.told["num_running"] + candidates.told["num_waiting"] + candidates.num_reserved
+    return count
+
+
+def power_of_two(query: RouteQuery, candidates: Candidates, rng: Random) -> Ints:
+    """Of two replicas drawn at random the one with fewer requests: Ray Serve's default (Mitzenmacher, 2001)."""
+    places = np.flatnonzero(is_eligible(query, candidates)).tolist()
+    load = num_requests(candidates)
+    costs: Ints = load + 1 + load.max(initial=0)  # those not drawn come after the two
+    for place_ in rng.sample(places, min(2, len(places))):
+        costs[place_] = load[place_]
+    return costs
 
 
 def most_free_blocks(query: RouteQuery, candidates: Candidates) -> Scores:
     """Most blocks free and not promised."""
     return Scores(candidates.num_reserved_blocks - candidates.told["num_free_blocks"])
+
+
+def ray_prefix_affinity(query: RouteQuery, candidates: Candidates, memory: Recollection, rng: Random) -> Floats | Ints:
+    """Ray Serve LLM's ``PrefixCacheAffinityRouter`` (2.60): power of two when the longest queue is more than 10
+    requests over the shortest; else the longest match with what was sent before, if it is 10 % of the prompt; else the
+    smallest tree.
+    """
+    loads = num_requests(candidates)[is_eligible(query, candidates)]
+    if loads.size and loads.max() - loads.min() > RAY_IMBALANCED_THRESHOLD:
+        return power_of_two(query, candidates, rng)
+    return _match_or_smallest_tree(query, candidates, memory, RAY_MATCH_RATE_THRESHOLD)
+
+
+def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recollection) -> Floats | Ints:
+    """SGLang router's ``cache_aware`` with the defaults of its command: shortest queue when the longest is over the
+    shortest by more than 64 requests and by half; else the longest match with what was sent before, if it is 30 % of
+    the prompt; else the smallest tree.
+    """
+    load = num_requests(candidates)
+    loads = load[is_eligible(query, candidates)]
+    high, low = loads.max(initial=0), loads.min(initial=np.iinfo(np.int64).max)
+    if high - low > SGLANG_BALANCE_ABS_THRESHOLD and high > SGLANG_BALANCE_REL_THRESHOLD * low:
+        return load
+    return _match_or_smallest_tree(query, candidates, memory, SGLANG_CACHE_THRESHOLD)
+
+
+def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:
+    """llm-d's precise prefix scheduling: 2 x matched share of the prompt + 1 x (1 - KV usage) + 1 x (queue between the
+    longest, 0, and the shortest, 1), the weights of its precise-prefix configuration; highest wins.
+    """
+    told = candidates.told
+    prefix = candidates.num_matched_blocks / max(1, len(query.block_hashes))
+    kv = told["num_free_blocks"] / np.maximum(1, told["num_total_blocks"])
+    waiting = told["num_waiting"] + candidates.num_reserved
+    among = waiting[is_eligible(query, candidates)]
+    longest = among.max(initial=0)
+    spread = longest - among.min(initial=longest)
+    queue = (longest - waiting) / spread if spread else np.ones(len(candidates))
+    return Scores(-(LLMD_PREFIX_WEIGHT * prefix + LLMD_KV_WEIGHT * kv + LLMD_QUEUE_WEIGHT * queue))
+
+
+def dynamo_linear(query: RouteQuery, candidates: Candidates) -> Scores:
+    """Dynamo's KV router: prefill_load_scale x max(0, prefill blocks under way + the prompt's - credit x overlap) +
+    blocks that decode, all 1 by default, temperature 0; least wins.
+    """
+    told = candidates.told
+    active = told["num_waiting_tokens"] + candidates.num_reserved_tokens
+    raw = (active + query.num_prompt_tokens) / query.block_size
+    adjusted = np.maximum(0.0, raw - DYNAMO_OVERLAP_CREDIT * candidates.num_matched_blocks)
+    decode = told["num_total_blocks"] - told["num_free_blocks"] + candidates.num_reserved_blocks
+    return Scores(DYNAMO_PREFILL_LOAD_SCALE * adjusted + decode)
+
+
+def _match_or_smallest_tree(
+    query: RouteQuery, candidates: Candidates, memory: Recollection, threshold: float
+) -> Floats:
+    """Longest match if long enough, else the smallest tree; equals by load."""
+    load = num_requests(candidates)
+    shares = memory.num_sent_blocks / max(1, len(query.block_hashes))
+    eligible = is_eligible(query, candidates)
+    is_long = shares[eligible].max(initial=0.0) >= max(threshold, 1e-9)
+    first = -memory.num_sent_blocks if is_long else memory.num_remembered_blocks
+    costs: Floats = first + load / (1.0 + load.max(initial=0))
+    return costs

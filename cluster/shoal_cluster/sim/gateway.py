@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from random import Random
 
 from shoal_cluster.policies.admission import admit
-from shoal_cluster.policies.baselines import place
+from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.memory import RoutingMemory
 from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.sim.book import Book
@@ -36,7 +37,7 @@ class SimGateway:
         self._book = book
         self._replicas = replicas
         self._rng = rng
-        self._num_decisions = 0
+        self._memory = RoutingMemory()
 
     def take(self, request: SimRequest) -> None:
         """A request arrives here."""
@@ -66,11 +67,12 @@ class SimGateway:
 
     def _place(self, query: RouteQuery, candidates: Candidates) -> None:
         config = self._config
-        decision = place(config.routing, query, candidates, config.weights, self._rng, self._num_decisions)
-        self._num_decisions += 1
+        recalled = self._memory.recall(query, candidates)
+        decision = place(config.routing, query, candidates, config.weights, self._rng, recalled)
         self._book.num_decisions += 1
         for replica_id in decision.ranked:
             if self._send(query, replica_id, candidates.view(replica_id).num_matched_blocks):
+                self._memory.note(query, replica_id, with_blocks=config.routing in USE_SENT_BLOCKS)
                 return
         self._book.refuse(query.request_id, decision.reason if not decision.ranked else "every replica refused")
 

@@ -61,6 +61,11 @@ int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32
     return guarded([&] { decoder->copy_blocks(pairs, count); });
 }
 
+void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* values, int64_t* places) {
+    static const shoal::Kernels* kernels = shoal::find_kernels(nullptr);
+    for (int64_t i = 0; i < num_rows; ++i) kernels->row_maximum(rows + i * size, size, values + i, places + i);
+}
+
 const char* shoal_decoder_kernels(const ShoalDecoder* decoder) { return decoder->kernels_name(); }
 
 const char* shoal_supported_kernels(void) { return shoal::supported_kernels(); }

@@ -126,6 +126,8 @@ struct Kernels {
     void (*rms_norm)(Dtype, const float* x, const float* weight, float eps, void* out, int size);
     void (*rotary)(Dtype, const RotaryCall&, int token_begin, int token_end);
     void (*attention)(Dtype, const AttentionCall&, const AttentionUnit&);
+    // The largest of a row and its first place; NaN, at its first place, when there is one.
+    void (*row_maximum)(const float* row, int64_t size, float* value, int64_t* place);
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
 };
 

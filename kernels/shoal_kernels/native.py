@@ -109,6 +109,7 @@ def _load() -> ctypes.CDLL | None:
         ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
         ("shoal_decoder_forward", ctypes.c_int, [pointer, pointer]),
         ("shoal_decoder_copy_blocks", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
+        ("shoal_row_maxima", None, [pointer, ctypes.c_int64, ctypes.c_int64, pointer, pointer]),
         ("shoal_decoder_kernels", ctypes.c_char_p, [pointer]),
         ("shoal_supported_kernels", ctypes.c_char_p, []),
         ("shoal_error", ctypes.c_char_p, []),
@@ -143,6 +144,13 @@ def covers(shape: DecoderShape) -> bool:
 def supported_kernels() -> tuple[str, ...]:
     """Instruction sets that were built and that this machine runs, best first."""
     return tuple(_library().shoal_supported_kernels().decode().split(","))
+
+
+def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``ops.row_maxima`` of contiguous float32 rows."""
+    values, places = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
+    _library().shoal_row_maxima(x.data_ptr(), *x.shape, values.data_ptr(), places.data_ptr())
+    return values, places
 
 
 class NativeDecoder:

@@ -229,6 +229,11 @@ def _per_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return cast(Tensor, products[0])
 
 
+def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, places = x.max(dim=-1)
+    return values, places
+
+
 def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
     vocab_size = logits.shape[-1]
     ks = [min(k, vocab_size) if k > 0 else vocab_size for k in top_ks]

@@ -141,6 +141,14 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[in
     backend(key_cache.device.type).copy_blocks(key_cache, value_cache, pairs)
 
 
+def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest number of each row and the first place where it stands: float32 [T, N], N ≥ 1 → [T], int64 [T].
+
+    A row with NaN gives NaN and its first place.
+    """
+    return cast(tuple[Tensor, Tensor], backend(x.device.type).row_maxima(x))
+
+
 def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
     """-inf outside each row's top-k, then outside the smallest set that has probability top-p (Holtzman et al. 2020).
 

@@ -112,6 +112,11 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[in
             cache[destination] = before[source]
 
 
+def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, places = x.max(dim=-1)
+    return values, places
+
+
 def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
     out = torch.full(logits.shape, -torch.inf)
     for row, (top_k, top_p) in enumerate(zip(top_ks, top_ps, strict=True)):

@@ -200,3 +200,18 @@ def test_apply_experts(num_tokens: int, first: int, num_held: int, dtype: torch.
     chosen = ops.select_experts(randn(num_tokens, 8, dtype=dtype, seed=3), 2, True)
     actual = ops.apply_experts(x, gate_up, down, *chosen, first)
     close(actual, reference.apply_experts(x, gate_up, down, *chosen, first), dtype)
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 1000, 4096, 49152, 49155])
+def test_row_maxima(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(5, size, generator=generator)
+    x[1] = -torch.inf
+    x[2, [size // 2, size - 1]] = 9.0  # the first of equals
+    x[3, size - 1] = torch.inf
+    x[4, size // 3 :: 7] = torch.nan
+    values, places = ops.row_maxima(x)
+    expected_values, expected_places = reference.row_maxima(x)
+    torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
+    assert places.tolist() == expected_places.tolist()
+    assert places[2] == size // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 import uuid
@@ -80,6 +81,7 @@ class Gateway:
             config.scale_config(),
         )
         await self._open()
+        gc.freeze()  # modules and tokenizer stay; a full collection over them would hold up all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
         self._ledger.journal.note(EventKind.DEPLOYED, f"this gateway has started: {config.name} on {bounds}")
 

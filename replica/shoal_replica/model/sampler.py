@@ -84,7 +84,7 @@ class Sampler:
         """
         if not rows:
             return []
-        largest, likeliest = logits.max(dim=-1)
+        largest, likeliest = ops.row_maxima(logits)
         if not torch.isfinite(largest).all():
             raise FloatingPointError("the model's logits are not finite")
         logprobs = _Logprobs.of(logits, rows)

@@ -1,0 +1,50 @@
+// The largest number of a row: greedy sampling.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "simd.h"
+
+namespace shoal {
+namespace SHOAL_ISA {
+
+constexpr int kMaximumVectors = 4;  // enough to hide the latency of a comparison
+constexpr int64_t kMaximumChunk = 64 * kMaximumVectors * kLanes;
+
+// The largest of a chunk; NaN when it holds one.
+SHOAL_INLINE float chunk_maximum(const float* x, int64_t size) {
+    F32 top[kMaximumVectors];
+    I32 is_nan{};
+    for (F32& t : top) t = splat(-std::numeric_limits<float>::infinity());
+    int64_t i = 0;
+    for (; i + kMaximumVectors * kLanes <= size; i += kMaximumVectors * kLanes)
+        for (int v = 0; v < kMaximumVectors; ++v) {
+            const F32 loaded = load(x + i + v * kLanes);
+            top[v] = max(top[v], loaded);
+            is_nan |= loaded != loaded;
+        }
+    bool found_nan = horizontal_max(__builtin_convertvector(-is_nan, F32)) > 0.0f;
+    float largest = horizontal_max(max(max(top[0], top[1]), max(top[2], top[3])));
+    for (; i < size; ++i) {
+        largest = std::max(largest, x[i]);
+        found_nan |= x[i] != x[i];
+    }
+    return found_nan ? std::numeric_limits<float>::quiet_NaN() : largest;
+}
+
+void row_maximum(const float* row, int64_t size, float* value, int64_t* place) {
+    float largest = chunk_maximum(row, std::min(kMaximumChunk, size));
+    int64_t chunk = 0;
+    for (int64_t next = kMaximumChunk; next < size && largest == largest; next += kMaximumChunk) {
+        const float other = chunk_maximum(row + next, std::min(kMaximumChunk, size - next));
+        if (other <= largest) continue;  // larger, or NaN
+        largest = other;
+        chunk = next;
+    }
+    for (*place = chunk; largest == largest ? row[*place] != largest : row[*place] == row[*place];) ++*place;
+    *value = largest;
+}
+
+}  // namespace SHOAL_ISA
+}  // namespace shoal

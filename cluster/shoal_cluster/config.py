@@ -58,6 +58,11 @@ class ReplicaSettings(_Settings):
             policy=self.policy,
         )
 
+    @property
+    def devices(self) -> str:
+        """What computes, in words."""
+        return f"{self.device} × {self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
+
     def parallel_config(self) -> ParallelConfig:
         return ParallelConfig(device=self.device, num_threads=self.num_threads)
 

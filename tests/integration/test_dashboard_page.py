@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +16,16 @@ import pytest
 import pytest_asyncio
 import uvicorn
 from fixtures.fake_core import FakeCore
-from fixtures.fake_gateway import CLUSTER, STATS
+from fixtures.fake_gateway import ADMIN_KEY, CLUSTER, STATS, example_record
 
+from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.call import ClusterRow, ReplicaRow
 from shoal_cluster.serve.dashboard.broadcast import Broadcast
 from shoal_cluster.serve.dashboard.page import FOLDER, STATIC
-from shoal_cluster.serve.dashboard.update import MAX_UPDATE_BYTES, build_update, encode_update
+from shoal_cluster.serve.dashboard.roster import roster
+from shoal_cluster.serve.dashboard.state import DashboardState
+from shoal_cluster.serve.dashboard.update import MAX_UPDATE_BYTES, NUM_ROUTES
+from shoal_cluster.serve.deployment_watch import DeploymentRow, ServeReplica
 from shoal_cluster.serve.http_api import build_http_app
 
 DEADLINE_S = 10.0
@@ -132,7 +137,8 @@ async def test_an_update_says_what_the_core_says(http: httpx.AsyncClient, core: 
         r["replica_id"]: r
         for r in (dict(zip(update["replica_columns"], row, strict=True)) for row in update["replicas"])
     }
-    assert rows.keys() == {row.replica_id for row in cluster.replicas}
+    assert rows.keys() == {row.replica_id for row in cluster.replicas} | {"k2m9x4qz"}, "one that only Serve knows"
+    assert (rows["k2m9x4qz"]["state"], rows["k2m9x4qz"]["age_s"]) == ("draining", None)
     for row in cluster.replicas:
         assert row.stats is not None
         shown = rows[row.replica_id]
@@ -145,7 +151,16 @@ async def test_an_update_says_what_the_core_says(http: httpx.AsyncClient, core: 
             row.stats.num_total_blocks,
         ]
         assert shown["num_running"] == row.stats.num_running
-    records = core.recent_routes(10)
+    latency = cluster.latency
+    assert latency is not None
+    exact = [latency.ttft.p50_s, latency.ttft.p95_s, latency.ttft.p99_s]
+    assert update["latency"]["ttft_s"] == pytest.approx(exact, abs=1e-5)
+    assert update["latency"]["attainment"] == pytest.approx(latency.attainment, abs=1e-4)
+    scaling = core.scaling()
+    assert update["scaling"]["num_wanted"] == scaling.current.num_after
+    assert [m["seq"] for m in update["scaling"]["marks"]] == [r.seq for r in scaling.records[-2:]]
+    assert [e["seq"] for e in update["events"]] == [e.seq for e in core.events(6)]
+    records = core.recent_routes(8)
     assert [r["request_id"] for r in update["routes"]] == [r.query.request_id for r in records]
     assert [r["replica_id"] for r in update["routes"]] == [r.decision.ranked[0] for r in records]
 
@@ -192,7 +207,7 @@ async def test_history_is_columns_of_equal_length(http: httpx.AsyncClient) -> No
                 break
             await asyncio.sleep(0.05)
     assert {len(column) for column in columns.values()} == {len(columns["time_s"])}
-    assert columns["num_replicas"][0] == 4
+    assert columns["num_ready"][-1] == 4
 
 
 async def test_a_full_record_has_every_candidate_and_term(http: httpx.AsyncClient, core: CountedCore) -> None:
@@ -212,20 +227,90 @@ async def test_an_unknown_request_is_not_found(http: httpx.AsyncClient) -> None:
     assert "'never'" in answer.json()["error"]["message"]
 
 
-def test_a_large_cluster_is_cut_to_size_with_those_in_trouble_first() -> None:
-    rows = [
-        ReplicaRow(replica_id=f"replica-{i:04}", node_id="n" * 56, stats=STATS, age_s=0.1, connected=i != 500)
-        for i in range(1000)
+async def test_a_decision_has_all_that_it_weighed(http: httpx.AsyncClient, core: CountedCore) -> None:
+    marks = (await http.get("/dashboard/decisions")).json()
+    records = core.scaling().records
+    assert [m["seq"] for m in marks] == [r.seq for r in records]
+    body = (await http.get(f"/dashboard/decisions/{records[0].seq}")).json()
+    assert (body["num_before"], body["num_after"]) == (records[0].num_before, records[0].num_after)
+    assert (body["reason"], body["terms"]) == (records[0].reason, dict(records[0].terms))
+    assert (await http.get("/dashboard/decisions/9999")).status_code == 404
+
+
+async def test_all_kept_events_can_be_had(http: httpx.AsyncClient, core: CountedCore) -> None:
+    events = (await http.get("/dashboard/events")).json()
+    assert [e["seq"] for e in events] == [e.seq for e in core.events(500)]
+    assert events[0]["kind"] == "deployed"
+
+
+async def test_a_block_map_has_a_cell_a_block(http: httpx.AsyncClient, core: CountedCore) -> None:
+    replica_id = core.cluster().replicas[0].replica_id
+    told = (await http.get(f"/dashboard/replicas/{replica_id}/blocks")).json()
+    assert told["num_blocks"] == len(base64.b64decode(told["cells"])) == 2048
+    assert (await http.get("/dashboard/replicas/never/blocks")).status_code == 404
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": ADMIN_KEY}])
+async def test_nothing_changes_without_the_key(
+    http: httpx.AsyncClient, core: CountedCore, headers: dict[str, str]
+) -> None:
+    replica_id = core.cluster().replicas[0].replica_id
+    answers = [
+        await http.get("/dashboard/controls", headers=headers),
+        await http.post("/dashboard/controls/tune", headers=headers, json={"changes": {"max_replicas": 9}}),
+        await http.post(f"/dashboard/controls/drain/{replica_id}", headers=headers),
     ]
-    cluster: ClusterRow = replace(CLUSTER, replicas=tuple(rows))
-    update = build_update(cluster, FakeCore().recent_routes(10), None, None, 1.0)
-    body = encode_update(update)
+    assert [answer.status_code for answer in answers] == [403, 403, 403]
+    assert (core.changes, core.drained) == ({}, set())
+
+
+async def test_settings_change_in_place_within_their_limits(http: httpx.AsyncClient, core: CountedCore) -> None:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    limits = (await http.get("/dashboard/controls", headers=headers)).json()["limits"]
+    assert limits["max_replicas"][0] == 1
+    told = await http.post("/dashboard/controls/tune", headers=headers, json={"changes": {"max_replicas": 9}})
+    assert told.json()["settings"]["max_replicas"] == 9
+    assert told.json()["tuned"] == ["max_replicas"]
+    update = (await http.get("/dashboard/data")).json()
+    assert (update["scaling"]["settings"]["max_replicas"], update["scaling"]["tuned"]) == (9, ["max_replicas"])
+    bad = await http.post("/dashboard/controls/tune", headers=headers, json={"changes": {"target_utilization": 7}})
+    assert bad.status_code == 400
+    assert "target_utilization" in bad.json()["error"]["message"]
+    back = await http.post("/dashboard/controls/tune", headers=headers, json={"changes": {}, "reset": True})
+    assert back.json()["tuned"] == []
+
+
+async def test_a_replica_is_drained(http: httpx.AsyncClient, core: CountedCore) -> None:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    replica_id = core.cluster().replicas[0].replica_id
+    assert (await http.post(f"/dashboard/controls/drain/{replica_id}", headers=headers)).status_code == 200
+    assert core.drained == {replica_id}
+    assert (await http.post("/dashboard/controls/drain/never", headers=headers)).status_code == 404
+
+
+class LargeCore(FakeCore):
+    def cluster(self) -> ClusterRow:
+        rows = [
+            ReplicaRow(replica_id=f"replica-{i:04}", node_id="n" * 56, stats=STATS, age_s=0.1, connected=i != 500)
+            for i in range(1000)
+        ]
+        return replace(CLUSTER, replicas=tuple(rows))
+
+    def deployment(self) -> None:
+        return None
+
+    def recent_routes(self, limit: int) -> Sequence[RouteRecord]:
+        return [example_record()] * min(limit, 10)
+
+
+def test_a_large_cluster_is_cut_to_size_with_those_in_trouble_first() -> None:
+    body = DashboardState(LargeCore()).update()
     told = json.loads(body)
     assert len(body) <= MAX_UPDATE_BYTES
     assert told["replicas"][0][:2] == ["replica-0500", "not connected"]
     assert len(told["replicas"]) + told["num_replicas_left_out"] == 1000
     assert len(told["replicas"]) > 20
-    assert len(told["routes"]) == 10
+    assert len(told["routes"]) == NUM_ROUTES
     assert told["blocks"]["total"] == 100 * 1000, "sums are over all replicas"
 
 
@@ -236,10 +321,21 @@ def test_states_are_told_apart() -> None:
         ReplicaRow(replica_id="c", stats=STATS),
         ReplicaRow(replica_id="d", connected=True),
     )
-    update = build_update(replace(CLUSTER, replicas=rows), (), None, None, 1.0)
-    states = {replica.replica_id: replica.state for replica in update.replicas}
-    assert states == {"a": "ready", "b": "draining", "c": "not connected", "d": "silent"}
-    assert update.replicas[-1].replica_id == "a"
+    serve = [
+        ServeReplica(replica_id=i, state=state, node_id="n", started_s=7.0)
+        for i, state in (("a", "RUNNING"), ("e", "STARTING"), ("f", "STOPPING"), ("g", "RUNNING"))
+    ]
+    row = DeploymentRow(num_wanted=3, status="HEALTHY", message="", deployed_s=1.0, replicas=tuple(serve))
+    cards = roster(rows, row)
+    assert [(card.row.replica_id, card.state.value) for card in cards] == [
+        ("c", "not connected"),
+        ("d", "silent"),
+        ("b", "draining"),
+        ("f", "draining"),
+        ("e", "starting"),
+        ("a", "ready"),
+    ]
+    assert [card.started_s for card in cards] == [None, None, None, 7.0, 7.0, 7.0]
 
 
 async def test_a_failed_producer_tells_every_viewer_and_starts_again() -> None:

@@ -10,6 +10,9 @@ import pytest
 from shoal_cluster.serve.call import ClusterRow, ReplicaRow
 from shoal_cluster.serve.dashboard.history import BUCKET_S, COARSE_S, FINE_S, History, Sample
 from shoal_cluster.serve.dashboard.meter import WINDOW_S, Meter
+from shoal_cluster.serve.dashboard.recall import recalled
+from shoal_cluster.serve.dashboard.roster import roster
+from shoal_cluster.serve.replica_past import PastSample
 from shoal_replica.stats import ReplicaStats
 
 START_S = 1_700_000_000.0
@@ -28,15 +31,15 @@ STATS = ReplicaStats(
 )
 
 
-def sample(time_s: float, tokens_per_s: float = 0.0, utilization: float = 0.0, num_connected: float = 2) -> Sample:
+def sample(time_s: float, tokens_per_s: float = 0.0, utilization: float = 0.0, num_ready: float = 2) -> Sample:
     return Sample(
         time_s=time_s,
         requests_per_s=1.0,
         tokens_per_s=tokens_per_s,
         utilization=utilization,
         waiting_tokens=0.0,
-        num_replicas=2.0,
-        num_connected=num_connected,
+        num_wanted=2.0,
+        num_ready=num_ready,
     )
 
 
@@ -67,9 +70,9 @@ def test_older_samples_become_means_and_peaks_of_twenty_seconds() -> None:
 def test_a_lost_replica_is_not_averaged_away() -> None:
     history = History()
     for i in range(int(FINE_S) + 60):
-        history.add(sample(START_S + i, num_connected=1 if i == 25 else 2))
-    assert min(s.num_connected for s in history.since(0)) == 1
-    assert sum(s.num_connected == 1 for s in history.since(0)) == 1
+        history.add(sample(START_S + i, num_ready=1 if i == 25 else 2))
+    assert min(s.num_ready for s in history.since(0)) == 1
+    assert sum(s.num_ready == 1 for s in history.since(0)) == 1
 
 
 def test_the_store_is_bounded_over_a_day() -> None:
@@ -88,6 +91,49 @@ def test_a_clock_set_back_adds_nothing() -> None:
     assert [s.time_s for s in history.since(0)] == [START_S + i for i in range(10)]
 
 
+def test_what_was_not_known_does_not_count_when_samples_merge() -> None:
+    history = History()
+    for i in range(int(FINE_S) + 60):
+        history.add(replace_sample(START_S + i, ttft_p95_s=3.0 if i == 23 else None))
+    older = [s for s in history.since(0) if s.time_s <= START_S + 59]
+    assert [s.ttft_p95_s for s in older] == [None, 3.0, None]
+    assert {s.attainment for s in older} == {None}
+
+
+def replace_sample(time_s: float, ttft_p95_s: float | None) -> Sample:
+    return Sample(time_s=time_s, ttft_p95_s=ttft_p95_s)
+
+
+def test_what_the_replicas_remember_comes_before_the_first_sample() -> None:
+    begin_s = START_S // BUCKET_S * BUCKET_S
+    history = filled(30)
+    pasts = [[past(begin_s + BUCKET_S * n, 50) for n in range(-100, 5)], [past(begin_s - BUCKET_S, 10)]]
+    for told in (pasts[:1], pasts, pasts):  # replicas answer one after the other
+        history.recall(recalled(told))
+    kept = history.since(0)
+    assert [s.time_s for s in kept] == sorted({s.time_s for s in kept})
+    assert [s.tokens_per_s for s in kept[:100]] == [4.0] * 99 + [8.0]
+    assert (kept[99].num_ready, kept[99].utilization, kept[99].ttft_p50_s) == (2, 0.3, None)
+    assert [s.time_s for s in kept[-30:]] == [START_S + i for i in range(30)]
+
+
+def test_what_is_remembered_is_bounded_too() -> None:
+    history = History()
+    history.recall(recalled([[past(START_S + BUCKET_S * n, 50) for n in range(5000)]]))
+    assert len(history) == COARSE_S / BUCKET_S
+
+
+def past(time_s: float, num_allocated_blocks: int) -> PastSample:
+    return PastSample(
+        time_s=time_s,
+        tokens_per_s=4.0,
+        num_allocated_blocks=num_allocated_blocks,
+        num_total_blocks=100,
+        num_waiting=1,
+        num_waiting_tokens=7,
+    )
+
+
 def test_an_empty_history_has_no_samples() -> None:
     assert History().latest is None
     assert History().since(0) == []
@@ -101,25 +147,33 @@ def cluster(num_requests: int, **tokens: int) -> ClusterRow:
     return ClusterRow(model="m", replicas=(*rows, ReplicaRow(replica_id="silent")), num_requests=num_requests)
 
 
+def observe(meter: Meter, seen: ClusterRow, now: float, time_s: float) -> Sample | None:
+    return meter.observe(seen, roster(seen.replicas, None), 3, now, time_s)
+
+
 def test_the_first_look_has_no_rates() -> None:
     meter = Meter()
     assert meter.rates() is None
-    assert meter.observe(cluster(5, a=100), 10.0, START_S) is None
+    assert observe(meter, cluster(5, a=100), 10.0, START_S) is None
     assert meter.rates() is None
 
 
 def test_rates_are_differences_over_time() -> None:
     meter = Meter()
-    meter.observe(cluster(5, a=100, b=7), 10.0, START_S)
-    seen = meter.observe(cluster(9, a=150, b=7), 12.0, START_S + 2)
+    observe(meter, cluster(5, a=100, b=7), 10.0, START_S)
+    seen = observe(meter, cluster(9, a=150, b=7), 12.0, START_S + 2)
     assert seen == Sample(
         time_s=START_S + 2,
         requests_per_s=2.0,
         tokens_per_s=25.0,
         utilization=0.25,
+        hit_rate=None,
+        num_waiting=2,
         waiting_tokens=14,
-        num_replicas=3,
-        num_connected=2,
+        num_wanted=3,
+        num_ready=2,
+        num_starting=0,
+        num_draining=0,
     )
     rates = meter.rates()
     assert rates is not None
@@ -128,8 +182,8 @@ def test_rates_are_differences_over_time() -> None:
 
 def test_replicas_that_come_and_go_make_no_spikes() -> None:
     meter = Meter()
-    meter.observe(cluster(0, a=1_000_000), 0.0, START_S)
-    seen = meter.observe(cluster(0, b=1_000_000), 1.0, START_S + 1)
+    observe(meter, cluster(0, a=1_000_000), 0.0, START_S)
+    seen = observe(meter, cluster(0, b=1_000_000), 1.0, START_S + 1)
     assert seen is not None
     assert seen.tokens_per_s == 0.0
 
@@ -137,7 +191,19 @@ def test_replicas_that_come_and_go_make_no_spikes() -> None:
 def test_rates_forget_what_is_older_than_the_window() -> None:
     meter = Meter()
     for second in range(100):
-        meter.observe(cluster(second if second < 50 else 50, a=0), float(second), START_S + second)
+        observe(meter, cluster(second if second < 50 else 50, a=0), float(second), START_S + second)
     rates = meter.rates()
     assert rates is not None
     assert rates.requests_per_s == 0.0, f"nothing came for longer than {WINDOW_S} s"
+
+
+def test_the_hit_rate_is_that_of_the_last_minute() -> None:
+    meter = Meter()
+    for second in range(200):
+        warm = second >= 100
+        stats = replace(STATS, num_prompt_tokens=100 * second, num_cached_tokens=75 * (second - 100) if warm else 0)
+        row = ReplicaRow(replica_id="a", stats=stats, connected=True)
+        observe(meter, ClusterRow(model="m", replicas=(row,)), float(second), START_S + second)
+        if second == 50:
+            assert meter.hit_rate() == 0.0
+    assert meter.hit_rate() == 0.75

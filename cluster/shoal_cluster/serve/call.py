@@ -102,7 +102,9 @@ class ReplicaRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRow:
-    """The cluster's sums, beside its replicas. ``latency`` is what this gateway's clients had lately."""
+    """The cluster's sums, beside its replicas. ``latency`` is what this gateway's clients had lately; ``devices`` are
+    those of each replica.
+    """
 
     model: str
     replicas: tuple[ReplicaRow, ...]
@@ -113,6 +115,7 @@ class ClusterRow:
     num_resumes: int = 0
     recent_ttft_s: tuple[float, ...] = field(default=())
     latency: LatencySummary | None = None
+    devices: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +191,10 @@ class GatewayCore(Protocol):
 
     def check_admin(self, key: str | None) -> None:
         """Raise PermissionDenied unless ``key`` is the admin key."""
+        ...
+
+    async def drain(self, replica_id: str) -> None:
+        """Let a replica finish what it runs and be replaced. Raises as ``block_map`` does."""
         ...
 
     def is_ready(self) -> bool:

@@ -24,7 +24,7 @@ from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow
 from shoal_cluster.serve.call_times import CallTimes
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
-from shoal_cluster.serve.feed_messages import BLOCKS, PAST
+from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
@@ -220,6 +220,7 @@ class Gateway:
             num_resumes=self._num_resumes,
             recent_ttft_s=tuple(self._recent_ttft_s),
             latency=self._latency.summary(time.monotonic()),
+            devices=self._config.replica.devices,
         )
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -257,6 +258,10 @@ class Gateway:
     def check_admin(self, key: str | None) -> None:
         secret = self._settings.admin_key
         check_admin_key(None if secret is None else secret.get_secret_value(), key)
+
+    async def drain(self, replica_id: str) -> None:
+        await self._ledger.ask(replica_id, DRAIN)
+        self._ledger.journal.note(EventKind.DRAINING, "an administrator has asked for it", replica_id=replica_id)
 
     def is_ready(self) -> bool:
         return any(view.connected for view in self._ledger.view.replicas_for((), time.monotonic()))

@@ -14,13 +14,14 @@ from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_map import encode_block_map
 from shoal_cluster.serve.feed import FeedServer
-from shoal_cluster.serve.feed_messages import BLOCKS, PAST
+from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
 from shoal_cluster.serve.outcome import Outcome, run_to_end
 from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.request_router import FEED_KEY
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine
+from shoal_replica.errors import Unavailable
 from shoal_replica.request import Request
 
 
@@ -49,11 +50,14 @@ class ReplicaServer:
         self._engine = Engine(build_scheduler(resolved), executor)
         self._engine.start()
         past = ReplicaPast(self._engine)
+        self._drain_timeout_s = settings.drain_timeout_s
+        self._drain: asyncio.Task[bool] | None = None
         self._feed = FeedServer(
             self._engine,
             answers={
                 BLOCKS: lambda: encode_block_map(self._engine.block_heat()),
                 PAST: past.encoded,
+                DRAIN: self._begin_drain,
             },
         )
         host = ray.util.get_node_ip_address() if settings.feed_host == "node" else settings.feed_host
@@ -81,6 +85,14 @@ class ReplicaServer:
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         self._engine.check_health()
+        if self._drain is not None and self._drain.done():
+            raise Unavailable("drained as an administrator has asked; another replica takes its place")
+
+    def _begin_drain(self) -> bytes:
+        if self._drain is None:
+            drain = self._engine.drain(self._drain_timeout_s)
+            self._drain = asyncio.get_running_loop().create_task(drain, name="shoal-drain")
+        return b"draining"
 
     async def __del__(self) -> None:
         """Serve awaits this after its own drain."""

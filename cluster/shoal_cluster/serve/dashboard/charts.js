@@ -1,39 +1,77 @@
-// Timelines: four small charts over one time axis, with one cursor. uPlot draws; arrow keys move the cursor too.
+// Timelines over one time axis, with one cursor. uPlot draws; arrow keys move the cursor too.
 
-import { colour, compact, count, element, rate, setText, share, timeOfDay } from "./format.js";
+import { attained, colour, compact, count, duration, element, limit, rate, setText, share, timeOfDay } from "./format.js";
 
 const GAP_S = 45; // more than two coarse samples apart: nobody looked in between
+const AXIS_FONT = "11px system-ui, sans-serif";
 
-const CHARTS = [
-  { title: "Tokens per second", series: [{ key: "tokens_per_s", stroke: "--allocated" }], format: rate, axis: compact },
-  { title: "Blocks in use", series: [{ key: "utilization", stroke: "--allocated" }], format: share, axis: share, max: 1 },
-  { title: "Waiting tokens", series: [{ key: "waiting_tokens", stroke: "--reserved" }], format: compact, axis: compact },
+const stacked = (...keys) => (sample) =>
+  sample[keys[0]] == null ? null : keys.reduce((sum, key) => sum + (sample[key] ?? 0), 0);
+
+// A series is drawn from a field or a function of the sample. `of` names a series in the reading.
+const LOAD = {
+  title: "Blocks in use and tokens waiting",
+  top: 1,
+  axis: share,
+  right: { axis: compact },
+  series: [
+    { of: "in use", key: "utilization", stroke: "--running", fill: true, format: share },
+    { of: "waiting", key: "waiting_tokens", stroke: "--reserved", scale: "right", format: compact },
+  ],
+};
+const REPLICAS = {
+  title: "Replicas",
+  axis: count,
+  whole: true,
+  // What lies between two stacked series has the upper one's colour.
+  bands: [
+    { series: [1, 2], fill: "--muted-wash" },
+    { series: [2, 3], fill: "--reserved-wash" },
+  ],
+  series: [
+    { of: "draining", key: "num_draining", value: stacked("num_ready", "num_starting", "num_draining"), stroke: "--muted", stepped: true, format: count, quiet: true },
+    { of: "starting", key: "num_starting", value: stacked("num_ready", "num_starting"), stroke: "--reserved", stepped: true, format: count, quiet: true },
+    { of: "ready", key: "num_ready", stroke: "--running", fill: true, stepped: true, format: count },
+    { of: "wanted", key: "num_wanted", stroke: "--ink", dash: [4, 3], stepped: true, format: count },
+  ],
+};
+const line = (of, key, format, stroke = "--running", fill = false) => ({ of, key, format, stroke, fill });
+const SERVICE = [
+  { title: "Tokens/s", axis: compact, series: [line("", "tokens_per_s", rate, "--running", true)] },
+  { title: "Requests/s", axis: compact, series: [line("", "requests_per_s", rate, "--running", true)] },
   {
-    title: "Replicas connected",
-    series: [
-      { key: "num_replicas", stroke: "--muted", dash: [4, 4], stepped: true, bare: true },
-      { key: "num_connected", stroke: "--allocated", stepped: true },
-    ],
-    format: count,
-    axis: count,
-    whole: true,
-    of: true,
+    title: "Time to first token",
+    axis: limit,
+    series: [line("p95", "ttft_p95_s", duration, "--reserved"), line("p50", "ttft_p50_s", duration, "--running", true)],
   },
+  {
+    title: "Between tokens",
+    axis: limit,
+    series: [line("p95", "inter_token_p95_s", duration, "--reserved"), line("p50", "inter_token_p50_s", duration, "--running", true)],
+  },
+  { title: "Hit rate", top: 1, axis: share, series: [line("", "hit_rate", share, "--running", true)] },
+  { title: "Within objective", top: 1, axis: share, series: [line("", "attainment", attained, "--running", true)] },
 ];
 
 export class Timelines {
-  constructor(root, ranges) {
+  constructor(scalingRoot, serviceRoot, marks, onDraw) {
     this.samples = [];
     this.range = 600;
-    this.charts = CHARTS.map((spec) => new Chart(spec, root, this));
-    ranges.addEventListener("click", (event) => {
-      const button = event.target.closest("button");
-      if (!button) return;
-      for (const other of ranges.children) other.setAttribute("aria-pressed", String(other === button));
-      this.range = Number(button.dataset.seconds);
-      this.draw();
-    });
+    this.marks = marks;
+    this.onDraw = onDraw;
+    this.charts = [
+      new Chart(LOAD, scalingRoot, this, "tall"),
+      new Chart(REPLICAS, scalingRoot, this, "tall"),
+      ...SERVICE.map((spec) => new Chart(spec, serviceRoot, this, "")),
+    ];
+    marks.attach(this.charts[1].figure, this.charts[1].canvas, this);
     document.addEventListener("shoal-theme", () => this.charts.forEach((chart) => chart.rebuild()));
+    document.addEventListener("visibilitychange", () => document.hidden || this.draw());
+  }
+
+  show(range) {
+    this.range = range;
+    this.draw();
   }
 
   // The past, as the gateway kept it. What came meanwhile is kept.
@@ -49,76 +87,92 @@ export class Timelines {
   add(sample) {
     if (!sample || sample.time_s <= (this.samples.at(-1)?.time_s ?? 0)) return;
     this.samples.push(sample);
-    while (this.samples[0].time_s < sample.time_s - 6 * 3600) this.samples.shift();
     this.draw();
   }
 
   draw() {
+    if (document.hidden) return;
     const end = this.samples.at(-1)?.time_s ?? Date.now() / 1000;
     this.window = [end - this.range, end];
     const shown = this.samples.filter((sample) => sample.time_s >= this.window[0]);
     for (const chart of this.charts) chart.draw(shown);
+    this.marks.place();
+    this.onDraw(this.samples);
   }
 }
 
 class Chart {
-  constructor(spec, root, timelines) {
+  constructor(spec, root, timelines, kind) {
     this.spec = spec;
     this.timelines = timelines;
-    this.value = element("output");
-    this.value.setAttribute("aria-live", "off");
+    this.values = spec.series.map((series) => {
+      const key = element("i");
+      key.style.setProperty("--key", `var(${series.stroke})`);
+      if (series.dash) key.className = "dashed";
+      const value = element("b");
+      return { item: element("span", "", key, series.of ? `${series.of} ` : "", value), value };
+    });
+    this.when = element("time");
+    this.output = element("output", "", ...[...this.values].reverse().map(({ item }) => item), this.when);
+    this.output.setAttribute("aria-live", "off");
     this.canvas = element("div", "plot");
-    const caption = element("figcaption", "", element("span", "", spec.title), this.value);
-    this.figure = element("figure", "", caption, this.canvas);
+    const caption = element("figcaption", "", element("span", "title", spec.title), this.output);
+    this.figure = element("figure", kind, caption, this.canvas);
     this.figure.tabIndex = 0;
     this.figure.setAttribute("role", "group");
     this.figure.setAttribute("aria-label", `${spec.title} over time. Left and right arrows read single moments.`);
     this.figure.addEventListener("keydown", (event) => this.onKey(event));
-    this.figure.addEventListener("focus", () => this.value.setAttribute("aria-live", "polite"));
+    this.figure.addEventListener("focus", () => this.output.setAttribute("aria-live", "polite"));
     this.figure.addEventListener("blur", () => this.point(null));
     root.append(this.figure);
     this.data = [[], ...spec.series.map(() => [])];
+    this.rows = [];
     this.rebuild();
-    new ResizeObserver(() => this.plot.setSize(this.size())).observe(this.canvas);
+    new ResizeObserver(() => this.resize()).observe(this.canvas);
   }
 
   rebuild() {
     this.plot?.destroy();
     const { spec } = this;
-    const [muted, line] = [colour("--muted"), colour("--line")];
-    const axis = { stroke: muted, font: "11px system-ui, sans-serif", ticks: { show: false } };
-    const series = spec.series.map(({ stroke, dash, stepped, bare }) => ({
+    const [muted, grid, mark] = ["--muted", "--line", "--mark"].map(colour);
+    const axis = { stroke: muted, font: AXIS_FONT, ticks: { show: false } };
+    const series = spec.series.map(({ stroke, fill, dash, stepped, scale }) => ({
+      scale: scale ?? "y",
       stroke: colour(stroke),
-      fill: bare ? undefined : colour(`${stroke}-wash`),
+      fill: fill ? colour(`${stroke}-wash`) : undefined,
       width: 1.5,
       dash,
       points: { show: false },
       paths: stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
     }));
+    const y = { ...axis, size: 48, gap: 4, space: 28, incrs: spec.whole ? [1, 2, 5, 10, 20, 50, 100] : undefined };
+    const axes = [
+      { ...axis, grid: { show: false }, size: 20, space: 70, values: (_, at) => at.map((s) => timeOfDay(s).slice(0, 5)) },
+      { ...y, grid: { stroke: grid, width: 1 }, values: (_, at) => at.map(spec.axis) },
+    ];
+    const scales = {
+      x: { time: true, range: () => this.timelines.window ?? [0, 1] },
+      y: { range: (_, __, max) => [0, spec.top ?? (spec.whole ? Math.max(2, (max ?? 0) + 1) : nice(max ?? 0))] },
+    };
+    if (spec.right) {
+      axes.push({ ...y, side: 1, scale: "right", grid: { show: false }, values: (_, at) => at.map(spec.right.axis) });
+      scales.right = { range: (_, __, max) => [0, Math.max(10, nice(max ?? 0))] };
+    } else if (this.figure.classList.contains("tall")) {
+      axes.push({ ...y, side: 1, scale: "y", grid: { show: false }, values: (_, at) => at.map(() => "") });
+    }
+    const hooks = { setCursor: [(plot) => this.read(plot.cursor.idx)] };
+    if (this.figure.classList.contains("tall")) hooks.draw = [(plot) => this.drawMarks(plot, mark)];
     this.plot = new uPlot(
       {
         ...this.size(),
-        padding: [8, 4, 0, 0],
+        padding: [8, 6, 0, 0],
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, sync: { key: "shoal" }, points: { size: 6 } },
-        scales: {
-          x: { time: true, range: () => this.timelines.window ?? [0, 1] },
-          y: { range: (_, __, max) => [0, spec.max ?? nice(max ?? 0)] },
-        },
-        axes: [
-          { ...axis, grid: { show: false }, size: 22, space: 70, values: (_, at) => at.map((s) => timeOfDay(s).slice(0, 5)) },
-          {
-            ...axis,
-            grid: { stroke: line, width: 1 },
-            size: 42,
-            gap: 4,
-            space: 30,
-            incrs: spec.whole ? [1, 2, 5, 10, 20, 50, 100] : undefined,
-            values: (_, at) => at.map(spec.axis),
-          },
-        ],
+        scales,
+        axes,
         series: [{}, ...series],
-        hooks: { setCursor: [(plot) => this.read(plot.cursor.idx)] },
+        bands: spec.bands?.map((band) => ({ ...band, fill: colour(band.fill) })),
+        hooks,
       },
       this.data,
       this.canvas,
@@ -127,22 +181,47 @@ class Chart {
 
   // As the style sheet says.
   size() {
-    return { width: Math.max(this.canvas.clientWidth, 100), height: Math.max(this.canvas.clientHeight, 100) };
+    return { width: Math.max(this.canvas.clientWidth, 100), height: Math.max(this.canvas.clientHeight, 60) };
+  }
+
+  resize() {
+    this.plot.setSize(this.size());
+    this.timelines.marks.place();
+  }
+
+  // A hair line for each decision, through both charts.
+  drawMarks(plot, stroke) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.strokeStyle = stroke;
+    ctx.setLineDash([2, 3]);
+    for (const { time_s } of this.timelines.marks.within(this.timelines.window)) {
+      const x = Math.round(plot.valToPos(time_s, "x", true));
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
   }
 
   draw(samples) {
     const times = [];
     const columns = this.spec.series.map(() => []);
+    const rows = [];
     let last = null;
     for (const sample of samples) {
       if (last !== null && sample.time_s - last > GAP_S) {
         times.push(last + 1);
+        rows.push(null);
         for (const column of columns) column.push(null);
       }
       last = sample.time_s;
       times.push(last);
-      this.spec.series.forEach(({ key }, i) => columns[i].push(sample[key]));
+      rows.push(sample);
+      this.spec.series.forEach(({ key, value }, i) => columns[i].push(value ? value(sample) : sample[key]));
     }
+    this.rows = rows;
     this.data = [times, ...columns];
     this.plot.setData(this.data);
     this.read(this.plot.cursor.left >= 0 ? this.plot.cursor.idx : null);
@@ -150,26 +229,29 @@ class Chart {
 
   // The values at one moment, or the latest.
   read(index) {
-    const at = index ?? this.data[0].length - 1;
-    const [main, other] = [this.data.at(-1)[at], this.spec.of ? this.data[1][at] : null];
-    const value = main == null ? "–" : this.spec.format(main) + (other == null ? "" : ` of ${this.spec.format(other)}`);
-    setText(this.value, index == null || main == null ? value : `${timeOfDay(this.data[0][at])}   ${value}`);
+    const row = this.rows[index ?? this.rows.length - 1];
+    this.spec.series.forEach(({ key, format, quiet }, i) => {
+      setText(this.values[i].value, format(row?.[key]));
+      this.values[i].item.hidden = Boolean(quiet && !row?.[key]);
+    });
+    setText(this.when, index == null || !row ? "" : timeOfDay(row.time_s));
   }
 
   onKey(event) {
-    const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -30, PageDown: 30, Home: -Infinity, End: Infinity }[event.key];
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.target !== this.figure || !this.rows.length) return;
     if (event.key === "Escape") this.point(null);
-    if (step === undefined || !this.data[0].length) return;
+    if (!step) return;
     event.preventDefault();
-    const last = this.data[0].length - 1;
-    const from = this.plot.cursor.left >= 0 ? (this.plot.cursor.idx ?? last) : last;
-    this.point(Math.min(last, Math.max(0, from + step)));
+    this.output.setAttribute("aria-live", "polite");
+    const from = this.plot.cursor.left >= 0 ? this.plot.cursor.idx : this.rows.length - (step < 0 ? 0 : 1);
+    this.point(Math.max(0, Math.min(this.rows.length - 1, from + step)));
   }
 
   point(index) {
     const left = index == null ? -10 : this.plot.valToPos(this.data[0][index], "x");
     this.plot.setCursor({ left, top: index == null ? -10 : 1 });
-    if (index == null) this.value.setAttribute("aria-live", "off");
+    if (index == null) this.output.setAttribute("aria-live", "off");
   }
 }
 

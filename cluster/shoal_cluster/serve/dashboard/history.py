@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 import msgspec
@@ -15,33 +15,53 @@ SAMPLE_PERIOD_S = 1.0
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster at one moment.
+    """The cluster at one moment. None is what is not known, or what had nothing to be measured by.
 
     Attributes:
         time_s: Unix time.
         requests_per_s, tokens_per_s: over the last second.
+        ttft_*_s, inter_token_*_s, attainment: of the latency window, as clients of this gateway had it.
+        hit_rate: share of prompt tokens found in a prefix cache, over the meter's window.
         utilization: share of all blocks that running sequences hold, in [0, 1].
-        waiting_tokens: prompt tokens that no step has computed yet.
-        num_replicas, num_connected: replicas that Serve runs, and those of them whose feed is open.
+        num_waiting, waiting_tokens: sequences that wait; prompt tokens that no step has computed yet.
+        num_wanted, num_ready, num_starting, num_draining: replicas by state; wanted is the autoscaler's last word.
     """
 
     time_s: float
-    requests_per_s: float
-    tokens_per_s: float
-    utilization: float
-    waiting_tokens: float
-    num_replicas: float
-    num_connected: float
+    requests_per_s: float | None = None
+    tokens_per_s: float | None = None
+    ttft_p50_s: float | None = None
+    ttft_p95_s: float | None = None
+    inter_token_p50_s: float | None = None
+    inter_token_p95_s: float | None = None
+    attainment: float | None = None
+    hit_rate: float | None = None
+    utilization: float | None = None
+    num_waiting: float | None = None
+    waiting_tokens: float | None = None
+    num_wanted: float | None = None
+    num_ready: float | None = None
+    num_starting: float | None = None
+    num_draining: float | None = None
 
 
-# How samples become one: rates keep their mean, loads their peak, counts whatever a glance must not miss.
+# How samples become one: rates keep their mean, loads their peak, what should be high its low.
 _MERGE: dict[str, Callable[[Iterable[float]], float]] = {
     "requests_per_s": fmean,
     "tokens_per_s": fmean,
+    "ttft_p50_s": fmean,
+    "ttft_p95_s": max,
+    "inter_token_p50_s": fmean,
+    "inter_token_p95_s": max,
+    "attainment": min,
+    "hit_rate": fmean,
     "utilization": max,
+    "num_waiting": max,
     "waiting_tokens": max,
-    "num_replicas": max,
-    "num_connected": min,
+    "num_wanted": max,
+    "num_ready": min,
+    "num_starting": max,
+    "num_draining": max,
 }
 
 
@@ -52,6 +72,7 @@ class History:
         self._fine: deque[Sample] = deque()
         self._bucket: list[Sample] = []
         self._coarse: deque[Sample] = deque()
+        self._begin_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._coarse) + len(self._fine) + bool(self._bucket)
@@ -64,11 +85,20 @@ class History:
         """Take the next sample. One that is not later than the last is dropped: the host's clock was set back."""
         if self._fine and sample.time_s <= self._fine[-1].time_s:
             return
+        if self._begin_s is None:
+            self._begin_s = sample.time_s
         self._fine.append(sample)
         while self._fine[0].time_s <= sample.time_s - FINE_S:
             self._merge(self._fine.popleft())
-        while self._coarse and self._coarse[0].time_s <= sample.time_s - COARSE_S:
-            self._coarse.popleft()
+        self._drop_old(sample.time_s)
+
+    def recall(self, samples: Sequence[Sample]) -> None:
+        """Put ``samples`` (oldest first, ``BUCKET_S`` apart) before the first that was added, instead of any before."""
+        begin_s = float("inf") if self._begin_s is None else self._begin_s
+        own = [sample for sample in self._coarse if sample.time_s >= begin_s]
+        self._coarse = deque([*(s for s in samples if s.time_s < begin_s), *own])
+        if self._coarse:
+            self._drop_old(self._fine[-1].time_s if self._fine else self._coarse[-1].time_s)
 
     def since(self, time_s: float) -> list[Sample]:
         """The samples later than ``time_s``, oldest first. A gap in their times is a time without samples."""
@@ -81,8 +111,15 @@ class History:
             self._bucket.clear()
         self._bucket.append(sample)
 
+    def _drop_old(self, now_s: float) -> None:
+        while self._coarse and self._coarse[0].time_s <= now_s - COARSE_S:
+            self._coarse.popleft()
+
 
 def _merged(samples: list[Sample]) -> Sample:
     """One sample for several, dated by the last."""
-    merged = {name: merge([getattr(s, name) for s in samples]) for name, merge in _MERGE.items()}
+    merged: dict[str, float | None] = {}
+    for name, merge in _MERGE.items():
+        known = [value for value in (getattr(s, name) for s in samples) if value is not None]
+        merged[name] = merge(known) if known else None
     return Sample(time_s=samples[-1].time_s, **merged)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from shoal_cluster.serve.call import ClusterRow
 from shoal_cluster.serve.dashboard.history import SAMPLE_PERIOD_S, Sample
+from shoal_cluster.serve.dashboard.roster import Card, State
 from shoal_cluster.serve.ledger import sum_blocks
 
 WINDOW_S = 5.0
+HIT_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,42 +28,78 @@ class _Totals:
     now: float
     num_requests: int
     num_tokens_of: dict[str, int]
+    num_prompt_tokens_of: dict[str, int]
+    num_cached_tokens_of: dict[str, int]
 
 
 class Meter:
     """Looks at the cluster's totals once a second. ``now`` is a monotonic clock, seconds."""
 
     def __init__(self) -> None:
-        self._seen: deque[_Totals] = deque(maxlen=int(WINDOW_S / SAMPLE_PERIOD_S) + 1)
+        self._seen: deque[_Totals] = deque(maxlen=int(HIT_WINDOW_S / SAMPLE_PERIOD_S) + 1)
 
-    def observe(self, cluster: ClusterRow, now: float, time_s: float) -> Sample | None:
+    def observe(
+        self, cluster: ClusterRow, cards: list[Card], num_wanted: int | None, now: float, time_s: float
+    ) -> Sample | None:
         """The sample for ``time_s``, with the rates since the last look; None at the first."""
-        tokens = {row.replica_id: row.stats.num_generated_tokens for row in cluster.replicas if row.stats is not None}
-        self._seen.append(_Totals(now, cluster.num_requests, tokens))
+        spoken = [(row.replica_id, row.stats) for row in cluster.replicas if row.stats is not None]
+        totals = _Totals(
+            now,
+            cluster.num_requests,
+            {replica_id: stats.num_generated_tokens for replica_id, stats in spoken},
+            {replica_id: stats.num_prompt_tokens for replica_id, stats in spoken},
+            {replica_id: stats.num_cached_tokens for replica_id, stats in spoken},
+        )
+        self._seen.append(totals)
         if len(self._seen) < 2:
             return None
-        rates = _between(self._seen[-2], self._seen[-1])
+        rates = _between(self._seen[-2], totals)
+        latency = cluster.latency
+        ttft = latency.ttft if latency is not None else None
+        inter_token = latency.inter_token if latency is not None else None
+        states = [card.state for card in cards]
         return Sample(
             time_s=time_s,
             requests_per_s=rates.requests_per_s,
             tokens_per_s=rates.tokens_per_s,
+            ttft_p50_s=ttft.p50_s if ttft is not None else None,
+            ttft_p95_s=ttft.p95_s if ttft is not None else None,
+            inter_token_p50_s=inter_token.p50_s if inter_token is not None else None,
+            inter_token_p95_s=inter_token.p95_s if inter_token is not None else None,
+            attainment=latency.attainment if latency is not None else None,
+            hit_rate=self.hit_rate(),
             utilization=sum_blocks(cluster.replicas).utilization,
-            waiting_tokens=sum(row.stats.num_waiting_tokens for row in cluster.replicas if row.stats is not None),
-            num_replicas=len(cluster.replicas),
-            num_connected=sum(row.connected for row in cluster.replicas),
+            num_waiting=sum(stats.num_waiting for _, stats in spoken),
+            waiting_tokens=sum(stats.num_waiting_tokens for _, stats in spoken),
+            num_wanted=num_wanted,
+            num_ready=states.count(State.READY),
+            num_starting=states.count(State.STARTING),
+            num_draining=states.count(State.DRAINING),
         )
 
     def rates(self) -> Rates | None:
         """The rates over the last ``WINDOW_S``, or None before the second look."""
-        return _between(self._seen[0], self._seen[-1]) if len(self._seen) > 1 else None
+        if len(self._seen) < 2:
+            return None
+        return _between(self._seen[max(0, len(self._seen) - int(WINDOW_S / SAMPLE_PERIOD_S) - 1)], self._seen[-1])
+
+    def hit_rate(self) -> float | None:
+        """Share of the prompt tokens of the last ``HIT_WINDOW_S`` that were cached; None when none came."""
+        if len(self._seen) < 2:
+            return None
+        before, after = self._seen[0], self._seen[-1]
+        num_prompt = sum(_grown(before.num_prompt_tokens_of, after.num_prompt_tokens_of).values())
+        num_cached = sum(_grown(before.num_cached_tokens_of, after.num_cached_tokens_of).values())
+        return num_cached / num_prompt if num_prompt else None
+
+
+def _grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """By how much. A replica that came or went in between counts for nothing: its share is not known."""
+    return {replica_id: total - before[replica_id] for replica_id, total in after.items() if replica_id in before}
 
 
 def _between(before: _Totals, after: _Totals) -> Rates:
-    """A replica that came or went in between counts for nothing: its share is not known."""
     seconds = max(after.now - before.now, 1e-9)
-    tokens_of = {
-        replica_id: (num_tokens - before.num_tokens_of[replica_id]) / seconds
-        for replica_id, num_tokens in after.num_tokens_of.items()
-        if replica_id in before.num_tokens_of
-    }
+    grown = _grown(before.num_tokens_of, after.num_tokens_of)
+    tokens_of = {replica_id: num_tokens / seconds for replica_id, num_tokens in grown.items()}
     return Rates((after.num_requests - before.num_requests) / seconds, sum(tokens_of.values()), tokens_of)

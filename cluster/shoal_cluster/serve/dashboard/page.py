@@ -1,4 +1,4 @@
-"""The dashboard's routes: the page and its files, live updates, the timelines' past, and full routing records.
+"""The dashboard's routes: the page and its files, live updates, the timelines' past, and full records of decisions.
 
 The page asks nothing of any other host, and its content security policy says so to the browser.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,23 +19,37 @@ from starlette.responses import FileResponse, JSONResponse
 
 from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.dashboard.broadcast import Broadcast
-from shoal_cluster.serve.dashboard.history import COARSE_S, SAMPLE_PERIOD_S, History, Sample
-from shoal_cluster.serve.dashboard.meter import Meter
-from shoal_cluster.serve.dashboard.update import NUM_ROUTES, build_update, encode_route, encode_update
+from shoal_cluster.serve.dashboard.controls import controls_router
+from shoal_cluster.serve.dashboard.history import COARSE_S, Sample
+from shoal_cluster.serve.dashboard.records import encode_route
+from shoal_cluster.serve.dashboard.scaling import encode_decision, mark
+from shoal_cluster.serve.dashboard.state import DashboardState
+from shoal_cluster.serve.dashboard.update import rounded_sample
 from shoal_cluster.serve.http_stream import EventStream, error_response
-from shoal_replica.errors import NotFound
+from shoal_replica.errors import NotFound, ShoalError
 
 UPDATE_PERIOD_S = 0.5
 REDIAL_MS = 1000
+MAX_EVENTS = 500
 FOLDER = Path(str(files("shoal_cluster.serve.dashboard")))
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", "": "text/plain"}
 STATIC = (
     "theme.js",
     "dashboard.js",
+    "stream.js",
     "format.js",
+    "strip.js",
+    "pool.js",
     "replicas.js",
+    "heat.js",
     "routes.js",
     "charts.js",
+    "marks.js",
+    "events.js",
+    "log.js",
+    "dialog.js",
+    "controls.js",
+    "base.css",
     "dashboard.css",
     "vendor/uPlot.iife.min.js",
     "vendor/uPlot.min.css",
@@ -50,45 +64,23 @@ HEADERS = {
 }
 
 
-class Dashboard:
-    """The page's state in a gateway. All of it belongs to one event loop."""
-
-    def __init__(self, core: GatewayCore) -> None:
-        self._core = core
-        self._meter = Meter()
-        self.history = History()
-        self.broadcast = Broadcast(self._event, UPDATE_PERIOD_S)
-
-    def update(self) -> bytes:
-        """The cluster as it is now, as JSON."""
-        cluster, routes = self._core.cluster(), self._core.recent_routes(NUM_ROUTES)
-        return encode_update(build_update(cluster, routes, self._meter.rates(), self.history.latest, time.time()))
-
-    async def keep_history(self) -> None:
-        """Sample the cluster until cancelled, viewers or not: what happened is looked at afterwards."""
-        while True:
-            sample = self._meter.observe(self._core.cluster(), time.monotonic(), time.time())
-            if sample is not None:
-                self.history.add(sample)
-            await asyncio.sleep(SAMPLE_PERIOD_S)
-
-    def _event(self) -> bytes:
-        return b"event: update\ndata: " + self.update() + b"\n\n"
-
-
 def dashboard_router(core: GatewayCore) -> APIRouter:
     """The routes under ``/dashboard``. History is kept while the application's lifespan runs."""
-    dashboard = Dashboard(core)
+    state = DashboardState(core)
+    broadcast = Broadcast(lambda: b"event: update\ndata: " + state.update() + b"\n\n", UPDATE_PERIOD_S)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(dashboard.keep_history(), name="shoal-history")
+        tasks = [
+            asyncio.create_task(state.keep_history(), name="shoal-history"),
+            asyncio.create_task(state.recall_past(), name="shoal-recall"),
+        ]
         try:
             yield
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     router = APIRouter(prefix="/dashboard", include_in_schema=False, lifespan=lifespan)
 
@@ -104,16 +96,33 @@ def dashboard_router(core: GatewayCore) -> APIRouter:
 
     @router.get("/data")
     async def data() -> Response:
-        return Response(dashboard.update(), media_type="application/json", headers=HEADERS)
+        return Response(state.update(), media_type="application/json", headers=HEADERS)
 
     @router.get("/stream")
     async def stream(request: Request) -> Response:
-        return EventStream(_with_redial(dashboard.broadcast), request.state.request_id)
+        return EventStream(_with_redial(broadcast), request.state.request_id)
 
     @router.get("/history")
     async def history(seconds: float = COARSE_S) -> Response:
-        samples = dashboard.history.since(time.time() - seconds)
+        samples = state.history.since(time.time() - seconds)
         return Response(_columns(samples), media_type="application/json", headers=HEADERS)
+
+    @router.get("/events")
+    async def events() -> Response:
+        body = msgspec.json.encode(core.events(MAX_EVENTS))
+        return Response(body, media_type="application/json", headers=HEADERS)
+
+    @router.get("/decisions")
+    async def decisions() -> Response:
+        body = msgspec.json.encode([mark(record) for record in core.scaling().records])
+        return Response(body, media_type="application/json", headers=HEADERS)
+
+    @router.get("/decisions/{seq}")
+    async def decision(seq: int, request: Request) -> Response:
+        found = [record for record in core.scaling().records if record.seq == seq]
+        if not found:
+            return error_response(NotFound(f"seq: no decision {seq} is kept"), request.state.request_id)
+        return JSONResponse(encode_decision(found[0]), headers=HEADERS)
 
     @router.get("/routes/{request_id}")
     async def route(request_id: str, request: Request) -> Response:
@@ -123,6 +132,15 @@ def dashboard_router(core: GatewayCore) -> APIRouter:
             return error_response(error, request.state.request_id)
         return JSONResponse([encode_route(record) for record in records], headers=HEADERS)
 
+    @router.get("/replicas/{replica_id}/blocks")
+    async def blocks(replica_id: str, request: Request) -> Response:
+        try:
+            found = await core.block_map(replica_id)
+        except ShoalError as error:
+            return error_response(error, request.state.request_id)
+        return Response(msgspec.json.encode(found), media_type="application/json", headers=HEADERS)
+
+    router.include_router(controls_router(core))
     return router
 
 
@@ -143,7 +161,5 @@ def _file(name: str) -> Response:
 
 def _columns(samples: list[Sample]) -> bytes:
     """One list a field: a fifth of the size of one object a sample."""
-    columns = {
-        name: [round(value, 3) for value in (getattr(s, name) for s in samples)] for name in Sample.__struct_fields__
-    }
-    return msgspec.json.encode(columns)
+    rounded = [rounded_sample(sample) for sample in samples]
+    return msgspec.json.encode({name: [getattr(s, name) for s in rounded] for name in Sample.__struct_fields__})

@@ -1,117 +1,125 @@
-// A card per replica, and the block pool as a filled bar. Cards are kept by id, so that nothing flickers.
+// A card per replica. Cards are kept by id, so that nothing flickers.
 
-import { compact, count, duration, element, rate, setText, share } from "./format.js";
+import { button, compact, count, duration, element, lasting, rate, setText, share } from "./format.js";
+import { Heat } from "./heat.js";
+import { Pool } from "./pool.js";
 
-const PARTS = ["allocated", "reserved", "cached", "empty"];
 const STALE_S = 3;
-
-// Total = allocated + free. Of the free ones some hold a prefix (cached) and some are promised (reserved); a promise
-// takes empty blocks first. `empty` is what is left.
-function parts([allocated, cached, reserved, free, total]) {
-  const promised = Math.min(reserved, free);
-  const empty = Math.max(0, free - cached - promised);
-  const kept = Math.max(0, free - promised - empty);
-  return { allocated, reserved: promised, cached: kept, empty, free, total };
-}
-
-export class Pool {
-  constructor(root) {
-    this.bar = element("div", "bar");
-    this.bar.setAttribute("role", "img");
-    this.segments = PARTS.map((part) => element("span", part));
-    this.bar.append(...this.segments);
-    this.used = element("strong");
-    this.free = element("span", "free");
-    this.numbers = PARTS.map(() => element("b"));
-    const legend = element("ul", "legend");
-    PARTS.forEach((part, i) => legend.append(element("li", part, element("span", "", part), this.numbers[i])));
-    root.append(element("div", "pool-head", element("span", "", this.used, " of blocks in use"), this.free), this.bar, legend);
-  }
-
-  show(blocks) {
-    const pool = parts(blocks);
-    setText(this.used, share(pool.total ? pool.allocated / pool.total : 0));
-    setText(this.free, `${count(pool.free)} of ${count(pool.total)} free`);
-    PARTS.forEach((part, i) => {
-      this.segments[i].style.flexGrow = pool.total ? pool[part] / pool.total : 0;
-      this.segments[i].hidden = pool[part] === 0;
-      setText(this.numbers[i], count(pool[part]));
-    });
-    const words = PARTS.map((part) => `${pool[part]} ${part}`).join(", ");
-    this.bar.setAttribute("aria-label", `Block pool of ${pool.total}: ${words}`);
-  }
-}
 
 const FACTS = {
   running: (r) => `${count(r.num_running)} of ${count(r.max_num_seqs)}`,
   waiting: (r) => count(r.num_waiting),
-  "waiting tokens": (r) => compact(r.waiting_tokens),
+  "tokens due": (r) => compact(r.waiting_tokens),
   "tokens/s": (r) => rate(r.tokens_per_s),
   "last step": (r) => duration(r.step_ms / 1000),
   "hit rate": (r) => share(r.hit_rate),
 };
 
 class Card {
-  constructor(id) {
+  constructor(id, controls) {
+    this.id = id;
     this.root = element("article", "card");
-    this.root.setAttribute("role", "listitem");
-    this.root.setAttribute("aria-label", `Replica ${id}`);
+    this.root.setAttribute("aria-labelledby", `replica-${id}`);
     this.state = element("span", "state");
     this.node = element("span", "node");
     this.age = element("span", "age");
-    const pool = element("div", "pool");
-    this.pool = new Pool(pool);
-    const facts = element("dl", "facts");
+    this.poolRoot = element("div", "pool");
+    this.pool = new Pool(this.poolRoot);
+    this.factsRoot = element("dl", "facts");
     this.facts = Object.keys(FACTS).map((name) => {
       const value = element("dd");
-      facts.append(element("div", "", element("dt", "", name), value));
+      this.factsRoot.append(element("div", "", element("dt", "", name), value));
       return value;
     });
+    this.none = element("p", "none");
+    this.heat = null;
+    this.toggle = button("Block map", "quiet", () => this.toggleHeat());
+    this.toggle.setAttribute("aria-expanded", "false");
+    this.drain = button("Drain", "quiet admin", () => controls.drain(id));
+    this.foot = element("div", "card-foot", this.toggle, this.drain);
+    const name = element("h3", "mono", id);
+    name.id = `replica-${id}`;
     this.root.append(
-      element("div", "card-head", element("h3", "mono", id), this.state),
+      element("div", "card-head", name, this.state),
       element("p", "origin", this.node, this.age),
-      pool,
-      facts,
+      this.poolRoot,
+      this.factsRoot,
+      this.none,
+      this.foot,
     );
   }
 
-  show(replica) {
+  toggleHeat() {
+    const open = this.heat === null;
+    this.toggle.setAttribute("aria-expanded", String(open));
+    if (open) {
+      this.heat = new Heat(this.id);
+      this.foot.before(this.heat.root);
+      this.heat.start();
+    } else {
+      this.close();
+    }
+  }
+
+  close() {
+    this.heat?.stop();
+    this.heat?.root.remove();
+    this.heat = null;
+  }
+
+  show(replica, time_s, devices) {
+    const silent = replica.age_s == null;
     this.root.dataset.state = replica.state;
     setText(this.state, replica.state);
-    setText(this.node, replica.node_id ? `node ${replica.node_id}` : "node unknown");
-    const silent = replica.blocks[4] === 0;
-    setText(this.age, silent ? "has said nothing yet" : `data ${duration(replica.age_s)} old`);
-    this.age.classList.toggle("stale", !silent && replica.age_s > STALE_S);
+    setText(this.node, [replica.node_id ? `node ${replica.node_id}` : "", silent ? "" : devices].filter(Boolean).join(" · "));
+    const up = replica.started_s == null ? "" : `up ${lasting(time_s - replica.started_s)}`;
+    const stale = !silent && replica.age_s > STALE_S;
+    const age = silent ? "" : `data ${replica.age_s < 60 ? `${replica.age_s.toFixed(1)} s` : lasting(replica.age_s)} old`;
+    setText(this.age, stale ? age : [up, age].filter(Boolean).join(" · "));
+    this.age.classList.toggle("stale", stale);
+    for (const part of [this.poolRoot, this.factsRoot, this.foot]) part.hidden = silent;
+    this.none.hidden = !silent;
+    if (silent) {
+      setText(this.none, explain(replica.state, replica.started_s == null ? null : time_s - replica.started_s));
+      return;
+    }
     this.pool.show(replica.blocks);
-    Object.values(FACTS).forEach((fact, i) => setText(this.facts[i], silent ? "–" : fact(replica)));
+    Object.values(FACTS).forEach((fact, i) => setText(this.facts[i], fact(replica)));
   }
 }
 
+function explain(state, age_s) {
+  if (state === "starting") return `It loads the model${age_s == null ? "" : `, since ${lasting(age_s)}`}.`;
+  if (state === "draining") return "It takes nothing new and finishes its streams.";
+  return "It has said nothing yet.";
+}
+
 export class Cards {
-  constructor(root, left) {
+  constructor(root, left, none, controls) {
     this.root = root;
     this.left = left;
+    this.none = none;
+    this.controls = controls;
     this.cards = new Map();
   }
 
-  show(update) {
-    const replicas = update.replicas.map((row) =>
-      Object.fromEntries(update.replica_columns.map((name, i) => [name, row[i]])),
-    );
+  show(update, replicas) {
     const ids = new Set(replicas.map((replica) => replica.replica_id));
     for (const [id, card] of this.cards) {
       if (ids.has(id)) continue;
+      card.close();
       card.root.remove();
       this.cards.delete(id);
     }
     replicas.forEach((replica, place) => {
       let card = this.cards.get(replica.replica_id);
-      if (!card) this.cards.set(replica.replica_id, (card = new Card(replica.replica_id)));
-      if (this.root.children[place] !== card.root) this.root.insertBefore(card.root, this.root.children[place] ?? null);
-      card.show(replica);
+      if (!card) this.cards.set(replica.replica_id, (card = new Card(replica.replica_id, this.controls)));
+      const there = this.root.children[place];
+      if (there !== card.root && !card.root.contains(document.activeElement)) this.root.insertBefore(card.root, there ?? null);
+      card.show(replica, update.time_s, update.devices);
     });
+    this.none.hidden = replicas.length > 0;
     this.left.hidden = update.num_replicas_left_out === 0;
     setText(this.left, `and ${update.num_replicas_left_out} more: shoal status lists them all`);
-    return replicas;
   }
 }

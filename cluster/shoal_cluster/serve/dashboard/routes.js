@@ -1,16 +1,15 @@
-// The last routing decisions, and the full record of one: every candidate with the terms of its score.
+// Where requests went: each replica's share, the last decisions, and the full record of one with all its terms.
 
-import { count, element, setText, timeOfDay } from "./format.js";
+import { count, decimal, element, setText, share, timeOfDay } from "./format.js";
 
 const BARRIER = /_(blocks|slots)$/;
 
 export class Routes {
-  constructor(table, none, dialog, form) {
+  constructor({ table, none, shares, counted, form }, dialog) {
     this.body = table.tBodies[0];
     this.none = none;
+    this.shares = new Shares(shares, counted);
     this.dialog = dialog;
-    this.title = dialog.querySelector("h2");
-    this.record = dialog.querySelector("#record-body");
     this.rows = new Map();
     form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -19,7 +18,9 @@ export class Routes {
     });
   }
 
-  show(routes) {
+  show(update, replicas) {
+    this.shares.show(replicas, update.num_routed);
+    const { routes } = update;
     this.none.hidden = routes.length > 0;
     this.body.parentElement.hidden = routes.length === 0;
     const keys = new Set(routes.map(key));
@@ -54,27 +55,55 @@ export class Routes {
       element("td", "when", timeOfDay(route.time_s)),
       element("td", "request", open),
       element("td", "mono chosen", route.replica_id || "nobody"),
-      element("td", "number prompt", `${count(route.num_prompt_tokens)} tok`),
-      element("td", "cached", hits, element("span", "", cached)),
+      element("td", "number prompt", count(route.num_prompt_tokens)),
+      element("td", "cached", element("div", "", hits, element("span", "", cached))),
       element("td", "why", why(route)),
     );
     row.addEventListener("click", () => this.explain(route.request_id));
     return row;
   }
 
-  async explain(id) {
-    setText(this.title, id);
-    this.record.replaceChildren(element("p", "", "loading"));
-    if (!this.dialog.open) this.dialog.showModal();
-    try {
-      const answer = await fetch(`dashboard/routes/${encodeURIComponent(id)}`);
-      const body = await answer.json();
-      this.record.replaceChildren(
-        ...(answer.ok ? body.flatMap(whole) : [element("p", "problem", body.error?.message ?? `HTTP ${answer.status}`)]),
-      );
-    } catch (error) {
-      this.record.replaceChildren(element("p", "problem", `no answer from the gateway: ${error.message}`));
+  explain(id) {
+    this.dialog.load(id, `routes/${encodeURIComponent(id)}`, (body) => body.flatMap(whole));
+  }
+}
+
+// A bar per replica: its part of the last decisions, and how much of their prompts it had.
+class Shares {
+  constructor(root, counted) {
+    this.root = root;
+    this.counted = counted;
+    this.rows = new Map();
+  }
+
+  show(replicas, num_routed) {
+    setText(this.counted, num_routed ? `of the last ${count(num_routed)} decisions` : "");
+    const shown = num_routed ? replicas.filter((replica) => replica.age_s != null) : [];
+    const most = Math.max(...shown.map((replica) => replica.routed), 1e-9);
+    const ids = new Set(shown.map((replica) => replica.replica_id));
+    for (const [id, row] of this.rows) {
+      if (ids.has(id)) continue;
+      row.root.remove();
+      this.rows.delete(id);
     }
+    const sorted = [...shown].sort((a, b) => (a.replica_id < b.replica_id ? -1 : 1));
+    for (const replica of sorted) {
+      let row = this.rows.get(replica.replica_id);
+      if (!row) this.rows.set(replica.replica_id, (row = this.row(replica.replica_id)));
+      row.bar.style.width = `${(100 * replica.routed) / most}%`;
+      row.hit.style.width = `${100 * replica.route_hits}%`;
+      setText(row.part, share(replica.routed));
+      setText(row.hits, `${share(replica.route_hits)} hits`);
+    }
+  }
+
+  row(id) {
+    const [bar, hit] = [element("span", "part"), element("span", "hit")];
+    bar.append(hit);
+    const [part, hits] = [element("b"), element("span", "hits")];
+    const root = element("li", "", element("span", "mono", id), element("span", "track", bar), part, hits);
+    this.root.append(root);
+    return { root, bar, hit, part, hits };
   }
 }
 
@@ -128,5 +157,3 @@ function candidateRow(candidate, names) {
   }
   return row;
 }
-
-const decimal = (value) => (Number.isInteger(value) ? count(value) : value.toFixed(1));

@@ -3,7 +3,7 @@
 {
   const KEY = "shoal-theme";
   const THEMES = ["auto", "light", "dark"];
-  const NAMES = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" };
+  const NAMES = { auto: "◐ auto", light: "○ light", dark: "● dark" };
   const root = document.documentElement;
 
   let theme = "auto";
@@ -17,7 +17,10 @@
   const apply = () => {
     root.dataset.theme = theme;
     const button = document.getElementById("theme");
-    if (button) button.textContent = NAMES[theme];
+    if (button) {
+      button.textContent = NAMES[theme];
+      button.setAttribute("aria-label", `Theme: ${theme}`);
+    }
     document.dispatchEvent(new Event("shoal-theme"));
   };
 

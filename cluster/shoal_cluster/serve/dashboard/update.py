@@ -6,18 +6,23 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal_cluster.policies.routing import CandidateTerms, RouteRecord
-from shoal_cluster.serve.call import ClusterRow, ReplicaRow
+from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.serve.call import ClusterRow
 from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.meter import Rates
+from shoal_cluster.serve.dashboard.roster import Card
+from shoal_cluster.serve.dashboard.scaling import Scaling
+from shoal_cluster.serve.dashboard.tally import Share, Tally, cached_blocks
+from shoal_cluster.serve.journal import Event
+from shoal_cluster.serve.latency_window import LatencySummary, Quantiles
 from shoal_cluster.serve.ledger import sum_blocks
 
 MAX_UPDATE_BYTES = 10_000
 MAX_REASON_CHARS = 160
 MAX_NODE_CHARS = 12
-NUM_ROUTES = 10
-
-READY, DRAINING, SILENT, LOST = "ready", "draining", "silent", "not connected"
+NUM_ROUTES = 8
+NUM_EVENTS = 6
+NUM_MARKS = 2
 
 
 class Blocks(msgspec.Struct, frozen=True):
@@ -30,16 +35,31 @@ class Blocks(msgspec.Struct, frozen=True):
     total: int
 
 
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients of this gateway had in the last ``window_s`` seconds; quantiles are (p50, p95, p99), seconds."""
+
+    window_s: float
+    ttft_s: tuple[float, float, float] | None
+    inter_token_s: tuple[float, float, float] | None
+    num_ttft: int
+    attainment: float | None
+    num_ended: int
+    objective_ttft_s: float
+    objective_inter_token_s: float
+
+
 class Replica(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One card. Sent as a row; the names of its columns are sent once, beside the rows.
 
-    ``age_s`` is the age of everything but ``state``; numbers are those of the last stats, zero before the first.
+    ``age_s`` is the age of everything but ``state``, None before the first stats; the numbers then are 0.
+    ``routed`` is its share of the last decisions, ``route_hits`` how much of their prompts it had cached.
     """
 
     replica_id: str
     state: str
     node_id: str
-    age_s: float
+    started_s: float | None
+    age_s: float | None
     blocks: tuple[int, int, int, int, int]
     num_running: int
     max_num_seqs: int
@@ -48,6 +68,8 @@ class Replica(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tokens_per_s: float | None
     hit_rate: float
     step_ms: float
+    routed: float
+    route_hits: float
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,16 +85,19 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the page shows but the timelines' past. Rates are None until they are known."""
+    """Everything the page shows but the past. Rates are None until they are known.
+
+    ``events`` and ``scaling.marks`` are the newest few, oldest first: a page that has missed one sees it by the
+    numbers and asks for the rest.
+    """
 
     time_s: float
     model: str
+    devices: str
     requests_per_s: float | None
     tokens_per_s: float | None
-    ttft_p50_s: float | None
-    ttft_p95_s: float | None
-    num_ttft: int
-    hit_rate: float
+    latency: Latency | None
+    hit_rate: float | None
     num_running: int
     num_waiting: int
     waiting_tokens: int
@@ -81,32 +106,41 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     num_shed: int
     num_failed: int
     num_resumes: int
+    num_routed: int
     blocks: Blocks
     replica_columns: tuple[str, ...]
     replicas: tuple[Replica, ...]
     num_replicas_left_out: int
     routes: tuple[Route, ...]
+    scaling: Scaling
+    events: tuple[Event, ...]
     sample: Sample | None
 
 
 def build_update(
-    cluster: ClusterRow, routes: Sequence[RouteRecord], rates: Rates | None, sample: Sample | None, time_s: float
+    cluster: ClusterRow,
+    cards: Sequence[Card],
+    routes: Sequence[RouteRecord],
+    tally: Tally,
+    rates: Rates | None,
+    hit_rate: float | None,
+    scaling: Scaling,
+    events: Sequence[Event],
+    sample: Sample | None,
+    time_s: float,
 ) -> Update:
     """The update at Unix time ``time_s``. Replicas in trouble come first, the others by id."""
     spoken = [row.stats for row in cluster.replicas if row.stats is not None]
     ledger = sum_blocks(cluster.replicas)
-    num_prompt_tokens = sum(stats.num_prompt_tokens for stats in spoken)
-    ttft_s = sorted(cluster.recent_ttft_s)
-    replicas = [_replica(row, rates) for row in cluster.replicas]
+    shares = tally.shares()
     return Update(
         time_s=round(time_s, 3),
         model=cluster.model,
-        requests_per_s=None if rates is None else round(rates.requests_per_s, 3),
-        tokens_per_s=None if rates is None else round(rates.tokens_per_s, 1),
-        ttft_p50_s=_quantile(ttft_s, 0.5),
-        ttft_p95_s=_quantile(ttft_s, 0.95),
-        num_ttft=len(ttft_s),
-        hit_rate=round(sum(s.num_cached_tokens for s in spoken) / num_prompt_tokens, 4) if num_prompt_tokens else 0.0,
+        devices=cluster.devices,
+        requests_per_s=_rounded(rates.requests_per_s if rates is not None else None, 3),
+        tokens_per_s=_rounded(rates.tokens_per_s if rates is not None else None, 1),
+        latency=None if cluster.latency is None else _latency(cluster.latency),
+        hit_rate=_rounded(hit_rate, 4),
         num_running=sum(stats.num_running for stats in spoken),
         num_waiting=sum(stats.num_waiting for stats in spoken),
         waiting_tokens=sum(stats.num_waiting_tokens for stats in spoken),
@@ -115,6 +149,7 @@ def build_update(
         num_shed=cluster.num_shed,
         num_failed=cluster.num_failed,
         num_resumes=cluster.num_resumes,
+        num_routed=tally.num_decisions,
         blocks=Blocks(
             ledger.num_allocated_blocks,
             ledger.num_cached_blocks,
@@ -123,10 +158,12 @@ def build_update(
             ledger.num_total_blocks,
         ),
         replica_columns=Replica.__struct_fields__,
-        replicas=tuple(sorted(replicas, key=lambda replica: (replica.state == READY, replica.replica_id))),
+        replicas=tuple(_replica(card, rates, shares.get(card.row.replica_id), tally.num_decisions) for card in cards),
         num_replicas_left_out=0,
         routes=tuple(_route(record) for record in routes[:NUM_ROUTES]),
-        sample=sample,
+        scaling=scaling,
+        events=tuple(events),
+        sample=None if sample is None else rounded_sample(sample),
     )
 
 
@@ -145,50 +182,22 @@ def encode_update(update: Update, max_bytes: int = MAX_UPDATE_BYTES) -> bytes:
     return body
 
 
-def encode_route(record: RouteRecord) -> dict[str, object]:
-    """A decision with every candidate's terms, best first, for the page's full record."""
-    rank = {replica_id: place for place, replica_id in enumerate(record.decision.ranked, start=1)}
-
-    def place(candidate: CandidateTerms) -> int:
-        return rank.get(candidate.replica_id, len(rank) + 1)
-
-    query = record.query
-    return {
-        "request_id": query.request_id,
-        "time_s": record.time_s,
-        "reason": record.decision.reason,
-        "num_prompt_tokens": query.num_prompt_tokens,
-        "num_prompt_blocks": len(query.block_hashes),
-        "num_blocks_needed": query.num_blocks_needed,
-        "block_size": query.block_size,
-        "excluded": sorted(query.excluded),
-        "candidates": [
-            {
-                "replica_id": candidate.replica_id,
-                "rank": rank.get(candidate.replica_id),
-                "rejected": candidate.rejected,
-                "score": candidate.score,
-                "terms": dict(candidate.terms),
-            }
-            for candidate in sorted(record.decision.candidates, key=place)
-        ],
-    }
+def rounded_sample(sample: Sample) -> Sample:
+    """Without the digits that nobody sees."""
+    values = {name: _rounded(getattr(sample, name), 4) for name in Sample.__struct_fields__}
+    return Sample(**values)  # type: ignore[arg-type]
 
 
-def _replica(row: ReplicaRow, rates: Rates | None) -> Replica:
-    stats = row.stats
-    if stats is None:
-        state = SILENT if row.connected else LOST
-    elif not row.connected:
-        state = LOST
-    else:
-        state = DRAINING if stats.draining else READY
+def _replica(card: Card, rates: Rates | None, share: Share | None, num_decisions: int) -> Replica:
+    row, stats = card.row, card.row.stats
     tokens_per_s = None if rates is None else rates.tokens_per_s_of.get(row.replica_id)
+    hits = share.num_cached_blocks / share.num_prompt_blocks if share is not None and share.num_prompt_blocks else 0.0
     return Replica(
         replica_id=row.replica_id,
-        state=state,
+        state=card.state,
         node_id=row.node_id[:MAX_NODE_CHARS],
-        age_s=round(row.age_s, 2),
+        started_s=_rounded(card.started_s, 0),
+        age_s=None if stats is None else round(row.age_s, 2),
         blocks=(
             (
                 stats.num_allocated_blocks,
@@ -204,26 +213,44 @@ def _replica(row: ReplicaRow, rates: Rates | None) -> Replica:
         max_num_seqs=stats.max_num_seqs if stats is not None else 0,
         num_waiting=stats.num_waiting if stats is not None else 0,
         waiting_tokens=stats.num_waiting_tokens if stats is not None else 0,
-        tokens_per_s=None if tokens_per_s is None else round(tokens_per_s, 1),
+        tokens_per_s=_rounded(tokens_per_s, 1),
         hit_rate=round(stats.hit_rate, 4) if stats is not None else 0.0,
         step_ms=round(stats.step_s * 1000, 2) if stats is not None else 0.0,
+        routed=round(share.num_decisions / num_decisions, 4) if share is not None else 0.0,
+        route_hits=round(hits, 4),
     )
 
 
 def _route(record: RouteRecord) -> Route:
-    first = record.decision.ranked[0] if record.decision.ranked else ""
     reason = record.decision.reason
+    num_cached, num_blocks = cached_blocks(record)
     return Route(
         request_id=record.query.request_id,
         time_s=round(record.time_s, 3),
-        replica_id=first,
+        replica_id=record.decision.ranked[0] if record.decision.ranked else "",
         num_prompt_tokens=record.query.num_prompt_tokens,
-        num_cached_blocks=next((r.num_matched_blocks for r in record.replicas.views() if r.replica_id == first), 0),
-        num_prompt_blocks=len(record.query.block_hashes),
+        num_cached_blocks=num_cached,
+        num_prompt_blocks=num_blocks,
         reason=reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 1]}…",
     )
 
 
-def _quantile(ordered: list[float], share: float) -> float | None:
-    """The same rank that ``/metrics`` uses."""
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4) if ordered else None
+def _latency(summary: LatencySummary) -> Latency:
+    return Latency(
+        window_s=summary.window_s,
+        ttft_s=_quantiles(summary.ttft),
+        inter_token_s=_quantiles(summary.inter_token),
+        num_ttft=summary.ttft.num if summary.ttft is not None else 0,
+        attainment=_rounded(summary.attainment, 4),
+        num_ended=summary.num_requests,
+        objective_ttft_s=summary.objective.ttft_s,
+        objective_inter_token_s=summary.objective.inter_token_s,
+    )
+
+
+def _quantiles(found: Quantiles | None) -> tuple[float, float, float] | None:
+    return None if found is None else (round(found.p50_s, 5), round(found.p95_s, 5), round(found.p99_s, 5))
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

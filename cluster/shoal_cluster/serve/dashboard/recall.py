@@ -1,0 +1,34 @@
+"""Timelines older than this gateway, put together from what the replicas remember of themselves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from shoal_cluster.serve.dashboard.history import Sample
+from shoal_cluster.serve.replica_past import PastSample
+
+
+def recalled(pasts: Iterable[Sequence[PastSample]]) -> list[Sample]:
+    """The cluster's samples, oldest first: sums over the replicas that remember each time.
+
+    A replica that is gone tells nothing, so these are the least there was. Latencies, hit rates and requests were the
+    former gateway's to know, and are not told.
+    """
+    together: dict[float, list[PastSample]] = defaultdict(list)
+    for past in pasts:
+        for sample in past:
+            together[sample.time_s].append(sample)
+    return [_sum(time_s, together[time_s]) for time_s in sorted(together)]
+
+
+def _sum(time_s: float, samples: list[PastSample]) -> Sample:
+    num_blocks = sum(s.num_total_blocks for s in samples)
+    return Sample(
+        time_s=time_s,
+        tokens_per_s=sum(s.tokens_per_s for s in samples),
+        utilization=sum(s.num_allocated_blocks for s in samples) / num_blocks if num_blocks else 0.0,
+        num_waiting=sum(s.num_waiting for s in samples),
+        waiting_tokens=sum(s.num_waiting_tokens for s in samples),
+        num_ready=len(samples),
+    )

@@ -1,0 +1,35 @@
+"""Full records of decisions, as the page shows them when one is opened."""
+
+from __future__ import annotations
+
+from shoal_cluster.policies.routing import CandidateTerms, RouteRecord
+
+
+def encode_route(record: RouteRecord) -> dict[str, object]:
+    """A routing decision with every candidate's terms, best first."""
+    rank = {replica_id: place for place, replica_id in enumerate(record.decision.ranked, start=1)}
+
+    def place(candidate: CandidateTerms) -> int:
+        return rank.get(candidate.replica_id, len(rank) + 1)
+
+    query = record.query
+    return {
+        "request_id": query.request_id,
+        "time_s": record.time_s,
+        "reason": record.decision.reason,
+        "num_prompt_tokens": query.num_prompt_tokens,
+        "num_prompt_blocks": len(query.block_hashes),
+        "num_blocks_needed": query.num_blocks_needed,
+        "block_size": query.block_size,
+        "excluded": sorted(query.excluded),
+        "candidates": [
+            {
+                "replica_id": candidate.replica_id,
+                "rank": rank.get(candidate.replica_id),
+                "rejected": candidate.rejected,
+                "score": candidate.score,
+                "terms": dict(candidate.terms),
+            }
+            for candidate in sorted(record.decision.candidates, key=place)
+        ],
+    }

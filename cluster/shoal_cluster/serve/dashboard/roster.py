@@ -1,0 +1,56 @@
+"""Every replica there is, with its state: those that this gateway follows, and those that only Serve knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal_cluster.serve.call import ReplicaRow
+from shoal_cluster.serve.deployment_watch import DeploymentRow, ServeReplica
+
+
+class State(StrEnum):
+    """A replica's state, worst first where cards are sorted by it."""
+
+    LOST = "not connected"
+    SILENT = "silent"
+    DRAINING = "draining"
+    STARTING = "starting"
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One replica. ``row`` has nothing but ids where only Serve knows of it; ``started_s`` is None where Serve does
+    not tell (Unix time).
+    """
+
+    row: ReplicaRow
+    state: State
+    started_s: float | None
+
+
+_ORDER = {state: place for place, state in enumerate(State)}
+_STARTING = ("STARTING", "RECOVERING", "UPDATING")
+
+
+def roster(rows: tuple[ReplicaRow, ...], deployment: DeploymentRow | None) -> list[Card]:
+    """Cards of all replicas: those in trouble first, then by id."""
+    by_serve = {replica.replica_id: replica for replica in deployment.replicas} if deployment is not None else {}
+    cards = [_followed(row, by_serve.pop(row.replica_id, None)) for row in rows]
+    for replica in by_serve.values():
+        if replica.state == "RUNNING":
+            continue  # the routers have not been told yet, or this gateway has forgotten it before Serve has
+        state = State.STARTING if replica.state in _STARTING else State.DRAINING
+        cards.append(Card(ReplicaRow(replica_id=replica.replica_id, node_id=replica.node_id), state, replica.started_s))
+    return sorted(cards, key=lambda card: (_ORDER[card.state], card.row.replica_id))
+
+
+def _followed(row: ReplicaRow, by_serve: ServeReplica | None) -> Card:
+    if row.stats is None:
+        state = State.SILENT
+    elif not row.connected:
+        state = State.LOST
+    else:
+        state = State.DRAINING if row.stats.draining else State.READY
+    return Card(row, state, None if by_serve is None else by_serve.started_s)

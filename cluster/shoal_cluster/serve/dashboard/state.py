@@ -1,0 +1,84 @@
+"""The dashboard's state in a gateway: the timelines it keeps, and the update that all viewers share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal_cluster.serve.call import GatewayCore
+from shoal_cluster.serve.dashboard.history import SAMPLE_PERIOD_S, History
+from shoal_cluster.serve.dashboard.meter import Meter
+from shoal_cluster.serve.dashboard.recall import recalled
+from shoal_cluster.serve.dashboard.roster import roster
+from shoal_cluster.serve.dashboard.scaling import Scaling, scaling_now
+from shoal_cluster.serve.dashboard.tally import NUM_COUNTED, Tally
+from shoal_cluster.serve.dashboard.update import NUM_EVENTS, NUM_MARKS, NUM_ROUTES, build_update, encode_update
+from shoal_cluster.serve.replica_past import PastSample
+from shoal_replica.errors import NotFound, Unavailable
+
+RECALL_WITHIN_S = 60.0  # replicas that a new gateway meets later have started later than it
+
+
+class DashboardState:
+    """All of it belongs to one event loop."""
+
+    def __init__(self, core: GatewayCore) -> None:
+        self._core = core
+        self._meter = Meter()
+        self._tally = Tally()
+        self.history = History()
+
+    def update(self) -> bytes:
+        """The cluster as it is now, as JSON."""
+        cluster = self._core.cluster()
+        routes = self._core.recent_routes(NUM_COUNTED if self._tally.num_decisions == 0 else NUM_COUNTED // 4)
+        self._tally.count(routes)
+        update = build_update(
+            cluster,
+            roster(cluster.replicas, self._core.deployment()),
+            routes[:NUM_ROUTES],
+            self._tally,
+            self._meter.rates(),
+            self._meter.hit_rate(),
+            self._scaling(),
+            self._core.events(NUM_EVENTS),
+            self.history.latest,
+            time.time(),
+        )
+        return encode_update(update)
+
+    async def keep_history(self) -> None:
+        """Sample the cluster until cancelled, viewers or not: what happened is looked at afterwards."""
+        while True:
+            cluster = self._core.cluster()
+            cards = roster(cluster.replicas, self._core.deployment())
+            sample = self._meter.observe(cluster, cards, self._scaling().num_wanted, time.monotonic(), time.time())
+            if sample is not None:
+                self.history.add(sample)
+            await asyncio.sleep(SAMPLE_PERIOD_S)
+
+    async def recall_past(self) -> None:
+        """Ask the replicas that were here before this gateway what they remember, and put it before the history."""
+        pasts: dict[str, Sequence[PastSample]] = {}
+        end_s = time.monotonic() + RECALL_WITHIN_S
+        while time.monotonic() < end_s:
+            for row in self._core.cluster().replicas:
+                if not row.connected or row.replica_id in pasts:
+                    continue
+                try:
+                    pasts[row.replica_id] = await self._core.replica_past(row.replica_id)
+                except (NotFound, Unavailable):
+                    continue  # it is asked again
+                self.history.recall(recalled(pasts.values()))
+            await asyncio.sleep(SAMPLE_PERIOD_S)
+
+    def _scaling(self) -> Scaling:
+        """Serve's word stands in until the autoscaler has spoken."""
+        scaling = scaling_now(self._core.scaling(), NUM_MARKS)
+        deployment = self._core.deployment()
+        if scaling.num_wanted is None and deployment is not None:
+            return msgspec.structs.replace(scaling, num_wanted=deployment.num_wanted)
+        return scaling

@@ -1,0 +1,61 @@
+"""Where the last decisions went: each replica's share of them, and of their prompt blocks that it had cached."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal_cluster.policies.routing import RouteRecord
+
+NUM_COUNTED = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A replica's part: of the decisions, and cached of its prompts' full blocks."""
+
+    num_decisions: int
+    num_cached_blocks: int
+    num_prompt_blocks: int
+
+
+class Tally:
+    """Counts decisions as they are taken; the last ``NUM_COUNTED`` of them."""
+
+    def __init__(self) -> None:
+        self._counted: deque[tuple[str, int, int]] = deque(maxlen=NUM_COUNTED)
+        self._last_s = 0.0
+
+    def count(self, records: Sequence[RouteRecord]) -> None:
+        """Add those of ``records`` (newest first) that are newer than all counted so far."""
+        new = [record for record in records if record.time_s > self._last_s]
+        for record in reversed(new):
+            if record.decision.ranked:
+                num_cached, num_blocks = cached_blocks(record)
+                self._counted.append((record.decision.ranked[0], num_cached, num_blocks))
+            self._last_s = max(self._last_s, record.time_s)
+
+    @property
+    def num_decisions(self) -> int:
+        """How many are counted."""
+        return len(self._counted)
+
+    def shares(self) -> dict[str, Share]:
+        """By replica, of those that were chosen at least once."""
+        shares: dict[str, Share] = {}
+        for replica_id, num_cached, num_blocks in self._counted:
+            so_far = shares.get(replica_id, Share(0, 0, 0))
+            shares[replica_id] = Share(
+                so_far.num_decisions + 1, so_far.num_cached_blocks + num_cached, so_far.num_prompt_blocks + num_blocks
+            )
+        return shares
+
+
+def cached_blocks(record: RouteRecord) -> tuple[int, int]:
+    """Of a decision: full blocks of the prompt that the chosen replica had, and all of them."""
+    ranked, replicas = record.decision.ranked, record.replicas
+    num_blocks = len(record.query.block_hashes)
+    if not ranked:
+        return 0, num_blocks
+    return int(replicas.num_matched_blocks[replicas.replica_ids.index(ranked[0])]), num_blocks

@@ -13,9 +13,10 @@ from shoal_replica.config import (
     SchedulerConfig,
     check_memory,
 )
-from shoal_replica.errors import ConfigError
 from shoal_replica.executor import Executor
 from shoal_replica.memory import available_bytes, default_num_blocks
+from shoal_replica.ranks.executor import RankExecutor
+from shoal_replica.ranks.launcher import LocalRanks, RankLauncher
 from shoal_replica.scheduler import Scheduler
 
 
@@ -58,10 +59,18 @@ def build_scheduler(config: EngineConfig) -> Scheduler:
     return Scheduler(config.scheduler, config.cache, config.model.max_model_len, config.model.eos_token_ids)
 
 
-def build_executor(config: EngineConfig) -> Executor:
-    """Load the weights, make the KV pool and run one step, so that the first request is not slower than the next."""
+def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -> Executor:
+    """Load the weights, make the KV pool and run one step, so that the first request is not slower than the next.
+
+    Args:
+        launcher: where the ranks come from if there are several; None starts them on this host.
+
+    Raises:
+        NotFound, ConfigError: the model cannot be loaded.
+        EngineDead: a rank could not start.
+    """
     if config.parallel.num_ranks > 1:
-        raise ConfigError("tensor_parallel_size, pipeline_parallel_size: ranks in processes are not there yet")
+        return RankExecutor(config, launcher or LocalRanks(config.parallel))
     from shoal_replica.model.model_runner import ModelRunner  # brings torch, which the core does without
 
     runner = ModelRunner(config.model, config.cache, config.parallel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -234,18 +235,22 @@ class ParallelConfig:
     """Where the model runs. ``num_threads`` is per rank, for the CPU backend.
 
     A model is cut into ``pipeline_parallel_size`` stages of whole layers, and each stage is shared by
-    ``tensor_parallel_size`` ranks.
+    ``tensor_parallel_size`` ranks. A rank without a sign of life, or a step without progress, for ``rank_timeout_s``
+    counts as hung.
     """
 
     device: str = "cpu"
     num_threads: int = 1
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    rank_timeout_s: float = 4.0
 
     def __post_init__(self) -> None:
         _at_least("num_threads", self.num_threads, 1)
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        if not 1.0 <= self.rank_timeout_s < math.inf:
+            raise ConfigError(f"rank_timeout_s: got {self.rank_timeout_s!r}; must be at least 1 second")
         if self.device not in DEVICES:
             raise ConfigError(f"device: got {self.device!r}; must be one of {', '.join(DEVICES)}")
 

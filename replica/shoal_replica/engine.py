@@ -200,6 +200,7 @@ class Engine:
             ):  # once: it takes a while where there are many blocks
                 self._scheduler.check_invariants()
                 self._is_checked = True
+            self._executor.check_health()
             self._publish(())
 
     def _publish(self, deltas: Iterable[TokenDelta]) -> None:

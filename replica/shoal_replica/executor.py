@@ -1,6 +1,7 @@
 """What the scheduler asks of the model, and what it gets back: the only words that cross to the ranks.
 
-A sequence is sent whole once (``NewSequence``); later steps carry only what changed.
+A sequence is sent whole once (``NewSequence``); later steps carry only what changed. The words are msgspec's structs,
+which a step's frame holds as plain arrays.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from shoal_replica.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class NewSequence:
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence the executor does not hold: first seen, or back from preemption."""
 
     seq_id: int
@@ -24,8 +26,7 @@ class NewSequence:
     index: int  # with the seed, names the random stream
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     """One sequence's share of a step.
 
     The executor computes tokens ``[num_computed_tokens, num_computed_tokens + num_new_tokens)`` and samples one more
@@ -38,8 +39,7 @@ class ScheduledSequence:
     samples: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step.
 
     Order of execution: drop ``dropped_seq_ids``; apply ``block_copies`` (source, destination); take ``new_sequences``;
@@ -67,15 +67,13 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     seq_id: int
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token for each scheduled sequence with ``samples``, in the same order."""
 
     sampled: tuple[SampledToken, ...]
@@ -85,5 +83,9 @@ class Executor(Protocol):
     """Runs steps. ``execute`` blocks until the step is done and raises if the model failed."""
 
     def execute(self, output: SchedulerOutput) -> StepResult: ...
+
+    def check_health(self) -> None:
+        """Raise if the model can run no more steps. Called between steps."""
+        ...
 
     def close(self) -> None: ...

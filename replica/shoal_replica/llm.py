@@ -66,7 +66,9 @@ class LLM:
         max_num_seqs, max_num_batched_tokens: limits of one step.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
         quantization: "none", or "int8" or "int4" to round weights when they are loaded.
-        num_threads: CPU threads of the model.
+        num_threads: CPU threads of each rank.
+        tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of whole layers; more than
+            one rank in all runs in processes of their own.
         max_model_len: None takes the model's.
 
     Raises:
@@ -87,6 +89,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         max_model_len: int | None = None,
         device: str = "cpu",
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
     ) -> None:
         self.config = resolve_config(
             model,
@@ -97,7 +101,12 @@ class LLM:
             num_blocks=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
-            parallel=ParallelConfig(device=device, num_threads=num_threads),
+            parallel=ParallelConfig(
+                device=device,
+                num_threads=num_threads,
+                tensor_parallel_size=tensor_parallel_size,
+                pipeline_parallel_size=pipeline_parallel_size,
+            ),
         )
         self.tokenizer = Tokenizer.from_folder(self.config.model.folder)
         self._scheduler = build_scheduler(self.config)

@@ -84,6 +84,9 @@ class FakeExecutor:
         tokens.append(token_id)
         return SampledToken(scheduled.seq_id, token_id)
 
+    def check_health(self) -> None:
+        """It is never ill."""
+
     def close(self) -> None:
         self.is_closed = True
 

@@ -8,21 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.rank_threads import ThreadedRanks
-from tiny_models import FAMILIES, make_checkpoint, make_prompts
+from fixtures.serving_story import CACHE, NUM_NEW, run
+from tiny_models import FAMILIES, make_checkpoint
 
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from shoal_replica.executor import Executor
+from shoal_replica.config import ModelConfig, ParallelConfig
 from shoal_replica.model.model_runner import ModelRunner
 from shoal_replica.model.weights import load_weights
-from shoal_replica.request import Request
-from shoal_replica.sampling_params import SamplingParams
-from shoal_replica.scheduler import Scheduler
 from shoal_replica.shard import make_shard, whole_shard
 
-# Fourteen blocks of 16 for up to 6 sequences of some 60 tokens: sequences are preempted and come back.
-CACHE = CacheConfig(num_blocks=14, block_size=16)
-LIMITS = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24)
-NUM_NEW = 12
 SIZES = [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3)]
 
 
@@ -31,43 +24,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def story() -> list[Request]:
-    """Long prompts that are chunked, a shared prefix, forks, and draws."""
-    prefix = make_prompts([33])[0]
-    prompts = make_prompts([50, 1, 40, 21], seed=1) + [prefix + tail for tail in make_prompts([3, 9, 5], seed=2)]
-    return [
-        Request(
-            request_id=str(number),
-            prompt_token_ids=tuple(prompt),
-            sampling_params=SamplingParams(
-                max_tokens=NUM_NEW,
-                temperature=0.0 if number % 3 else 0.8,
-                seed=number,
-                n=2 if number == 4 else 1,
-                ignore_eos=True,
-                repetition_penalty=1.2 if number == 2 else 1.0,
-            ),
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def run(executor: Executor, requests: list[Request]) -> tuple[dict[tuple[str, int], list[int]], Scheduler]:
-    scheduler = Scheduler(LIMITS, CACHE, CACHE.num_blocks * CACHE.block_size, ())
-    tokens: dict[tuple[str, int], list[int]] = {}
-    for half in (requests[:5], requests[5:]):  # the second half finds the prefix cached
-        for request in half:
-            scheduler.add(request)
-        while (output := scheduler.schedule(0.0)) is not None:
-            for delta in scheduler.update(output, executor.execute(output)):
-                tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
-            scheduler.check_invariants()
-    return tokens, scheduler
-
-
 def test_tokens_are_those_of_the_whole_model(family: Path) -> None:
     whole_model = ModelRunner(ModelConfig.from_folder(family), CACHE, ParallelConfig())
-    expected, scheduler = run(whole_model, story())
+    expected, scheduler = run(whole_model)
     whole_model.close()
     stats = scheduler.stats(0.0)
     assert stats.num_preemptions > 0
@@ -77,7 +36,7 @@ def test_tokens_are_those_of_the_whole_model(family: Path) -> None:
         parallel = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
         ranks = ThreadedRanks(family, CACHE, parallel)
         ranks.warm_up()
-        tokens, _ = run(ranks, story())
+        tokens, _ = run(ranks)
         ranks.close()
         assert tokens == expected, (tensor_size, num_stages)
 

@@ -9,6 +9,8 @@ import sys
 LIGHT = (
     "shoal_replica.scheduler",
     "shoal_replica.engine",
+    "shoal_replica.ranks.executor",
+    "shoal_replica.ranks.worker",
     "shoal_cluster.policies.routing",
     "shoal_cluster.policies.admission",
     "shoal_cluster.policies.autoscaling",

@@ -94,7 +94,7 @@ class LlamaDecoder:
         assert self.norm is not None
         assert self.lm_head is not None
         logits = ops.linear(ops.rms_norm(x, self.norm, self.config.rms_norm_eps), self.lm_head)
-        if self.shard.tensor_size > 1:
+        if self.shard.tensor_size > 1 and len(logits):
             logits = functional.pad(logits, (0, self.shard.vocab_share - len(self.shard.vocab)))
-            logits = self.group.all_gather(logits)[:, : self.config.vocab_size]
-        return logits.float()
+            logits = self.group.all_gather(logits)
+        return logits[:, : self.config.vocab_size].float()

@@ -76,6 +76,9 @@ class ModelRunner:
         for seq_id, token_id in tokens:
             self._sequences.append(seq_id, token_id)
 
+    def check_health(self) -> None:
+        """A model in this process fails in a step or not at all."""
+
     def close(self) -> None:
         """Give weights and KV blocks back to the system. No step may follow."""
         self._decoder.close()

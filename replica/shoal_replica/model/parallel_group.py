@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from shoal_replica.ranks.runner import CollectiveError
+
+# The older name warns since torch 2.13; before that the newer one is not there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ParallelGroup(Protocol):
@@ -17,7 +24,7 @@ class ParallelGroup(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' ``x`` [n, m], side by side in rank order: [n, size * m]."""
+        """All ranks' ``x`` [n, m], n above 0, side by side in rank order: [n, size * m]."""
         ...
 
     def send_to_next_stage(self, x: Tensor) -> None: ...
@@ -62,22 +69,35 @@ class RankGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._size > 1:
             self.num_calls += 1
-            dist.all_reduce(x, group=self._group)
+            with _blaming_others():
+                dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         if self._size == 1:
             return x
         self.num_calls += 1
-        gathered = x.new_empty(self._size, *x.shape)
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group)
-        return torch.cat(tuple(gathered), dim=-1)
+        gathered = x.new_empty(self._size * x.shape[0], x.shape[1])
+        with _blaming_others():
+            _all_gather(gathered, x.contiguous(), group=self._group)
+        return torch.cat(gathered.chunk(self._size), dim=-1)
 
     def send_to_next_stage(self, x: Tensor) -> None:
         self.num_calls += 1
-        dist.send(x.contiguous(), self._next)
+        with _blaming_others():
+            dist.send(x.contiguous(), self._next)
 
     def receive_from_previous_stage(self, x: Tensor) -> Tensor:
         self.num_calls += 1
-        dist.recv(x, self._previous)
+        with _blaming_others():
+            dist.recv(x, self._previous)
         return x
+
+
+@contextmanager
+def _blaming_others() -> Iterator[None]:
+    """A collective fails because another rank has gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"lost another rank: {error}") from error

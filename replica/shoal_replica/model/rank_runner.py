@@ -1,0 +1,93 @@
+"""A rank's model runner among its peers by ``torch.distributed``: gloo between CPUs, HCCL between NPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from shoal_replica.config import EngineConfig
+from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.model.parallel_group import RankGroup
+from shoal_replica.ranks.runner import Rendezvous
+from shoal_replica.shard import make_shard
+
+BACKENDS = {"cpu": "gloo", "npu": "hccl"}
+MEETING_TIMEOUT = timedelta(seconds=300)
+
+
+class DistributedRunner:
+    """One rank of ``config.parallel.num_ranks``, loaded and warm when made. All ranks are made at the same time.
+
+    Raises:
+        NotFound, ConfigError: from ``ModelRunner``.
+        CollectiveError: another rank did not come.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, meeting: Rendezvous) -> None:
+        parallel = config.parallel
+        shard = make_shard(config.model, parallel, rank)
+        self.samples = shard.samples
+        self._store = _open_store(meeting, parallel.num_ranks)
+        self._join(config, rank, meeting)
+        self._group = RankGroup(rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._runner = ModelRunner(config.model, config.cache, parallel, shard, self._group)
+        self._runner.warm_up()
+
+    @property
+    def num_collectives(self) -> int:
+        return self._group.num_calls
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        return self._runner.execute(output)
+
+    def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:
+        self._runner.take_sampled(tokens)
+
+    def close(self) -> None:
+        self._runner.close()
+        dist.destroy_process_group()
+
+    def _join(self, config: EngineConfig, rank: int, meeting: Rendezvous) -> None:
+        device = config.parallel.device
+        if device == "npu":
+            import torch_npu  # registers the device and HCCL
+
+            torch_npu.npu.set_device(0)  # the only one that this process sees
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(meeting.own_host))
+        dist.init_process_group(
+            BACKENDS[device],
+            store=self._store,
+            rank=rank,
+            world_size=config.parallel.num_ranks,
+            timeout=MEETING_TIMEOUT,
+        )
+
+
+def _open_store(meeting: Rendezvous, num_ranks: int) -> Any:
+    """The store that the ranks find each other by; the keeper serves it on the socket that it has opened already."""
+    listener: socket.socket | None = meeting.listener
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        meeting.host,
+        meeting.port,
+        num_ranks,
+        is_master=listener is not None,
+        timeout=MEETING_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+
+
+def _interface_of(host: str) -> str:
+    """Name of the network interface that has the address ``host``; gloo would choose one by the host's name."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return name
+    raise RuntimeError(f"no network interface of this host has the address {host}")

@@ -1,0 +1,218 @@
+"""The socket between a replica's engine and one of its ranks: typed messages, framed, by TCP.
+
+Frames are msgpack behind a four-byte length; no object is ever unpickled. A rank must know the replica's key.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from time import monotonic
+
+import msgspec
+
+from shoal_replica.config import EngineConfig
+from shoal_replica.executor import SchedulerOutput, StepResult
+
+MAX_FRAME_BYTES = 256 * 2**20
+READ_BYTES = 2**16
+
+
+class RankAddress(msgspec.Struct, frozen=True):
+    """What a new rank is told: where the engine listens, with which key, its own number, its own host's address."""
+
+    host: str
+    port: int
+    key: str
+    rank: int
+    rank_host: str
+
+
+class Setup(msgspec.Struct, frozen=True, tag="setup"):
+    """The whole configuration, and where the ranks meet each other: the store that rank 0 keeps."""
+
+    config: EngineConfig
+    store_host: str
+    store_port: int
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """One step, and the tokens (sequence, token) that the step before it sampled."""
+
+    output: SchedulerOutput
+    sampled: tuple[tuple[int, int], ...]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """No step follows."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A rank's first frame. ``store_port``: on its host, where it can keep the store."""
+
+    rank: int
+    key: str
+    pid: int
+    host: str
+    store_port: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded and warm."""
+
+
+class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
+    """The rank's process lives. ``progress`` rises while its model works: steps begun, then collectives begun."""
+
+    progress: tuple[int, int]
+    is_busy: bool
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The step's tokens, from the rank that samples."""
+
+    step: int
+    result: StepResult
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The rank ends. ``is_secondary``: because another rank did not answer. ``kind`` names one of our own errors."""
+
+    kind: str
+    message: str
+    is_secondary: bool
+
+
+ToRank = Setup | Step | Stop
+FromRank = Hello | Ready | Pulse | Done | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def push(self, data: bytes) -> list[bytes]:
+        """The frames that ``data`` completes.
+
+        Raises:
+            ConnectionError: a frame is too long to be one.
+        """
+        self._buffer += data
+        frames = []
+        while len(self._buffer) >= 4:
+            end = 4 + int.from_bytes(self._buffer[:4], "big")
+            if end > MAX_FRAME_BYTES:
+                raise ConnectionError(f"a frame of {end} bytes is over {MAX_FRAME_BYTES}")
+            if len(self._buffer) < end:
+                break
+            frames.append(bytes(self._buffer[4:end]))
+            del self._buffer[:end]
+        return frames
+
+
+class EngineLink:
+    """A rank's end of the channel. ``send`` may be called by any thread, ``receive`` by one."""
+
+    def __init__(self, address: RankAddress, timeout_s: float) -> None:
+        self._socket = socket.create_connection((address.host, address.port), timeout_s)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(None)
+        self._reader = FrameReader()
+        self._pending: list[bytes] = []
+        self._lock = threading.Lock()
+
+    def send(self, message: FromRank) -> None:
+        data = frame(message)
+        with self._lock:
+            self._socket.sendall(data)
+
+    def receive(self) -> ToRank:
+        """The next message, however long it takes: an engine that has gone closes the socket.
+
+        Raises:
+            ConnectionError: the engine has gone.
+        """
+        while not self._pending:
+            data = self._socket.recv(READ_BYTES)
+            if not data:
+                raise ConnectionError("the engine has closed the channel")
+            self._pending = self._reader.push(data)
+        return _to_rank.decode(self._pending.pop(0))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class RankLink:
+    """The engine's end of the channel to one rank, with what was last heard of it.
+
+    Args:
+        timeout_s: longest wait for the rank's first frame, and for it to read what is sent.
+
+    Raises:
+        OSError, ValueError: who called is no rank.
+
+    Attributes:
+        hello: the rank's first frame. The caller must compare its key.
+        heard_s: when the last frame came, by ``time.monotonic``.
+        progress, progressed_s: the rank's last progress and when it was first seen.
+    """
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self.heard_s = self.progressed_s = monotonic()
+        self.progress = (0, 0)
+        self.is_busy = False
+        self._socket = connection
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(timeout_s)
+        self._reader = FrameReader()
+        while not (messages := self.read()):
+            pass  # each read brings some of it
+        if not isinstance(messages[0], Hello):
+            raise ValueError("no rank's first frame")
+        self.hello = messages[0]
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, data: bytes) -> None:
+        """Send frames made by ``frame``. Raises OSError: the rank has gone or does not read."""
+        self._socket.sendall(data)
+
+    def read(self) -> list[FromRank]:
+        """The messages that are there; call it when the socket is readable. Pulses are noted, not returned.
+
+        Raises:
+            ConnectionError: the rank has gone.
+        """
+        data = self._socket.recv(READ_BYTES)
+        if not data:
+            raise ConnectionError("closed")
+        self.heard_s = monotonic()
+        messages: list[FromRank] = []
+        for body in self._reader.push(data):
+            message = _from_rank.decode(body)
+            if isinstance(message, Pulse):
+                self._note(message)
+            else:
+                messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _note(self, pulse: Pulse) -> None:
+        self.is_busy = pulse.is_busy
+        if pulse.progress != self.progress:
+            self.progress, self.progressed_s = pulse.progress, self.heard_s

@@ -1,0 +1,232 @@
+"""An executor whose model is spread over several processes, one a rank."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import socket
+from collections.abc import Callable
+from time import monotonic
+from typing import NoReturn
+
+from shoal_replica import errors
+from shoal_replica.config import EngineConfig
+from shoal_replica.errors import EngineDead, ShoalError
+from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.ranks.channel import (
+    Done,
+    Failed,
+    FromRank,
+    RankLink,
+    Ready,
+    Setup,
+    Step,
+    Stop,
+    frame,
+)
+from shoal_replica.ranks.launcher import RankLauncher, RankProcess
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 3.0
+POLL_S = 0.25
+BLAME_S = 0.5  # how long a rank that failed for want of another one waits for that one's own report
+
+logger = logging.getLogger(__name__)
+
+
+class RankExecutor:
+    """Starts the ranks and sends each step to all of them; the rank that samples answers.
+
+    The engine's process computes nothing itself: a rank that hangs can be killed, and nothing of it is left here.
+    A rank that dies, reports an error, or shows no progress for ``parallel.rank_timeout_s`` ends all of them.
+
+    Raises:
+        ConfigError, NotFound, EngineDead: a rank could not start; the message names it.
+    """
+
+    def __init__(self, config: EngineConfig, launcher: RankLauncher, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self._timeout_s = config.parallel.rank_timeout_s
+        self._links: list[RankLink] = []
+        self._processes: list[RankProcess] = []
+        self._sampled: tuple[tuple[int, int], ...] = ()
+        self._failure: ShoalError | None = None
+        try:
+            self._start(config, launcher, monotonic() + start_timeout_s)
+        except BaseException:
+            self._kill_all()
+            raise
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run one step on all ranks.
+
+        Raises:
+            EngineDead: a rank failed, now or before; the message names it. All ranks have been ended.
+        """
+        self._raise_failure()
+        data = frame(Step(output, self._sampled))
+        started = monotonic()
+        for rank, link in enumerate(self._links):
+            try:
+                link.send(data)
+            except OSError as error:
+                self._fail(rank, self._death(rank, str(error)))
+        while True:
+            for rank, message in self._poll(POLL_S):
+                if isinstance(message, Done) and message.step == output.step:
+                    self._sampled = tuple((token.seq_id, token.token_id) for token in message.result.sampled)
+                    return message.result
+                self._fail(rank, f"sent an unexpected {type(message).__name__}")
+            self._check_silence()
+            self._check_progress(started)
+
+    def check_health(self) -> None:
+        """Raise EngineDead if a rank has failed. Only between steps."""
+        self._raise_failure()
+        for rank, message in self._poll(0.0):
+            self._fail(rank, f"sent an unexpected {type(message).__name__}")
+        self._check_silence()
+
+    def close(self) -> None:
+        """Let the ranks end, for a moment, then end them. Again is harmless."""
+        for link in self._links:
+            try:
+                link.send(frame(Stop()))
+            except OSError:
+                continue  # it has gone already
+        deadline = monotonic() + STOP_TIMEOUT_S
+        for process in self._processes:
+            process.exit_reason(max(0.0, deadline - monotonic()))
+        self._kill_all()
+
+    def _start(self, config: EngineConfig, launcher: RankLauncher, deadline: float) -> None:
+        num_ranks, key = config.parallel.num_ranks, secrets.token_hex(16)
+        with socket.create_server((launcher.host, 0)) as listener:
+            port = listener.getsockname()[1]
+            self._processes = [launcher.launch(rank, port, key) for rank in range(num_ranks)]
+            self._links = self._accept_all(listener, key, deadline)
+        keeper = self._links[0].hello
+        setup = frame(Setup(config, keeper.host, keeper.store_port))
+        for link in self._links:
+            link.send(setup)
+        waiting = set(range(num_ranks))
+        while waiting:
+            for rank, message in self._poll(POLL_S):
+                if not isinstance(message, Ready):
+                    self._fail(rank, f"sent an unexpected {type(message).__name__}")
+                waiting.discard(rank)
+            if monotonic() > deadline:
+                self._fail(min(waiting), "was not ready in time")
+
+    def _accept_all(self, listener: socket.socket, key: str, deadline: float) -> list[RankLink]:
+        """A link to each rank, in rank order. Whoever does not know the key is turned away."""
+        links: dict[int, RankLink] = {}
+        listener.settimeout(POLL_S)
+        while len(links) < len(self._processes):
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                for rank, process in enumerate(self._processes):
+                    if rank not in links and (reason := process.exit_reason(0.0)) is not None:
+                        raise EngineDead(f"rank {rank} ended before it was ready: {reason}") from None
+                if monotonic() > deadline:
+                    late = next(rank for rank in range(len(self._processes)) if rank not in links)
+                    raise EngineDead(f"rank {late} did not call in time") from None
+                continue
+            try:
+                link = RankLink(connection, self._timeout_s)
+            except (OSError, ValueError):  # msgspec's errors are ValueErrors
+                connection.close()
+                continue
+            if not secrets.compare_digest(link.hello.key, key) or link.hello.rank in links:
+                link.close()
+                continue
+            links[link.hello.rank] = link
+            self._links = [links[rank] for rank in sorted(links)]  # closed with the rest if this fails
+        return self._links
+
+    def _poll(self, timeout_s: float) -> list[tuple[int, FromRank]]:
+        """Messages of all ranks but pulses, after at most ``timeout_s``; a rank's failure is raised."""
+        readable, _, _ = select.select(self._links, [], [], timeout_s)
+        messages: list[tuple[int, FromRank]] = []
+        secondary: tuple[int, str] | None = None
+        for link in readable:
+            rank = self._links.index(link)
+            try:
+                heard = link.read()
+            except (OSError, ValueError) as error:
+                self._fail(rank, self._death(rank, str(error)))
+            for message in heard:
+                if not isinstance(message, Failed):
+                    messages.append((rank, message))
+                elif message.is_secondary:
+                    secondary = secondary or (rank, message.message)
+                else:
+                    self._fail(rank, message.message, message.kind)
+        if secondary is not None:
+            self._wait_for_blame(secondary)
+        return messages
+
+    def _wait_for_blame(self, secondary: tuple[int, str]) -> NoReturn:
+        """A rank has lost another one: that other one's end, which may be heard of a little later, is the cause."""
+        deadline = monotonic() + BLAME_S
+        others = [link for rank, link in enumerate(self._links) if rank != secondary[0]]
+        while (left := deadline - monotonic()) > 0:
+            for link in select.select(others, [], [], left)[0]:
+                rank = self._links.index(link)
+                try:
+                    heard = link.read()
+                except (OSError, ValueError) as error:
+                    self._fail(rank, self._death(rank, str(error)))
+                for message in heard:
+                    if isinstance(message, Failed) and not message.is_secondary:
+                        self._fail(rank, message.message, message.kind)
+                    if isinstance(message, Failed):
+                        others.remove(link)
+                        break
+        self._fail(*secondary)
+
+    def _death(self, rank: int, error: str) -> str:
+        reason = self._processes[rank].exit_reason(BLAME_S)
+        return f"died: {reason}" if reason is not None else f"cut its channel: {error}"
+
+    def _check_silence(self) -> None:
+        now = monotonic()
+        for rank, link in enumerate(self._links):
+            if now - link.heard_s > self._timeout_s:
+                self._fail(rank, f"hangs: no sign of life for {self._timeout_s:g} s")
+
+    def _check_progress(self, started: float) -> None:
+        """Fail when no rank has progressed for the timeout; the one that is furthest behind is to blame."""
+        last = max(started, *(link.progressed_s for link in self._links))
+        if monotonic() - last <= self._timeout_s:
+            return
+        busy = [rank for rank, link in enumerate(self._links) if link.is_busy] or list(range(len(self._links)))
+        least = min(self._links[rank].progress for rank in busy)
+        behind = [rank for rank in busy if self._links[rank].progress == least]
+        others = f" (with rank {', '.join(map(str, behind[1:]))})" if behind[1:] else ""
+        self._fail(behind[0], f"hangs{others}: no progress for {self._timeout_s:g} s")
+
+    def _fail(self, rank: int, what: str, kind: str = "") -> NoReturn:
+        """End every rank and raise; ``kind`` names the type when the rank's error is one of ours."""
+        hello = self._links[rank].hello if rank < len(self._links) else None
+        who = f"rank {rank}" + (f" (pid {hello.pid} on {hello.host})" if hello is not None else "")
+        error_type: Callable[[str], ShoalError] = getattr(errors, kind) if kind in _PLAIN_ERRORS else EngineDead
+        self._failure = error_type(f"{who} {what}" if not kind else f"{who}: {what}")
+        logger.error("%s", self._failure)
+        self._kill_all()
+        raise self._failure
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise EngineDead(str(self._failure)) from self._failure
+
+    def _kill_all(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for link in self._links:
+            link.close()
+        self._links = []
+
+
+_PLAIN_ERRORS = ("ConfigError", "NotFound", "Unavailable")

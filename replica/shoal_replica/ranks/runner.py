@@ -1,0 +1,55 @@
+"""What a rank's process asks of its model."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal_replica.config import EngineConfig
+from shoal_replica.executor import SchedulerOutput, StepResult
+
+
+class CollectiveError(RuntimeError):
+    """Another rank did not take part in a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks' store is, and at which address this rank can be reached by the others.
+
+    ``listener`` is the store's open socket on the rank that keeps it, None elsewhere.
+    """
+
+    host: str
+    port: int
+    own_host: str
+    listener: socket.socket | None
+
+
+class RankRunner(Protocol):
+    """A rank's model."""
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives begun since the start; read by another thread."""
+        ...
+
+    @property
+    def samples(self) -> bool:
+        """Whether ``execute`` gives the step's tokens."""
+        ...
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Compute this rank's part of a step. Raises CollectiveError when that is another rank's fault."""
+        ...
+
+    def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """The last step's tokens, when another rank has sampled them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+RunnerFactory = Callable[[EngineConfig, int, Rendezvous], RankRunner]

@@ -1,0 +1,121 @@
+"""One rank: dials its engine, loads its shard, and computes the steps that come until the engine stops or is gone.
+
+    python -m shoal_replica.ranks.worker < ADDRESS
+
+ADDRESS is one line of JSON, a ``RankAddress``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+
+import msgspec
+
+from shoal_replica.errors import ShoalError
+from shoal_replica.ranks.channel import Done, EngineLink, Failed, Hello, Pulse, RankAddress, Ready, Setup, Step
+from shoal_replica.ranks.runner import CollectiveError, RankRunner, Rendezvous, RunnerFactory
+
+CONNECT_TIMEOUT_S = 30.0
+PULSE_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
+    """Be a rank until the engine stops it. Ends the process at once if the engine is gone.
+
+    Raises:
+        OSError: the engine cannot be reached.
+        Exception: what ended the rank; the engine has been told.
+    """
+    listener = socket.create_server((address.rank_host, 0))
+    link = EngineLink(address, CONNECT_TIMEOUT_S)
+    port = listener.getsockname()[1]
+    link.send(Hello(address.rank, address.key, os.getpid(), address.rank_host, port))
+    heart = _Heart(link)
+    heart.start()
+    try:
+        setup = link.receive()
+        assert isinstance(setup, Setup)
+        is_keeper = (setup.store_host, setup.store_port) == (address.rank_host, port)
+        if not is_keeper:
+            listener.close()
+        meeting = Rendezvous(setup.store_host, setup.store_port, address.rank_host, listener if is_keeper else None)
+        runner = make_runner(setup.config, address.rank, meeting)
+        heart.runner = runner
+        link.send(Ready())
+        try:
+            _run_steps(link, runner, heart)
+        finally:
+            runner.close()
+    except ConnectionError:
+        logger.error("rank %d ends: its engine is gone", address.rank)
+    except CollectiveError as error:
+        link.send(Failed("", str(error), is_secondary=True))
+    except Exception as error:
+        kind = type(error).__name__ if isinstance(error, ShoalError) else ""
+        message = str(error) if kind else f"failed: {type(error).__name__}: {error}"
+        link.send(Failed(kind, message, is_secondary=False))
+        raise
+    finally:
+        heart.stop()
+        link.close()
+        listener.close()
+
+
+def _run_steps(link: EngineLink, runner: RankRunner, heart: _Heart) -> None:
+    while isinstance(message := link.receive(), Step):
+        heart.begin(message.output.step)
+        if not runner.samples:
+            runner.take_sampled(message.sampled)
+        result = runner.execute(message.output)
+        if runner.samples:
+            link.send(Done(message.output.step, result))
+        heart.is_busy = False
+
+
+class _Heart:
+    """Tells the engine twice a second that this process lives and how far its model is."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self.runner: RankRunner | None = None
+        self.is_busy = False
+        self._step = 0
+        self._link = link
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="shoal-rank-heart", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self.is_busy = True
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(PULSE_S)  # a thread that is left at the interpreter's end can bring it down
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(PULSE_S):
+            num_collectives = self.runner.num_collectives if self.runner is not None else 0
+            try:
+                self._link.send(Pulse((self._step, num_collectives), self.is_busy))
+            except OSError:
+                if not self._stopped.is_set():
+                    os._exit(1)  # the engine is gone, and the model may be waiting for a rank that is gone too
+
+
+def main() -> None:
+    from shoal_replica.model.rank_runner import DistributedRunner
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    serve_rank(msgspec.json.decode(sys.stdin.readline(), type=RankAddress), DistributedRunner)
+
+
+if __name__ == "__main__":
+    main()

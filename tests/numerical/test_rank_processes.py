@@ -1,0 +1,74 @@
+"""Real ranks in processes, joined by gloo: the tokens of the whole model; nothing is left of a group that failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fixtures.serving_story import CACHE, run
+from fixtures.waiting import DEADLINE_S
+from tiny_models import make_checkpoint, make_prompts
+
+from shoal_replica.build import build_executor
+from shoal_replica.config import EngineConfig, ModelConfig, ParallelConfig
+from shoal_replica.errors import EngineDead
+from shoal_replica.executor import Executor, NewSequence, ScheduledSequence, SchedulerOutput
+from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.sampling_params import SamplingParams
+
+LIMIT_S = 5.0
+
+
+@pytest.fixture(scope="module", params=[("llama-9-heads", 2, 1), ("qwen3-moe", 1, 2)], ids=["tp2", "pp2"])
+def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Executor]]:
+    family, tensor_size, num_stages = request.param
+    folder = make_checkpoint(family, tmp_path_factory.mktemp(family))
+    parallel = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
+    executor = build_executor(EngineConfig(model=ModelConfig.from_folder(folder), cache=CACHE, parallel=parallel))
+    yield folder, executor
+    executor.close()
+
+
+def test_tokens_are_those_of_the_whole_model(group: tuple[Path, Executor]) -> None:
+    folder, executor = group
+    whole_model = ModelRunner(ModelConfig.from_folder(folder), CACHE, ParallelConfig())
+    expected, _ = run(whole_model)
+    whole_model.close()
+    tokens, _ = run(executor)
+    assert tokens == expected
+    assert [p.num_threads() < 40 for p in psutil.Process().children()] == [True, True]
+
+
+def test_a_rank_lost_inside_a_collective_takes_the_group_down(group: tuple[Path, Executor]) -> None:
+    """One rank is stopped, so that the other waits for it in a collective, and is then killed: after the test above,
+    which needs the group whole."""
+    _, executor = group
+    ranks = psutil.Process().children()
+    victim = ranks[1]
+    os.kill(victim.pid, signal.SIGSTOP)
+    prompt = tuple(make_prompts([20])[0])
+    new = NewSequence(10**6, prompt, len(prompt), 0, (0, 1), SamplingParams(), 0)
+    step = SchedulerOutput(1, (ScheduledSequence(10**6, 0, len(prompt), True),), (new,))
+    failures: list[str] = []
+
+    def execute() -> None:
+        try:
+            executor.execute(step)
+        except EngineDead as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=execute)
+    started = time.monotonic()
+    thread.start()
+    os.kill(victim.pid, signal.SIGKILL)
+    thread.join(DEADLINE_S)
+    assert time.monotonic() - started < LIMIT_S
+    assert len(failures) == 1
+    assert f"rank 1 (pid {victim.pid} on 127.0.0.1) died: signal 9" in failures[0]
+    assert psutil.Process().children(recursive=True) == []

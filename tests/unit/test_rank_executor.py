@@ -1,0 +1,220 @@
+"""Ranks in processes, without a model: steps reach all of them, and one that goes wrong is named and takes all down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+from fixtures.fake_rank import CULPRIT, DIE, FREEZE, RAISE, STALL
+from fixtures.waiting import DEADLINE_S, until
+
+from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from shoal_replica.engine import Engine
+from shoal_replica.errors import ConfigError, EngineDead
+from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
+from shoal_replica.ranks.channel import MAX_FRAME_BYTES, Hello, Ready, frame
+from shoal_replica.ranks.executor import RankExecutor
+from shoal_replica.ranks.launcher import LocalRanks, RankProcess
+from shoal_replica.request import FinishReason, Request
+from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.testing import expected_tokens, make_request, make_scheduler
+
+FAKE_RANK = (sys.executable, "-m", "fixtures.fake_rank")
+CACHE = CacheConfig(num_blocks=64, block_size=4)
+TIMEOUT_S = 1.5
+
+
+def config(folder: str = "", num_ranks: int = 2, rank_timeout_s: float = TIMEOUT_S) -> EngineConfig:
+    model = ModelConfig(
+        folder=folder,
+        architecture="LlamaForCausalLM",
+        vocab_size=32_000,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=8,
+        num_kv_heads=8,
+        head_size=1,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+        max_model_len=128,
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        eos_token_ids=(2,),
+        dtype="float32",
+    )
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks, rank_timeout_s=rank_timeout_s)
+    return EngineConfig(model=model, cache=CACHE, parallel=parallel)
+
+
+def start(folder: str = "", **changes: float) -> RankExecutor:
+    settings = config(folder, **changes)  # type: ignore[arg-type]
+    return RankExecutor(settings, LocalRanks(settings.parallel, FAKE_RANK), start_timeout_s=DEADLINE_S)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """No process, no descriptor."""
+    this = psutil.Process()
+    before = this.num_fds()
+    yield
+    assert this.children(recursive=True) == []
+    assert this.num_fds() <= before
+
+
+def generate(executor: RankExecutor, *requests: Request) -> dict[str, list[int]]:
+    scheduler, _ = make_scheduler(num_blocks=CACHE.num_blocks, block_size=CACHE.block_size)
+    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    for request in requests:
+        scheduler.add(request)
+    while (output := scheduler.schedule(0.0)) is not None:
+        for delta in scheduler.update(output, executor.execute(output)):
+            tokens[delta.request_id].extend(delta.token_ids)
+    return tokens
+
+
+def first_step(token_id: int) -> SchedulerOutput:
+    new = NewSequence(0, (token_id, 5), 2, 0, (0,), SamplingParams(), 0)
+    return SchedulerOutput(1, (ScheduledSequence(0, 0, 2, True),), (new,))
+
+
+def test_steps_reach_all_ranks_and_one_answers() -> None:
+    executor = start(num_ranks=3)
+    executor.check_health()
+    requests = [make_request(str(i), range(i, i + 9 * i + 1), max_tokens=9) for i in range(5)]
+    expected = {r.request_id: expected_tokens(r.prompt_token_ids, 9) for r in requests}
+    assert generate(executor, *requests) == expected
+    executor.check_health()
+    executor.close()
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words", "limit_s"),
+    [
+        (DIE, "died: signal 9", 2.0),
+        (RAISE, "ValueError: the matrix is on fire", 2.0),
+        (STALL, "hangs: no progress for 1.5 s", TIMEOUT_S + 2.5),
+        (FREEZE, "hangs: no sign of life for 1.5 s", TIMEOUT_S + 2.5),
+    ],
+)
+def test_the_rank_at_fault_is_named_and_all_are_gone(trouble: int, words: str, limit_s: float) -> None:
+    executor = start()
+    culprit = psutil.Process().children()[CULPRIT].pid
+    started = time.monotonic()
+    with pytest.raises(EngineDead) as caught:
+        executor.execute(first_step(trouble))
+    assert time.monotonic() - started < limit_s
+    assert f"rank {CULPRIT} (pid {culprit} on 127.0.0.1) " in str(caught.value)
+    assert words in str(caught.value)
+    assert psutil.Process().children() == []
+    for call in (executor.check_health, lambda: executor.execute(first_step(0))):
+        with pytest.raises(EngineDead, match=f"rank {CULPRIT}"):
+            call()
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    ("folder", "error", "words"),
+    [
+        ("refuse", ConfigError, f"rank {CULPRIT} .*: model: tensor 'x' is missing"),
+        ("exit", EngineDead, f"rank {CULPRIT} .*died: exit status 3"),
+    ],
+)
+def test_a_rank_that_cannot_start_is_named(folder: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        start(folder)
+
+
+def test_a_rank_that_never_calls_is_named() -> None:
+    settings = config()
+    with pytest.raises(EngineDead, match="rank 0 ended before it was ready: exit status 7"):
+        RankExecutor(settings, LocalRanks(settings.parallel, (sys.executable, "-c", "exit(7)")), DEADLINE_S)
+    sleeper = (sys.executable, "-c", "import time; time.sleep(60)")
+    with pytest.raises(EngineDead, match="rank 0 did not call in time"):
+        RankExecutor(settings, LocalRanks(settings.parallel, sleeper), 0.5)
+
+
+class Intruder(LocalRanks):
+    """Dials the engine before any rank does, with what is not a rank's greeting."""
+
+    GREETINGS = (
+        b"GET / HTTP/1.1\r\n\r\n",
+        (MAX_FRAME_BYTES + 9).to_bytes(4, "big"),
+        b"\x00\x00\x00\x01\xc0",
+        b"",
+        frame(Hello(0, "guessed", 1, "127.0.0.1", 1)),
+        frame(Ready()),
+    )
+
+    def launch(self, rank: int, port: int, key: str) -> RankProcess:
+        for greeting in self.GREETINGS:
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(greeting)
+        return super().launch(rank, port, key)
+
+
+def test_a_stranger_is_turned_away() -> None:
+    settings = config()
+    executor = RankExecutor(settings, Intruder(settings.parallel, FAKE_RANK), DEADLINE_S)
+    request = make_request(max_tokens=3)
+    assert generate(executor, request)[request.request_id] == expected_tokens(request.prompt_token_ids, 3)
+    executor.close()
+
+
+def test_ranks_end_when_their_engine_is_gone() -> None:
+    """As after a SIGKILL of the engine: its sockets are closed, and nobody tells the ranks."""
+    executor = start()
+    children = psutil.Process().children()
+    for link in executor._links:
+        link.close()
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
+    assert alive == []
+    executor.close()
+
+
+async def test_a_rank_that_dies_in_an_idle_engine_is_noticed() -> None:
+    executor = await asyncio.to_thread(start)
+    scheduler, _ = make_scheduler()
+    engine = Engine(scheduler, executor, heartbeat_s=0.1)
+    engine.start()
+    os.kill(psutil.Process().children()[CULPRIT].pid, signal.SIGKILL)
+    await until(lambda: _raises(engine.check_health))
+    with pytest.raises(EngineDead, match=f"rank {CULPRIT} .*died: signal 9"):
+        engine.add(make_request())
+    await engine.stop()
+
+
+async def test_a_rank_that_dies_in_a_step_ends_the_requests() -> None:
+    executor = await asyncio.to_thread(start)
+    scheduler, _ = make_scheduler()
+    engine = Engine(scheduler, executor)
+    reasons: list[FinishReason | None] = []
+    engine.subscribe(lambda report: reasons.extend(delta.finish_reason for delta in report.deltas))
+    engine.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await engine.add(make_request("r", (DIE, 5)))
+    assert reasons == [FinishReason.ERROR]
+    with pytest.raises(EngineDead, match=f"rank {CULPRIT}"):
+        engine.check_health()
+    await engine.stop()
+
+
+def _raises(call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except EngineDead:
+        return True
+    return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal_replica.config import DTYPE_BYTES, ModelConfig, ParallelConfig
+from shoal_replica.config import DTYPE_BYTES, LAYER_BITS, ModelConfig, ParallelConfig
 
 MLP_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
@@ -76,7 +76,7 @@ def make_shard(model: ModelConfig, parallel: ParallelConfig, rank: int) -> Shard
         layers=_share(model.num_layers, parallel.pipeline_parallel_size, stage),
         heads=heads,
         kv_heads=kv_heads,
-        mlp=_columns(model.intermediate_size, size, tensor_rank),
+        mlp=_columns(model.intermediate_size, size, tensor_rank, 1 if LAYER_BITS[model.quantization] is None else 32),
         experts=_share(num_experts, size, tensor_rank),
         vocab=range(
             min(tensor_rank * vocab_share, model.vocab_size), min((tensor_rank + 1) * vocab_share, model.vocab_size)
@@ -92,10 +92,17 @@ def _share(total: int, parts: int, index: int) -> range:
     return range(start, start + size + (index < more))
 
 
-def _columns(total: int, parts: int, index: int) -> range:
-    """A share in the largest unit that still divides well: vector units and quantisation groups stay whole."""
+def _columns(total: int, parts: int, index: int, least: int) -> range:
+    """A share in the largest unit that still divides well: vector units stay whole.
+
+    ``least`` is the unit below which it must not go if it can help it: a group of integer weights.
+    """
     unit = next(
-        u for u in MLP_UNITS if total % u == 0 and (total // u % parts == 0 or total // u >= 8 * parts or u == 1)
+        unit
+        for unit in MLP_UNITS
+        if (total % unit == 0
+        and (total // unit % parts == 0 or total // unit >= 8 * parts or (unit <= least and total // unit >= parts)))
+        or unit == 1
     )
     share = _share(total // unit, parts, index)
     return range(share.start * unit, share.stop * unit)

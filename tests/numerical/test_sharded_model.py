@@ -24,21 +24,32 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_tokens_are_those_of_the_whole_model(family: Path) -> None:
-    whole_model = ModelRunner(ModelConfig.from_folder(family), CACHE, ParallelConfig())
+def check_ranks(model: ModelConfig, sizes: list[tuple[int, int]]) -> None:
+    """Whole and cut in each of ``sizes`` (ranks a stage, stages): the same tokens."""
+    whole_model = ModelRunner(model, CACHE, ParallelConfig())
     expected, scheduler = run(whole_model)
     whole_model.close()
     stats = scheduler.stats(0.0)
     assert stats.num_preemptions > 0
     assert stats.num_cached_tokens > 0
     assert all(len(tokens) == NUM_NEW for tokens in expected.values())
-    for tensor_size, num_stages in SIZES:
+    for tensor_size, num_stages in sizes:
         parallel = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
-        ranks = ThreadedRanks(family, CACHE, parallel)
+        ranks = ThreadedRanks(model, CACHE, parallel)
         ranks.warm_up()
         tokens, _ = run(ranks)
         ranks.close()
         assert tokens == expected, (tensor_size, num_stages)
+
+
+def test_tokens_are_those_of_the_whole_model(family: Path) -> None:
+    check_ranks(ModelConfig.from_folder(family), SIZES)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_integer_weights_are_cut_between_their_groups(tmp_path: Path, quantization: str) -> None:
+    model = ModelConfig.from_folder(make_checkpoint("qwen3", tmp_path), quantization=quantization)
+    check_ranks(model, [(2, 1), (3, 1), (1, 2)])
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 3, 4])

@@ -97,15 +97,13 @@ def _columns(total: int, parts: int, index: int, least: int) -> range:
 
     ``least`` is the unit below which it must not go if it can help it: a group of integer weights.
     """
-    unit = next(
-        unit
-        for unit in MLP_UNITS
-        if (total % unit == 0
-        and (total // unit % parts == 0 or total // unit >= 8 * parts or (unit <= least and total // unit >= parts)))
-        or unit == 1
-    )
+    unit = next(u for u in MLP_UNITS if total % u == 0 and (_divides_well(total // u, parts, u <= least) or u == 1))
     share = _share(total // unit, parts, index)
     return range(share.start * unit, share.stop * unit)
+
+
+def _divides_well(num_units: int, parts: int, is_small: bool) -> bool:
+    return num_units % parts == 0 or num_units >= (parts if is_small else 8 * parts)
 
 
 def _heads(num_heads: int, num_kv_heads: int, parts: int, index: int) -> tuple[range, range]:

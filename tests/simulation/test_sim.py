@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
+from shoal_cluster.policies.objective import PrefillTime
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
@@ -157,12 +158,12 @@ def test_event_order_is_time_then_insertion() -> None:
 
 
 def test_step_time_adds_prefills_and_one_weight_read() -> None:
-    time = StepTime(prefill_tokens_per_s=1000, pair_s=1e-6, decode_s=0.03, decode_sequence_s=0.001)
+    time = StepTime(prefill=PrefillTime(tokens_per_s=1000, pair_s=1e-6), decode_s=0.03, decode_sequence_s=0.001)
     prompt = ScheduledSequence(0, 100, 50, samples=True)
     decodes = tuple(ScheduledSequence(i, 10, 1, samples=True) for i in (1, 2))
     assert time.step_s(SchedulerOutput(1, decodes)) == pytest.approx(0.032)
     assert time.step_s(SchedulerOutput(1, (prompt, *decodes))) == pytest.approx(0.032 + 0.05 + (5000 + 1275) * 1e-6)
-    assert time.prefill_s(0, 150) == pytest.approx(time.prefill_s(0, 100) + time.prefill_s(100, 50))
+    assert time.prefill.seconds(0, 150) == pytest.approx(time.prefill.seconds(0, 100) + time.prefill.seconds(100, 50))
 
 
 def test_percentiles_are_nearest_rank() -> None:

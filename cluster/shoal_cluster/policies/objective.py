@@ -7,6 +7,29 @@ from dataclasses import dataclass
 
 from shoal_replica.errors import ConfigError
 
+RENEWAL = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTime:
+    """Seconds that a replica takes for a prompt: a rate for its matrix products, and a time for each (token, earlier
+    token) pair of its attention, which counts in long prompts.
+    """
+
+    tokens_per_s: float = 8000.0
+    pair_s: float = 2.5e-9
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.tokens_per_s) and self.tokens_per_s > 0):
+            raise ConfigError(f"tokens_per_s: got {self.tokens_per_s!r}; must be a finite number above 0")
+        if not (math.isfinite(self.pair_s) and self.pair_s >= 0):
+            raise ConfigError(f"pair_s: got {self.pair_s!r}; must be a finite number of at least 0")
+
+    def seconds(self, num_computed_tokens: int, num_new_tokens: int) -> float:
+        """Of ``num_new_tokens`` of a prompt after ``num_computed_tokens`` of it."""
+        pairs = num_new_tokens * num_computed_tokens + num_new_tokens * (num_new_tokens + 1) / 2
+        return num_new_tokens / self.tokens_per_s + self.pair_s * pairs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyObjective:
@@ -27,3 +50,14 @@ class LatencyObjective:
     def due_in_s(self, prefill_s: float) -> float:
         """Seconds from arrival until the first token is due, for a request whose own prefill takes ``prefill_s``."""
         return self.ttft_s + self.prefill_factor * prefill_s
+
+    def next_due_s(self, arrival_s: float, prefill_s: float, now: float) -> float:
+        """When the first token is due, or if that can no longer be met, the next date that can.
+
+        A missed objective is renewed at ``RENEWAL`` times its length, as often as need be. So requests that are lost do
+        not take the time of those that are not; yet none starves, for its date comes nearer while newcomers' are later.
+        """
+        length_s = self.due_in_s(prefill_s)
+        while arrival_s + length_s < now + prefill_s:
+            length_s *= RENEWAL
+        return arrival_s + length_s

@@ -72,7 +72,7 @@ class Book:
             outcome.first_token_s = now
             outcome.num_cached_tokens = delta.num_cached_tokens
             uncached = outcome.num_prompt_tokens - delta.num_cached_tokens
-            own_s = self._config.step_time.prefill_s(delta.num_cached_tokens, uncached)
+            own_s = self._config.step_time.prefill.seconds(delta.num_cached_tokens, uncached)
             outcome.objective_s = self._config.objective.due_in_s(own_s)
         if delta.finish_reason is None:
             return False

@@ -8,6 +8,7 @@ from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import Routing
 from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.sim.latency import StepTime
 from shoal_replica.config import CacheConfig, SchedulerConfig
@@ -29,6 +30,7 @@ class SimConfig:
     Attributes:
         heartbeat_s: how often an idle replica reports.
         feed_delay_s: from the end of a step until the gateway knows of it, tokens included.
+        hold: how gateways hold requests until a replica can start them; None: each is placed when it comes.
         objective: a first token is good within it, by the request's actual uncached prefill.
     """
 
@@ -46,4 +48,5 @@ class SimConfig:
     feed_delay_s: float = 0.005
     objective: LatencyObjective = field(default_factory=LatencyObjective)
     num_gateways: int = 1
+    hold: HoldConfig | None = None
     seed: int = 0

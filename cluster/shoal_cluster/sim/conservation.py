@@ -11,6 +11,7 @@ def check_conservation(cluster: SimCluster) -> None:
     assert book.num_open == 0
     for gateway in cluster.gateways:
         gateway.view.check_invariants()
+        assert not gateway.queue
     for request_id, outcome in book.outcomes.items():
         assert (outcome.finished_s is None) != (outcome.refusal is None), request_id
         if outcome.finished_s is not None:

@@ -1,7 +1,8 @@
-"""One gateway in simulated time: its own view, the real policies."""
+"""One gateway in simulated time: its own view and queue, the real policies."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from random import Random
 
@@ -9,6 +10,7 @@ from shoal_cluster.policies.admission import admit
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.memory import RoutingMemory
+from shoal_cluster.policies.pending import PendingQueue, PendingRequest
 from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.sim.book import Book
@@ -22,7 +24,7 @@ from shoal_replica.sampling_params import SamplingParams
 
 
 class SimGateway:
-    """Admits and places requests by what it has heard of the replicas.
+    """Admits, holds and places requests by what it has heard of the replicas.
 
     Args:
         replicas: those that are alive, by id; the cluster's own mapping.
@@ -32,6 +34,7 @@ class SimGateway:
         self, config: SimConfig, loop: EventLoop, book: Book, replicas: Mapping[str, SimReplica], rng: Random
     ) -> None:
         self.view = ClusterView()
+        self.queue = PendingQueue(config.hold) if config.hold is not None else None
         self._config = config
         self._loop = loop
         self._book = book
@@ -57,13 +60,28 @@ class SimGateway:
         if not admission.admitted:
             self._book.refuse(request.request_id, admission.reason)
             return
-        self._place(query, candidates)
+        if self.queue is None:
+            self._place(query, candidates)
+            return
+        self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
+        self._dispatch()
 
     def hear(self, replica: SimReplica, message: FeedMessage) -> None:
         """A replica's news arrive."""
         self.view.apply_update(replica.replica_id, message.stats, message.stored, message.removed, self._loop.now)
         if message.added:
             self.view.settle(message.added)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send what can start now."""
+        weights, now = self._config.weights, self._loop.now
+        while self.queue and (dispatch := self.queue.next(self.view, weights, now, self._rng)) is not None:
+            self._book.num_decisions += 1
+            query = dispatch.pending.query
+            num_matched = dispatch.candidates.view(dispatch.replica_id).num_matched_blocks
+            if not self._send(query, dispatch.replica_id, num_matched, dispatch.due_s):
+                self._book.refuse(query.request_id, "the replica refused")
 
     def _place(self, query: RouteQuery, candidates: Candidates) -> None:
         config = self._config
@@ -76,7 +94,7 @@ class SimGateway:
                 return
         self._book.refuse(query.request_id, decision.reason if not decision.ranked else "every replica refused")
 
-    def _send(self, query: RouteQuery, replica_id: str, num_matched_blocks: int) -> bool:
+    def _send(self, query: RouteQuery, replica_id: str, num_matched_blocks: int, due_s: float = math.inf) -> bool:
         request = self._book.requests[query.request_id]
         replica = self._replicas.get(replica_id)
         if replica is None or replica.draining:
@@ -88,6 +106,7 @@ class SimGateway:
                 max_tokens=request.num_output_tokens, temperature=0.0, seed=0, ignore_eos=True
             ),
             arrival_s=self._loop.now,
+            due_s=due_s,
             tenant=request.tenant,
             block_hashes=query.block_hashes,
         )

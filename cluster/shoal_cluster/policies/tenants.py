@@ -1,0 +1,39 @@
+"""Who has had more than a fair share of the service, so that others go first."""
+
+from __future__ import annotations
+
+BURST_TOKENS = 2048.0
+
+
+class FairShares:
+    """Each tenant's service beyond its share, in prompt tokens computed.
+
+    What one tenant is sent counts against it and is paid back by all who want service at that moment, in equal parts:
+    a deficit, as in deficit round robin (Shreedhar and Varghese, 1995). Nothing is saved up: a tenant that wanted
+    nothing begins with nothing.
+    """
+
+    def __init__(self) -> None:
+        self._num_held: dict[str, int] = {}
+        self._excess: dict[str, float] = {}
+
+    def enter(self, tenant: str) -> None:
+        """The tenant holds one more request."""
+        self._num_held[tenant] = self._num_held.get(tenant, 0) + 1
+
+    def leave(self, tenant: str) -> None:
+        """And one less."""
+        self._num_held[tenant] -= 1
+        if not self._num_held[tenant]:
+            del self._num_held[tenant]
+
+    def charge(self, tenant: str, num_tokens: float) -> None:
+        """``tenant`` gets service of ``num_tokens``."""
+        self._excess[tenant] = self._excess.get(tenant, 0.0) + num_tokens
+        sharers = self._excess.keys() | self._num_held.keys()
+        part = num_tokens / len(sharers)
+        self._excess = {name: left for name, excess in self._excess.items() if (left := excess - part) > 0}
+
+    def excess(self, tenant: str) -> int:
+        """How many bursts the tenant is over its share; 0 for all that are not."""
+        return int(self._excess.get(tenant, 0.0) / BURST_TOKENS)

@@ -1,0 +1,190 @@
+"""Requests that wait at the gateway: in which order they go, where, and when they had better wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from fixtures.cluster_views import make_query, make_stats
+
+from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.routing import RouteWeights, route
+from shoal_cluster.policies.tenants import BURST_TOKENS, FairShares
+from shoal_cluster.policies.view import ClusterView
+from shoal_replica.errors import ConfigError
+from shoal_replica.prefix_cache import BlockHash, hash_blocks
+from shoal_replica.stats import ReplicaStats
+
+WEIGHTS = RouteWeights()
+CONFIG = HoldConfig(objective=LatencyObjective(), prefill=PrefillTime(tokens_per_s=1000.0, pair_s=0.0))
+PREFIX = hash_blocks(range(1600), 16)
+
+
+def view_of(**stats: ReplicaStats) -> ClusterView:
+    view = ClusterView(max_index_entries=4096)
+    for replica_id, its_stats in stats.items():
+        view.join(replica_id)
+        view.apply_snapshot(replica_id, its_stats, (), 0.0)
+    return view
+
+
+def pending(
+    request_id: str,
+    num_tokens: int = 160,
+    *,
+    arrival_s: float = 0.0,
+    hashes: list[BlockHash] | None = None,
+    **more: object,
+) -> PendingRequest:
+    query = make_query(num_tokens, request_id=request_id, block_hashes=tuple(hashes or ()))
+    return PendingRequest(query=query, arrival_s=arrival_s, **more)  # type: ignore[arg-type]
+
+
+def queue_of(*requests: PendingRequest, config: HoldConfig = CONFIG) -> PendingQueue:
+    queue = PendingQueue(config)
+    for request in requests:
+        queue.push(request)
+    return queue
+
+
+def send(queue: PendingQueue, view: ClusterView, now: float = 0.0) -> list[tuple[str, str]]:
+    """Everything that can go now, with its promises made, as a gateway does it."""
+    sent = []
+    while (dispatch := queue.next(view, WEIGHTS, now, Random(0))) is not None:
+        query = dispatch.pending.query
+        view.reserve(query.request_id, dispatch.replica_id, query.num_blocks_needed, query.num_prompt_tokens, now)
+        sent.append((query.request_id, dispatch.replica_id))
+    return sent
+
+
+def test_a_replica_gets_what_it_can_start_and_the_rest_waits() -> None:
+    """A step is 256 tokens: the second prompt still starts within one step, the third does not."""
+    queue = queue_of(*(pending(f"r{i}") for i in range(3)))
+    view = view_of(only=make_stats())
+    assert send(queue, view) == [("r0", "only"), ("r1", "only")]
+    assert [p.query.request_id for p in queue] == ["r2"]
+    view.settle(["r0", "r1"])
+    assert send(queue, view) == [("r2", "only")]
+    assert queue.next(view, WEIGHTS, 0.0, Random(0)) is None
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        make_stats(num_waiting_tokens=257),
+        make_stats(num_free_blocks=10),
+        make_stats(num_free_blocks=0),
+        make_stats(num_running=8),
+        make_stats(draining=True),
+    ],
+)
+def test_nothing_goes_to_a_replica_that_cannot_start_it(stats: ReplicaStats) -> None:
+    queue = queue_of(pending("r"))
+    assert send(queue, view_of(only=stats)) == []
+    assert len(queue) == 1
+    assert send(queue, view_of(only=stats, other=make_stats())) == [("r", "other")]
+
+
+def test_the_earliest_due_goes_first_and_long_prompts_have_longer() -> None:
+    """Due 2 s + 2 x prefill after arrival: the short one at 3.2 s, the long one, which came before, at 4 s."""
+    queue = queue_of(pending("long", 1000), pending("short", 100, arrival_s=1.0))
+    dispatch = queue.next(view_of(only=make_stats()), WEIGHTS, 1.0, Random(0))
+    assert dispatch is not None
+    assert dispatch.pending.query.request_id == "short"
+    assert dispatch.due_s == pytest.approx(3.2)
+
+
+def test_what_is_lost_goes_after_what_can_be_met_but_not_for_ever() -> None:
+    lost, fresh = pending("lost", arrival_s=0.0), pending("fresh", arrival_s=5.0)
+    assert queue_of(lost, fresh).next(view_of(only=make_stats()), WEIGHTS, 5.0, Random(0)).pending is fresh  # type: ignore[union-attr]
+    later = pending("later", arrival_s=9.0)  # due at 11.3 s, and the lost one, put off to 4 x its 2.3 s, at 9.3 s
+    assert queue_of(lost, later).next(view_of(only=make_stats()), WEIGHTS, 9.0, Random(0)).pending is lost  # type: ignore[union-attr]
+
+
+def test_priority_goes_before_due_dates() -> None:
+    queue = queue_of(pending("batch", priority=1), pending("now", arrival_s=3.0))
+    assert send(queue, view_of(only=make_stats()), now=3.0)[0] == ("now", "only")
+
+
+def test_a_hit_is_worth_waiting_for_and_others_pass_meanwhile() -> None:
+    """1 488 cached tokens at four times their price outweigh 3 000 that wait; a stranger starts elsewhere at once."""
+    view = view_of(owner=make_stats(num_waiting_tokens=3000), idle=make_stats())
+    view.apply_update("owner", make_stats(num_waiting_tokens=3000), PREFIX, (), 0.0)
+    queue = queue_of(pending("friend", 1500, hashes=PREFIX[:93]), pending("stranger", arrival_s=1.0))
+    assert send(queue, view, 1.0) == [("stranger", "idle")]
+    view.settle(["stranger"])
+    view.apply_update("owner", make_stats(num_free_blocks=50), (), (), 1.0)
+    assert send(queue, view, 1.0) == [("friend", "owner")]
+
+
+def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
+    free = make_stats(num_total_blocks=1000, max_num_seqs=64)
+    busy = replace(free, num_waiting_tokens=3000)
+    view = view_of(owner=busy, idle=free)
+    view.apply_update("owner", busy, PREFIX, (), 0.0)
+    queue = queue_of(*(pending(f"r{i:02}", 1900, arrival_s=i / 100, hashes=PREFIX) for i in range(30)))
+    dispatch = queue.next(view, WEIGHTS, 1.0, Random(0))
+    assert dispatch is not None
+    assert dispatch.replica_id == "idle"
+    assert int(dispatch.candidates.num_reserved[1]) == 12  # those before it wait for the owner
+
+
+def test_a_dispatch_decides_the_same_again() -> None:
+    queue = queue_of(*(pending(f"r{i}") for i in range(5)))
+    view = view_of(a=make_stats(), b=make_stats(), c=make_stats(num_running=1))
+    rng = Random(7)
+    dispatches: list[Dispatch] = []
+    while (dispatch := queue.next(view, WEIGHTS, 0.0, rng)) is not None:
+        dispatches.append(dispatch)
+        view.reserve(dispatch.pending.query.request_id, dispatch.replica_id, 11, 160, 0.0)
+    assert len(dispatches) == 5
+    for d in dispatches:
+        assert route(d.pending.query, d.candidates, WEIGHTS, Random(d.seed)) == d.decision
+        assert d.decision.ranked[0] == d.replica_id
+
+
+def test_removed_requests_are_gone() -> None:
+    queue = queue_of(pending("r"))
+    assert "r" in queue
+    with pytest.raises(ValueError, match="held already"):
+        queue.push(pending("r"))
+    assert queue.remove("r") is not None
+    assert queue.remove("r") is None
+    assert send(queue, view_of(only=make_stats())) == []
+
+
+def test_a_light_tenant_does_not_queue_behind_a_heavy_one() -> None:
+    heavy = [pending(f"heavy{i}", 200, tenant="heavy", arrival_s=i / 1000) for i in range(40)]
+    queue = queue_of(*heavy, pending("light", 200, tenant="light", arrival_s=0.5))
+    order: list[str] = []
+    for _ in range(41):
+        ((request_id, _),) = send(queue, view_of(only=make_stats(max_num_batched_tokens=8)), 0.5)
+        order.append(request_id)
+    assert order.index("light") <= 2 * BURST_TOKENS / 200 + 1
+    assert order.index("light") < 25
+
+
+def test_shares_are_paid_back_by_all_who_want_service() -> None:
+    shares = FairShares()
+    for tenant in ("a", "b"):
+        shares.enter(tenant)
+    shares.charge("a", 4 * BURST_TOKENS)
+    assert (shares.excess("a"), shares.excess("b")) == (2, 0)
+    shares.charge("b", 4 * BURST_TOKENS)
+    assert (shares.excess("a"), shares.excess("b")) == (0, 2)
+    shares.leave("a")
+    for _ in range(5):
+        shares.charge("b", BURST_TOKENS)
+    assert shares.excess("b") == 2  # alone it pays back what it takes
+
+
+@pytest.mark.parametrize("wrong", [{"max_steps_ahead": 0}, {"max_considered": 0}])
+def test_bad_settings_are_named(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        HoldConfig(**wrong)
+    with pytest.raises(ConfigError, match="tokens_per_s"):
+        PrefillTime(tokens_per_s=0)
+    with pytest.raises(ConfigError, match="ttft_s"):
+        LatencyObjective(ttft_s=0)

@@ -17,7 +17,7 @@ from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatu
 from shoal_replica.scheduling_policy import choose_victim, rank
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
-from shoal_replica.waiting_queue import WaitingQueue
+from shoal_replica.waiting_queue import WaitingQueue, expected_cached_tokens
 
 
 class Scheduler:
@@ -184,7 +184,7 @@ class Scheduler:
         live = {s.seq_id for s in self._running} | {s.seq_id for s in self._waiting}
         assert live == self._by_id.keys() == {s.seq_id for group in self._requests.values() for s in group}
         assert len(self._running) <= self._config.max_num_seqs
-        assert self._waiting.num_tokens == sum(s.num_tokens for s in self._waiting)
+        self._waiting.check_invariants()
         if not self._running:
             assert self._kv.pool.num_allocated == 0
 
@@ -205,7 +205,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.extend_hashes(self._kv.block_size)
-        self._waiting.push(sequence)
+        self._waiting.push(sequence, expected_cached_tokens(sequence, self._kv, (*self._running, *self._waiting)))
 
     def _sort_running(self) -> None:
         """Rank order: victims come last."""

@@ -39,7 +39,8 @@ class ReplicaStats:
 
     Attributes:
         time_s: wall-clock time of the count (``time.time()`` of the replica's host).
-        num_waiting_tokens: tokens of known prompts that no step has computed yet, waiting and running requests alike.
+        num_waiting_tokens: tokens of known prompts that steps have still to compute, of waiting and running requests,
+            less what a waiting one is expected to find cached when its turn comes.
         step_s: length of the last step, seconds.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_steps: totals
             since the replica started.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Sequence
 from shoal_replica.scheduling_policy import order_waiting
 
@@ -15,7 +17,8 @@ class WaitingQueue:
         self._policy = policy
         self._sequences: list[Sequence] = []
         self._is_sorted = True
-        self.num_tokens = 0  # tokens to compute for all of them, prefix hits not yet known
+        self._num_to_compute: dict[int, int] = {}  # by seq_id
+        self.num_tokens = 0  # to compute for all of them, less what they are expected to find cached
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -27,17 +30,47 @@ class WaitingQueue:
             self._is_sorted = True
         return iter(self._sequences)
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: Sequence, num_cached_tokens: int = 0) -> None:
+        """``num_cached_tokens``: of the sequence, which it is expected to find cached when its turn comes."""
         self._sequences.append(sequence)
         self._is_sorted = False
-        self.num_tokens += sequence.num_tokens
+        self._num_to_compute[sequence.seq_id] = max(1, sequence.num_tokens - num_cached_tokens)
+        self.num_tokens += self._num_to_compute[sequence.seq_id]
 
     def take(self, sequences: list[Sequence]) -> None:
         """Remove ``sequences``, which keep their order here."""
         taken = {s.seq_id for s in sequences}
         self._sequences = [s for s in self._sequences if s.seq_id not in taken]
-        self.num_tokens -= sum(s.num_tokens for s in sequences)
+        self.num_tokens -= sum(self._num_to_compute.pop(seq_id) for seq_id in taken)
 
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
-        self.num_tokens -= sequence.num_tokens
+        self.num_tokens -= self._num_to_compute.pop(sequence.seq_id)
+
+    def check_invariants(self) -> None:
+        """The sum is that of the sequences here."""
+        assert self._num_to_compute.keys() == {s.seq_id for s in self._sequences}
+        assert self.num_tokens == sum(self._num_to_compute.values())
+
+
+def expected_cached_tokens(sequence: Sequence, kv: KVCacheManager, others: Iterable[Sequence]) -> int:
+    """Tokens that ``sequence`` will find cached: they are, or ``others``, before it, will have computed them."""
+    if not kv.is_caching:
+        return 0
+    num_blocks = len(kv.match(sequence.block_hashes, sequence.num_tokens))
+    common = (num_common_blocks(sequence.block_hashes, other.block_hashes) for other in others)
+    return max(num_blocks, max(common, default=0)) * kv.block_size
+
+
+def num_common_blocks(left: list[BlockHash], right: list[BlockHash]) -> int:
+    """How many leading blocks two sequences have in common. A hash covers all before it, so halving finds the end."""
+    low, high = 0, min(len(left), len(right))
+    if not high or left[0] != right[0]:
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[middle - 1] == right[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -12,7 +12,7 @@ from fixtures.fake_serve import Answer, FakePlacement, FakeServe, ask, serving, 
 from fixtures.waiting import until
 
 from shoal_cluster.serve import leg
-from shoal_cluster.serve.gateway_ledger import MAX_RECORDS_PER_REQUEST
+from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import Request
@@ -145,7 +145,7 @@ async def test_a_refusal_goes_to_the_next_rank() -> None:
         assert answer.tokens == [expected_tokens(PROMPT, 4)]
         assert answer.usage.replica_id != warm
         assert answer.usage.num_resumes == 0
-        first, second = serve.ledger.records("call")
+        first, second = serve.ledger.routes.of_call("call")
         assert first.decision.ranked[0] == warm
         assert second.query.excluded == {warm}
 
@@ -219,7 +219,7 @@ async def test_a_lost_replica_leaves_no_gap_and_no_repeat(lose: Lose, n: int) ->
         assert answer.usage.num_resumes == 1
         if lose is not _feed_breaks:
             assert answer.usage.replica_id != name
-            assert all(r.decision.ranked[0] != name for r in serve.ledger.records("call")[1:])
+            assert all(r.decision.ranked[0] != name for r in serve.ledger.routes.of_call("call")[1:])
 
 
 async def test_a_replica_that_leaves_finishes_what_it_runs() -> None:
@@ -290,7 +290,7 @@ async def test_a_dead_engine_is_tried_once() -> None:
         for i, answer in enumerate(answers):
             assert answer.tokens == [expected_tokens((1, 2, 3), 4, index) for index in range(3)]
             assert answer.usage.replica_id == "b"
-            assert len([r for r in serve.ledger.records(f"call{i}") if r.decision.ranked[0] == "a"]) <= 1
+            assert len([r for r in serve.ledger.routes.of_call(f"call{i}") if r.decision.ranked[0] == "a"]) <= 1
 
 
 async def test_lost_four_times_is_unavailable() -> None:
@@ -381,10 +381,10 @@ async def test_a_decision_that_is_taken_again_and_again_keeps_few_records() -> N
     async with serving() as serve:
         query = serve.generation(make_request())._query
         serve.ledger.decide(query)
-        (first,) = serve.ledger.records(query.request_id)
+        (first,) = serve.ledger.routes.of_call(query.request_id)
         for _ in range(100):
             serve.ledger.decide(query)
-        records = serve.ledger.records(query.request_id)
+        records = serve.ledger.routes.of_call(query.request_id)
         assert len(records) == MAX_RECORDS_PER_REQUEST
         assert records[0] is first
 

@@ -126,6 +126,11 @@ class Candidates:
         row: Ints = self.promised[2]
         return row
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the arrays; what they describe is shared with other snapshots."""
+        return self.told.nbytes + self.promised.nbytes + self.age_s.nbytes + self.num_matched_blocks.nbytes
+
     def view(self, replica_id: str) -> ReplicaView:
         """The row of one replica. Raises ValueError when it is not here."""
         return self._row(self.replica_ids.index(replica_id))

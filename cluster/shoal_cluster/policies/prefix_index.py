@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +17,25 @@ NUM_WAYS = 32
 WORD_BITS = 64
 FIRST_LOOK, NEXT_LOOK = 128, 8  # blocks of a prompt looked up at first, and how many times more each time after
 DEFAULT_MAX_ENTRIES = 2**21
-"""50 MB for up to 64 replicas. Half full, at a million blocks, one entry in 100 000 is forgotten early."""
+"""67 MB for up to 64 replicas. Half full, at a million blocks, one entry in 100 000 is forgotten early."""
+
+
+class Tier(IntEnum):
+    """In what way a replica has a block."""
+
+    DEVICE = 0
+    """In its pool."""
+    EXPECTED = 1
+    """It will be there by the time another request gets to it: a prompt on its way there, or being computed, has it."""
 
 
 class PrefixIndex:
-    """Block hash → the replicas that hold it, one bit for each replica.
+    """Block hash → the replicas that hold it, one bit for each replica and tier.
 
     A hash covers every token before it, so a flat map is a prefix tree: a prefix is held as far as its hashes are.
     The map is a table like a processor's cache: half of the hash chooses a set of 32 ways, and a newcomer to a full
     set takes the place of its least recently used entry (a forgotten hash only costs a predicted hit, never a wrong
-    answer). So memory is fixed, 24 bytes an entry for up to 64 replicas and 8 more for each further 64, and a
+    answer). So memory is fixed, 32 bytes an entry for up to 64 replicas and 16 more for each further 64, and a
     whole prompt or feed message is one pass of array operations. A use is ``store`` or ``touch``; ``match`` only asks.
 
     Args:
@@ -43,10 +53,10 @@ class PrefixIndex:
         # The system gives pages of zeros when they are first written, so an empty index takes no memory.
         self._keys: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # 0: the way is free
         self._used: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # the tick of the last use
-        self._holders: Words = np.zeros((self.max_entries, 1), np.uint64)
+        self._holders: Words = np.zeros((self.max_entries, len(Tier), 1), np.uint64)  # entry, tier, word of 64 slots
         self._tick = 0
         self._slot_of: dict[str, int] = {}
-        self._num_held: Ints = np.zeros(WORD_BITS, np.int64)  # by slot
+        self._num_held: Ints = np.zeros((len(Tier), WORD_BITS), np.int64)  # tier, slot
 
     def __len__(self) -> int:
         return self._num_entries
@@ -56,16 +66,16 @@ class PrefixIndex:
         """Memory of the table."""
         return self._keys.nbytes + self._used.nbytes + self._holders.nbytes
 
-    def num_held(self, replica_id: str) -> int:
+    def num_held(self, replica_id: str, tier: Tier = Tier.DEVICE) -> int:
         """How many hashes the index knows ``replica_id`` to hold."""
         slot = self._slot_of.get(replica_id)
-        return 0 if slot is None else int(self._num_held[slot])
+        return 0 if slot is None else int(self._num_held[tier, slot])
 
     def replica_ids(self) -> frozenset[str]:
         """Replicas that the index has heard of."""
         return frozenset(self._slot_of)
 
-    def store(self, replica_id: str, block_hashes: Iterable[BlockHash]) -> None:
+    def store(self, replica_id: str, block_hashes: Iterable[BlockHash], tier: Tier = Tier.DEVICE) -> None:
         """``replica_id`` now holds ``block_hashes``, deeper ones last. Storing one twice is once."""
         slot = self._take_slot(replica_id)
         keys = _keys_of(dict.fromkeys(block_hashes))
@@ -74,40 +84,41 @@ class PrefixIndex:
         word, bit = slot // WORD_BITS, _bit(slot)
         ticks = self._next_ticks(keys.size)
         rows, entries = self._find(keys)
-        held = self._holders[entries, word]
-        self._num_held[slot] += keys.size - np.count_nonzero(held & bit)
-        self._holders[entries, word] = held | bit
+        held = self._holders[entries, tier, word]
+        self._num_held[tier, slot] += keys.size - np.count_nonzero(held & bit)
+        self._holders[entries, tier, word] = held | bit
         self._used.reshape(-1)[entries] = ticks[rows]
         if rows.size < keys.size:
             is_new = np.ones(keys.size, np.bool_)
             is_new[rows] = False
-            self._insert(keys[is_new], ticks[is_new], word, bit)
+            self._insert(keys[is_new], ticks[is_new], (tier, word), bit)
 
-    def remove(self, replica_id: str, block_hashes: Iterable[BlockHash]) -> None:
+    def remove(self, replica_id: str, block_hashes: Iterable[BlockHash], tier: Tier = Tier.DEVICE) -> None:
         """``replica_id`` no longer holds ``block_hashes``. What it was not known to hold is ignored."""
         slot = self._slot_of.get(replica_id)
         keys = _keys_of(dict.fromkeys(block_hashes))
         if slot is not None and keys.size:
-            self._clear(self._find(keys)[1], slot)
+            self._clear(self._find(keys)[1], slot, tier)
 
     def drop(self, replica_id: str) -> None:
         """Forget ``replica_id`` and all it holds: one pass over the index."""
-        self._clear_all(replica_id)
+        for tier in Tier:
+            self._clear_all(replica_id, tier)
         self._slot_of.pop(replica_id, None)
 
     def replace(self, replica_id: str, block_hashes: Iterable[BlockHash]) -> None:
-        """A snapshot: ``replica_id`` holds ``block_hashes`` and nothing else."""
-        self._clear_all(replica_id)
+        """A snapshot: ``replica_id`` has ``block_hashes`` in its pool and nothing else."""
+        self._clear_all(replica_id, Tier.DEVICE)
         self.store(replica_id, block_hashes)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """For each replica that holds the first block or more: how many leading blocks it holds without a hole."""
+        """For each replica that holds the first block or more, in any tier: how many leading blocks without a hole."""
         counts = self.match_slots(block_hashes).tolist()
         return {replica_id: counts[slot] for replica_id, slot in self._slot_of.items() if counts[slot]}
 
     def match_slots(self, block_hashes: Sequence[BlockHash]) -> Ints:
         """``match`` as an array, at each replica's ``slot``: shape [slots]."""
-        counts: Ints = np.zeros(self._num_held.size, np.int64)
+        counts: Ints = np.zeros(self._num_held.shape[1], np.int64)
         keys = _keys_of(block_hashes)
         start, stop = 0, FIRST_LOOK
         holders: Words | None = None
@@ -118,7 +129,7 @@ class PrefixIndex:
                 entries = entries[: _leading(rows)]  # up to the first hole
                 if not entries.size:
                     break
-            held = self._holders[entries]
+            held = np.bitwise_or.reduce(self._holders[entries], axis=1)
             if holders is not None:
                 held[0] &= holders
             np.bitwise_and.accumulate(held, axis=0, out=held)
@@ -147,12 +158,12 @@ class PrefixIndex:
         assert taken.size == self._num_entries <= self.max_entries
         assert np.array_equal(self._sets_of(keys[taken]), taken // NUM_WAYS)
         assert np.unique(keys[taken]).size == taken.size
-        assert holders[taken].any(axis=1).all()
+        assert holders[taken].any(axis=(1, 2)).all()
         assert np.array_equal(np.flatnonzero(self._used), taken)
-        assert np.count_nonzero(holders.any(axis=1)) == taken.size
+        assert np.count_nonzero(holders.any(axis=(1, 2))) == taken.size
         counts = _count_bits(holders[taken])
         assert np.array_equal(counts, self._num_held)
-        assert set(np.flatnonzero(counts).tolist()) <= set(self._slot_of.values())
+        assert set(np.flatnonzero(counts.any(axis=0)).tolist()) <= set(self._slot_of.values())
         assert len(set(self._slot_of.values())) == len(self._slot_of)
 
     def _find(self, keys: Words) -> tuple[Ints, Ints]:
@@ -168,22 +179,22 @@ class PrefixIndex:
         sets: Ints = ((keys >> np.uint64(1)) & self._set_mask).view(np.int64)
         return sets
 
-    def _insert(self, keys: Words, ticks: Words, word: int, bit: np.uint64) -> None:
+    def _insert(self, keys: Words, ticks: Words, place: tuple[int, int], bit: np.uint64) -> None:
         """Put new keys in: all at once, but for those of the same set, which take turns."""
         sets = self._sets_of(keys)
         order = sets.argsort(kind="stable")
         again = np.zeros(order.size, np.bool_)  # whether the one before is of the same set
         np.equal(sets[order[1:]], sets[order[:-1]], out=again[1:])
         if not again.any():
-            self._put(sets, keys, ticks, word, bit)
+            self._put(sets, keys, ticks, place, bit)
             return
         places = np.arange(order.size)
         turns = places - np.maximum.accumulate(np.where(again, 0, places))
         for turn in range(int(turns.max()) + 1):
             chosen = order[turns == turn]
-            self._put(sets[chosen], keys[chosen], ticks[chosen], word, bit)
+            self._put(sets[chosen], keys[chosen], ticks[chosen], place, bit)
 
-    def _put(self, sets: Ints, keys: Words, ticks: Words, word: int, bit: np.uint64) -> None:
+    def _put(self, sets: Ints, keys: Words, ticks: Words, place: tuple[int, int], bit: np.uint64) -> None:
         """Put one new key into each of ``sets``, in the place of what was used least recently."""
         entries = sets * NUM_WAYS + self._used[sets].argmin(axis=1)  # a free way was never used
         evicted = entries[self._keys.reshape(-1)[entries] != 0]
@@ -194,20 +205,20 @@ class PrefixIndex:
         self._num_entries += keys.size - evicted.size
         self._keys.reshape(-1)[entries] = keys
         self._used.reshape(-1)[entries] = ticks
-        self._holders[entries, word] = bit
+        self._holders[entries, place[0], place[1]] = bit
 
-    def _clear_all(self, replica_id: str) -> None:
-        if self.num_held(replica_id):
+    def _clear_all(self, replica_id: str, tier: Tier) -> None:
+        if self.num_held(replica_id, tier):
             slot = self._slot_of[replica_id]
-            self._clear(np.flatnonzero(self._holders[:, slot // WORD_BITS] & _bit(slot)), slot)
+            self._clear(np.flatnonzero(self._holders[:, tier, slot // WORD_BITS] & _bit(slot)), slot, tier)
 
-    def _clear(self, entries: Ints, slot: int) -> None:
-        """``slot`` holds ``entries`` no longer; those that nobody holds are free."""
+    def _clear(self, entries: Ints, slot: int, tier: Tier) -> None:
+        """``slot`` holds ``entries`` in this tier no longer; those that nobody holds are free."""
         word, bit = slot // WORD_BITS, _bit(slot)
-        held = self._holders[entries, word]
-        self._num_held[slot] -= np.count_nonzero(held & bit)
-        self._holders[entries, word] = held & ~bit
-        free = entries[~self._holders[entries].any(axis=1)]
+        held = self._holders[entries, tier, word]
+        self._num_held[tier, slot] -= np.count_nonzero(held & bit)
+        self._holders[entries, tier, word] = held & ~bit
+        free = entries[~self._holders[entries].any(axis=(1, 2))]
         self._keys.reshape(-1)[free] = 0
         self._used.reshape(-1)[free] = 0
         self._num_entries -= free.size
@@ -223,10 +234,9 @@ class PrefixIndex:
             taken = set(self._slot_of.values())
             slot = next(i for i in range(len(taken) + 1) if i not in taken)
             self._slot_of[replica_id] = slot
-            if slot >= self._num_held.size:
-                more = np.zeros((self.max_entries, self._holders.shape[1]), np.uint64)
-                self._holders = np.hstack([self._holders, more])
-                self._num_held = np.pad(self._num_held, (0, self._num_held.size))
+            if slot >= self._num_held.shape[1]:
+                self._holders = np.concatenate([self._holders, np.zeros_like(self._holders)], axis=2)
+                self._num_held = np.concatenate([self._num_held, np.zeros_like(self._num_held)], axis=1)
         return slot
 
 
@@ -259,6 +269,6 @@ def _bit(slot: int) -> np.uint64:
 
 
 def _count_bits(holders: Words) -> Ints:
-    """How often each bit is set: [n, words] → [words * 64]."""
-    counts: Ints = np.unpackbits(holders.view(np.uint8), axis=1, bitorder="little").sum(axis=0, dtype=np.int64)
+    """How often each bit is set: [n, tiers, words] → [tiers, words * 64]."""
+    counts: Ints = np.unpackbits(holders.view(np.uint8), axis=2, bitorder="little").sum(axis=0, dtype=np.int64)
     return counts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal_cluster.policies.candidates import PROMISED, Candidates, ReplicaView, told_row, unknown_rows
-from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
+from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex, Tier
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
 
@@ -36,6 +36,7 @@ class ClusterView:
 
     def __init__(self, max_index_entries: int = DEFAULT_MAX_ENTRIES) -> None:
         self._reservations: dict[str, Reservation] = {}
+        self._expected: dict[str, tuple[str, Sequence[BlockHash]]] = {}
         self.index = PrefixIndex(max_index_entries)
         # Members in order of their ids, and the columns of ``Candidates``, one element a member.
         self._place_of: dict[str, int] = {}
@@ -77,6 +78,7 @@ class ClusterView:
             return
         for request_id in [i for i, r in self._reservations.items() if r.replica_id == replica_id]:
             self.release(request_id)
+        self._expected = {i: expected for i, expected in self._expected.items() if expected[0] != replica_id}
         self._set_members(member for member in self._replica_ids if member != replica_id)
         self.index.drop(replica_id)
 
@@ -154,6 +156,21 @@ class ClusterView:
         if held is not None:
             self._count(held, -1)
 
+    def expect(self, request_id: str, replica_id: str, block_hashes: Sequence[BlockHash]) -> None:
+        """A prompt is on its way to ``replica_id``: until ``computed``, its blocks count as cached there for others,
+        which will find them when it is their turn.
+        """
+        self.computed(request_id)
+        if block_hashes and replica_id in self._place_of:
+            self._expected[request_id] = (replica_id, block_hashes)
+            self.index.store(replica_id, block_hashes, Tier.EXPECTED)
+
+    def computed(self, request_id: str) -> None:
+        """A prompt is computed, or will not be: what its replica says it caches is all that counts. Idempotent."""
+        expected = self._expected.pop(request_id, None)
+        if expected is not None:
+            self.index.remove(*expected, Tier.EXPECTED)
+
     def settle(self, request_ids: Iterable[str]) -> None:
         """The replica's own stats count these requests from now on, so their promises end. Idempotent."""
         for request_id in request_ids:
@@ -197,6 +214,9 @@ class ClusterView:
             assert row.item() == told_row(stats, bool(row["connected"]))
             assert not row["connected"] or stats is not None
         assert self.index.replica_ids() == self._place_of.keys()
+        for replica_id in self._replica_ids:
+            hashes = {h for where, expected in self._expected.values() if where == replica_id for h in expected}
+            assert self.index.num_held(replica_id, Tier.EXPECTED) <= len(hashes)
 
     def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
         if stats is not None:

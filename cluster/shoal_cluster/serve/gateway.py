@@ -227,13 +227,13 @@ class Gateway:
         return self._tokenizer.token_bytes(token_id)
 
     def explain(self, request_id: str) -> Sequence[RouteRecord]:
-        records = self._ledger.records(request_id)
+        records = self._ledger.routes.of_call(request_id)
         if not records:
             raise NotFound(f"request_id: no routing decision is kept for {request_id!r}")
         return records
 
     def recent_routes(self, limit: int) -> Sequence[RouteRecord]:
-        return self._ledger.recent_records(limit)
+        return self._ledger.routes.recent(limit)
 
     def events(self, limit: int) -> Sequence[Event]:
         return self._ledger.journal.last(limit)
@@ -280,7 +280,7 @@ class Gateway:
             else:
                 token_ids = await asyncio.to_thread(self.tokenize, call.text, call.messages, add_special_tokens=True)
         check_prompt(token_ids, self._max_model_len(), self._model.vocab_size)
-        if self._ledger.records(call.request_id):
+        if self._ledger.routes.of_call(call.request_id):
             raise InvalidArgument("request_id", call.request_id, "must not have been used before")
         return Request(
             request_id=call.request_id,

@@ -7,17 +7,14 @@ module, which both import by name.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from shoal_cluster.policies.routing import (
     RouteDecision,
     RouteQuery,
-    RouteRecord,
     RouteWeights,
     decide,
     uncached_blocks,
@@ -26,13 +23,12 @@ from shoal_cluster.policies.routing import (
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import Promised, Snapshot, Update
+from shoal_cluster.serve.hit_tally import HitTally
 from shoal_cluster.serve.journal import EventKind, Journal
+from shoal_cluster.serve.route_log import RouteLog
 from shoal_replica.errors import InvalidArgument, NotFound
 from shoal_replica.request import TokenDelta
 
-MAX_RECORDED_REQUESTS = 4096
-MAX_KEPT_HASHES = 1_000_000  # about 50 MB
-MAX_RECORDS_PER_REQUEST = 16
 ANSWER_TIMEOUT_S = 3.0
 
 
@@ -73,8 +69,8 @@ class GatewayLedger:
         self._draining: set[str] = set()  # no members any more; their last requests are followed
         self._followers: dict[str, Follower] = {}
         self._replica_of: dict[str, str] = {}
-        self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
-        self._num_kept_hashes = 0
+        self.routes = RouteLog()
+        self.hits = HitTally()
         self._changed = asyncio.Event()
 
     # What Serve tells
@@ -105,13 +101,15 @@ class GatewayLedger:
         candidates = self.view.candidates(query.block_hashes, now)
         seed = self._seeds.getrandbits(32)
         record = decide(query, candidates, self.weights, seed=seed, time_s=time.time())
-        self._keep(record)
+        self.routes.add(record)
         if record.decision.ranked and query.request_id in self._followers:  # else its client has left
             best = record.decision.ranked[0]
             num_matched = int(candidates.num_matched_blocks[candidates.replica_ids.index(best)])
             num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
             self._withdraw(query.request_id, best)
-            self.view.reserve(query.request_id, best, num_blocks, num_tokens, now, query.block_hashes)
+            self.view.reserve(query.request_id, best, num_blocks, num_tokens, now)
+            self.view.expect(query.request_id, best, query.block_hashes)
+            self.hits.expect(query, candidates)
             self._promise(query.request_id)
         return record.decision
 
@@ -136,6 +134,8 @@ class GatewayLedger:
         self._followers.pop(request_id, None)
         self._withdraw(request_id)
         self.view.release(request_id)
+        self.view.computed(request_id)
+        self.hits.forget(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
             self._close_unused_feed(replica_id)
@@ -166,16 +166,6 @@ class GatewayLedger:
             row.connected and row.stats is not None and not row.stats.draining and row.replica_id not in excluded
             for row in self.view.replicas_for((), time.monotonic())
         )
-
-    def records(self, request_id: str) -> list[RouteRecord]:
-        """The decisions kept for a call, those of its resumes included, oldest first: the first and the last few."""
-        return list(self._records.get(request_id, ()))
-
-    def recent_records(self, limit: int) -> list[RouteRecord]:
-        """The last decisions of all calls, newest first."""
-        calls = itertools.islice(reversed(self._records.values()), limit)
-        records = sorted(itertools.chain.from_iterable(calls), key=lambda record: record.time_s, reverse=True)
-        return records[:limit]
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return when a replica has joined, left, connected or been lost, or after ``timeout_s``."""
@@ -223,6 +213,8 @@ class GatewayLedger:
         self.view.settle(message.accepted)
         for delta in message.deltas:
             if (follower := self._followers.get(delta.request_id)) is not None:
+                if self.hits.take(delta.request_id, replica_id, delta.num_cached_tokens):
+                    self.view.computed(delta.request_id)
                 follower.on_delta(replica_id, delta)
 
     def _note_replica(self, request_id: str, replica_id: str) -> None:
@@ -281,21 +273,6 @@ class GatewayLedger:
         else:
             text = f"Serve took it away after its feed had broken; {num_left} requests were there"
             self.journal.note(EventKind.DIED, text, replica_id=replica_id)
-
-    def _keep(self, record: RouteRecord) -> None:
-        call_id = record.query.request_id.partition("#")[0]
-        records = self._records.setdefault(call_id, [])
-        records.append(record)
-        self._num_kept_hashes += len(record.query.block_hashes)
-        if len(records) > MAX_RECORDS_PER_REQUEST:
-            # Serve asks again and again while nobody takes it: the first answer and the last ones tell.
-            self._num_kept_hashes -= len(records.pop(1).query.block_hashes)
-        self._records.move_to_end(call_id)
-        while len(self._records) > MAX_RECORDED_REQUESTS or (
-            self._num_kept_hashes > MAX_KEPT_HASHES and len(self._records) > 1
-        ):
-            _, oldest = self._records.popitem(last=False)
-            self._num_kept_hashes -= sum(len(r.query.block_hashes) for r in oldest)
 
 
 _installed: GatewayLedger | None = None

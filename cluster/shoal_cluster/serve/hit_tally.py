@@ -1,0 +1,72 @@
+"""What the index predicted that replicas would find cached, beside what they found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.routing import RouteQuery
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hits:
+    """Prompt tokens of the requests whose first token has come: all, predicted to be cached, found cached."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_predicted_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def predicted_rate(self) -> float:
+        """Share of prompt tokens predicted to be cached, in [0, 1]."""
+        return self.num_predicted_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    @property
+    def actual_rate(self) -> float:
+        """Share of prompt tokens that were cached, in [0, 1]."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+
+class HitTally:
+    """Remembers what a placement was decided on until its first token says what was true."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, tuple[RouteQuery, Candidates]] = {}
+        self._sums = [0, 0, 0, 0]
+
+    def expect(self, query: RouteQuery, replicas: Candidates) -> None:
+        """``query`` was placed by this snapshot; an earlier placement of it does not count."""
+        self._pending[query.request_id] = (query, replicas)
+
+    def take(self, request_id: str, replica_id: str, num_cached_tokens: int) -> bool:
+        """A token has come. Whether it is the first of a placement that was expected; later ones do not count."""
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
+            return False
+        query, replicas = pending
+        if replica_id in replicas.replica_ids:
+            predicted = predicted_tokens(query, replicas.view(replica_id).num_matched_blocks)
+            for place, amount in enumerate((1, query.num_prompt_tokens, predicted, num_cached_tokens)):
+                self._sums[place] += amount
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """It goes elsewhere, or has ended. Unknown ids are ignored."""
+        self._pending.pop(request_id, None)
+
+    @property
+    def hits(self) -> Hits:
+        """The sums so far."""
+        num_requests, num_prompt, num_predicted, num_cached = self._sums
+        return Hits(
+            num_requests=num_requests,
+            num_prompt_tokens=num_prompt,
+            num_predicted_tokens=num_predicted,
+            num_cached_tokens=num_cached,
+        )
+
+
+def predicted_tokens(query: RouteQuery, num_matched_blocks: int) -> int:
+    """Tokens that the replica will find in whole blocks: all but the last one's block, whose logits are needed."""
+    return min(num_matched_blocks, (query.num_prompt_tokens - 1) // query.block_size) * query.block_size

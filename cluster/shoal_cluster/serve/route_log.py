@@ -1,0 +1,53 @@
+"""The last routing decisions, bounded in number and memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+
+from shoal_cluster.policies.routing import RouteRecord
+
+MAX_REQUESTS = 4096
+MAX_BYTES = 128 * 2**20
+MAX_RECORDS_PER_REQUEST = 16
+BYTES_PER_HASH = 57  # a bytes object of 16 and its place in a tuple
+
+
+class RouteLog:
+    """Records by call, those of its resumes included; the calls decided on longest ago are forgotten first."""
+
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
+        self.num_bytes = 0  # about
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: RouteRecord) -> None:
+        """Keep ``record``."""
+        call_id = record.query.request_id.partition("#")[0]
+        records = self._records.setdefault(call_id, [])
+        records.append(record)
+        self.num_bytes += _size(record)
+        if len(records) > MAX_RECORDS_PER_REQUEST:
+            self.num_bytes -= _size(records.pop(1))  # the first answer and the last ones tell
+        self._records.move_to_end(call_id)
+        while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
+            _, oldest = self._records.popitem(last=False)
+            self.num_bytes -= sum(map(_size, oldest))
+
+    def of_call(self, call_id: str) -> list[RouteRecord]:
+        """Those kept for a call, oldest first: the first and the last few."""
+        return list(self._records.get(call_id, ()))
+
+    def recent(self, limit: int) -> list[RouteRecord]:
+        """The last of all calls, newest first."""
+        calls = itertools.islice(reversed(self._records.values()), limit)
+        records = sorted(itertools.chain.from_iterable(calls), key=lambda record: record.time_s, reverse=True)
+        return records[:limit]
+
+
+def _size(record: RouteRecord) -> int:
+    return BYTES_PER_HASH * len(record.query.block_hashes) + record.replicas.num_bytes

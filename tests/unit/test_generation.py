@@ -12,8 +12,8 @@ from fixtures.fake_serve import Answer, FakePlacement, FakeServe, ask, serving, 
 from fixtures.waiting import until
 
 from shoal_cluster.serve import leg
-from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
 from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import Request
 from shoal_replica.testing import expected_tokens, make_request

@@ -11,7 +11,7 @@ class ListReplicasRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "replicas", "blocks", "num_requests", "num_active", "num_shed", "num_failed", "num_resumes", "recent_ttft_s")
+    __slots__ = ("model", "replicas", "blocks", "num_requests", "num_active", "num_shed", "num_failed", "num_resumes", "recent_ttft_s", "quality")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class Cluster(_message.Message):
     NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
     NUM_RESUMES_FIELD_NUMBER: _ClassVar[int]
     RECENT_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    QUALITY_FIELD_NUMBER: _ClassVar[int]
     model: str
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     blocks: BlockLedger
@@ -30,7 +31,24 @@ class Cluster(_message.Message):
     num_failed: int
     num_resumes: int
     recent_ttft_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_active: _Optional[int] = ..., num_shed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_resumes: _Optional[int] = ..., recent_ttft_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    quality: ViewQuality
+    def __init__(self, model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_active: _Optional[int] = ..., num_shed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_resumes: _Optional[int] = ..., recent_ttft_s: _Optional[_Iterable[float]] = ..., quality: _Optional[_Union[ViewQuality, _Mapping]] = ...) -> None: ...
+
+class ViewQuality(_message.Message):
+    __slots__ = ("num_requests", "num_prompt_tokens", "num_predicted_tokens", "num_cached_tokens", "age_p50_s", "age_p99_s")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREDICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AGE_P50_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_P99_S_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_prompt_tokens: int
+    num_predicted_tokens: int
+    num_cached_tokens: int
+    age_p50_s: float
+    age_p99_s: float
+    def __init__(self, num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_predicted_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., age_p50_s: _Optional[float] = ..., age_p99_s: _Optional[float] = ...) -> None: ...
 
 class BlockLedger(_message.Message):
     __slots__ = ("num_allocated_blocks", "num_cached_blocks", "num_free_blocks", "num_total_blocks", "utilization")

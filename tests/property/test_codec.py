@@ -15,6 +15,7 @@ from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQ
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow, Usage
+from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
@@ -121,6 +122,15 @@ clusters = st.builds(
     num_failed=count,
     num_resumes=count,
     recent_ttft_s=st.lists(amount, max_size=3).map(tuple),
+    quality=st.builds(
+        ViewQuality,
+        num_requests=count,
+        num_prompt_tokens=count,
+        num_predicted_tokens=count,
+        num_cached_tokens=count,
+        age_p50_s=amount,
+        age_p99_s=amount,
+    ),
 )
 views = st.builds(
     ReplicaView,

@@ -81,6 +81,11 @@ def _table(cluster: ClusterRow) -> Table:
         f"{cluster.model}: {cluster.num_active} active of {cluster.num_requests} requests, {cluster.num_shed} shed, "
         f"{cluster.num_failed} failed, {cluster.num_resumes} resumed"
     )
+    if (quality := cluster.quality).num_requests:
+        title += (
+            f"\nprefix hits: {quality.predicted_rate:.1%} predicted, {quality.actual_rate:.1%} found; "
+            f"ledger age at decisions: p99 {1000 * quality.age_p99_s:.0f} ms"
+        )
     table = Table(title=title, title_justify="left", show_footer=True, box=box.SIMPLE, padding=(0, 1, 0, 0))
     sums = [
         *_blocks(sum_blocks(cluster.replicas)),

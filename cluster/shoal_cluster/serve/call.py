@@ -14,6 +14,7 @@ from shoal_cluster.serve.deployment_watch import DeploymentRow
 from shoal_cluster.serve.journal import Event
 from shoal_cluster.serve.latency_window import LatencySummary
 from shoal_cluster.serve.replica_past import PastSample
+from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
@@ -102,8 +103,8 @@ class ReplicaRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRow:
-    """The cluster's sums, beside its replicas. ``latency`` is what this gateway's clients had lately; ``devices`` are
-    those of each replica.
+    """The cluster's sums, beside its replicas. ``latency`` is what this gateway's clients had lately, ``quality`` how
+    true its view was; ``devices`` are those of each replica.
     """
 
     model: str
@@ -116,6 +117,7 @@ class ClusterRow:
     recent_ttft_s: tuple[float, ...] = field(default=())
     latency: LatencySummary | None = None
     devices: str = ""
+    quality: ViewQuality = field(default_factory=ViewQuality)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

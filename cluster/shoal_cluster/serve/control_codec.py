@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
+
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve.call import ClusterRow, ReplicaRow
 from shoal_cluster.serve.ledger import BlockLedger, sum_blocks
+from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_protos import control_pb2 as pb
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
@@ -53,6 +56,7 @@ def cluster_to_proto(cluster: ClusterRow) -> pb.Cluster:
         num_failed=cluster.num_failed,
         num_resumes=cluster.num_resumes,
         recent_ttft_s=cluster.recent_ttft_s,
+        quality=pb.ViewQuality(**asdict(cluster.quality)),
     )
 
 
@@ -66,6 +70,7 @@ def cluster_from_proto(cluster: pb.Cluster) -> ClusterRow:
         num_failed=cluster.num_failed,
         num_resumes=cluster.num_resumes,
         recent_ttft_s=tuple(cluster.recent_ttft_s),
+        quality=ViewQuality(**{field.name: getattr(cluster.quality, field.name) for field in fields(ViewQuality)}),
     )
 
 

@@ -221,6 +221,7 @@ class Gateway:
             recent_ttft_s=tuple(self._recent_ttft_s),
             latency=self._latency.summary(time.monotonic()),
             devices=self._config.replica.devices,
+            quality=self._ledger.tally.quality(),
         )
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -23,9 +23,9 @@ from shoal_cluster.policies.routing import (
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import Promised, Snapshot, Update
-from shoal_cluster.serve.hit_tally import HitTally
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.route_log import RouteLog
+from shoal_cluster.serve.view_tally import ViewTally
 from shoal_replica.errors import InvalidArgument, NotFound
 from shoal_replica.request import TokenDelta
 
@@ -70,7 +70,7 @@ class GatewayLedger:
         self._followers: dict[str, Follower] = {}
         self._replica_of: dict[str, str] = {}
         self.routes = RouteLog()
-        self.hits = HitTally()
+        self.tally = ViewTally()
         self._changed = asyncio.Event()
 
     # What Serve tells
@@ -104,12 +104,13 @@ class GatewayLedger:
         self.routes.add(record)
         if record.decision.ranked and query.request_id in self._followers:  # else its client has left
             best = record.decision.ranked[0]
-            num_matched = int(candidates.num_matched_blocks[candidates.replica_ids.index(best)])
+            place = candidates.replica_ids.index(best)
+            num_matched = int(candidates.num_matched_blocks[place])
             num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
             self._withdraw(query.request_id, best)
             self.view.reserve(query.request_id, best, num_blocks, num_tokens, now)
             self.view.expect(query.request_id, best, query.block_hashes)
-            self.hits.expect(query, candidates)
+            self.tally.expect(query, candidates, place)
             self._promise(query.request_id)
         return record.decision
 
@@ -135,7 +136,7 @@ class GatewayLedger:
         self._withdraw(request_id)
         self.view.release(request_id)
         self.view.computed(request_id)
-        self.hits.forget(request_id)
+        self.tally.forget(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
             self._close_unused_feed(replica_id)
@@ -213,7 +214,7 @@ class GatewayLedger:
         self.view.settle(message.accepted)
         for delta in message.deltas:
             if (follower := self._followers.get(delta.request_id)) is not None:
-                if self.hits.take(delta.request_id, replica_id, delta.num_cached_tokens):
+                if self.tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
                     self.view.computed(delta.request_id)
                 follower.on_delta(replica_id, delta)
 

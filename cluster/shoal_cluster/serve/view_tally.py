@@ -1,21 +1,35 @@
-"""What the index predicted that replicas would find cached, beside what they found."""
+"""How true the view was that requests were placed by: its age, and the hits it predicted beside what was found."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+
+import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import RouteQuery
 
+NUM_AGES = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hits:
-    """Prompt tokens of the requests whose first token has come: all, predicted to be cached, found cached."""
+class ViewQuality:
+    """Of one gateway.
+
+    Attributes:
+        num_requests, num_prompt_tokens: placements whose first token has come, and their prompts' tokens.
+        num_predicted_tokens, num_cached_tokens: of those tokens, predicted to be cached when the request was placed,
+            and found cached when it was started.
+        age_p50_s, age_p99_s: age of the chosen replica's stats, over the last decisions.
+    """
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_predicted_tokens: int = 0
     num_cached_tokens: int = 0
+    age_p50_s: float = 0.0
+    age_p99_s: float = 0.0
 
     @property
     def predicted_rate(self) -> float:
@@ -28,16 +42,18 @@ class Hits:
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
-class HitTally:
+class ViewTally:
     """Remembers what a placement was decided on until its first token says what was true."""
 
     def __init__(self) -> None:
         self._pending: dict[str, tuple[RouteQuery, Candidates]] = {}
         self._sums = [0, 0, 0, 0]
+        self._ages_s: deque[float] = deque(maxlen=NUM_AGES)
 
-    def expect(self, query: RouteQuery, replicas: Candidates) -> None:
-        """``query`` was placed by this snapshot; an earlier placement of it does not count."""
+    def expect(self, query: RouteQuery, replicas: Candidates, place: int) -> None:
+        """``query`` was placed on ``replicas``' element ``place``; an earlier placement of it does not count."""
         self._pending[query.request_id] = (query, replicas)
+        self._ages_s.append(float(replicas.age_s[place]))
 
     def take(self, request_id: str, replica_id: str, num_cached_tokens: int) -> bool:
         """A token has come. Whether it is the first of a placement that was expected; later ones do not count."""
@@ -55,15 +71,17 @@ class HitTally:
         """It goes elsewhere, or has ended. Unknown ids are ignored."""
         self._pending.pop(request_id, None)
 
-    @property
-    def hits(self) -> Hits:
-        """The sums so far."""
+    def quality(self) -> ViewQuality:
+        """So far."""
         num_requests, num_prompt, num_predicted, num_cached = self._sums
-        return Hits(
+        age_p50_s, age_p99_s = np.percentile(self._ages_s, (50, 99)).tolist() if self._ages_s else (0.0, 0.0)
+        return ViewQuality(
             num_requests=num_requests,
             num_prompt_tokens=num_prompt,
             num_predicted_tokens=num_predicted,
             num_cached_tokens=num_cached,
+            age_p50_s=age_p50_s,
+            age_p99_s=age_p99_s,
         )
 
 

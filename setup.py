@@ -16,12 +16,13 @@ SOURCES = Path("kernels/csrc")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 # The kernels are compiled once per set; dispatch.cpp chooses when the library is loaded.
-INSTRUCTION_SETS = {
+X86_SETS = {
     "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
     "avx512": AVX512,
     "avx2": AVX2,
     "portable": (),
 }
+ARM_SETS: dict[str, tuple[str, ...]] = {"neonbf16": ("-march=armv8.2-a+bf16",), "neon": ()}
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wno-psabi", "-pthread")
 
 
@@ -43,14 +44,14 @@ class BuildNative(build_ext):
 
     def _build(self, target: Path, objects: Path) -> None:
         compiler = _compiler()
-        x86 = platform.machine().lower() in ("x86_64", "amd64")
-        jobs = []
-        for name, flags in INSTRUCTION_SETS.items():
-            if x86 or not flags:
-                jobs.append((SOURCES / "isa.cpp", objects / f"isa_{name}.o", (f"-DSHOAL_ISA={name}", *flags)))
+        sets, family = _instruction_sets(platform.machine().lower())
+        jobs = [
+            (SOURCES / "isa.cpp", objects / f"isa_{name}.o", (f"-DSHOAL_ISA={name}", *flags))
+            for name, flags in sets.items()
+        ]
         for source in sorted(SOURCES.glob("*.cpp")):
             if source.name != "isa.cpp":
-                jobs.append((source, objects / f"{source.stem}.o", ("-DSHOAL_X86",) if x86 else ()))
+                jobs.append((source, objects / f"{source.stem}.o", family))
 
         def compile_one(job: tuple[Path, Path, tuple[str, ...]]) -> None:
             source, output, flags = job
@@ -64,6 +65,15 @@ class BuildNative(build_ext):
         fresh = target.with_suffix(".new")
         fresh.write_bytes(linked.read_bytes())
         fresh.replace(target)
+
+
+def _instruction_sets(machine: str) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Sets to build with their flags, and what tells dispatch.cpp of them."""
+    if machine in ("x86_64", "amd64"):
+        return X86_SETS, ("-DSHOAL_X86",)
+    if machine in ("aarch64", "arm64"):
+        return ARM_SETS, ("-DSHOAL_ARM",)
+    return {"portable": ()}, ()
 
 
 def _compiler() -> list[str]:

@@ -4,22 +4,29 @@
 
 #include "kernels.h"
 
+#if defined(SHOAL_ARM) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace shoal {
 
+#define SHOAL_DECLARE(isa) \
+    namespace isa {        \
+    extern const Kernels table; \
+    }
 #if defined(SHOAL_X86)
-namespace avx512bf16 {
-extern const Kernels table;
-}
-namespace avx512 {
-extern const Kernels table;
-}
-namespace avx2 {
-extern const Kernels table;
-}
+SHOAL_DECLARE(avx512bf16)
+SHOAL_DECLARE(avx512)
+SHOAL_DECLARE(avx2)
+SHOAL_DECLARE(portable)
+#elif defined(SHOAL_ARM)
+SHOAL_DECLARE(neonbf16)
+SHOAL_DECLARE(neon)
+#else
+SHOAL_DECLARE(portable)
 #endif
-namespace portable {
-extern const Kernels table;
-}
+#undef SHOAL_DECLARE
 
 namespace {
 
@@ -40,6 +47,13 @@ std::vector<const Kernels*> supported() {
         {&avx2::table, avx2},
         {&portable::table, true},
     };
+#elif defined(SHOAL_ARM)
+#if defined(__linux__)
+    const bool bf16 = (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+#else
+    const bool bf16 = false;
+#endif
+    const Candidate candidates[] = {{&neonbf16::table, bf16}, {&neon::table, true}};
 #else
     const Candidate candidates[] = {{&portable::table, true}};
 #endif

@@ -14,6 +14,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
 #endif
 
 namespace shoal {
@@ -27,6 +29,10 @@ constexpr int kIntegerTileRows = 6;  // each row has sums of its group besides
 constexpr int kLanes = 8;
 constexpr int kTileRows = 4;  // bf16 is widened to two float32 operands, and there are 16 registers
 constexpr int kIntegerTileRows = 2;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4;
+constexpr int kTileRows = 8;  // 32 registers, as AVX-512 has
+constexpr int kIntegerTileRows = 4;
 #else
 constexpr int kLanes = 4;
 constexpr int kTileRows = 4;
@@ -128,6 +134,12 @@ struct Bf16 {
     static SHOAL_INLINE Right right(U32 words) { return (__m512bh)words; }
     static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
         acc = (F32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)*left), r);
+    }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    using Right = bfloat16x8_t;
+    static SHOAL_INLINE Right right(U32 words) { return (Right)words; }
+    static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
+        acc = (F32)vbfdotq_f32((float32x4_t)acc, r, vreinterpretq_bf16_u32(vdupq_n_u32(*left)));
     }
 #else
     struct Right {

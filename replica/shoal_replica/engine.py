@@ -26,12 +26,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step changed, for those who follow the engine: tokens, block events, the ledger after it."""
+    """What changed, for those who follow the engine: tokens, block events, the ledger after them.
+
+    ``step_s`` is the length of the step that has ended; None when the report has another occasion.
+    """
 
     deltas: tuple[TokenDelta, ...]
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]
     stats: ReplicaStats
+    step_s: float | None = None
 
 
 Subscriber = Callable[[StepReport], None]
@@ -185,7 +189,7 @@ class Engine:
             step.cancel()
         self._step_s = time.perf_counter() - started
         self._is_changed = True
-        self._publish(self._scheduler.update(output, step.result()))
+        self._publish(self._scheduler.update(output, step.result()), self._step_s)
 
     async def _rest(self) -> None:
         """Wait for work; after each beat without any say that we live, after a heartbeat's time look the books over."""
@@ -203,13 +207,13 @@ class Engine:
             self._executor.check_health()
             self._publish(())
 
-    def _publish(self, deltas: Iterable[TokenDelta]) -> None:
+    def _publish(self, deltas: Iterable[TokenDelta], step_s: float | None = None) -> None:
         deltas = tuple(deltas)
         stored, removed = self._scheduler.take_block_events()
         if self._is_changed or time.time() - self._told.time_s >= self._heartbeat_s:
             self._told = self.stats()
             self._is_changed = False
-        report = StepReport(deltas, tuple(stored), tuple(removed), self._told)
+        report = StepReport(deltas, tuple(stored), tuple(removed), self._told, step_s)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._note_end(delta.request_id)

@@ -129,20 +129,31 @@ class Sequence:
             position=self.num_output_tokens - (token is not None),
             token_ids=() if token is None else (token.token_id,),
             num_cached_tokens=self.num_cached_tokens,
+            queue_s=self._queue_s(index, token),
             logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
             finish_reason=finish_reason,
         )
 
+    def _queue_s(self, index: int, token: SampledToken | None) -> float | None:
+        first = self.num_output_tokens == len(self.request.output_token_ids) + 1
+        if token is None or not first or index != self.request.index or self.first_scheduled_s is None:
+            return None
+        return self.first_scheduled_s - self.request.arrival_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """New tokens of one sequence. ``position`` counts the output tokens before these."""
+    """New tokens of one sequence. ``position`` counts the output tokens before these.
+
+    ``queue_s`` comes with the first token of a request at a replica: seconds from its arrival there to its first step.
+    """
 
     request_id: str
     index: int
     position: int
     token_ids: tuple[int, ...]
     num_cached_tokens: int
+    queue_s: float | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
 

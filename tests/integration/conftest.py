@@ -21,6 +21,7 @@ os.environ.update(
     RAY_ENABLE_AUTO_CONNECT="0",
     RAY_SERVE_USE_GRPC_BY_DEFAULT="1",
     RAY_USAGE_STATS_ENABLED="0",
+    RAY_metrics_report_interval_ms="2000",  # not ten seconds, for which tests would wait
 )
 
 LOCAL_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "local.yaml"
@@ -41,4 +42,4 @@ def cluster() -> Iterator[LiveCluster]:
     with LocalRay(num_cpus=4) as ray:
         ray.wait_until_up()
         deploy(document, ray.dashboard_url, lambda progress: None)
-        yield LiveCluster(grpc_address, http_address, ray.dashboard_url, settings.name)
+        yield LiveCluster(grpc_address, http_address, ray.dashboard_url, settings.name, ray.folder / "ray")

@@ -369,16 +369,19 @@ async def test_metrics(http: httpx.AsyncClient) -> None:
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = answer.text.splitlines()
     for line in (
-        "shoal_cluster_blocks_allocated 30.0",
-        "shoal_cluster_block_utilization 0.3",
-        'shoal_replica_blocks_cached{replica_id="r0"} 20.0',
-        'shoal_replica_connected{replica_id="r1"} 0.0',
+        'shoal_replica_blocks{replica_id="r0",state="running",tier="device"} 30.0',
+        'shoal_replica_blocks{replica_id="r0",state="cached",tier="device"} 20.0',
+        'shoal_replica_blocks{replica_id="r0",state="free",tier="device"} 50.0',
+        'shoal_gateway_feed_connected{gateway_id="g0",replica_id="r1"} 0.0',
         'shoal_replica_preemptions_total{replica_id="r0"} 4.0',
-        "shoal_gateway_requests_total 9.0",
-        'shoal_gateway_recent_ttft_seconds{quantile="0.5"} 0.2',
+        'shoal_gateway_requests_total{gateway_id="g0",outcome="shed"} 2.0',
+        'shoal_gateway_requests_total{gateway_id="g0",outcome="failed"} 0.0',
+        'shoal_gateway_requests_active{gateway_id="g0"} 1.0',
+        'shoal_gateway_time_to_first_token_seconds_bucket{gateway_id="g0",le="0.25"} 2.0',
+        'shoal_gateway_time_to_first_token_seconds_count{gateway_id="g0"} 3.0',
     ):
         assert line in lines
-    assert 'shoal_replica_blocks_free{replica_id="r1"}' not in answer.text
+    assert 'shoal_replica_steps_total{replica_id="r1"}' not in answer.text
 
 
 async def test_a_bad_request_id_is_refused(http: httpx.AsyncClient) -> None:

@@ -51,7 +51,9 @@ def cluster(nodes: Cluster) -> LiveCluster:
     args["gateway"].update(grpc_address=grpc_address, http_address=http_address)
     args["replica"].update(dtype="float32", num_blocks=512)
     deploy(document, nodes.dashboard_url, lambda progress: None)
-    return LiveCluster(grpc_address, http_address, nodes.dashboard_url, settings.name)
+    return LiveCluster(
+        grpc_address, http_address, nodes.dashboard_url, settings.name, Path(nodes.head_node.get_temp_dir_path())
+    )
 
 
 def call(text: str, max_tokens: int) -> GenerateCall:

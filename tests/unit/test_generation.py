@@ -216,6 +216,7 @@ async def test_a_lost_replica_leaves_no_gap_and_no_repeat(lose: Lose, n: int) ->
         assert answer.tokens == [expected_tokens(PROMPT, 40, index) for index in range(n)]
         assert answer.texts == [text_of(tokens) for tokens in answer.tokens]
         assert answer.reasons == ["length"] * n
+        assert [leg.end for leg in serve.times[0].legs] == ["lost", *[""] * n]
         assert answer.usage.num_resumes == 1
         if lose is not _feed_breaks:
             assert answer.usage.replica_id != name

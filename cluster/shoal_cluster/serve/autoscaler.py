@@ -17,6 +17,8 @@ from shoal_cluster.policies.autoscaling import ScaleDecision, ScaleState, desire
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord, ScaleView
 from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
+from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.ray_store import RayStore
 from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard
 from shoal_cluster.serve.scaling_link import BoardLink
@@ -51,6 +53,8 @@ class BlockScaling:
         self._base = msgspec.convert(settings, ScaleConfig)
         self._state = ScaleState()
         self._link: BoardLink | None = None
+        self._metrics = AutoscalerMetrics()
+        self._export = RayExport()
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         link = self._meet(context)
@@ -68,6 +72,8 @@ class BlockScaling:
         decision = desired_replicas(view, self._state, config, now)
         self._state = decision.state
         self._tell(view, decision, config, now)
+        self._metrics.take(view.num_target, decision.num_replicas, len(view.replicas))
+        self._export.publish_if_due(self._metrics.points, time.monotonic())
         return decision.num_replicas, {}
 
     def _meet(self, context: AutoscalingContext) -> BoardLink:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
@@ -19,6 +19,9 @@ from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.stats import ReplicaStats
+
+if TYPE_CHECKING:
+    from shoal_cluster.serve.metrics.tally import Point
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,10 @@ class GatewayCore(Protocol):
     def model_card(self) -> ModelCard: ...
 
     def cluster(self) -> ClusterRow: ...
+
+    def metrics(self) -> Iterable[Point]:
+        """What is counted here, and what the replicas have told."""
+        ...
 
     def explain(self, request_id: str) -> Sequence[RouteRecord]:
         """The routing decisions of a request, oldest first. Raises NotFound when none is kept."""

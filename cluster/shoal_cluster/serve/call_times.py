@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -17,14 +18,50 @@ class TokenWatch(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class LegTimes:
+    """One placement of a call, on the same clock. None for what has not happened.
+
+    Attributes:
+        placed_s: handed to Serve.
+        routed_s: a replica took it.
+        queue_s: how long it waited there for its first step, by the replica's own clock.
+        first_token_s, last_token_s: of those that went on to the client.
+        end: why it did not finish there; empty when it did, or still runs.
+    """
+
+    placed_s: float
+    replica_id: str = ""
+    routed_s: float | None = None
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    end: str = ""
+
+    def route(self, replica_id: str, now: float) -> None:
+        """``replica_id`` took it; what is told twice counts once."""
+        self.replica_id = replica_id
+        if self.routed_s is None:
+            self.routed_s = now
+
+    def take(self, queue_s: float | None, now: float) -> None:
+        """A token came."""
+        self.last_token_s = now
+        if self.first_token_s is None:
+            self.first_token_s = now
+        if queue_s is not None:
+            self.queue_s = queue_s
+
+
 class CallTimes:
     """One call on the gateway's monotonic clock, seconds. A resume is part of the gap in which it happens."""
 
-    __slots__ = ("_last_s", "_num_gaps", "_sum_gaps_s", "_watch", "arrived_s", "first_token_s")
+    __slots__ = ("_last_s", "_num_gaps", "_sum_gaps_s", "_watch", "arrived_s", "first_token_s", "legs")
 
     def __init__(self, arrived_s: float, num_sequences: int, watch: TokenWatch) -> None:
         self.arrived_s = arrived_s
         self.first_token_s: float | None = None
+        self.legs: list[LegTimes] = []
         self._last_s: list[float | None] = [None] * num_sequences
         self._sum_gaps_s = 0.0
         self._num_gaps = 0
@@ -39,6 +76,11 @@ class CallTimes:
     def inter_token_s(self) -> float:
         """Mean seconds between the tokens of a sequence, over all sequences; 0 before any has two."""
         return self._sum_gaps_s / self._num_gaps if self._num_gaps else 0.0
+
+    def start_leg(self, now: float) -> LegTimes:
+        """The call is being placed."""
+        self.legs.append(LegTimes(now))
+        return self.legs[-1]
 
     def take(self, index: int, num_tokens: int, now: float) -> None:
         """``num_tokens`` of sequence ``index`` came at ``now``."""

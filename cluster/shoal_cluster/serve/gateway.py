@@ -7,9 +7,9 @@ import gc
 import socket
 import time
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, cast
 
 import uvicorn
 from ray import serve
@@ -22,7 +22,8 @@ from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow
-from shoal_cluster.serve.call_times import CallTimes
+from shoal_cluster.serve.call_observer import CallObserver
+from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
@@ -31,6 +32,9 @@ from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.metrics.gateway import GatewayMetrics
+from shoal_cluster.serve.metrics.ray_export import RayExport
+from shoal_cluster.serve.metrics.tally import Point
 from shoal_cluster.serve.ray_store import RayStore
 from shoal_cluster.serve.replica_past import PastSample, decode_past
 from shoal_cluster.serve.scaling_board import ScalingBoard
@@ -46,7 +50,6 @@ from shoal_replica.tokenizer import Tokenizer
 
 SHUTDOWN_S = 5
 LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer ones are tokenised beside the event loop
-NUM_RECENT = 512
 
 
 class Gateway:
@@ -67,19 +70,22 @@ class Gateway:
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
         objective = LatencyObjective(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
-        self._latency = LatencyWindow(objective)
-        self._num_requests = self._num_active = self._num_shed = self._num_failed = self._num_resumes = 0
-        self._recent_ttft_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self._metrics = GatewayMetrics(self._ledger.gateway_id, LatencyWindow(objective))
+        self._ledger.on_decision = self._metrics.add_decision
+        self._observer = CallObserver(self._metrics, self._ledger.journal, (self._note_demand,))
         self._watch = DeploymentWatch(
             serve_details, serve.get_replica_context().app_name, replicas.deployment_name, self._ledger.journal
         )
-        self._watch_task = asyncio.get_running_loop().create_task(self._watch.run(), name="shoal-watch")
+        loop = asyncio.get_running_loop()
+        self._watch_task = loop.create_task(self._watch.run(), name="shoal-watch")
         self._scaling = ScalingDesk(
             ScalingBoard(serve.get_replica_context().app_name, RayStore()),
             self._ledger,
             self._settings.num_replicas,
             config.scale_config(),
         )
+        export = RayExport().run(lambda: self._metrics.points(self._rows()))
+        self._export_task = loop.create_task(export, name="shoal-metrics")
         await self._open()
         gc.freeze()  # modules and tokenizer stay; a full collection over them would hold up all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
@@ -131,48 +137,23 @@ class Gateway:
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         """Stream a call; see GatewayCore. Raises ShoalError subclasses."""
-        self._num_requests += 1
-        self._num_active += 1
-        arrived_s = time.monotonic()
-        times = CallTimes(arrived_s, call.sampling_params.n, self._latency)
-        limit_s = self._settings.request_timeout_s
-        timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
-        placement_timeout_s = self._settings.placement_timeout_s
-        generation: Generation | None = None
-        try:
+        with self._observer.observe(call) as watch:
+            arrived_s = watch.times.arrived_s
+            limit_s = self._settings.request_timeout_s
+            timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
+            placement_timeout_s = self._settings.placement_timeout_s
             request = await self._request(call)
             query = RouteQuery.for_request(request, self._config.replica.block_size)
             self._scaling.meter.arrive(query.num_prompt_tokens)
             await self._admit(query, arrived_s + min(placement_timeout_s, timeout_s))
             generation = Generation(
-                request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, times
+                request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, watch.times
             )
-            chunks = generation.chunks(timeout_s)
-            try:
+            watch.usage = generation.usage
+            async with aclosing(cast("AsyncGenerator[Chunk, None]", generation.chunks(timeout_s))) as chunks:
                 async for chunk in chunks:
+                    watch.take(chunk)
                     yield chunk
-            finally:
-                await chunks.aclose()  # type: ignore[attr-defined]
-            self._note_end(times, finished=True)
-        except ResourceExhausted as error:
-            self._num_shed += 1
-            self._scaling.meter.shed()
-            self._note_error(EventKind.REFUSED, call.request_id, error)
-            self._note_end(times, finished=False)
-            raise
-        except (InvalidArgument, NotFound):
-            raise  # the client's own mistake
-        except Exception as error:
-            self._num_failed += 1
-            self._note_error(EventKind.FAILED, call.request_id, error)
-            self._note_end(times, finished=False)
-            raise
-        finally:
-            self._num_active -= 1
-            if generation is not None:
-                self._num_resumes += generation.num_resumes
-            if times.ttft_s is not None:
-                self._recent_ttft_s.append(times.ttft_s)
 
     def tokenize(
         self, text: str | None, messages: Sequence[Message] | None, *, add_special_tokens: bool
@@ -199,7 +180,23 @@ class Gateway:
         )
 
     def cluster(self) -> ClusterRow:
-        rows = tuple(
+        metrics = self._metrics
+        return ClusterRow(
+            model=self._config.name,
+            replicas=self._rows(),
+            num_requests=metrics.num_requests,
+            num_active=metrics.num_active,
+            num_shed=metrics.num_shed,
+            num_failed=metrics.num_failed,
+            num_resumes=metrics.num_resumes,
+            recent_ttft_s=tuple(metrics.recent_ttft_s),
+            latency=metrics.window.summary(time.monotonic()),
+            devices=self._config.replica.devices,
+            quality=self._ledger.tally.quality(),
+        )
+
+    def _rows(self) -> tuple[ReplicaRow, ...]:
+        return tuple(
             ReplicaRow(
                 replica_id=view.replica_id,
                 node_id=view.node_id,
@@ -210,19 +207,9 @@ class Gateway:
             )
             for view in self._ledger.view.replicas_for((), time.monotonic())
         )
-        return ClusterRow(
-            model=self._config.name,
-            replicas=rows,
-            num_requests=self._num_requests,
-            num_active=self._num_active,
-            num_shed=self._num_shed,
-            num_failed=self._num_failed,
-            num_resumes=self._num_resumes,
-            recent_ttft_s=tuple(self._recent_ttft_s),
-            latency=self._latency.summary(time.monotonic()),
-            devices=self._config.replica.devices,
-            quality=self._ledger.tally.quality(),
-        )
+
+    def metrics(self) -> Iterable[Point]:
+        return self._metrics.all_points(self._rows())
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
@@ -319,19 +306,17 @@ class Gateway:
     def _place(self, request: Request, query: RouteQuery) -> ServePlacement:
         return ServePlacement(self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, query=query))
 
-    def _note_error(self, kind: EventKind, request_id: str, error: Exception) -> None:
-        self._ledger.journal.note(kind, f"{type(error).__name__}: {error}", request_id=request_id)
-
-    def _note_end(self, times: CallTimes, *, finished: bool) -> None:
-        met = finished and self._latency.objective.is_met(times.ttft_s, times.inter_token_s)
-        self._latency.add_request(met, time.monotonic())
+    def _note_demand(self, record: CallRecord) -> None:
+        if record.outcome is RequestOutcome.SHED:
+            self._scaling.meter.shed()
 
     def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""
         if self._http_task.done():
             raise RuntimeError(f"the HTTP server has ended: {self._http_task}")
-        if self._watch_task.done():
-            raise RuntimeError(f"the deployment is watched no longer: {self._watch_task}")
+        for task in (self._watch_task, self._export_task):
+            if task.done():
+                raise RuntimeError(f"the gateway's {task.get_name()} has ended: {task}")
         self._ledger.check_health()
         self._scaling.check_health()
 
@@ -340,6 +325,7 @@ class Gateway:
         if hasattr(self, "_http_task"):
             await self._grpc_server.stop(SHUTDOWN_S)
             self._watch_task.cancel()
+            self._export_task.cancel()
             self._http_server.should_exit = True
             await self._http_task
             await self._scaling.close()

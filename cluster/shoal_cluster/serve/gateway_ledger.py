@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from shoal_cluster.policies.routing import (
     RouteDecision,
     RouteQuery,
+    RouteRecord,
     RouteWeights,
     decide,
     uncached_blocks,
@@ -63,6 +64,7 @@ class GatewayLedger:
         self._is_one_of_many = is_one_of_many
         self.view = ClusterView()
         self.journal = Journal()
+        self.on_decision: Callable[[RouteRecord], None] = lambda record: None
         self._seeds = random.Random()
         self._members: dict[str, Member] = {}
         self._feeds: dict[str, FeedClient] = {}
@@ -102,6 +104,7 @@ class GatewayLedger:
         seed = self._seeds.getrandbits(32)
         record = decide(query, candidates, self.weights, seed=seed, time_s=time.time())
         self.routes.add(record)
+        self.on_decision(record)
         if record.decision.ranked and query.request_id in self._followers:  # else its client has left
             best = record.decision.ranked[0]
             place = candidates.replica_ids.index(best)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.call import Chunk, Usage
-from shoal_cluster.serve.call_times import CallTimes
+from shoal_cluster.serve.call_times import CallTimes, LegTimes
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost
@@ -78,7 +78,7 @@ class Generation:
                 while self._chunks:
                     chunk = self._chunks.popleft()
                     if not self._chunks and self._is_done:
-                        yield replace(chunk, usage=self._usage())
+                        yield replace(chunk, usage=self.usage())
                         return
                     yield chunk
                 if self._failure is not None:
@@ -92,7 +92,8 @@ class Generation:
     def _is_done(self) -> bool:
         return all(output.is_done for output in self._outputs)
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """The call's tokens so far."""
         return Usage(
             num_prompt_tokens=self._request.num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
@@ -146,11 +147,16 @@ class Generation:
         if request.output_token_ids:
             query = RouteQuery.for_request(request, query.block_size)
         query = replace(query, request_id=request.request_id, excluded=frozenset(excluded))
-        leg = Leg({i: self._outputs[i] for i in indexes}, self._take)
+        times = self._times.start_leg(time.monotonic())
+        leg = Leg({i: self._outputs[i] for i in indexes}, times, self._take)
         self._ledger.follow(request.request_id, leg.follower)
         try:
             refusal = await leg.see_through(self._place(request, query), self._placement_timeout_s)
+            times.end = "" if refusal is None else "refused"
             return None if refusal is None else (leg.replica_id, refusal)
+        except ReplicaLost:
+            times.end = "lost"
+            raise
         finally:
             if leg.is_replica_gone:
                 self._gone.add(leg.replica_id)
@@ -179,13 +185,15 @@ class Generation:
 
     # Tokens
 
-    def _take(self, replica_id: str, delta: TokenDelta) -> None:
+    def _take(self, leg: LegTimes, replica_id: str, delta: TokenDelta) -> None:
         """Pass a delta on to the client."""
         output = self._outputs[delta.index]
         self._replica_id = replica_id
         if self._times.first_token_s is None:
             self._num_cached_tokens = delta.num_cached_tokens
-        self._times.take(delta.index, len(delta.token_ids), time.monotonic())
+        now = time.monotonic()
+        leg.take(delta.queue_s, now)
+        self._times.take(delta.index, len(delta.token_ids), now)
         output.token_ids.extend(delta.token_ids)
         text, stopped = output.text_stream.push(delta.token_ids)
         finish_reason = FinishReason.STOP if stopped else delta.finish_reason

@@ -15,7 +15,7 @@ from shoal_cluster.errors import ErrorKind, ErrorReport
 from shoal_cluster.serve.call import GatewayCore, ModelCard
 from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_response, until_disconnect
-from shoal_cluster.serve.metrics import CONTENT_TYPE, render_metrics
+from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, CompletionShape, answer_events, whole_answer
 from shoal_cluster.serve.openai_types import ChatRequest, CompletionRequest
 
@@ -68,7 +68,7 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(render_metrics(core.cluster()), headers={"content-type": CONTENT_TYPE})
+        return Response(render(core.metrics()), headers={"content-type": CONTENT_TYPE})
 
     return app
 

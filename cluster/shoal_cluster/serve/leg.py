@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shoal_cluster.serve.call_times import LegTimes
 from shoal_cluster.serve.gateway_ledger import Follower
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.errors import ShoalError, Unavailable
@@ -41,16 +43,20 @@ class Leg:
     """Follows a placed request, for the sequences in ``outputs`` (by index), until it needs no more following.
 
     Args:
-        take: gets the id of the replica and each delta that goes on where the client's tokens end.
+        times: is told when a replica has taken the request.
+        take: gets ``times``, the id of the replica and each delta that goes on where the client's tokens end.
     """
 
-    def __init__(self, outputs: Mapping[int, Output], take: Callable[[str, TokenDelta], None]) -> None:
+    def __init__(
+        self, outputs: Mapping[int, Output], times: LegTimes, take: Callable[[LegTimes, str, TokenDelta], None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.replica_id = ""
         self.is_replica_gone = False  # it cannot finish what it took, this request or another
         self._routed: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()  # its sequences are done, or its feed is lost
         self._outputs = outputs
+        self._times = times
         self._take = take
         self.follower = Follower(self._on_routed, self._on_delta, self._on_lost)
 
@@ -92,6 +98,7 @@ class Leg:
 
     def _on_routed(self, replica_id: str) -> None:
         self.replica_id = replica_id
+        self._times.route(replica_id, time.monotonic())
         if not self._routed.done():
             self._routed.set_result(None)
 
@@ -105,7 +112,7 @@ class Leg:
         elif delta.position != len(output.token_ids):
             self._on_lost()
         else:
-            self._take(replica_id, delta)
+            self._take(self._times, replica_id, delta)
             if self.is_done:
                 self._on_lost()
 

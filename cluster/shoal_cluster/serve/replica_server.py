@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any
 
 import ray
+from ray import serve
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.routing import RouteQuery
@@ -15,12 +16,14 @@ from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_map import encode_block_map
 from shoal_cluster.serve.feed import FeedServer
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
+from shoal_cluster.serve.metrics.ray_export import RayExport
+from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.outcome import Outcome, run_to_end
 from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.request_router import FEED_KEY
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.config import EngineConfig
-from shoal_replica.engine import Engine
+from shoal_replica.engine import Engine, StepReport
 from shoal_replica.errors import Unavailable
 from shoal_replica.request import Request
 
@@ -49,6 +52,11 @@ class ReplicaServer:
         executor = await asyncio.to_thread(build_executor, resolved)
         self._engine = Engine(build_scheduler(resolved), executor)
         self._engine.start()
+        shape, cache = resolved.model, resolved.cache
+        memory = {"weights": shape.weight_bytes, "kv_blocks": cache.num_blocks * shape.block_bytes(cache.block_size)}
+        self._metrics = ReplicaMetrics(serve.get_replica_context().replica_id.unique_id, memory)
+        self._export = RayExport()
+        self._engine.subscribe(self._measure)
         past = ReplicaPast(self._engine)
         self._drain_timeout_s = settings.drain_timeout_s
         self._drain: asyncio.Task[bool] | None = None
@@ -81,6 +89,11 @@ class ReplicaServer:
             EngineDead: the engine has failed; the replica is about to be replaced.
         """
         return await run_to_end(self._engine, self._feed, replace(request, arrival_s=monotonic()), gateway_id)
+
+    def _measure(self, report: StepReport) -> None:
+        """Called after each step, and once a second without any."""
+        self._metrics.take(report)
+        self._export.publish_if_due(lambda: self._metrics.points(report.stats), monotonic())
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

@@ -1,0 +1,98 @@
+"""Sees every call from its arrival to its end, however that comes, and says once what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shoal_cluster.serve.call import Chunk, GenerateCall, Usage
+from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
+from shoal_cluster.serve.call_times import CallTimes
+from shoal_cluster.serve.journal import EventKind, Journal
+from shoal_cluster.serve.metrics.gateway import GatewayMetrics
+from shoal_replica.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
+from shoal_replica.request import FinishReason
+
+
+class CallWatch:
+    """One call while it runs. ``usage`` is set once there is one to ask for."""
+
+    __slots__ = ("call", "finish_reasons", "time_s", "times", "usage")
+
+    def __init__(self, call: GenerateCall, times: CallTimes) -> None:
+        self.call = call
+        self.times = times
+        self.time_s = time.time()
+        self.usage: Callable[[], Usage] | None = None
+        self.finish_reasons: list[FinishReason] = []
+
+    def take(self, chunk: Chunk) -> None:
+        """A chunk goes to the client."""
+        if chunk.finish_reason is not None:
+            self.finish_reasons.append(chunk.finish_reason)
+
+    def record(self, outcome: RequestOutcome, error: BaseException | None) -> CallRecord:
+        return CallRecord(
+            request_id=self.call.request_id,
+            outcome=outcome,
+            time_s=self.time_s,
+            arrived_s=self.times.arrived_s,
+            ended_s=time.monotonic(),
+            ttft_s=self.times.ttft_s,
+            inter_token_s=self.times.inter_token_s,
+            usage=None if self.usage is None else self.usage(),
+            finish_reasons=tuple(self.finish_reasons),
+            error="" if error is None else type(error).__name__,
+            legs=tuple(self.times.legs),
+        )
+
+
+class CallObserver:
+    """Counts calls, notes in the journal those that went wrong, and hands each call's record to ``listeners``."""
+
+    def __init__(
+        self, metrics: GatewayMetrics, journal: Journal, listeners: tuple[Callable[[CallRecord], None], ...] = ()
+    ) -> None:
+        self._metrics = metrics
+        self._journal = journal
+        self._listeners = listeners
+
+    @contextmanager
+    def observe(self, call: GenerateCall) -> Iterator[CallWatch]:
+        """Around a call's whole life. What is raised inside passes through."""
+        self._metrics.num_active += 1
+        watch = CallWatch(call, CallTimes(time.monotonic(), call.sampling_params.n, self._metrics))
+        outcome, error = RequestOutcome.FINISHED, None
+        try:
+            yield watch
+        except BaseException as caught:
+            outcome, error = outcome_of(caught), caught
+            raise
+        finally:
+            self._metrics.num_active -= 1
+            self._end(watch.record(outcome, error), error)
+
+    def _end(self, record: CallRecord, error: BaseException | None) -> None:
+        self._metrics.add_call(record)
+        if record.outcome in (RequestOutcome.SHED, RequestOutcome.FAILED, RequestOutcome.DEADLINE):
+            kind = EventKind.REFUSED if record.outcome is RequestOutcome.SHED else EventKind.FAILED
+            self._journal.note(kind, f"{record.error}: {error}", request_id=record.request_id)
+        for listener in self._listeners:
+            listener(record)
+
+
+def outcome_of(error: BaseException) -> RequestOutcome:
+    """What an error that ends a call means for it."""
+    match error:
+        case ResourceExhausted():
+            return RequestOutcome.SHED
+        case DeadlineExceeded():
+            return RequestOutcome.DEADLINE
+        case InvalidArgument() | NotFound():
+            return RequestOutcome.INVALID
+        case asyncio.CancelledError() | GeneratorExit():
+            return RequestOutcome.CANCELLED
+        case _:
+            return RequestOutcome.FAILED

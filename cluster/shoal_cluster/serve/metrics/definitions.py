@@ -1,0 +1,194 @@
+"""Every metric there is: its name, type, unit, labels and who counts it. Code and documentation are checked against it.
+
+A metric is counted once, by its ``source``; the name's second word says which. Label values are enumerated here, but
+for the ids of running gateways and replicas: nothing that a client sends becomes a label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal_cluster.serve.call_record import RequestOutcome
+from shoal_replica.request import FinishReason
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Source(StrEnum):
+    """The process that counts."""
+
+    GATEWAY = "gateway"
+    REPLICA = "replica"
+    AUTOSCALER = "autoscaler"
+
+
+class DecisionReason(StrEnum):
+    """Why a routing decision chose what it chose."""
+
+    PREFIX = "prefix"  # the first choice holds more of the prompt than another replica, and none holds more
+    LOAD = "load"  # prompt blocks did not tell the replicas apart, or gave way to load
+    ONLY = "only"  # one replica was eligible
+    UNPLACED = "unplaced"  # none was; Serve asks again until one is
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """``values`` are all it can have; None for an id, of which there are as many as running processes."""
+
+    name: str
+    values: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Family:
+    """One metric. ``unit`` is what a value counts; ``buckets`` are a histogram's upper bounds.
+
+    ``at_gateway`` says whether a gateway's ``/metrics`` has it: its own counts, and what replicas tell by their feeds.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    source: Source
+    help: str
+    labels: tuple[Label, ...]
+    buckets: tuple[float, ...] = ()
+    at_gateway: bool = True
+
+
+GATEWAY_ID = Label("gateway_id")
+REPLICA_ID = Label("replica_id")
+TIER = Label("tier", ("device",))
+STATE = Label("state", ("running", "cached", "free"))
+
+WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+STEP_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0),
+)
+
+
+def _gateway(name: str, kind: Kind, unit: str, words: str, *labels: Label, buckets: tuple[float, ...] = ()) -> Family:
+    return Family(
+        name=f"shoal_gateway_{name}",
+        kind=kind,
+        unit=unit,
+        source=Source.GATEWAY,
+        help=words,
+        labels=(GATEWAY_ID, *labels),
+        buckets=buckets,
+    )
+
+
+def _replica(
+    name: str,
+    kind: Kind,
+    unit: str,
+    words: str,
+    *labels: Label,
+    buckets: tuple[float, ...] = (),
+    at_gateway: bool = True,
+) -> Family:
+    return Family(
+        name=f"shoal_replica_{name}",
+        kind=kind,
+        unit=unit,
+        source=Source.REPLICA,
+        help=words,
+        labels=(REPLICA_ID, *labels),
+        buckets=buckets,
+        at_gateway=at_gateway,
+    )
+
+
+def _autoscaler(name: str, kind: Kind, unit: str, words: str, *labels: Label) -> Family:
+    return Family(
+        name=f"shoal_autoscaler_{name}",
+        kind=kind,
+        unit=unit,
+        source=Source.AUTOSCALER,
+        help=words,
+        labels=labels,
+        at_gateway=False,
+    )
+
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+REQUESTS = _gateway(
+    "requests_total", _C, "requests", "Requests that have ended", Label("outcome", tuple(RequestOutcome))
+)
+SEQUENCES = _gateway(
+    "sequences_total", _C, "sequences", "Sequences finished", Label("reason", (FinishReason.STOP, FinishReason.LENGTH))
+)
+WITHIN_OBJECTIVE = _gateway(
+    "requests_within_objective_total", _C, "requests", "Finished requests that met the latency objective"
+)
+ACTIVE = _gateway("requests_active", _G, "requests", "Requests in progress")
+RESUMES = _gateway("resumes_total", _C, "streams", "Streams that went on at another replica")
+REQUEST_TIME = _gateway(
+    "request_seconds", _H, "seconds", "From arrival to the end, of finished requests", buckets=REQUEST_BUCKETS
+)
+TTFT = _gateway(
+    "time_to_first_token_seconds", _H, "seconds", "From arrival to a request's first token", buckets=WAIT_BUCKETS
+)
+INTER_TOKEN = _gateway(
+    "inter_token_seconds", _H, "seconds", "Between the tokens of a sequence, one for each token", buckets=STEP_BUCKETS
+)
+PLACEMENT = _gateway(
+    "placement_seconds", _H, "seconds", "From arrival until a replica took the request", buckets=WAIT_BUCKETS
+)
+DECISIONS = _gateway(
+    "routing_decisions_total", _C, "decisions", "Routing decisions", Label("reason", tuple(DecisionReason))
+)
+CONNECTED = _gateway("feed_connected", _G, "0 or 1", "1 when the replica's feed is open", REPLICA_ID)
+FEED_AGE = _gateway("feed_age_seconds", _G, "seconds", "Age of the replica's stats at the gateway", REPLICA_ID)
+RESERVED = _gateway(
+    "reserved_blocks", _G, "blocks", "KV blocks promised to requests that the replica does not count yet", REPLICA_ID
+)
+GATEWAY_MEMORY = _gateway("resident_bytes", _G, "bytes", "Resident memory of the gateway")
+
+BLOCKS = _replica("blocks", _G, "blocks", "KV blocks by state; they add up to the pool", STATE, TIER)
+SEQUENCES_NOW = _replica(
+    "sequences", _G, "sequences", "Sequences in the engine", Label("state", ("running", "waiting"))
+)
+WAITING_TOKENS = _replica("waiting_tokens", _G, "tokens", "Prompt tokens that no step has computed yet")
+DRAINING = _replica("draining", _G, "0 or 1", "1 when it takes no new requests")
+STEPS = _replica("steps_total", _C, "steps", "Steps run")
+PROMPT_TOKENS = _replica("prompt_tokens_total", _C, "tokens", "Prompt tokens of requests that have started")
+CACHED_TOKENS = _replica("cached_tokens_total", _C, "tokens", "Prompt tokens found in the prefix cache", TIER)
+GENERATED_TOKENS = _replica("generated_tokens_total", _C, "tokens", "Tokens generated")
+FINISHED = _replica("requests_total", _C, "requests", "Requests that have ended")
+PREEMPTIONS = _replica("preemptions_total", _C, "sequences", "Sequences whose blocks were taken and computed again")
+REFUSALS = _replica("refusals_total", _C, "requests", "Requests refused because too many wait")
+STEP_TIME = _replica("step_seconds", _H, "seconds", "Length of a step", buckets=STEP_BUCKETS, at_gateway=False)
+QUEUE_TIME = _replica(
+    "queue_seconds",
+    _H,
+    "seconds",
+    "From a request's arrival at the replica to its first step",
+    buckets=WAIT_BUCKETS,
+    at_gateway=False,
+)
+REPLICA_MEMORY = _replica(
+    "memory_bytes",
+    _G,
+    "bytes",
+    "Memory: all that is resident, and the shares of it that weights and KV blocks were given",
+    Label("kind", ("resident", "weights", "kv_blocks")),
+    at_gateway=False,
+)
+
+DESIRED = _autoscaler("desired_replicas", _G, "replicas", "Replicas that the autoscaler asks for")
+RUNNING = _autoscaler("running_replicas", _G, "replicas", "Replicas that run")
+SCALINGS = _autoscaler(
+    "decisions_total", _C, "decisions", "Changes of the desired count", Label("direction", ("up", "down"))
+)
+
+FAMILIES: tuple[Family, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Family))

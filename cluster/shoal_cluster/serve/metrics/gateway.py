@@ -1,0 +1,111 @@
+"""What a gateway counts of its own calls, and what it knows of its replicas."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import psutil
+
+from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.serve.call import ReplicaRow
+from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
+from shoal_cluster.serve.latency_window import LatencyWindow
+from shoal_cluster.serve.metrics import definitions as d
+from shoal_cluster.serve.metrics.replica import stats_points
+from shoal_cluster.serve.metrics.tally import Point, Tally
+
+NUM_RECENT = 512
+
+
+class GatewayMetrics:
+    """Told of each token, each end and each decision, as they happen, by one event loop. Implements TokenWatch."""
+
+    def __init__(self, gateway_id: str, window: LatencyWindow) -> None:
+        self.tally = Tally((f for f in d.FAMILIES if f.source is d.Source.GATEWAY), gateway_id)
+        self.window = window
+        self.num_active = 0
+        self._gateway_id = gateway_id
+        self._ttft = self.tally.histogram(d.TTFT)
+        self._inter_token = self.tally.histogram(d.INTER_TOKEN)
+        self._process = psutil.Process()
+        self.recent_ttft_s: deque[float] = deque(maxlen=NUM_RECENT)
+
+    @property
+    def num_requests(self) -> int:
+        """All that came, those in progress included."""
+        return self.num_active + int(self.tally.count(d.REQUESTS))
+
+    @property
+    def num_shed(self) -> int:
+        return int(self.tally.count(d.REQUESTS, RequestOutcome.SHED))
+
+    @property
+    def num_failed(self) -> int:
+        return int(sum(self.tally.count(d.REQUESTS, o) for o in (RequestOutcome.FAILED, RequestOutcome.DEADLINE)))
+
+    @property
+    def num_resumes(self) -> int:
+        return int(self.tally.count(d.RESUMES))
+
+    def add_first_token(self, seconds: float, now: float) -> None:
+        self._ttft.observe(seconds)
+        self.recent_ttft_s.append(seconds)
+        self.window.add_first_token(seconds, now)
+
+    def add_tokens(self, seconds: float, num_tokens: int, now: float) -> None:
+        self._inter_token.observe(seconds, num_tokens)
+        self.window.add_tokens(seconds, num_tokens, now)
+
+    def add_call(self, record: CallRecord) -> None:
+        """A call is over. Those that ended by the client's doing say nothing of the objective."""
+        outcome = record.outcome
+        met = outcome is RequestOutcome.FINISHED and self.window.objective.is_met(record.ttft_s, record.inter_token_s)
+        self.tally.inc(d.REQUESTS, outcome)
+        if outcome not in (RequestOutcome.INVALID, RequestOutcome.CANCELLED):
+            self.window.add_request(met, record.ended_s)
+        if outcome is RequestOutcome.FINISHED:
+            self.tally.histogram(d.REQUEST_TIME).observe(record.duration_s)
+            self.tally.inc(d.WITHIN_OBJECTIVE, by=met)
+        for reason in record.finish_reasons:
+            self.tally.inc(d.SEQUENCES, reason)
+        if record.usage is not None:
+            self.tally.inc(d.RESUMES, by=record.usage.num_resumes)
+        if record.legs and (routed_s := record.legs[0].routed_s) is not None:
+            self.tally.histogram(d.PLACEMENT).observe(routed_s - record.arrived_s)
+
+    def add_decision(self, record: RouteRecord) -> None:
+        self.tally.inc(d.DECISIONS, decision_reason(record))
+
+    def points(self, replicas: Iterable[ReplicaRow]) -> Iterator[Point]:
+        """The gateway's own series, those of its view of the replicas included."""
+        own = (self._gateway_id,)
+        yield from self.tally.points()
+        yield Point(d.ACTIVE, own, self.num_active)
+        yield Point(d.GATEWAY_MEMORY, own, self._process.memory_info().rss)
+        for row in replicas:
+            labels = (self._gateway_id, row.replica_id)
+            yield Point(d.CONNECTED, labels, row.connected)
+            yield Point(d.FEED_AGE, labels, row.age_s)
+            yield Point(d.RESERVED, labels, row.num_reserved_blocks)
+
+    def all_points(self, replicas: Iterable[ReplicaRow]) -> Iterator[Point]:
+        """The same, and the replicas' own counts as their feeds have told them."""
+        rows = tuple(replicas)
+        yield from self.points(rows)
+        for row in rows:
+            if row.stats is not None:
+                yield from stats_points(row.replica_id, row.stats)
+
+
+def decision_reason(record: RouteRecord) -> d.DecisionReason:
+    """The one word for a decision; its record tells the whole."""
+    ranked = record.decision.ranked
+    if not ranked:
+        return d.DecisionReason.UNPLACED
+    if len(ranked) == 1:
+        return d.DecisionReason.ONLY
+    matched = record.replicas.num_matched_blocks
+    chosen = matched[record.replicas.replica_ids.index(ranked[0])]
+    told_apart = chosen == matched.max() > matched.min()
+    return d.DecisionReason.PREFIX if told_apart else d.DecisionReason.LOAD

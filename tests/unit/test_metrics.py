@@ -1,0 +1,243 @@
+"""Every definition is told by someone, every series is defined, and their number is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from fixtures.fake_gateway import CLUSTER, STATS, example_record
+from fixtures.fake_serve import ask, serving
+from prometheus_client.parser import text_string_to_metric_families
+
+from shoal_cluster.policies.candidates import Candidates, ReplicaView
+from shoal_cluster.policies.routing import RouteDecision, RouteRecord
+from shoal_cluster.serve.call import GenerateCall, ReplicaRow, Usage
+from shoal_cluster.serve.call_observer import CallObserver
+from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
+from shoal_cluster.serve.journal import Journal
+from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.metrics import definitions as d
+from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
+from shoal_cluster.serve.metrics.exposition import render
+from shoal_cluster.serve.metrics.gateway import GatewayMetrics, decision_reason
+from shoal_cluster.serve.metrics.replica import ReplicaMetrics
+from shoal_cluster.serve.metrics.tally import Histogram, Point, Tally
+from shoal_replica.engine import StepReport
+from shoal_replica.errors import DeadlineExceeded, EngineDead, InvalidArgument, NotFound, ResourceExhausted
+from shoal_replica.sampling_params import SamplingParams
+
+MAX_SERIES_PER_GATEWAY, MAX_SERIES_PER_REPLICA = 200, 100
+
+USAGE = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1, replica_id="", ttft_s=0.1, num_resumes=1)
+
+
+def gateway_metrics() -> GatewayMetrics:
+    return GatewayMetrics("g0", LatencyWindow(LatencyObjective(ttft_s=1.0, inter_token_s=0.1)))
+
+
+def replica_metrics() -> ReplicaMetrics:
+    return ReplicaMetrics("r0", {"weights": 100, "kv_blocks": 200})
+
+
+def series(points: Iterable[Point]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Every sample as Prometheus has it."""
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(render(points).decode())
+        for sample in family.samples
+    }
+
+
+def test_names_follow_the_rules() -> None:
+    names = [family.name for family in d.FAMILIES]
+    assert len(set(names)) == len(names) >= 30
+    for family in d.FAMILIES:
+        assert family.name.startswith(f"shoal_{family.source}_")
+        assert family.name.endswith("_total") == (family.kind is d.Kind.COUNTER), family.name
+        assert family.name.endswith("_seconds") == (family.unit == "seconds"), family.name
+        assert family.name.endswith("_bytes") == (family.unit == "bytes"), family.name
+        assert (family.buckets == ()) == (family.kind is not d.Kind.HISTOGRAM), family.name
+        assert list(family.buckets) == sorted(set(family.buckets)), family.name
+        ids = [label.values is None for label in family.labels]
+        assert ids == sorted(ids, reverse=True), "ids come first"
+
+
+def test_every_definition_is_told_with_its_labels() -> None:
+    told = [
+        *gateway_metrics().points(CLUSTER.replicas),
+        *replica_metrics().points(STATS),
+        *AutoscalerMetrics().points(),
+    ]
+    assert {point.family for point in told} == set(d.FAMILIES)
+    keys = [(point.family, point.labels) for point in told]
+    assert len(set(keys)) == len(keys), "a series is told twice"
+    for point in told:
+        assert isinstance(point.value, Histogram) == (point.family.kind is d.Kind.HISTOGRAM)
+        for label, value in zip(point.family.labels, point.labels, strict=True):
+            assert label.values is None or value in label.values
+
+
+def test_a_gateways_page_has_what_its_definitions_promise() -> None:
+    told = {point.family for point in gateway_metrics().all_points(CLUSTER.replicas)}
+    assert told == {family for family in d.FAMILIES if family.at_gateway}
+    parsed = text_string_to_metric_families(render(gateway_metrics().all_points(CLUSTER.replicas)).decode())
+    types = {family.name: family.type for family in parsed}
+    assert types == {f.name.removesuffix("_total"): f.kind for f in d.FAMILIES if f.at_gateway}
+
+
+def test_blocks_add_up_to_the_pool() -> None:
+    blocks = [point.value for point in replica_metrics().points(STATS) if point.family is d.BLOCKS]
+    assert sum(blocks) == STATS.num_total_blocks
+
+
+def test_series_are_bounded_whatever_clients_and_replicas_do() -> None:
+    """A thousand calls with names of their own, a thousand replicas that came and went: only the living have series."""
+    rng = Random(7)
+    metrics = gateway_metrics()
+    for number in range(1000):
+        metrics.add_decision(example_record(f"request-{rng.random()}"))
+        metrics.add_call(
+            CallRecord(
+                request_id=f"{rng.random()}",
+                outcome=rng.choice(list(RequestOutcome)),
+                time_s=0.0,
+                arrived_s=0.0,
+                ended_s=rng.random(),
+                error=f"Error{rng.random()}",
+                usage=replace(USAGE, replica_id=f"gone-{number}"),
+            )
+        )
+        living = [ReplicaRow(replica_id=f"replica-{number}-{i}", stats=STATS) for i in range(3)]
+        assert len(series(metrics.points(living))) <= MAX_SERIES_PER_GATEWAY
+    assert len(series(replica_metrics().points(STATS))) <= MAX_SERIES_PER_REPLICA
+
+
+def test_a_label_value_that_is_not_defined_is_refused() -> None:
+    with pytest.raises(KeyError):
+        Tally((d.REQUESTS,), "g0").inc(d.REQUESTS, "anything a client says")
+
+
+def test_a_histogram_counts_as_a_sorted_list_does() -> None:
+    rng = Random(11)
+    bounds = (0.1, 0.5, 1.0, 2.0)
+    histogram = Histogram(bounds)
+    values = [rng.choice([*bounds, rng.expovariate(1.0)]) for _ in range(500)]
+    for value in values:
+        histogram.observe(value)
+    histogram.observe(0.3, 7)
+    values += [0.3] * 7
+    expected = [(str(bound), sum(value <= bound for value in values)) for bound in bounds]
+    assert histogram.buckets() == [*expected, ("+Inf", len(values))]
+    assert histogram.sum == pytest.approx(sum(values))
+    assert histogram.num == len(values)
+
+
+@pytest.mark.parametrize(
+    ("matched", "ranked", "reason"),
+    [
+        ({}, (), d.DecisionReason.UNPLACED),
+        ({"a": 5, "b": 9}, ("a",), d.DecisionReason.ONLY),
+        ({"a": 5, "b": 2}, ("a", "b"), d.DecisionReason.PREFIX),
+        ({"a": 5, "b": 0, "c": 5}, ("a", "b", "c"), d.DecisionReason.PREFIX),
+        ({"a": 2, "b": 5}, ("a", "b"), d.DecisionReason.LOAD),
+        ({"a": 5, "b": 5}, ("a", "b"), d.DecisionReason.LOAD),
+        ({"a": 0, "b": 0}, ("b", "a"), d.DecisionReason.LOAD),
+    ],
+)
+def test_a_decision_has_one_word(matched: dict[str, int], ranked: tuple[str, ...], reason: d.DecisionReason) -> None:
+    like = example_record()
+    views = Candidates.of(ReplicaView(replica_id=name, num_matched_blocks=num) for name, num in matched.items())
+    decision = RouteDecision(ranked, "", ())
+    record = RouteRecord(like.time_s, like.query, views, like.weights, like.seed, decision)
+    assert decision_reason(record) is reason
+
+
+ENDINGS = [
+    (None, RequestOutcome.FINISHED),
+    (ResourceExhausted("full"), RequestOutcome.SHED),
+    (DeadlineExceeded("late"), RequestOutcome.DEADLINE),
+    (InvalidArgument("top_p", 2, "wrong"), RequestOutcome.INVALID),
+    (NotFound("no model"), RequestOutcome.INVALID),
+    (EngineDead("gone"), RequestOutcome.FAILED),
+    (RuntimeError("a bug"), RequestOutcome.FAILED),
+    (asyncio.CancelledError(), RequestOutcome.CANCELLED),
+    (GeneratorExit(), RequestOutcome.CANCELLED),
+]
+
+
+@pytest.mark.parametrize(("error", "outcome"), ENDINGS)
+def test_each_end_of_a_call_is_counted_once(error: BaseException | None, outcome: RequestOutcome) -> None:
+    metrics, journal, records = gateway_metrics(), Journal(), list[CallRecord]()
+    observer = CallObserver(metrics, journal, (records.append,))
+    call = GenerateCall(request_id="call", sampling_params=SamplingParams())
+
+    def run() -> None:
+        with observer.observe(call) as watch:
+            assert metrics.num_active == metrics.num_requests == 1
+            watch.times.take(0, 1, watch.times.arrived_s + 0.5)
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(type(error)):
+            run()
+    counted = series(metrics.points(()))
+    assert counted["shoal_gateway_requests_total", ("g0", outcome)] == 1
+    assert metrics.tally.count(d.REQUESTS) == metrics.num_requests == 1
+    assert metrics.num_active == 0
+    finished = outcome is RequestOutcome.FINISHED
+    assert counted["shoal_gateway_requests_within_objective_total", ("g0",)] == finished
+    assert counted["shoal_gateway_request_seconds_count", ("g0",)] == finished
+    judged = outcome not in (RequestOutcome.INVALID, RequestOutcome.CANCELLED)
+    assert metrics.window.summary(records[0].ended_s).num_requests == judged
+    assert [(record.outcome, record.error) for record in records] == [(outcome, type(error).__name__ if error else "")]
+    assert len(journal.last(9)) == (outcome in ("shed", "deadline", "failed"))
+
+
+async def test_a_replica_counts_its_steps_and_its_queue() -> None:
+    """Over a real engine: as many steps as it has run, as many waits as requests, aborts and heartbeats aside."""
+    async with serving("a") as serve:
+        metrics, reports = replica_metrics(), list[StepReport]()
+        engine = serve.replicas["a"].engine
+        engine.subscribe(metrics.take)
+        engine.subscribe(reports.append)
+        await asyncio.gather(*(ask(serve, f"call-{i}", max_tokens=5, n=1 + i % 2) for i in range(6)))
+        engine.abort("nobody")
+        told = series(metrics.points(engine.stats()))
+    assert told["shoal_replica_step_seconds_count", ("r0",)] == engine.stats().num_steps > 0
+    assert told["shoal_replica_step_seconds_sum", ("r0",)] == pytest.approx(sum(r.step_s or 0.0 for r in reports))
+    assert told["shoal_replica_queue_seconds_count", ("r0",)] == 6
+    assert told["shoal_replica_memory_bytes", ("kv_blocks", "r0")] == 200
+    assert told["shoal_replica_memory_bytes", ("resident", "r0")] > 1e6
+
+
+async def test_a_call_leaves_its_legs_and_decisions() -> None:
+    async with serving("a", "b") as serve:
+        serve.ledger.on_decision = (decisions := list[RouteRecord]()).append
+        answer = await ask(serve, "call", max_tokens=6)
+        assert answer.usage is not None
+        (times,) = serve.times
+        (leg,) = times.legs
+    assert [record.query.request_id for record in decisions] == ["call"]
+    assert (leg.replica_id, leg.end) == (answer.usage.replica_id, "")
+    assert leg.routed_s is not None
+    assert leg.last_token_s is not None
+    assert leg.first_token_s == times.first_token_s
+    assert times.arrived_s <= leg.placed_s <= leg.routed_s <= times.first_token_s < leg.last_token_s
+    assert 0 <= leg.queue_s <= leg.first_token_s - leg.placed_s
+
+
+def test_an_autoscaler_counts_changes_by_direction() -> None:
+    metrics = AutoscalerMetrics()
+    for target, desired, running in [(1, 1, 1), (1, 3, 1), (3, 3, 2), (3, 2, 3)]:
+        metrics.take(target, desired, running)
+    told = series(metrics.points())
+    assert told["shoal_autoscaler_desired_replicas", ()] == 2
+    assert told["shoal_autoscaler_running_replicas", ()] == 3
+    assert told["shoal_autoscaler_decisions_total", ("up",)] == 1
+    assert told["shoal_autoscaler_decisions_total", ("down",)] == 1

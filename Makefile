@@ -51,7 +51,7 @@ format: setup
 	@$(BIN)/ruff check --fix .
 
 bench: setup
-	@$(BIN)/python tests/benchmarks/bench_engine.py $(BENCH)
+	@$(BIN)/shoal bench engine $(BENCH)
 	@$(BIN)/shoal bench router
 
 proto: setup

@@ -74,9 +74,22 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token for each scheduled sequence with ``samples``, in the same order."""
+    """One sampled token for each scheduled sequence with ``samples``, in the same order.
+
+    ``forward_s`` is what the model's forward computation took of the step, in seconds.
+    """
 
     sampled: tuple[SampledToken, ...]
+    forward_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """What one step took: ``seconds`` from scheduling it to its last token, ``forward_s`` of them in the model."""
+
+    output: SchedulerOutput
+    seconds: float
+    forward_s: float
 
 
 class Executor(Protocol):

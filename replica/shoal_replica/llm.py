@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.executor import TokenLogprobs
+from shoal_replica.executor import StepTiming, TokenLogprobs
 from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
 from shoal_replica.sampling_params import MAX_SEED, SamplingParams
 from shoal_replica.stats import ReplicaStats
@@ -112,6 +112,7 @@ class LLM:
         self._scheduler = build_scheduler(self.config)
         self._executor = build_executor(self.config)
         self._ids = itertools.count()
+        self._subscribers: list[Callable[[StepTiming], None]] = []
 
     def generate(
         self,
@@ -145,6 +146,11 @@ class LLM:
                 self._scheduler.abort(request.request_id)
         return [outputs[r.request_id].result for r in requests]
 
+    def subscribe(self, subscriber: Callable[[StepTiming], None]) -> Callable[[], None]:
+        """Call ``subscriber`` after every step from now on. Returns the way to stop that."""
+        self._subscribers.append(subscriber)
+        return lambda: self._subscribers.remove(subscriber)
+
     def stats(self) -> ReplicaStats:
         """The block ledger and the totals so far."""
         return self._scheduler.stats(time.time())
@@ -172,12 +178,16 @@ class LLM:
         )
 
     def _step(self, outputs: dict[str, _Collector]) -> None:
+        started = time.perf_counter()
         step = self._scheduler.schedule(time.monotonic())
         if step is None:
             raise RuntimeError("the scheduler has work but no step")
-        for delta in self._scheduler.update(step, self._executor.execute(step)):
+        result = self._executor.execute(step)
+        for delta in self._scheduler.update(step, result):
             if outputs[delta.request_id].take(delta):
                 self._scheduler.abort(delta.request_id, delta.index)
+        for subscriber in tuple(self._subscribers):
+            subscriber(StepTiming(step, time.perf_counter() - started, result.forward_s))
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:

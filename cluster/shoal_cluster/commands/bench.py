@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from shoal_cluster.commands.bench_engine import engine
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Measure what a part of Shoal costs on this machine."
 )
@@ -18,6 +20,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.callback()
 def _bench() -> None:
     """Measure what a part of Shoal costs on this machine."""
+
+
+app.command()(engine)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import torch
@@ -51,6 +52,7 @@ class ModelRunner:
         self._scratch_block_id = cache_config.num_blocks
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._sampler = Sampler(model_config.vocab_size)
+        self._forward_s = 0.0  # of the last step
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step, in the order that ``SchedulerOutput`` promises."""
@@ -96,7 +98,11 @@ class ModelRunner:
         """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size]."""
         step = sequences.arrays(scheduled)
         ends = step.query_start_loc[1:]
-        return self._decoder.compute(step, [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples])
+        sample_rows = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
+        started = time.perf_counter()
+        logits = self._decoder.compute(step, sample_rows)
+        self._forward_s = time.perf_counter() - started
+        return logits
 
     @torch.inference_mode()
     def _sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> StepResult:
@@ -109,7 +115,8 @@ class ModelRunner:
             tuple(
                 SampledToken(row.seq_id, sample.token_id, sample.logprobs)
                 for row, sample in zip(rows, samples, strict=True)
-            )
+            ),
+            self._forward_s,
         )
 
     def _sampler_row(self, scheduled: ScheduledSequence) -> SamplerRow:

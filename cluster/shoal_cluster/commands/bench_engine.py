@@ -1,0 +1,78 @@
+"""``shoal bench engine``: the engine's workloads beside the machine's floor and other engines, in one run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shoal_replica.bench.contender import PeerOptions, engine_options, make_contenders
+from shoal_replica.bench.processor import describe_machine
+from shoal_replica.bench.report import as_json, table
+from shoal_replica.bench.runner import Plan, Runner
+from shoal_replica.bench.workloads import DEFAULT_WORKLOADS, check_workloads
+from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
+
+TABLE_WIDTH = 120
+
+
+def engine(
+    model: Annotated[str, typer.Option(help="A folder, a hub id, or the demo model.")] = DEMO_MODEL,
+    threads: Annotated[int, typer.Option(min=1, help="Cores that every engine is pinned to, a thread each.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; in each, the engines take turns.")] = 5,
+    workloads: Annotated[str, typer.Option(help="Letters; 's' measures single steps.")] = DEFAULT_WORKLOADS,
+    engine_option: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="An argument of LLM.")] = [],  # noqa: B006
+    peer: Annotated[
+        list[str], typer.Option(metavar="NAME=PYTHON[:MODEL]", help="vllm, openvino, llamacpp or transformers.")
+    ] = [],  # noqa: B006
+    peer_env: Annotated[list[str], typer.Option(metavar="NAME:KEY=VALUE", help="Environment of a peer.")] = [],  # noqa: B006
+    peer_option: Annotated[list[str], typer.Option(metavar="NAME:KEY=VALUE", help="The peer's own option.")] = [],  # noqa: B006
+    peer_workloads: Annotated[list[str], typer.Option(metavar="NAME:LETTERS", help="What a peer is given.")] = [],  # noqa: B006
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of an engine.")] = 600.0,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds for an engine to load.")] = 900.0,
+    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure here.")] = None,
+) -> None:
+    """Time the engine on fixed workloads, beside the machine's floor and any peers, and print the ratios."""
+    plan = Plan(
+        workloads=check_workloads(workloads),
+        repeats=repeats,
+        seed=seed,
+        timeout_s=timeout,
+        start_timeout_s=start_timeout,
+    )
+    contenders = make_contenders(
+        str(ensure_checkpoint(model)),
+        threads,
+        engine_options(engine_option),
+        PeerOptions(peers=peer, environment=peer_env, options=peer_option, workloads=peer_workloads),
+    )
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that the workers are ended
+        signal.signal(stop, lambda number, frame: sys.exit(128 + number))
+    errors = Console(stderr=True, highlight=False)
+    with errors.status("starting") as status:
+        outcome = asyncio.run(Runner(plan, contenders, status.update).run())
+    title = f"{Path(model).name}, {threads} thread(s), {repeats} round(s)"
+    console = Console(highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(table(outcome, contenders, title))
+    if json_file is not None:
+        about = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "machine": describe_machine(),
+            "num_threads": threads,
+            "model": model,
+        }
+        json_file.write_text(json.dumps(about | as_json(outcome, contenders), indent=1) + "\n", encoding="utf-8")
+    for name, reason in outcome.failures.items():
+        errors.print(f"{name} fell out: {reason}", markup=False)
+    if outcome.failures:
+        raise typer.Exit(1)

@@ -1,0 +1,179 @@
+"""What takes part in a run: Shoal, the floor's meter and the peers, and how each one's worker is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shoal_replica.bench import worker
+from shoal_replica.bench.processor import usable_cores
+from shoal_replica.bench.workloads import ALL_WORKLOADS, check_workloads
+from shoal_replica.errors import ConfigError
+
+SHOAL = "shoal"
+FLOOR = "floor"
+NEEDS_FILE = ("openvino", "llamacpp")  # a GGUF, where the others take Shoal's folder
+PEER_WORKLOADS = {"vllm": "abcdef", "openvino": "abcdef", "llamacpp": "abcef", "transformers": "abcef"}
+SHOAL_ALONE = "gs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One worker's name, command, environment and the workloads that it takes part in (letters)."""
+
+    name: str
+    command: tuple[str, ...]
+    workloads: str
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside this process's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """The peers as a command line gives them: ``NAME=INTERPRETER[:MODEL_PATH]``, the others ``NAME:KEY=VALUE``.
+
+    ``workloads`` are ``NAME:LETTERS``.
+    """
+
+    peers: Sequence[str] = ()
+    environment: Sequence[str] = ()
+    options: Sequence[str] = ()
+    workloads: Sequence[str] = ()
+
+
+def make_contenders(
+    model: str, num_threads: int, engine_options: Mapping[str, Any], peers: PeerOptions
+) -> list[Contender]:
+    """The floor's meter, Shoal, then the peers in their order, all on the same cores.
+
+    Args:
+        model: a folder; peers that read such folders get it unless they have a path of their own.
+
+    Raises:
+        ConfigError: fewer cores than threads; a peer's name, interpreter, path or option that is none.
+    """
+    cores = usable_cores(num_threads)
+    if len(cores) < num_threads:
+        raise ConfigError(f"--threads: got {num_threads}; this process may use {len(cores)} cores")
+    names = [text.partition("=")[0] for text in peers.peers]
+    if twice := [name for name in names if names.count(name) > 1 or name in (SHOAL, FLOOR)]:
+        raise ConfigError(f"--peer: the name {twice[0]!r} is taken; add '-' and a label to it")
+    environment = grouped(peers.environment, "--peer-env", names)
+    options = grouped(peers.options, "--peer-option", names)
+    workloads = _peer_workloads(peers.workloads, names)
+    return [
+        _own(FLOOR, "floor_worker", "", worker.Settings("", num_threads, cores)),
+        _own(SHOAL, "shoal_worker", ALL_WORKLOADS, worker.Settings(model, num_threads, cores, dict(engine_options))),
+        *(
+            _peer(text, worker.Settings(model, num_threads, cores, typed(options[name])), environment[name], workloads)
+            for text, name in zip(peers.peers, names, strict=True)
+        ),
+    ]
+
+
+def _own(name: str, module: str, workloads: str, settings: worker.Settings) -> Contender:
+    """A worker under this interpreter: a module of this package."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    return Contender(
+        name=name,
+        command=(sys.executable, "-m", f"shoal_replica.bench.{module}", json.dumps(asdict(settings))),
+        workloads=workloads,
+        environment=_threads(settings) | {"PYTHONPATH": path},
+    )
+
+
+def _peer(
+    text: str, settings: worker.Settings, environment: Mapping[str, str], workloads: Mapping[str, str]
+) -> Contender:
+    """NAME is an adapter of ``worker.PEERS``, or begins with one and a hyphen: ``llamacpp-q8_0``."""
+    name, _, place = text.partition("=")
+    interpreter, _, path = place.partition(":")
+    adapter = name.partition("-")[0]
+    if not interpreter:
+        raise ConfigError(f"--peer: got {text!r}; must be NAME=INTERPRETER or NAME=INTERPRETER:MODEL_PATH")
+    if adapter not in worker.PEERS:
+        raise ConfigError(f"--peer: {name!r} is not one of {', '.join(worker.PEERS)} (or one of them, '-' and a label)")
+    if shutil.which(interpreter) is None:
+        raise ConfigError(f"--peer {name}: there is no interpreter {interpreter!r}")
+    if not path and adapter in NEEDS_FILE:
+        raise ConfigError(f"--peer {name}: {adapter} reads GGUF files; give {name}={interpreter}:FILE")
+    if path and not Path(path).exists():
+        raise ConfigError(f"--peer {name}: there is no file or folder {path!r}")
+    return Contender(
+        name=name,
+        command=(
+            interpreter,
+            str(worker.__file__),
+            adapter,
+            json.dumps(asdict(replace(settings, model=path or settings.model))),
+        ),
+        workloads=workloads.get(name, PEER_WORKLOADS[adapter]),
+        environment=_threads(settings) | dict(environment),
+    )
+
+
+def _peer_workloads(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        name, _, letters = text.partition(":")
+        if name not in names:
+            raise ConfigError(f"--peer-workloads: {name!r} is not one of the peers ({_listed(names)})")
+        found[name] = check_workloads(letters, f"--peer-workloads {name}")
+        if alone := set(found[name]) & set(SHOAL_ALONE):
+            raise ConfigError(f"--peer-workloads {name}: ({min(alone)}) is measured inside Shoal's engine alone")
+    return found
+
+
+def grouped(texts: Sequence[str], option: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """``NAME:KEY=VALUE`` settings by name.
+
+    Raises:
+        ConfigError: not of that form, or of no peer in ``names``.
+    """
+    groups: dict[str, dict[str, str]] = {name: {} for name in names}
+    for text in texts:
+        name, colon, setting = text.partition(":")
+        key, equals, value = setting.partition("=")
+        if not (colon and equals and key):
+            raise ConfigError(f"{option}: got {text!r}; must be NAME:KEY=VALUE")
+        if name not in groups:
+            raise ConfigError(f"{option}: {name!r} is not one of the peers ({_listed(names)})")
+        groups[name][key] = value
+    return groups
+
+
+def typed(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Values as JSON where they are, else as text: ``16`` is a number, ``int8`` a word."""
+    return {key: _value(text) for key, text in settings.items()}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _threads(settings: worker.Settings) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(settings.num_threads), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none is given"
+
+
+def engine_options(texts: Sequence[str]) -> dict[str, Any]:
+    """``KEY=VALUE`` settings for Shoal's ``LLM``.
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [key for key, equals, _ in pairs if not (key and equals)]:
+        raise ConfigError(f"--engine-option: got {wrong[0]!r}; must be KEY=VALUE")
+    return typed({key: value for key, _, value in pairs})

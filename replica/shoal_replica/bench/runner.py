@@ -1,0 +1,191 @@
+"""The run: every worker loaded once, then rounds in which each workload goes to each contender in turn."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal_replica.bench import steps
+from shoal_replica.bench.contender import FLOOR, SHOAL, Contender
+from shoal_replica.bench.floor import Floor
+from shoal_replica.bench.processor import ForeignShare
+from shoal_replica.bench.worker_process import WorkerProcess, running
+from shoal_replica.bench.workloads import BATCH, GENERATED, PROMPT_LEN, Prompts, Request
+from shoal_replica.config import ModelConfig
+from shoal_replica.errors import ShoalError, Unavailable
+
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One figure: of which row and contender, in which round. ``foreign``: the share of a core that others took."""
+
+    row: str
+    contender: str
+    round: int
+    value: float
+    foreign: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to run. ``timeout_s`` is for one answer, ``start_timeout_s`` for loading."""
+
+    workloads: str
+    repeats: int
+    seed: int
+    timeout_s: float
+    start_timeout_s: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run gave. ``failures`` names the peers that fell out, and why; the figures before that are kept."""
+
+    samples: list[Sample] = field(default_factory=list)
+    floors: list[Floor] = field(default_factory=list)
+    hellos: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    steps: steps.StepTable = field(default_factory=steps.StepTable)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model as Shoal's engine resolved it."""
+        told = dict(self.hellos[SHOAL]["info"]["model"])
+        return ModelConfig(**told | {"eos_token_ids": tuple(told["eos_token_ids"])})
+
+
+class Runner:
+    """One run over ``contenders``, of which the floor's meter and Shoal come first.
+
+    All workers but the one whose turn it is are stopped, so that threads that spin take nothing from it.
+    """
+
+    def __init__(
+        self, plan: Plan, contenders: Sequence[Contender], on_progress: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._plan = plan
+        self._contenders = contenders
+        self._on_progress = on_progress
+        self.outcome = Outcome()
+        self._workers: dict[str, WorkerProcess] = {}
+
+    async def run(self) -> Outcome:
+        """Start all, warm up, do the rounds, end all.
+
+        Raises:
+            ConfigError: a worker that cannot be loaded.
+            Unavailable, DeadlineExceeded: Shoal's worker or the floor's failed, or any did while it was loaded.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            for contender in self._contenders:
+                await self._start(contender, stack)
+            for contender in self._contenders:
+                await self._guarded(contender, self._warm_up(contender), "warming up")
+            for number in range(self._plan.repeats):
+                await self._round(number)
+            for contender in self._contenders:
+                if "f" in self._chosen(contender):
+                    await self._guarded(contender, self._memory(contender), "memory")
+        return self.outcome
+
+    async def _start(self, contender: Contender, stack: contextlib.AsyncExitStack) -> None:
+        self._on_progress(f"loading {contender.name}")
+        worker = await stack.enter_async_context(running(contender, self._plan.start_timeout_s))
+        worker.pause()
+        self._workers[contender.name] = worker
+        self.outcome.hellos[contender.name] = worker.hello
+        if "e" in self._chosen(contender) and contender.name != SHOAL:
+            # Peers take up to minutes to load, so theirs is this one start; Shoal's are taken in the rounds.
+            self.outcome.samples.append(Sample("e", contender.name, 0, worker.ready_s, worker.ready_foreign))
+
+    async def _round(self, number: int) -> None:
+        for contender in self._contenders:
+            if contender.name == FLOOR:
+                answer = await self._turn(FLOOR, {"op": "floor"})
+                self.outcome.floors.append(Floor(answer["read_bytes_s"], answer["gemm_flops_s"]))
+        for letter in self._plan.workloads:
+            for contender in self._contenders:
+                if letter in self._chosen(contender):
+                    self._on_progress(f"round {number + 1} of {self._plan.repeats}: {contender.name} ({letter})")
+                    await self._guarded(contender, self._repetition(contender, letter, number), f"({letter})")
+
+    async def _guarded(self, contender: Contender, work: Any, what: str) -> None:
+        """A peer that fails is out, and the rest goes on; without Shoal or the floor there is nothing to compare."""
+        if contender.name in self.outcome.failures:
+            work.close()
+            return
+        try:
+            await work
+        except ShoalError as error:
+            if contender.name in (SHOAL, FLOOR):
+                raise
+            self.outcome.failures[contender.name] = f"{what}: {error}"
+            self._workers[contender.name].kill()
+
+    async def _warm_up(self, contender: Contender) -> None:
+        self._on_progress(f"warming up {contender.name}")
+        prompts = self._prompts("warm-up", 0)
+        for letter, workload in GENERATED.items():
+            if letter in self._chosen(contender):
+                for request in workload.warm_up(prompts):
+                    await self._turn(contender.name, request.message(steps=False))
+
+    async def _repetition(self, contender: Contender, letter: str, number: int) -> None:
+        name, prompts = contender.name, self._prompts(letter, number)
+        worker = self._workers[name]
+        if letter == "e" and name == SHOAL:
+            async with running(contender, self._plan.start_timeout_s) as fresh:
+                self._note({"e": fresh.ready_s}, name, number, fresh.ready_foreign)
+        elif letter == "s":
+            answers = [await self._generate(name, request, steps=True) for request in steps.requests(prompts)]
+            self.outcome.steps.add(answers)
+        elif letter in GENERATED:
+            workload = GENERATED[letter]
+            foreign = ForeignShare(worker.cpu_s)
+            answers = [
+                await self._generate(name, request, steps=name == SHOAL) for request in workload.requests(prompts)
+            ]
+            self._note(workload.figures(answers), name, number, foreign.read())
+
+    async def _memory(self, contender: Contender) -> None:
+        """The peak of the whole run, with at least one batch of (a) in it."""
+        name = contender.name
+        if "a" not in self._chosen(contender):
+            await self._generate(name, Request(self._prompts("f", 0).batch(BATCH, PROMPT_LEN), 2), steps=False)
+        peak = self._workers[name].peak_bytes()
+        figures = {"f": peak / MB}
+        if name == SHOAL:
+            info = self.outcome.hellos[SHOAL]["info"]
+            figures["f_beyond"] = (peak - info["weight_bytes"] - info["kv_bytes"]) / MB
+        self._note(figures, name, 0, 0.0)
+
+    async def _generate(self, name: str, request: Request, *, steps: bool) -> dict[str, Any]:
+        answer = await self._turn(name, request.message(steps=steps))
+        expected = [request.max_tokens] * len(request.prompts)
+        if answer.get("num_tokens") != expected:
+            raise Unavailable(
+                f"{name}: gave {answer.get('num_tokens')} tokens where {request.max_tokens} each were asked"
+            )
+        return answer
+
+    async def _turn(self, name: str, message: dict[str, Any]) -> dict[str, Any]:
+        worker = self._workers[name]
+        worker.resume()
+        try:
+            return await worker.ask(message, self._plan.timeout_s)
+        finally:
+            worker.pause()
+
+    def _note(self, figures: Mapping[str, float], name: str, number: int, foreign: float) -> None:
+        self.outcome.samples.extend(Sample(row, name, number, value, foreign) for row, value in figures.items())
+
+    def _prompts(self, letter: str, number: int) -> Prompts:
+        vocab_size = self.outcome.hellos[SHOAL]["info"]["model"]["vocab_size"]
+        return Prompts(vocab_size, f"{self._plan.seed}/{letter}/{number}")
+
+    def _chosen(self, contender: Contender) -> str:
+        return "".join(letter for letter in self._plan.workloads if letter in contender.workloads)

@@ -1,0 +1,69 @@
+"""Shoal's engine in a worker process: ``LLM``, as users call it, and what it tells of its steps.
+
+``"steps": true`` in a request adds the timing of each step to its answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from shoal_replica import LLM, SamplingParams
+from shoal_replica.bench.worker import Engine, Settings, serve
+from shoal_replica.errors import ConfigError
+from shoal_replica.executor import StepTiming
+
+NUM_BLOCKS = 2400  # of 16 tokens: every workload fits without preemption
+
+
+class Shoal(Engine):
+    """``options`` are arguments of ``LLM``."""
+
+    def __init__(self, settings: Settings) -> None:
+        known = inspect.signature(LLM).parameters
+        if unknown := settings.options.keys() - known.keys():
+            raise ConfigError(f"engine option {min(unknown)!r} is not one of {', '.join(list(known)[1:])}")
+        options = {"num_blocks": NUM_BLOCKS, "num_threads": settings.num_threads} | settings.options
+        self._llm = LLM(settings.model, **options)
+        config = self._llm.config
+        self.versions = {name: metadata.version(name) for name in ("torch", "numpy")}
+        self.info = {
+            "model": asdict(config.model),
+            "weight_bytes": config.model.weight_bytes,
+            "kv_bytes": config.cache.num_blocks * config.model.block_bytes(config.cache.block_size),
+            "cache": asdict(config.cache),
+            "scheduler": asdict(config.scheduler),
+        }
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return [output.token_ids for output in self._llm.generate(prompts, params)]
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if not request.get("steps"):
+            return super().answer(request)
+        timings: list[StepTiming] = []
+        stop = self._llm.subscribe(timings.append)
+        try:
+            return super().answer(request) | {"steps": [_step(timing) for timing in timings]}
+        finally:
+            stop()
+
+
+def _step(timing: StepTiming) -> dict[str, Any]:
+    scheduled = timing.output.scheduled
+    return {
+        "num_seqs": len(scheduled),
+        "num_new_tokens": sum(s.num_new_tokens for s in scheduled),
+        "num_computed_tokens": sum(s.num_computed_tokens for s in scheduled),
+        "seconds": timing.seconds,
+        "forward_s": timing.forward_s,
+    }
+
+
+if __name__ == "__main__":
+    serve(Shoal, Settings(**json.loads(sys.argv[1])))

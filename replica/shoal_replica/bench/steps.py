@@ -1,0 +1,64 @@
+"""Workload (s): what single steps take, for models of step time such as the simulator's. Shoal's alone.
+
+The result's ``steps`` holds
+
+* ``prefill``: steps of one prompt's chunk: ``num_new_tokens``, after ``num_computed_tokens`` of it, and ``seconds``;
+* ``decode``: steps of one token for each of ``num_seqs`` sequences, at ``context`` computed tokens each on average.
+
+``seconds`` has a value per repetition, of whole steps: scheduling, forward, sampling and update; ``forward_s`` of the
+forward alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal_replica.bench.workloads import Answers, Prompts, Request
+
+PREFILL_LENS = (16, 64, 256, 512, 1024, 1536)
+DECODE_SHAPES = ((1, 64), (1, 1024), (8, 64), (8, 512), (32, 64), (32, 256), (64, 64), (64, 256))  # sequences, context
+DECODE_STEPS = 16
+
+
+def requests(prompts: Prompts) -> list[Request]:
+    """First the prompts whose chunks are measured, then the batches whose decode steps are."""
+    prefills = [Request(prompts.batch(1, length), 1) for length in PREFILL_LENS]
+    decodes = [Request(prompts.batch(n, context), DECODE_STEPS + 1) for n, context in DECODE_SHAPES]
+    return prefills + decodes
+
+
+class StepTable:
+    """Gathers repetitions of the workload."""
+
+    def __init__(self) -> None:
+        self._prefill: dict[tuple[int, int], list[Mapping[str, float]]] = {}
+        self._decode: dict[tuple[int, float], list[Mapping[str, float]]] = {}
+
+    def add(self, answers: Answers) -> None:
+        """Take the answers of one repetition, in the order of ``requests``."""
+        for answer in answers[: len(PREFILL_LENS)]:
+            for step in answer["steps"]:
+                self._prefill.setdefault((step["num_new_tokens"], step["num_computed_tokens"]), []).append(step)
+        for (num_seqs, _), answer in zip(DECODE_SHAPES, answers[len(PREFILL_LENS) :], strict=True):
+            steps = [s for s in answer["steps"] if s["num_seqs"] == s["num_new_tokens"] == num_seqs]
+            context = statistics.mean(s["num_computed_tokens"] / num_seqs for s in steps)
+            medians = {key: statistics.median(s[key] for s in steps) for key in ("seconds", "forward_s")}
+            self._decode.setdefault((num_seqs, context), []).append(medians)
+
+    def as_json(self) -> dict[str, list[dict[str, Any]]]:
+        return {
+            "prefill": [
+                {"num_new_tokens": new, "num_computed_tokens": computed} | _times(steps)
+                for (new, computed), steps in self._prefill.items()
+            ],
+            "decode": [
+                {"num_seqs": num_seqs, "context": context} | _times(steps)
+                for (num_seqs, context), steps in self._decode.items()
+            ],
+        }
+
+
+def _times(steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    return {key: [step[key] for step in steps] for key in ("seconds", "forward_s")}

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shoal_replica.bench.contender import PeerOptions, engine_options, make_contenders
+from shoal_replica.bench.contender import Entries, make_contenders
 from shoal_replica.bench.processor import describe_machine
 from shoal_replica.bench.report import as_json, table
 from shoal_replica.bench.runner import Plan, Runner
@@ -22,25 +22,43 @@ from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
 
 TABLE_WIDTH = 120
 
+Texts = list[str] | None
+
 
 def engine(
     model: Annotated[str, typer.Option(help="A folder, a hub id, or the demo model.")] = DEMO_MODEL,
     threads: Annotated[int, typer.Option(min=1, help="Cores that every engine is pinned to, a thread each.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; in each, the engines take turns.")] = 5,
     workloads: Annotated[str, typer.Option(help="Letters; 's' measures single steps.")] = DEFAULT_WORKLOADS,
-    engine_option: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="An argument of LLM.")] = [],  # noqa: B006
+    engine_option: Annotated[Texts, typer.Option(metavar="KEY=VALUE", help="An argument of LLM.")] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME:KEY=VALUE", help="Shoal again, with this as well."),
+    ] = None,
     peer: Annotated[
-        list[str], typer.Option(metavar="NAME=PYTHON[:MODEL]", help="vllm, openvino, llamacpp or transformers.")
-    ] = [],  # noqa: B006
-    peer_env: Annotated[list[str], typer.Option(metavar="NAME:KEY=VALUE", help="Environment of a peer.")] = [],  # noqa: B006
-    peer_option: Annotated[list[str], typer.Option(metavar="NAME:KEY=VALUE", help="The peer's own option.")] = [],  # noqa: B006
-    peer_workloads: Annotated[list[str], typer.Option(metavar="NAME:LETTERS", help="What a peer is given.")] = [],  # noqa: B006
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PYTHON[:MODEL]",
+            help="Another engine.",
+        ),
+    ] = None,
+    peer_env: Annotated[Texts, typer.Option(metavar="NAME:KEY=VALUE", help="Environment of a peer.")] = None,
+    peer_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME:KEY=VALUE", help="A peer's own option.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME:LETTERS", help="Workloads of a peer or variant.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of an engine.")] = 600.0,
     start_timeout: Annotated[float, typer.Option(min=1, help="Seconds for an engine to load.")] = 900.0,
     seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure here.")] = None,
 ) -> None:
-    """Time the engine on fixed workloads, beside the machine's floor and any peers, and print the ratios."""
+    """Time the engine on fixed workloads, beside the machine's floor and any peers, and print the ratios.
+
+    A peer is vllm, openvino, llamacpp or transformers under an interpreter that has it; a label may follow its name, as
+    in llamacpp-q8_0. A variant is called shoal-NAME.
+    """
     plan = Plan(
         workloads=check_workloads(workloads),
         repeats=repeats,
@@ -51,8 +69,14 @@ def engine(
     contenders = make_contenders(
         str(ensure_checkpoint(model)),
         threads,
-        engine_options(engine_option),
-        PeerOptions(peers=peer, environment=peer_env, options=peer_option, workloads=peer_workloads),
+        Entries(
+            engine_options=engine_option or (),
+            variants=variant or (),
+            peers=peer or (),
+            environment=peer_env or (),
+            options=peer_option or (),
+            only=only or (),
+        ),
     )
     for stop in (signal.SIGTERM, signal.SIGHUP):  # so that the workers are ended
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))

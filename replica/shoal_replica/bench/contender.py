@@ -13,65 +13,80 @@ from typing import Any
 
 from shoal_replica.bench import worker
 from shoal_replica.bench.processor import usable_cores
-from shoal_replica.bench.workloads import ALL_WORKLOADS, check_workloads
+from shoal_replica.bench.workloads import ALL_WORKLOADS, DEFAULT_WORKLOADS, check_workloads
 from shoal_replica.errors import ConfigError
 
 SHOAL = "shoal"
 FLOOR = "floor"
 NEEDS_FILE = ("openvino", "llamacpp")  # a GGUF, where the others take Shoal's folder
 PEER_WORKLOADS = {"vllm": "abcdef", "openvino": "abcdef", "llamacpp": "abcef", "transformers": "abcef"}
-SHOAL_ALONE = "gs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One worker's name, command, environment and the workloads that it takes part in (letters)."""
+    """One worker's name, command, environment and the workloads that it takes part in (letters).
+
+    ``is_shoal``: it is Shoal's engine, so it tells of its model and its steps.
+    """
 
     name: str
     command: tuple[str, ...]
     workloads: str
     environment: Mapping[str, str] = field(default_factory=dict)  # beside this process's
+    is_shoal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOptions:
-    """The peers as a command line gives them: ``NAME=INTERPRETER[:MODEL_PATH]``, the others ``NAME:KEY=VALUE``.
+class Entries:
+    """Who takes part, as a command line says it.
 
-    ``workloads`` are ``NAME:LETTERS``.
+    Attributes:
+        engine_options: ``KEY=VALUE``, arguments of ``LLM`` for Shoal and its variants.
+        variants: ``NAME:KEY=VALUE``; Shoal once more, as ``shoal-NAME``, with this argument as well.
+        peers: ``NAME=INTERPRETER[:MODEL_PATH]``.
+        environment, options: ``NAME:KEY=VALUE``, of a peer.
+        only: ``NAME:LETTERS``, the workloads of a peer or a variant.
     """
 
+    engine_options: Sequence[str] = ()
+    variants: Sequence[str] = ()
     peers: Sequence[str] = ()
     environment: Sequence[str] = ()
     options: Sequence[str] = ()
-    workloads: Sequence[str] = ()
+    only: Sequence[str] = ()
 
 
-def make_contenders(
-    model: str, num_threads: int, engine_options: Mapping[str, Any], peers: PeerOptions
-) -> list[Contender]:
-    """The floor's meter, Shoal, then the peers in their order, all on the same cores.
+def make_contenders(model: str, num_threads: int, entries: Entries) -> list[Contender]:
+    """The floor's meter, Shoal, its variants, then the peers in their order, all on the same cores.
 
     Args:
         model: a folder; peers that read such folders get it unless they have a path of their own.
 
     Raises:
-        ConfigError: fewer cores than threads; a peer's name, interpreter, path or option that is none.
+        ConfigError: fewer cores than threads; a name, interpreter, path or option that is none.
     """
     cores = usable_cores(num_threads)
     if len(cores) < num_threads:
         raise ConfigError(f"--threads: got {num_threads}; this process may use {len(cores)} cores")
-    names = [text.partition("=")[0] for text in peers.peers]
-    if twice := [name for name in names if names.count(name) > 1 or name in (SHOAL, FLOOR)]:
-        raise ConfigError(f"--peer: the name {twice[0]!r} is taken; add '-' and a label to it")
-    environment = grouped(peers.environment, "--peer-env", names)
-    options = grouped(peers.options, "--peer-option", names)
-    workloads = _peer_workloads(peers.workloads, names)
+    settings = worker.Settings(model, num_threads, cores, _engine_options(entries.engine_options))
+    labels = list(dict.fromkeys(text.partition(":")[0] for text in entries.variants))
+    variants = {f"{SHOAL}-{k}": v for k, v in _grouped(entries.variants, "--variant", labels).items()}
+    names = [text.partition("=")[0] for text in entries.peers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--peer: there are two of {twice[0]!r}; add '-' and a label to one")
+    environment = _grouped(entries.environment, "--peer-env", names)
+    options = _grouped(entries.options, "--peer-option", names)
+    only = _only(entries.only, [*variants, *names])
     return [
-        _own(FLOOR, "floor_worker", "", worker.Settings("", num_threads, cores)),
-        _own(SHOAL, "shoal_worker", ALL_WORKLOADS, worker.Settings(model, num_threads, cores, dict(engine_options))),
+        _own(FLOOR, "floor_worker", "", settings),
+        _own(SHOAL, "shoal_worker", ALL_WORKLOADS, settings),
         *(
-            _peer(text, worker.Settings(model, num_threads, cores, typed(options[name])), environment[name], workloads)
-            for text, name in zip(peers.peers, names, strict=True)
+            _own(name, "shoal_worker", only.get(name, DEFAULT_WORKLOADS), _with_options(settings, own_options))
+            for name, own_options in variants.items()
+        ),
+        *(
+            _peer(text, replace(settings, options=_typed(options[name])), environment[name], only.get(name))
+            for text, name in zip(entries.peers, names, strict=True)
         ),
     ]
 
@@ -84,12 +99,11 @@ def _own(name: str, module: str, workloads: str, settings: worker.Settings) -> C
         command=(sys.executable, "-m", f"shoal_replica.bench.{module}", json.dumps(asdict(settings))),
         workloads=workloads,
         environment=_threads(settings) | {"PYTHONPATH": path},
+        is_shoal=name != FLOOR,
     )
 
 
-def _peer(
-    text: str, settings: worker.Settings, environment: Mapping[str, str], workloads: Mapping[str, str]
-) -> Contender:
+def _peer(text: str, settings: worker.Settings, environment: Mapping[str, str], workloads: str | None) -> Contender:
     """NAME is an adapter of ``worker.PEERS``, or begins with one and a hyphen: ``llamacpp-q8_0``."""
     name, _, place = text.partition("=")
     interpreter, _, path = place.partition(":")
@@ -112,24 +126,28 @@ def _peer(
             adapter,
             json.dumps(asdict(replace(settings, model=path or settings.model))),
         ),
-        workloads=workloads.get(name, PEER_WORKLOADS[adapter]),
+        workloads=workloads or PEER_WORKLOADS[adapter],
         environment=_threads(settings) | dict(environment),
     )
 
 
-def _peer_workloads(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+def _only(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     found = {}
     for text in texts:
         name, _, letters = text.partition(":")
         if name not in names:
-            raise ConfigError(f"--peer-workloads: {name!r} is not one of the peers ({_listed(names)})")
-        found[name] = check_workloads(letters, f"--peer-workloads {name}")
-        if alone := set(found[name]) & set(SHOAL_ALONE):
-            raise ConfigError(f"--peer-workloads {name}: ({min(alone)}) is measured inside Shoal's engine alone")
+            raise ConfigError(f"--only: {name!r} is not one of the peers and variants ({_listed(names)})")
+        found[name] = check_workloads(letters, f"--only {name}")
+        if "s" in letters or ("g" in letters and not name.startswith(f"{SHOAL}-")):
+            raise ConfigError(f"--only {name}: (s) is for {SHOAL!r} alone, (g) for it and its variants")
     return found
 
 
-def grouped(texts: Sequence[str], option: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
+def _with_options(settings: worker.Settings, options: Mapping[str, str]) -> worker.Settings:
+    return replace(settings, options=settings.options | _typed(options))
+
+
+def _grouped(texts: Sequence[str], option: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
     """``NAME:KEY=VALUE`` settings by name.
 
     Raises:
@@ -147,7 +165,7 @@ def grouped(texts: Sequence[str], option: str, names: Sequence[str]) -> dict[str
     return groups
 
 
-def typed(settings: Mapping[str, str]) -> dict[str, Any]:
+def _typed(settings: Mapping[str, str]) -> dict[str, Any]:
     """Values as JSON where they are, else as text: ``16`` is a number, ``int8`` a word."""
     return {key: _value(text) for key, text in settings.items()}
 
@@ -167,7 +185,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "none is given"
 
 
-def engine_options(texts: Sequence[str]) -> dict[str, Any]:
+def _engine_options(texts: Sequence[str]) -> dict[str, Any]:
     """``KEY=VALUE`` settings for Shoal's ``LLM``.
 
     Raises:
@@ -176,4 +194,4 @@ def engine_options(texts: Sequence[str]) -> dict[str, Any]:
     pairs = [text.partition("=") for text in texts]
     if wrong := [key for key, equals, _ in pairs if not (key and equals)]:
         raise ConfigError(f"--engine-option: got {wrong[0]!r}; must be KEY=VALUE")
-    return typed({key: value for key, _, value in pairs})
+    return _typed({key: value for key, _, value in pairs})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from shoal_replica.bench.contender import FLOOR, SHOAL, Contender
 from shoal_replica.bench.floor import Floor
 from shoal_replica.bench.runner import Outcome, Sample
 from shoal_replica.bench.workloads import GENERATED, ROWS
+from shoal_replica.config import ModelConfig
 
 FORMAT = 1
 
@@ -22,15 +23,16 @@ FORMAT = 1
 class Line:
     """One contender's samples of one row, in the order of rounds.
 
-    ``ratio_to_floor`` is the median over the floor. ``shoal_ratio`` is the median, over the rounds of both, of Shoal's
-    figure over this contender's: for times below 1 is faster than the peer, for rates above 1 is.
+    ``floor`` is what the machine allows for the contender's weights (a peer's: for Shoal's). ``ratios`` has, by name of
+    each other engine of Shoal's, the median over common rounds of its figure over this contender's: for times below 1
+    is faster than this contender, for rates above 1 is.
     """
 
     row: str
     contender: str
     samples: Sequence[Sample]
     floor: float | None
-    shoal_ratio: float | None
+    ratios: Mapping[str, float]
 
     @property
     def values(self) -> list[float]:
@@ -50,16 +52,20 @@ class Line:
         return max(sample.foreign for sample in self.samples)
 
 
-def lines(outcome: Outcome, names: Sequence[str]) -> list[Line]:
+def lines(outcome: Outcome, contenders: Sequence[Contender]) -> list[Line]:
     """A line for each row and contender that has samples, in the rows' order, Shoal first."""
-    floors = _floors(outcome)
+    contenders = [c for c in contenders if c.name != FLOOR]
+    best = Floor.best(outcome.floors)
+    floors = {c.name: _floors(best, outcome.model(c.name if c.is_shoal else SHOAL)) for c in contenders}
     found = []
     for row in ROWS:
-        by_name = {name: [s for s in outcome.samples if s.row == row and s.contender == name] for name in names}
+        by_name = {c.name: [s for s in outcome.samples if s.row == row and s.contender == c.name] for c in contenders}
         for name, samples in by_name.items():
             if samples:
-                ratio = None if name == SHOAL else paired_ratio(by_name[SHOAL], samples)
-                found.append(Line(row, name, samples, floors.get(row), ratio))
+                ours = {c.name: by_name[c.name] for c in contenders if c.is_shoal and c.name != name}
+                ratios = {own: paired_ratio(theirs, samples) for own, theirs in ours.items()}
+                known = {own: ratio for own, ratio in ratios.items() if ratio is not None}
+                found.append(Line(row, name, samples, floors[name].get(row), known))
     return found
 
 
@@ -72,29 +78,28 @@ def paired_ratio(shoal: Iterable[Sample], other: Iterable[Sample]) -> float | No
 
 def table(outcome: Outcome, contenders: Sequence[Contender], title: str) -> Table:
     """The ratio table, for a terminal."""
+    ours = [c.name for c in contenders if c.is_shoal]
     found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in ("workload", "unit", "engine"):
         found.add_column(name, no_wrap=True)
-    for name in ("min", "median", "max", "of floor", "Shoal / it", "foreign"):
+    for name in ("min", "median", "max", "/ floor", *(f"{own} / it" for own in ours), "foreign"):
         found.add_column(name, justify="right", no_wrap=True)
     last = ""
-    for line in lines(outcome, [c.name for c in contenders if c.name != FLOOR]):
+    for line in lines(outcome, contenders):
         row = ROWS[line.row]
+        head = ("", "") if line.row == last else (row.title, row.unit)
         if line.row != last:
             found.add_section()
-            shown: tuple[str, ...] = (row.title, row.unit)
             if line.floor is not None:
-                found.add_row(*shown, FLOOR, "", _number(line.floor), "", "", "", "")
-                shown = ("", "")
-        else:
-            shown = ("", "")
+                found.add_row(*head, FLOOR, "", _number(line.floor))
+                head = ("", "")
         last = line.row
-        values = (min(line.values), line.median, max(line.values))
+        values = (min(line.values), line.median, max(line.values), line.ratio_to_floor)
         found.add_row(
-            *shown,
-            f"[b]{line.contender}[/b]" if line.contender == SHOAL else line.contender,
+            *head,
+            line.contender,
             *(_number(value) for value in values),
-            *(_number(ratio) for ratio in (line.ratio_to_floor, line.shoal_ratio)),
+            *(_number(line.ratios.get(own)) for own in ours),
             f"{line.foreign:.2f}",
         )
     return found
@@ -103,8 +108,8 @@ def table(outcome: Outcome, contenders: Sequence[Contender], title: str) -> Tabl
 def as_json(outcome: Outcome, contenders: Sequence[Contender]) -> dict[str, Any]:
     """Everything measured, with what is needed to run it again; ``tests/benchmarks/README.md`` says the keys."""
     rows: dict[str, Any] = {}
-    for line in lines(outcome, [c.name for c in contenders if c.name != FLOOR]):
-        row = rows.setdefault(line.row, asdict(ROWS[line.row]) | {"floor": line.floor, "engines": {}})
+    for line in lines(outcome, contenders):
+        row = rows.setdefault(line.row, asdict(ROWS[line.row]) | {"engines": {}})
         row["engines"][line.contender] = {
             "values": line.values,
             "rounds": [sample.round for sample in line.samples],
@@ -112,8 +117,9 @@ def as_json(outcome: Outcome, contenders: Sequence[Contender]) -> dict[str, Any]
             "min": min(line.values),
             "median": line.median,
             "max": max(line.values),
+            "floor": line.floor,
             "ratio_to_floor": line.ratio_to_floor,
-            "shoal_ratio": line.shoal_ratio,
+            "ratios": dict(line.ratios),
         }
     return {
         "format": FORMAT,
@@ -122,16 +128,18 @@ def as_json(outcome: Outcome, contenders: Sequence[Contender]) -> dict[str, Any]
         "steps": outcome.steps.as_json(),
         "engines": {
             c.name: {"command": list(c.command), "environment": dict(c.environment), "workloads": c.workloads}
-            | {key: value for key, value in outcome.hellos.get(c.name, {}).items() if key != "ready"}
+            | {key: outcome.hellos[c.name][key] for key in ("versions", "info")}
             for c in contenders
         },
         "failures": outcome.failures,
     }
 
 
-def _floors(outcome: Outcome) -> dict[str, float]:
-    best = Floor.best(outcome.floors)
-    return {k: v for workload in GENERATED.values() for k, v in workload.floors(best, outcome.model).items()}
+def _floors(best: Floor, model: ModelConfig) -> dict[str, float]:
+    """By row; none for a mixture of experts, where how much is read depends on the tokens."""
+    if model.moe is not None:
+        return {}
+    return {row: value for workload in GENERATED.values() for row, value in workload.floors(best, model).items()}
 
 
 def _number(value: float | None) -> str:

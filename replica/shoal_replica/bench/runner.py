@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from shoal_replica.bench import steps
 from shoal_replica.bench.contender import FLOOR, SHOAL, Contender
 from shoal_replica.bench.floor import Floor
@@ -51,11 +53,9 @@ class Outcome:
     failures: dict[str, str] = field(default_factory=dict)
     steps: steps.StepTable = field(default_factory=steps.StepTable)
 
-    @property
-    def model(self) -> ModelConfig:
-        """The model as Shoal's engine resolved it."""
-        told = dict(self.hellos[SHOAL]["info"]["model"])
-        return ModelConfig(**told | {"eos_token_ids": tuple(told["eos_token_ids"])})
+    def model(self, name: str) -> ModelConfig:
+        """The model as one of Shoal's engines resolved it."""
+        return msgspec.convert(self.hellos[name]["info"]["model"], ModelConfig)
 
 
 class Runner:
@@ -98,7 +98,7 @@ class Runner:
         worker.pause()
         self._workers[contender.name] = worker
         self.outcome.hellos[contender.name] = worker.hello
-        if "e" in self._chosen(contender) and contender.name != SHOAL:
+        if "e" in self._chosen(contender) and not contender.is_shoal:
             # Peers take up to minutes to load, so theirs is this one start; Shoal's are taken in the rounds.
             self.outcome.samples.append(Sample("e", contender.name, 0, worker.ready_s, worker.ready_foreign))
 
@@ -109,9 +109,14 @@ class Runner:
                 self.outcome.floors.append(Floor(answer["read_bytes_s"], answer["gemm_flops_s"]))
         for letter in self._plan.workloads:
             for contender in self._contenders:
-                if letter in self._chosen(contender):
+                if letter in self._chosen(contender) and self._is_repeated(letter, contender):
                     self._on_progress(f"round {number + 1} of {self._plan.repeats}: {contender.name} ({letter})")
                     await self._guarded(contender, self._repetition(contender, letter, number), f"({letter})")
+
+    @staticmethod
+    def _is_repeated(letter: str, contender: Contender) -> bool:
+        """(f) is read once at the end, (g) comes with (a), and a peer is loaded once."""
+        return letter not in "fg" and (letter != "e" or contender.is_shoal)
 
     async def _guarded(self, contender: Contender, work: Any, what: str) -> None:
         """A peer that fails is out, and the rest goes on; without Shoal or the floor there is nothing to compare."""
@@ -137,17 +142,18 @@ class Runner:
     async def _repetition(self, contender: Contender, letter: str, number: int) -> None:
         name, prompts = contender.name, self._prompts(letter, number)
         worker = self._workers[name]
-        if letter == "e" and name == SHOAL:
+        if letter == "e" and contender.is_shoal:
             async with running(contender, self._plan.start_timeout_s) as fresh:
                 self._note({"e": fresh.ready_s}, name, number, fresh.ready_foreign)
         elif letter == "s":
-            answers = [await self._generate(name, request, steps=True) for request in steps.requests(prompts)]
-            self.outcome.steps.add(answers)
+            budget = self.outcome.hellos[name]["info"]["scheduler"]["max_num_batched_tokens"]
+            requests = steps.requests(prompts, budget)
+            self.outcome.steps.add(requests, [await self._generate(name, request, steps=True) for request in requests])
         elif letter in GENERATED:
             workload = GENERATED[letter]
             foreign = ForeignShare(worker.cpu_s)
             answers = [
-                await self._generate(name, request, steps=name == SHOAL) for request in workload.requests(prompts)
+                await self._generate(name, request, steps=contender.is_shoal) for request in workload.requests(prompts)
             ]
             self._note(workload.figures(answers), name, number, foreign.read())
 
@@ -158,8 +164,8 @@ class Runner:
             await self._generate(name, Request(self._prompts("f", 0).batch(BATCH, PROMPT_LEN), 2), steps=False)
         peak = self._workers[name].peak_bytes()
         figures = {"f": peak / MB}
-        if name == SHOAL:
-            info = self.outcome.hellos[SHOAL]["info"]
+        if contender.is_shoal:
+            info = self.outcome.hellos[name]["info"]
             figures["f_beyond"] = (peak - info["weight_bytes"] - info["kv_bytes"]) / MB
         self._note(figures, name, 0, 0.0)
 
@@ -184,8 +190,7 @@ class Runner:
         self.outcome.samples.extend(Sample(row, name, number, value, foreign) for row, value in figures.items())
 
     def _prompts(self, letter: str, number: int) -> Prompts:
-        vocab_size = self.outcome.hellos[SHOAL]["info"]["model"]["vocab_size"]
-        return Prompts(vocab_size, f"{self._plan.seed}/{letter}/{number}")
+        return Prompts(self.outcome.model(SHOAL).vocab_size, f"{self._plan.seed}/{letter}/{number}")
 
     def _chosen(self, contender: Contender) -> str:
         return "".join(letter for letter in self._plan.workloads if letter in contender.workloads)

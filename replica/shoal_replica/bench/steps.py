@@ -22,11 +22,17 @@ DECODE_SHAPES = ((1, 64), (1, 1024), (8, 64), (8, 512), (32, 64), (32, 256), (64
 DECODE_STEPS = 16
 
 
-def requests(prompts: Prompts) -> list[Request]:
-    """First the prompts whose chunks are measured, then the batches whose decode steps are."""
-    prefills = [Request(prompts.batch(1, length), 1) for length in PREFILL_LENS]
-    decodes = [Request(prompts.batch(n, context), DECODE_STEPS + 1) for n, context in DECODE_SHAPES]
-    return prefills + decodes
+def requests(prompts: Prompts, max_num_batched_tokens: int) -> list[Request]:
+    """First the prompts whose chunks are measured, then the batches whose decode steps are.
+
+    While a batch's prompts are computed, those that came first decode already; outputs are long enough for DECODE_STEPS
+    steps of all together after that.
+    """
+    found = [Request(prompts.batch(1, length), 1) for length in PREFILL_LENS]
+    for num_seqs, context in DECODE_SHAPES:
+        num_prefills = num_seqs * context // max(1, max_num_batched_tokens - num_seqs) + 1
+        found.append(Request(prompts.batch(num_seqs, context), num_prefills + DECODE_STEPS + 1))
+    return found
 
 
 class StepTable:
@@ -36,16 +42,17 @@ class StepTable:
         self._prefill: dict[tuple[int, int], list[Mapping[str, float]]] = {}
         self._decode: dict[tuple[int, float], list[Mapping[str, float]]] = {}
 
-    def add(self, answers: Answers) -> None:
-        """Take the answers of one repetition, in the order of ``requests``."""
-        for answer in answers[: len(PREFILL_LENS)]:
-            for step in answer["steps"]:
-                self._prefill.setdefault((step["num_new_tokens"], step["num_computed_tokens"]), []).append(step)
-        for (num_seqs, _), answer in zip(DECODE_SHAPES, answers[len(PREFILL_LENS) :], strict=True):
-            steps = [s for s in answer["steps"] if s["num_seqs"] == s["num_new_tokens"] == num_seqs]
-            context = statistics.mean(s["num_computed_tokens"] / num_seqs for s in steps)
-            medians = {key: statistics.median(s[key] for s in steps) for key in ("seconds", "forward_s")}
-            self._decode.setdefault((num_seqs, context), []).append(medians)
+    def add(self, requests: Sequence[Request], answers: Answers) -> None:
+        """Take one repetition. A batch that the engine never ran all together leaves nothing."""
+        for request, answer in zip(requests, answers, strict=True):
+            num_seqs = len(request.prompts)
+            if request.max_tokens == 1:
+                for step in answer["steps"]:
+                    self._prefill.setdefault((step["num_new_tokens"], step["num_computed_tokens"]), []).append(step)
+            elif steps := [s for s in answer["steps"] if s["num_seqs"] == s["num_new_tokens"] == num_seqs]:
+                context = statistics.mean(s["num_computed_tokens"] / num_seqs for s in steps)
+                medians = {key: statistics.median(s[key] for s in steps) for key in ("seconds", "forward_s")}
+                self._decode.setdefault((num_seqs, context), []).append(medians)
 
     def as_json(self) -> dict[str, list[dict[str, Any]]]:
         return {

@@ -20,7 +20,7 @@ from shoal_replica.bench.runner import Plan, Runner
 from shoal_replica.bench.workloads import DEFAULT_WORKLOADS, check_workloads
 from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
 
-TABLE_WIDTH = 120
+MAX_WIDTH = 250
 
 Texts = list[str] | None
 
@@ -83,10 +83,6 @@ def engine(
     errors = Console(stderr=True, highlight=False)
     with errors.status("starting") as status:
         outcome = asyncio.run(Runner(plan, contenders, status.update).run())
-    title = f"{Path(model).name}, {threads} thread(s), {repeats} round(s)"
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(table(outcome, contenders, title))
     if json_file is not None:
         about = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -96,6 +92,11 @@ def engine(
             "model": model,
         }
         json_file.write_text(json.dumps(about | as_json(outcome, contenders), indent=1) + "\n", encoding="utf-8")
+    shown = table(outcome, contenders, f"{Path(model).name}, {threads} thread(s), {repeats} round(s)")
+    console = Console(highlight=False)
+    wide = console.options.update(max_width=MAX_WIDTH)
+    console.width = max(console.width, console.measure(shown, options=wide).maximum)  # a folded figure cannot be read
+    console.print(shown)
     for name, reason in outcome.failures.items():
         errors.print(f"{name} fell out: {reason}", markup=False)
     if outcome.failures:

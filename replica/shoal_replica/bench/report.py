@@ -80,23 +80,23 @@ def table(outcome: Outcome, contenders: Sequence[Contender], title: str) -> Tabl
     """The ratio table, for a terminal."""
     ours = [c.name for c in contenders if c.is_shoal]
     found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in ("workload", "unit", "engine"):
+    for name in ("workload", "engine"):
         found.add_column(name, no_wrap=True)
     for name in ("min", "median", "max", "/ floor", *(f"{own} / it" for own in ours), "foreign"):
         found.add_column(name, justify="right", no_wrap=True)
     last = ""
     for line in lines(outcome, contenders):
         row = ROWS[line.row]
-        head = ("", "") if line.row == last else (row.title, row.unit)
+        head = "" if line.row == last else f"{row.title}, {row.unit}"
         if line.row != last:
             found.add_section()
             if line.floor is not None:
-                found.add_row(*head, FLOOR, "", _number(line.floor))
-                head = ("", "")
+                found.add_row(head, FLOOR, "", _number(line.floor))
+                head = ""
         last = line.row
         values = (min(line.values), line.median, max(line.values), line.ratio_to_floor)
         found.add_row(
-            *head,
+            head,
             line.contender,
             *(_number(value) for value in values),
             *(_number(line.ratios.get(own)) for own in ours),

@@ -18,6 +18,7 @@ import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ FIRST_PROMPT = list(range(100, 132))
 KV_GIB = 2  # what engines that ask for a size are given
 MAX_LEN = 2048
 MAX_BATCHED_TOKENS = 2048
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -231,8 +233,9 @@ def serve(make_engine: Callable[[Settings], Engine], settings: Settings) -> None
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    if hasattr(os, "sched_setaffinity"):
+    if sys.platform == "linux":
         os.sched_setaffinity(0, settings.cores)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # stopped, it would not see its input end
 
     def say(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")

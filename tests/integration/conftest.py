@@ -24,6 +24,7 @@ os.environ.update(
     RAY_metrics_report_interval_ms="2000",  # not ten seconds, for which tests would wait
 )
 
+ADMIN_KEY = "session"
 LOCAL_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "local.yaml"
 
 
@@ -37,9 +38,9 @@ def cluster() -> Iterator[LiveCluster]:
     document, settings = read_config(LOCAL_YAML)
     grpc_address, http_address = free_address(), free_address()
     args = document["applications"][0]["args"]
-    args["gateway"].update(grpc_address=grpc_address, http_address=http_address)
+    args["gateway"].update(grpc_address=grpc_address, http_address=http_address, admin_key=ADMIN_KEY)
     args["replica"]["dtype"] = "float32"  # tokens then do not depend on what shares their batch
     with LocalRay(num_cpus=4) as ray:
         ray.wait_until_up()
         deploy(document, ray.dashboard_url, lambda progress: None)
-        yield LiveCluster(grpc_address, http_address, ray.dashboard_url, settings.name, ray.folder / "ray")
+        yield LiveCluster(grpc_address, http_address, ray.dashboard_url, settings.name, ray.folder / "ray", ADMIN_KEY)

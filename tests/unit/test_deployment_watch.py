@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -23,16 +24,17 @@ from shoal_replica.errors import Unavailable
 
 A = ServeReplica(replica_id="a", state="RUNNING", node_id="n" * 56, started_s=5.0)
 B = ServeReplica(replica_id="b", state="STARTING", node_id="", started_s=9.0)
+Word = Enum("Word", {name: name for name in ("STARTING", "RUNNING", "HEALTHY")}, type=str)  # as Serve has them
 ROW = DeploymentRow(num_wanted=2, status="HEALTHY", message="", deployed_s=1.0, replicas=(A,))
 
 
 def details(*replicas: ServeReplica, **fields: Any) -> dict[str, Any]:
     """As Serve's controller gives them, but for what is not read."""
     rows = [
-        {"replica_id": r.replica_id, "state": r.state, "node_id": r.node_id or None, "start_time_s": r.started_s}
+        {"replica_id": r.replica_id, "state": Word(r.state), "node_id": r.node_id or None, "start_time_s": r.started_s}
         for r in replicas
     ]
-    deployment = {"target_num_replicas": 2, "status": "HEALTHY", "message": "", "replicas": rows} | fields
+    deployment = {"target_num_replicas": 2, "status": Word("HEALTHY"), "message": "", "replicas": rows} | fields
     return {"applications": {"shoal": {"last_deployed_time_s": 1.0, "deployments": {"ReplicaServer": deployment}}}}
 
 

@@ -60,19 +60,24 @@ def read_deployment(details: Mapping[str, Any], application: str, deployment: st
     fields = found["deployments"][deployment]
     return DeploymentRow(
         num_wanted=fields["target_num_replicas"],
-        status=str(fields["status"]),
+        status=_word(fields["status"]),
         message=fields["message"],
         deployed_s=found["last_deployed_time_s"],
         replicas=tuple(
             ServeReplica(
                 replica_id=replica["replica_id"],
-                state=str(replica["state"]),
+                state=_word(replica["state"]),
                 node_id=replica.get("node_id") or "",
                 started_s=replica["start_time_s"],
             )
             for replica in fields["replicas"]
         ),
     )
+
+
+def _word(value: str) -> str:
+    """The value of Serve's enums, which are strings; ``str()`` would name the enum."""
+    return str.__str__(value)
 
 
 def note_changes(before: DeploymentRow | None, after: DeploymentRow, journal: Journal) -> None:

@@ -20,8 +20,8 @@ export class Controls {
   }
 
   open() {
-    if (this.key === null) this.dialog.show("Controls", [this.keyForm()]);
-    else this.dialog.show("Controls", [this.settingsForm(), this.lockLine()]);
+    if (this.key === null) this.dialog.show("Controls", [this.keyForm()], "narrow");
+    else this.dialog.show("Controls", [this.settingsForm(), this.lockLine()], "narrow");
   }
 
   keyForm() {
@@ -40,7 +40,7 @@ export class Controls {
         this.limits = (await fetchJson("controls", { headers: bearer(input.value) })).limits;
         this.key = input.value;
         document.body.classList.add("unlocked");
-        setText(this.opener, "Controls");
+        this.opener.removeAttribute("aria-label");
         this.open();
       } catch (error) {
         setText(problem, error.message);
@@ -96,7 +96,7 @@ export class Controls {
     const lock = button("Lock", "quiet", () => {
       this.key = null;
       document.body.classList.remove("unlocked");
-      setText(this.opener, "Unlock");
+      this.opener.setAttribute("aria-label", "Controls, locked");
       this.dialog.root.close();
     });
     return element("div", "buttons lock", element("span", "note", "Each replica's card has a button to drain it."), lock);
@@ -115,7 +115,7 @@ export class Controls {
       }
     });
     const told = "It takes nothing new, its streams finish or go on elsewhere, and another replica takes its place.";
-    this.dialog.show(`Drain ${replica_id}?`, [element("p", "", told), element("div", "buttons", yes), problem]);
+    this.dialog.show(`Drain ${replica_id}?`, [element("p", "", told), element("div", "buttons", yes), problem], "narrow");
   }
 
   post(path, body) {

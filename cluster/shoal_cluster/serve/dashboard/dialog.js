@@ -11,7 +11,8 @@ export class Dialog {
     root.addEventListener("click", (event) => event.target === root && root.close());
   }
 
-  show(title, children) {
+  show(title, children, width = "") {
+    this.root.className = width;
     setText(this.title, title);
     this.body.replaceChildren(...children);
     if (!this.root.open) this.root.showModal();

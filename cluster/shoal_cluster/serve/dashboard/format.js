@@ -26,7 +26,7 @@ export function duration(seconds) {
 }
 
 // The same for a round number: no more digits than it has.
-export const limit = (seconds) => (seconds ? duration(seconds).replace(/\.?0+ /, " ") : "0");
+export const limit = (seconds) => (seconds ? duration(seconds).replace(/\.(\d*?)0+ /, (_, kept) => (kept ? `.${kept} ` : " ")) : "0");
 
 // How long something has gone on, coarsely.
 export function lasting(seconds) {
@@ -37,7 +37,8 @@ export function lasting(seconds) {
 }
 
 // A field's name as words.
-export const words = (name) => name.replace(/^num_/, "").replace(/_s$/, ", s").replaceAll("_", " ");
+export const words = (name) =>
+  name.replace(/^num_/, "").replace(/_s$/, " (s)").replace(/\bttft|ttft\b|_ttft/, (m) => m.toUpperCase()).replaceAll("_", " ");
 
 // An element with a class and children; children are nodes or text.
 export function element(tag, className = "", ...children) {

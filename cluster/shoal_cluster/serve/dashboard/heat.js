@@ -15,8 +15,8 @@ export class Heat {
       "ul",
       "heat-legend",
       element("li", "empty", "free"),
-      element("li", "cached", "cached: evicted next to last"),
-      element("li", "held", "held by one"),
+      element("li", "cached", "cached; faint goes next"),
+      element("li", "held", "one sequence"),
       element("li", "shared", "shared"),
     );
     this.root = element("div", "heat", this.canvas, legend, this.note);

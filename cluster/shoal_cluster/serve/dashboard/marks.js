@@ -63,7 +63,7 @@ export class Marks {
   place() {
     const plot = this.timelines?.charts?.[1]?.plot;
     if (!plot || !this.timelines.window) return;
-    const offset = this.canvas.offsetLeft + plot.over.offsetLeft;
+    const offset = plot.over.offsetLeft;
     const groups = [];
     for (const mark of this.within(this.timelines.window)) {
       const x = plot.valToPos(mark.time_s, "x");

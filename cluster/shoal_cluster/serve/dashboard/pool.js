@@ -23,7 +23,7 @@ export class Pool {
     this.numbers = PARTS.map(() => element("b"));
     const legend = element("ul", "legend");
     PARTS.forEach((part, i) => legend.append(element("li", part, element("span", "", part), this.numbers[i])));
-    root.append(element("div", "pool-head", element("span", "", this.used, " of blocks in use"), this.total), this.bar, legend);
+    root.append(element("div", "pool-head", element("span", "", this.used, " in use"), this.total), this.bar, legend);
   }
 
   show(blocks) {
@@ -36,6 +36,6 @@ export class Pool {
       setText(this.numbers[i], count(pool[part]));
     });
     const told = PARTS.map((part) => `${pool[part]} ${part}`).join(", ");
-    this.bar.setAttribute("aria-label", `Block pool of ${pool.total}: ${told}`);
+    this.bar.setAttribute("aria-label", `Block pool of ${pool.total} blocks: ${told}`);
   }
 }

@@ -15,6 +15,11 @@ const FACTS = {
   "hit rate": (r) => share(r.hit_rate),
 };
 
+const SILENT = {
+  starting: "It loads the model.",
+  draining: "It takes nothing new and finishes its streams.",
+};
+
 class Card {
   constructor(id, controls) {
     this.id = id;
@@ -72,7 +77,7 @@ class Card {
     this.root.dataset.state = replica.state;
     setText(this.state, replica.state);
     setText(this.node, [replica.node_id ? `node ${replica.node_id}` : "", silent ? "" : devices].filter(Boolean).join(" · "));
-    const up = replica.started_s == null ? "" : `up ${lasting(time_s - replica.started_s)}`;
+    const up = replica.started_s == null ? "" : `${silent ? "for" : "up"} ${lasting(time_s - replica.started_s)}`;
     const stale = !silent && replica.age_s > STALE_S;
     const age = silent ? "" : `data ${replica.age_s < 60 ? `${replica.age_s.toFixed(1)} s` : lasting(replica.age_s)} old`;
     setText(this.age, stale ? age : [up, age].filter(Boolean).join(" · "));
@@ -80,18 +85,12 @@ class Card {
     for (const part of [this.poolRoot, this.factsRoot, this.foot]) part.hidden = silent;
     this.none.hidden = !silent;
     if (silent) {
-      setText(this.none, explain(replica.state, replica.started_s == null ? null : time_s - replica.started_s));
+      setText(this.none, SILENT[replica.state] ?? "It has said nothing yet.");
       return;
     }
     this.pool.show(replica.blocks);
     Object.values(FACTS).forEach((fact, i) => setText(this.facts[i], fact(replica)));
   }
-}
-
-function explain(state, age_s) {
-  if (state === "starting") return `It loads the model${age_s == null ? "" : `, since ${lasting(age_s)}`}.`;
-  if (state === "draining") return "It takes nothing new and finishes its streams.";
-  return "It has said nothing yet.";
 }
 
 export class Cards {

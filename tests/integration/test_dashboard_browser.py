@@ -1,0 +1,226 @@
+"""The dashboard in a real browser, over a scripted cluster: what it shows, how it is laid out, who can use it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_asyncio
+import uvicorn
+from fixtures.browser import browser_page
+from fixtures.fake_core import FakeCore
+from fixtures.fake_gateway import ADMIN_KEY
+from fixtures.live_cluster import free_address
+from fixtures.page_probes import LOW_CONTRAST, OVERFLOWING, OVERLAPPING, UNNAMED
+from fixtures.waiting import until
+from playwright.async_api import Page, expect
+
+from shoal_cluster.serve.http_api import build_http_app
+
+
+@asynccontextmanager
+async def serving(core: FakeCore, address: str) -> AsyncIterator[None]:
+    host, _, port = address.rpartition(":")
+    listener = socket.create_server((host, int(port)))
+    config = uvicorn.Config(build_http_app(core), log_config=None, lifespan="on", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+@pytest.fixture
+def core() -> FakeCore:
+    return FakeCore()
+
+
+@pytest_asyncio.fixture
+async def url(core: FakeCore) -> AsyncIterator[str]:
+    address = free_address()
+    async with serving(core, address):
+        yield f"http://{address}/dashboard"
+
+
+def stand_still(core: FakeCore) -> None:
+    """A hundred seconds after its start, which is now, for good."""
+    now = core.started_s
+    core.started_s -= 100.0
+    core.clock = lambda: now
+
+
+async def is_live(page: Page) -> None:
+    await expect(page.locator("#connection")).to_have_text("live")
+
+
+async def texts(page: Page, selector: str) -> list[str]:
+    return [" ".join(text.split()) for text in await page.locator(selector).all_inner_texts()]
+
+
+async def test_what_the_page_shows_is_what_the_cluster_says(core: FakeCore, url: str) -> None:
+    stand_still(core)
+    async with browser_page(url) as watched:
+        page = watched.page
+        await is_live(page)
+        cluster = core.cluster()
+        spoken = [row.stats for row in cluster.replicas if row.stats is not None]
+        assert await texts(page, "#model") == ["smollm2-135m-instruct · npu × 4"]
+        tiles = dict(zip(await texts(page, "#strip dt"), await texts(page, "#strip dd.value"), strict=True))
+        latency = cluster.latency
+        assert latency is not None
+        assert latency.ttft is not None
+        assert tiles["TTFT p50"] == f"{latency.ttft.p50_s * 1000:.1f} ms"
+        assert f"p99 {latency.ttft.p99_s * 1000:.0f} ms" in await texts(page, "#strip dd.notes span")
+        assert tiles["Queue"] == str(sum(stats.num_waiting for stats in spoken))
+        assert tiles["Within objective"] == f"{latency.num_met / latency.num_requests:.1%}"
+        for row in cluster.replicas:
+            card = page.get_by_role("article", name=row.replica_id)
+            stats = row.stats
+            assert stats is not None
+            assert (await card.locator(".state").inner_text()) == "ready"
+            shown = dict(
+                zip(await card.locator("dt").all_inner_texts(), await card.locator("dd").all_inner_texts(), strict=True)
+            )
+            assert shown["running"] == f"{stats.num_running} of 64"
+            assert shown["hit rate"] == f"{stats.hit_rate:.0%}"
+            bar = card.get_by_role("img")
+            empty = stats.num_free_blocks - stats.num_cached_blocks - row.num_reserved_blocks
+            told = f"{stats.num_allocated_blocks} running, {row.num_reserved_blocks} reserved, "
+            assert f"{told}{stats.num_cached_blocks} cached, {empty} free" in str(await bar.get_attribute("aria-label"))
+            widths = await bar.locator("span").evaluate_all("all => all.map((s) => s.getBoundingClientRect().width)")
+            share = stats.num_allocated_blocks / stats.num_total_blocks
+            assert widths[0] / sum(widths) == pytest.approx(share, abs=0.02)
+        scaling = core.scaling()
+        assert scaling.current is not None
+        assert await texts(page, "#wanted") == [str(scaling.current.num_after)]
+        assert await texts(page, "#scaling-reason") == [scaling.current.reason]
+        decisions = await texts(page, "#decisions .step")
+        assert decisions == [f"{r.num_before} → {r.num_after}" for r in reversed(scaling.records)][:5]
+        assert await page.locator(".lane button").count() == len(scaling.records)
+        assert (await texts(page, "#event-list .kind"))[0].split()[0] == core.events(1)[0].kind
+        requests = await texts(page, "#routes td.request")
+        assert requests == [record.query.request_id for record in core.recent_routes(8)]
+        assert watched.errors == []
+        assert {urlsplit(asked).netloc for asked in watched.urls if not asked.startswith("data:")} == {
+            urlsplit(url).netloc
+        }
+
+
+async def test_full_records_open_by_keyboard(core: FakeCore, url: str) -> None:
+    async with browser_page(url) as watched:
+        page = watched.page
+        await is_live(page)
+        record = core.scaling().records[-1]
+        mark = page.locator(".lane button").last
+        await mark.focus()
+        await page.keyboard.press("ArrowLeft")
+        await expect(page.locator(".lane button").nth(-2)).to_be_focused()
+        await page.keyboard.press("ArrowRight")
+        await page.keyboard.press("Enter")
+        dialog = page.get_by_role("dialog", name=f"{record.num_before} → {record.num_after} replicas")
+        await expect(dialog).to_contain_text(record.reason)
+        pairs = dict(zip(await texts(page, ".pairs dt"), await texts(page, ".pairs dd"), strict=True))
+        assert pairs["predicted TTFT (s)"] == ("1.8" if record.num_after > record.num_before else "0.210")
+        await page.keyboard.press("Escape")
+        await expect(dialog).to_be_hidden()
+        await expect(mark).to_be_focused()
+        request_id = core.recent_routes(8)[3].query.request_id
+        await page.get_by_label("Request id to explain").fill(request_id)
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("dialog", name=request_id).locator("tbody tr")).to_have_count(4)
+        await page.keyboard.press("Escape")
+        chart = page.get_by_role("group", name="Replicas over time")
+        await chart.focus()
+        await page.keyboard.press("ArrowLeft")
+        await expect(chart.locator("time")).not_to_be_empty()
+        assert watched.errors == []
+
+
+async def test_a_broken_stream_says_so_and_comes_back() -> None:
+    address = free_address()
+    async with serving(FakeCore(), address):
+        watching = browser_page(f"http://{address}/dashboard")
+        watched = await watching.__aenter__()
+        await is_live(watched.page)
+    try:
+        page = watched.page
+        await expect(page.get_by_role("alert")).to_contain_text("broken; reconnecting. What you see is from")
+        await expect(page.locator("#connection")).to_have_text("reconnecting")
+        async with serving(FakeCore(num_replicas=2), address):
+            await is_live(page)
+            await expect(page.get_by_role("alert")).to_be_hidden()
+            await expect(page.locator("#replica-count")).to_contain_text("of 3 ready")  # two, and one that starts
+    finally:
+        await watching.__aexit__(None, None, None)
+
+
+async def test_controls_need_the_key_and_change_the_cluster(core: FakeCore, url: str) -> None:
+    async with browser_page(url) as watched:
+        page = watched.page
+        await is_live(page)
+        drain = page.get_by_role("button", name="Drain", exact=True)
+        await expect(drain.first).to_be_hidden()
+        await page.get_by_role("button", name="Controls, locked").click()
+        await page.get_by_label("Admin key").fill("wrong")
+        await page.get_by_role("button", name="Unlock").click()
+        await expect(page.get_by_role("status").filter(has_text="key")).to_contain_text("missing or wrong")
+        await page.get_by_label("Admin key").fill(ADMIN_KEY)
+        await page.get_by_role("button", name="Unlock").click()
+        await page.get_by_label("max replicas").fill("9")
+        await page.get_by_role("button", name="Apply").click()
+        await expect(page.get_by_role("dialog")).to_contain_text("In force.")
+        assert core.changes == {"max_replicas": 9}
+        await expect(page.locator("#bounds")).to_have_text("of 2 to 9 · tuned")
+        await page.keyboard.press("Escape")
+        replica_id = core.cluster().replicas[0].replica_id
+        await page.get_by_role("article", name=replica_id).get_by_role("button", name="Drain").click()
+        await page.get_by_role("button", name="Drain it").click()
+        await expect(page.get_by_role("article", name=replica_id).locator(".state")).to_have_text("draining")
+        assert core.drained == {replica_id}
+
+
+async def test_the_block_map_shows_the_pool(core: FakeCore, url: str) -> None:
+    stand_still(core)
+    async with browser_page(url) as watched:
+        page = watched.page
+        await is_live(page)
+        row = core.cluster().replicas[0]
+        assert row.stats is not None
+        card = page.get_by_role("article", name=row.replica_id)
+        await card.get_by_role("button", name="Block map").press("Enter")
+        picture = card.locator("canvas")
+        await page.wait_for_function("canvas => canvas.ariaLabel", arg=await picture.element_handle())
+        told = str(await picture.get_attribute("aria-label"))
+        assert f"{row.stats.num_cached_blocks} cached" in told
+        colours = (
+            "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size"
+        )
+        assert await picture.evaluate(colours) > 4, "it is painted"
+        assert watched.errors == []
+
+
+SIZES = [(360, 780), (1280, 900), (2560, 1300)]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_layout_holds_at_every_width_and_text_can_be_read(url: str, scheme: str) -> None:
+    async with browser_page(url, color_scheme=scheme) as watched:
+        page = watched.page
+        await is_live(page)
+        await expect(page.locator(".lane button").first).to_be_attached()
+        for width, height in SIZES:
+            await page.set_viewport_size({"width": width, "height": height})
+            await page.get_by_role("button", name="Block map").first.click()
+            assert await page.evaluate("document.documentElement.scrollWidth") == width, "nothing scrolls sideways"
+            assert await page.evaluate(OVERFLOWING) == [], width
+            assert await page.evaluate(OVERLAPPING) == [], width
+            assert await page.evaluate(UNNAMED) == []
+            assert await page.evaluate(LOW_CONTRAST) == [], (scheme, width)
+        assert watched.errors == []

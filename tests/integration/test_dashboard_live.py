@@ -1,0 +1,131 @@
+"""The dashboard of a real cluster: it shows what the cluster says, and its controls change the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+
+import pytest
+from fixtures.browser import browser_page
+from fixtures.live_cluster import LiveCluster
+from playwright.async_api import Page, expect
+
+from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.serve.call import ClusterRow, GenerateCall
+from shoal_replica import SamplingParams
+from shoal_replica.request import FinishReason
+
+pytestmark = pytest.mark.integration
+
+DEADLINE_MS = 90_000
+
+
+def call(max_tokens: int) -> GenerateCall:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    text = "Why is the sea salty? " * 20
+    return GenerateCall(request_id=uuid.uuid4().hex, text=text, sampling_params=params, timeout_s=120)
+
+
+async def run(client: GatewayClient, request: GenerateCall) -> FinishReason | None:
+    return [chunk.finish_reason async for chunk in client.generate(request)][-1]
+
+
+async def tune(page: Page, settings: dict[str, str]) -> None:
+    await page.get_by_role("button", name="Controls").click()
+    for name, value in settings.items():
+        await page.get_by_label(name).fill(value)
+    await page.get_by_role("button", name="Apply").click()
+    await expect(page.get_by_role("dialog")).to_contain_text("In force.")
+    await page.keyboard.press("Escape")
+
+
+async def idle(client: GatewayClient) -> ClusterRow:
+    """The cluster once it does nothing."""
+    while True:
+        cluster = await client.cluster()
+        if all(row.stats is not None and not row.stats.num_running for row in cluster.replicas):
+            return cluster
+        await asyncio.sleep(0.05)
+
+
+async def test_values_on_the_page_are_the_clusters(cluster: LiveCluster) -> None:
+    async with (
+        GatewayClient(cluster.grpc_address) as client,
+        browser_page(f"http://{cluster.http_address}/dashboard") as watched,
+        asyncio.timeout(120),
+    ):
+        page = watched.page
+        await expect(page.locator("#connection")).to_have_text("live")
+        requests = [call(8) for _ in range(6)]
+        await asyncio.gather(*(run(client, request) for request in requests))
+        told = await idle(client)
+        for row in told.replicas:
+            card = page.get_by_role("article", name=row.replica_id)
+            await expect(card.locator(".state")).to_have_text("ready")
+            stats = row.stats
+            assert stats is not None
+            empty = stats.num_free_blocks - stats.num_cached_blocks
+            pool = f"Block pool of {stats.num_total_blocks} blocks: {stats.num_allocated_blocks} running, 0 reserved, "
+            whole = f"{pool}{stats.num_cached_blocks} cached, {empty} free"
+            await expect(card.get_by_role("img")).to_have_attribute("aria-label", whole)
+            await expect(card.locator("dd").first).to_have_text(f"0 of {stats.max_num_seqs}")
+            await expect(card.locator("dd").last).to_have_text(f"{stats.hit_rate:.0%}")
+            await expect(card.locator(".node")).to_contain_text(row.node_id[:12])
+            await card.get_by_role("button", name="Block map").click()
+            await expect(card.locator("canvas")).to_have_attribute("aria-label", re.compile(f"{empty} free"))
+        await expect(page.locator("#strip dd.notes").first).to_contain_text(f"0 active of {told.num_requests}")
+        shown = set(await page.locator("#routes td.request button").all_inner_texts())
+        assert {request.request_id for request in requests} <= shown
+        last = requests[-1].request_id
+        (record,) = await client.explain(last)
+        await page.get_by_role("button", name=last).click()
+        dialog = page.get_by_role("dialog", name=last)
+        await expect(dialog.locator(".reason")).to_have_text(record.decision.reason)
+        await expect(dialog.locator("tbody tr")).to_have_count(len(told.replicas))
+        assert watched.errors == []
+
+
+async def test_a_scale_up_and_a_drain_are_seen_as_they_happen(cluster: LiveCluster) -> None:
+    async with (
+        GatewayClient(cluster.grpc_address) as client,
+        browser_page(f"http://{cluster.http_address}/dashboard") as watched,
+        asyncio.timeout(240),
+    ):
+        page = watched.page
+        page.set_default_timeout(DEADLINE_MS)
+        expect.set_options(timeout=DEADLINE_MS)
+        await expect(page.locator("#connection")).to_have_text("live")
+        await page.get_by_role("button", name="Controls").click()
+        await page.get_by_label("Admin key").fill(cluster.admin_key)
+        await page.get_by_role("button", name="Unlock").click()
+        await page.keyboard.press("Escape")
+
+        await tune(page, {"max replicas": "3", "min replicas": "3", "downscale delay (s)": "0"})
+        await expect(page.locator("#wanted")).to_have_text("3")
+        await expect(page.locator("#decisions .step").first).to_have_text("2 → 3")
+        await expect(page.locator(".lane button").last).to_have_attribute("aria-label", re.compile("2 to 3 replicas"))
+        await expect(page.locator('.card[data-state="starting"]')).to_have_count(1)
+        await expect(page.locator("#replica-count")).to_have_text("3 of 3 ready")
+        (record,) = [r for r in (await client.scaling()).records if (r.num_before, r.num_after) == (2, 3)]
+        await page.locator("#decisions .link").first.click()
+        await expect(page.get_by_role("dialog").locator(".reason").first).to_have_text(record.reason)
+        await page.keyboard.press("Escape")
+
+        stream = client.generate(call(200))
+        await anext(stream)
+        busy = next(row.replica_id for row in (await client.cluster()).replicas if row.stats and row.stats.num_running)
+        await page.get_by_role("article", name=busy).get_by_role("button", name="Drain").click()
+        await page.get_by_role("button", name="Drain it").click()
+        await expect(page.get_by_role("article", name=busy).locator(".state")).to_have_text("draining")
+        assert [chunk.finish_reason async for chunk in stream][-1] is FinishReason.LENGTH
+        await expect(page.get_by_role("article", name=busy)).to_have_count(0)
+        await expect(page.locator("#replica-count")).to_have_text("3 of 3 ready")
+
+        await page.get_by_role("button", name="Controls").click()
+        await page.get_by_role("button", name="Back to the deployment's").click()
+        await page.keyboard.press("Escape")
+        await expect(page.locator("#replica-count")).to_have_text("2 of 2 ready")
+        kinds = set(await page.locator("#event-list .kind").all_inner_texts())
+        assert {"starting", "ready", "draining", "changed"} <= {kind.split()[0] for kind in kinds}
+        assert watched.errors == []

@@ -17,7 +17,9 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional
 
+from shoal_kernels import npu_int8
 from shoal_kernels.metadata import AttentionMetadata
+from shoal_kernels.npu_int8 import Int8Weight
 from shoal_kernels.npu_limits import INT32_MAX, MAX_TOP_K, PACKED_HEAD_SIZES, ROTARY_MULTIPLE
 
 MASK_SIZE = 2048  # of the mask that stands for every length
@@ -29,7 +31,9 @@ def cache_shape(num_blocks: int, num_kv_heads: int, block_size: int, head_size: 
     return (num_blocks, block_size, num_kv_heads, head_size)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Int8Weight):
+        return npu_int8.linear(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 

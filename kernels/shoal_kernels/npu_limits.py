@@ -38,6 +38,11 @@ EXPERTS: dict[str, tuple[str, ...]] = {
     "npu_grouped_matmul": ("split_item", "group_type", "group_list", "group_list_type"),
 }
 
+INT8: dict[str, tuple[str, ...]] = {
+    "npu_dynamic_quant": (),
+    "npu_quant_matmul": ("pertoken_scale", "output_dtype"),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import (
+    DEFAULT_BLOCK_SIZES,
     CacheConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     check_memory,
+    default_graph_sizes,
 )
+from shoal_replica.errors import ConfigError
 from shoal_replica.executor import Executor
 from shoal_replica.memory import available_bytes, default_num_blocks
+from shoal_replica.memory_plan import plan_memory
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankLauncher
 from shoal_replica.scheduler import Scheduler
+from shoal_replica.shard import make_shard
 
 
 def resolve_config(
@@ -26,7 +32,7 @@ def resolve_config(
     dtype: str = "auto",
     quantization: str = "none",
     max_model_len: int | None = None,
-    block_size: int = 16,
+    block_size: int | None = None,
     num_blocks: int | None = None,
     enable_prefix_caching: bool = True,
     scheduler: SchedulerConfig | None = None,
@@ -37,22 +43,60 @@ def resolve_config(
 
     Args:
         model: a Hugging Face folder, a hub id, or the demo model's name.
-        num_blocks: None takes enough for ordinary traffic, as memory allows.
-        memory_bytes: what weights and pool may take; None asks this host.
+        block_size: None is 16 on the CPU, 128 on an NPU.
+        num_blocks: None takes enough for ordinary traffic on the CPU, and all that is left of an NPU.
+        memory_bytes: what weights and pool may take; None asks this host, or the NPU that this process sees.
 
     Raises:
         NotFound: no such model.
         ConfigError: settings that cannot work, or do not fit the memory.
     """
-    scheduler = scheduler or SchedulerConfig()
+    scheduler, parallel = scheduler or SchedulerConfig(), parallel or ParallelConfig()
+    on_npu = parallel.device == "npu"
+    if on_npu and dtype == "auto":
+        dtype = "bfloat16"  # whatever the checkpoint's, it is the one that NPU attention takes
     shape = ModelConfig.from_folder(ensure_checkpoint(model), dtype, max_model_len, quantization)
+    if block_size is None:
+        block_size = DEFAULT_BLOCK_SIZES[parallel.device]
+    if parallel.graph_sizes is None:
+        sizes = default_graph_sizes(scheduler.max_num_seqs) if on_npu else ()
+        parallel = replace(parallel, graph_sizes=sizes)
+    if on_npu:
+        if num_blocks is None:
+            num_blocks = _fill_npu(shape, block_size, scheduler, parallel, memory_bytes)
+        cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+        return EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
     if memory_bytes is None:
         memory_bytes = available_bytes()
     if num_blocks is None:
         num_blocks = default_num_blocks(shape, block_size, scheduler.max_num_seqs, memory_bytes)
     cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
     check_memory(shape, cache, memory_bytes)
-    return EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel or ParallelConfig())
+    return EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
+
+
+def _fill_npu(
+    model: ModelConfig, block_size: int, scheduler: SchedulerConfig, parallel: ParallelConfig, free: int | None
+) -> int:
+    """As many KV blocks as fit on every rank's device."""
+    from shoal_replica.model.npu_memory import EXTRA_BLOCKS, free_bytes, max_num_blocks  # needs torch
+
+    free = parallel.device_memory_bytes or free
+    if free is None:
+        if parallel.num_ranks > 1:
+            raise ConfigError(
+                "num_blocks: must be given, or device_memory_gib, for several NPU ranks: the pool is sized before they "
+                "start, and only they see their devices"
+            )
+        free = free_bytes()
+    cache = CacheConfig(num_blocks=1, block_size=block_size)
+    fitting = []
+    for rank in range(parallel.num_ranks):
+        shard = make_shard(model, parallel, rank)
+        plan = plan_memory(model, scheduler, parallel, shard, cache, free)
+        plan.check()
+        fitting.append(min(plan.room_for_blocks, max_num_blocks(model, shard)) - EXTRA_BLOCKS)
+    return max(1, min(fitting))
 
 
 def build_scheduler(config: EngineConfig) -> Scheduler:
@@ -73,6 +117,10 @@ def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -
         return RankExecutor(config, launcher or LocalRanks(config.parallel))
     from shoal_replica.model.model_runner import ModelRunner  # brings torch, which the core does without
 
+    if config.parallel.device == "npu":
+        from shoal_replica.model.npu_memory import check_memory as check_npu_memory
+
+        check_npu_memory(config, rank=0)
     runner = ModelRunner(config.model, config.cache, config.parallel)
     runner.warm_up()
     # What has been loaded lives as long as the engine; walking it takes the collector 90 ms, amid somebody's stream.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ SUPPORTED_ARCHITECTURES = (
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Bits of a weight of the layers' projections; a scale for each 32 weights comes on top, and with 4 bits a minimum.
 LAYER_BITS = {"none": None, "int8": 8, "int4": 4}
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "npu")
+DEFAULT_BLOCK_SIZES = {"cpu": 16, "npu": 128}
+MAX_GRAPH_GAP = 128  # a graph is filled up from the places of one block
 SCHEDULING_POLICIES = ("fcfs", "priority", "deadline")
 
 
@@ -237,6 +240,9 @@ class ParallelConfig:
     A model is cut into ``pipeline_parallel_size`` stages of whole layers, and each stage is shared by
     ``tensor_parallel_size`` ranks. A rank without a sign of life, or a step without progress, for ``rank_timeout_s``
     counts as hung.
+
+    On an NPU, ``graph_sizes`` are the numbers of decodes for which a step is captured as a graph: () for none, None for
+    ``default_graph_sizes``. ``device_memory_bytes`` is what a rank may take of its device; None asks the device.
     """
 
     device: str = "cpu"
@@ -244,6 +250,8 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     rank_timeout_s: float = 4.0
+    graph_sizes: tuple[int, ...] | None = None
+    device_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _at_least("num_threads", self.num_threads, 1)
@@ -253,10 +261,19 @@ class ParallelConfig:
             raise ConfigError(f"rank_timeout_s: got {self.rank_timeout_s!r}; must be at least 1 second")
         if self.device not in DEVICES:
             raise ConfigError(f"device: got {self.device!r}; must be one of {', '.join(DEVICES)}")
+        sizes = sorted(self.graph_sizes or ())
+        if any(size < 1 for size in sizes) or any(b - a > MAX_GRAPH_GAP for a, b in pairwise([0, *sizes])):
+            raise ConfigError(f"graph_sizes: got {sizes}; must be at least 1 and rise by at most {MAX_GRAPH_GAP}")
 
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def default_graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Powers of two up to 32, then steps of 32, as far as ``max_num_seqs`` needs: few, and little of each unused."""
+    sizes = [1, 2, 4, 8, 16, *range(32, max_num_seqs + 32, 32)]
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

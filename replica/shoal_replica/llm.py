@@ -62,7 +62,8 @@ class LLM:
 
     Args:
         model: a Hugging Face folder, a hub id, or the demo model's name.
-        block_size, num_blocks: the KV block pool; None sizes it to what ``max_num_seqs`` allows.
+        block_size: tokens of a KV block; None is 16 on the CPU, 128 on an NPU.
+        num_blocks: the KV block pool; None sizes it to what ``max_num_seqs`` and memory allow.
         max_num_seqs, max_num_batched_tokens: limits of one step.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
         quantization: "none", or "int8" or "int4" to round weights when they are loaded.
@@ -70,6 +71,8 @@ class LLM:
         tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of whole layers; more than
             one rank in all runs in processes of their own.
         max_model_len: None takes the model's.
+        device: "cpu" or "npu".
+        graph_sizes: on an NPU, numbers of decodes for which a step is kept as a graph; None chooses, [] has none.
 
     Raises:
         NotFound, ConfigError: see ``resolve_config``.
@@ -79,7 +82,7 @@ class LLM:
         self,
         model: str,
         *,
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -91,6 +94,7 @@ class LLM:
         device: str = "cpu",
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        graph_sizes: Sequence[int] | None = None,
     ) -> None:
         self.config = resolve_config(
             model,
@@ -106,6 +110,7 @@ class LLM:
                 num_threads=num_threads,
                 tensor_parallel_size=tensor_parallel_size,
                 pipeline_parallel_size=pipeline_parallel_size,
+                graph_sizes=None if graph_sizes is None else tuple(graph_sizes),
             ),
         )
         self.tokenizer = Tokenizer.from_folder(self.config.model.folder)

@@ -14,6 +14,7 @@ from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.model.layers import rotary_cache
 from shoal_replica.model.llama import LlamaDecoder
+from shoal_replica.model.npu_memory import open_device
 from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.quantization import quantize
 from shoal_replica.model.sequence_table import StepArrays
@@ -47,7 +48,7 @@ def make_decoder(
     shard: Shard | None = None,
     group: ParallelGroup | None = None,
 ) -> Decoder:
-    """The native kernels where they were built and cover the model; else torch on the configured device.
+    """On an NPU its own; on the CPU the native kernels where they were built and cover the model, else torch.
 
     Args:
         shard, group: what this rank holds and how it reaches the others; None is the whole model on one rank.
@@ -55,6 +56,11 @@ def make_decoder(
     Raises:
         NotFound, ConfigError: from ``load_weights``.
     """
+    if parallel.device == "npu":
+        open_device()  # says what is missing where that is torch_npu
+        from shoal_replica.model.npu_decoder import NpuDecoder
+
+        return NpuDecoder(model, cache, parallel, shard, group)
     is_whole = shard is None and model.moe is None and (model.quantization == "none" or model.dtype == "bfloat16")
     if is_whole and parallel.device == "cpu" and native.covers(_native_shape(model, cache, parallel)):
         return NativeCpuDecoder(model, cache, parallel)

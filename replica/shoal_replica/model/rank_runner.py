@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shoal_replica.config import EngineConfig
 from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.model.npu_memory import check_memory, open_device
 from shoal_replica.model.parallel_group import RankGroup
 from shoal_replica.ranks.runner import Rendezvous
 from shoal_replica.shard import make_shard
@@ -57,9 +58,8 @@ class DistributedRunner:
     def _join(self, config: EngineConfig, rank: int, meeting: Rendezvous) -> None:
         device = config.parallel.device
         if device == "npu":
-            import torch_npu  # registers the device and HCCL
-
-            torch_npu.npu.set_device(0)  # the only one that this process sees
+            open_device()  # brings HCCL, too
+            check_memory(config, rank)
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(meeting.own_host))
         dist.init_process_group(

@@ -108,14 +108,19 @@ class _Wrapped:
             # Nothing runs now: results come from copies, so that what is written stays as it was.
             result = self._run({k: _copies(v) if k in self._written else v for k, v in aliases.items()})
         else:
-            ordering.operator(self._name, on_device, [t for k in self._written for t in _tensors(bound.get(k))])
+            written = [t for k in self._written for t in _tensors(bound.get(k)) if is_npu(t)]
+            ordering.operator(self._name, ordering.addresses(on_device), ordering.addresses(written))
             result = self._run(aliases)
             self._order_host(bound, to_host)
         outputs, fresh = self._outputs(result, bound, aliases, device if not to_host else None)
         if promise is not None and not graphs.state.is_updating:
             _compare(self._name, promise, outputs)
         if graphs.is_recording():
-            graphs.record(lambda: self._replay(aliases, fresh, [*on_device, *fresh.values()]))
+            # By address, as a device has it: a graph keeps none of its tensors alive.
+            targets = {place: alias(tensor) for place, tensor in fresh.items()}
+            touched = ordering.addresses([*on_device, *fresh.values()])
+            written = ordering.addresses([t for k in self._written for t in _tensors(bound.get(k)) if is_npu(t)])
+            graphs.record(lambda: self._replay(aliases, targets, touched, written))
         return None if not self._returned else outputs[0] if len(self._returned) == 1 else tuple(outputs)
 
     def _run(self, arguments: dict[str, Any]) -> Any:
@@ -123,14 +128,17 @@ class _Wrapped:
         keywords = {k: v for k, v in arguments.items() if k not in positional}
         if keywords.get("pin_memory"):
             keywords["pin_memory"] = False
-        with torch.no_grad():
+        with torch.inference_mode():  # a replay may come from anywhere, to tensors made in this mode
             return self._compute(*(arguments[name] for name in positional), **keywords)
 
-    def _replay(self, aliases: dict[str, Any], fresh: dict[int, Tensor], touched: list[Tensor]) -> None:
-        ordering.operator(self._name, touched, [t for k in self._written for t in _tensors(aliases.get(k))])
+    @torch.inference_mode()
+    def _replay(
+        self, aliases: dict[str, Any], targets: dict[int, Tensor], touched: set[int], written: set[int]
+    ) -> None:
+        ordering.operator(self._name, touched, written)
         results = _tensors(self._run(aliases))
-        for place, target in fresh.items():
-            alias(target).copy_(results[place])
+        for place, target in targets.items():
+            target.copy_(results[place])
 
     def _outputs(
         self, result: Any, bound: dict[str, Any], aliases: dict[str, Any], device: torch.device | None

@@ -57,7 +57,8 @@ def observe(what: int, a: int, b: int) -> None:
             for thunk in group:
                 thunk()
     elif what == GRAPH_DESTROY:
-        state.graphs.pop(a, None)
+        gone = state.graphs.pop(a, [])
+        state.groups = {k: group for k, group in state.groups.items() if not any(group is g for g in gone)}
     elif what == GROUP_BEGIN and state.capturing is not None:
         state.open_group = state.groups[b] = []
         state.capturing.append(state.open_group)

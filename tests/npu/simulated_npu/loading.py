@@ -32,15 +32,20 @@ def install_on_import() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch_npu once, and wraps its loader."""
+    """Finds torch_npu as others would, and wraps its loader."""
+
+    _is_asking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != PACKAGE:
+        if name != PACKAGE or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(PACKAGE)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(PACKAGE)
+        finally:
+            self._is_asking = False
         if spec is None or spec.origin is None or spec.loader is None:
             raise ImportError(f"no {PACKAGE} in {os.environ['SIMULATED_NPU_WHEEL']}")
         spec.loader = _Loader(spec.loader, Path(spec.origin).parent)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 EVENT_RECORD, EVENT_WAIT, EVENT_SYNC, STREAM_SYNC, DEVICE_SYNC = range(9, 14)
 HOST = -1
+FAILED = 507000  # an ACL error: the device failed while it ran a task
 POISON = 0xFF
 
 Clock = dict[int, int]
@@ -45,7 +46,7 @@ class _State:
     arriving: dict[int, tuple[int, int, bytes]] = field(default_factory=dict)  # to pinned memory: lane, time, bytes
 
 
-_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
+_OBSERVER = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
 _kept: list[object] = []
 _state = _State()
 
@@ -53,24 +54,30 @@ _state = _State()
 def observe(runtime: ctypes.CDLL, graphs: Callable[[int, int, int], None]) -> None:
     """Hear of everything from the runtime; of graphs, ``graphs`` hears."""
 
-    def on_call(what: int, a: int, b: int) -> None:
-        if what < EVENT_RECORD:
-            graphs(what, a, b)
-        else:
-            _on_order(what, a, b)
+    def on_call(what: int, a: int, b: int) -> int:
+        try:
+            (graphs if what < EVENT_RECORD else _on_order)(what, a, b)
+        except Exception as error:  # nothing can be raised through C: torch_npu raises for the code
+            runtime.simulated_npu_set_error(f"{type(error).__name__}: {error}".encode())
+            return FAILED
+        return 0
 
     callback = _OBSERVER(on_call)
     _kept.append(callback)
     runtime.simulated_npu_observe(callback)
 
 
-def operator(name: str, touched: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-    """An operator on the current stream reads and writes these tensors."""
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Where the tensors' memory begins; views have that of the whole."""
+    return {t.untyped_storage().data_ptr() for t in tensors}
+
+
+def operator(name: str, touched: set[int], written: set[int]) -> None:
+    """An operator on the current stream reads ``touched`` and writes ``written``, which are among them."""
     lane = _current_lane()
     now = _tick(lane)
-    targets = {t.untyped_storage().data_ptr() for t in written}
-    for address in {t.untyped_storage().data_ptr() for t in touched}:
-        _access(address, lane, now, name, writes=address in targets)
+    for address in touched:
+        _access(address, lane, now, name, writes=address in written)
 
 
 def host_waits() -> None:

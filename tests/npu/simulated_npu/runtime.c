@@ -17,7 +17,7 @@ enum { SUCCESS = 0, INVALID_PARAM = 100000, NO_CONTEXT = 107002, OUT_OF_MEMORY =
 enum { MAX_DEVICES = 16, HEADER = 512, POISON = 0xff };
 
 static _Thread_local int32_t current_device = -1;
-static _Thread_local char last_error[256];
+static _Thread_local char last_error[512];
 static int64_t used_bytes[MAX_DEVICES];
 
 static long setting(const char *name, long fallback) {
@@ -32,11 +32,12 @@ enum {
   CAPTURE_BEGIN = 1, CAPTURE_END, REPLAY, GRAPH_DESTROY, GROUP_BEGIN, GROUP_END, UPDATE_BEGIN, UPDATE_END,
   EVENT_RECORD, EVENT_WAIT, EVENT_SYNC, STREAM_SYNC, DEVICE_SYNC,
 };
-typedef void (*observer_t)(int32_t what, uint64_t a, uint64_t b);
+typedef int32_t (*observer_t)(int32_t what, uint64_t a, uint64_t b); /* 0, or what the call is to return */
 static observer_t observer;
 void simulated_npu_observe(observer_t callback) { observer = callback; }
-static void tell(int32_t what, const void *a, const void *b) {
-  if (observer) observer(what, (uint64_t)(uintptr_t)a, (uint64_t)(uintptr_t)b);
+void simulated_npu_set_error(const char *message) { snprintf(last_error, sizeof last_error, "%s", message); }
+static int tell(int32_t what, const void *a, const void *b) {
+  return observer ? observer(what, (uint64_t)(uintptr_t)a, (uint64_t)(uintptr_t)b) : SUCCESS;
 }
 
 /* ---- process and device ---------------------------------------------------------------------------------------- */
@@ -226,7 +227,7 @@ int aclmdlRICaptureEnd(void *stream, void **graph) {
   tell(CAPTURE_END, stream, *graph);
   return SUCCESS;
 }
-int aclmdlRIExecuteAsync(void *graph, void *stream) { tell(REPLAY, graph, stream); return SUCCESS; }
+int aclmdlRIExecuteAsync(void *graph, void *stream) { return tell(REPLAY, graph, stream); }
 int aclmdlRIDestroy(void *graph) { tell(GRAPH_DESTROY, graph, NULL); return SUCCESS; }
 int aclmdlRICaptureThreadExchangeMode(int *mode) { (void)mode; return SUCCESS; }
 int aclmdlRICaptureTaskGrpBegin(void *stream) { tell(GROUP_BEGIN, stream, (void *)++last_group); return SUCCESS; }

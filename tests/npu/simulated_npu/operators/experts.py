@@ -86,20 +86,25 @@ def moe_token_unpermute(
     probs: Tensor | None = None,
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The second result serves the backward pass."""
+) -> Tensor:
     need(sorted_indices.dtype == torch.int32, "sorted_indices is int32")
     need(bool((sorted_indices >= 0).all()), "sorted_indices are not negative")
     rows = permuted_tokens[sorted_indices.long()]
     if probs is None:
-        return rows, permuted_tokens
+        return rows
     rows = rows.view(*probs.shape, -1)
-    return (rows.float() * probs.float()[..., None]).sum(1).to(permuted_tokens.dtype), permuted_tokens
+    return (rows.float() * probs.float()[..., None]).sum(1).to(permuted_tokens.dtype)
+
+
+def moe_token_unpermute_for_training(permuted_tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """What the operator above calls where gradients are on; the second result serves the backward pass."""
+    return moe_token_unpermute(permuted_tokens, *arguments), permuted_tokens
 
 
 REFERENCES = {
-    "_npu_moe_token_unpermute": moe_token_unpermute,
+    "_npu_moe_token_unpermute": moe_token_unpermute_for_training,
     "npu_grouped_matmul": grouped_matmul,
     "npu_moe_gating_top_k_softmax": moe_gating_top_k_softmax,
     "npu_moe_init_routing_v2": moe_init_routing_v2,
+    "npu_moe_token_unpermute": moe_token_unpermute,
 }

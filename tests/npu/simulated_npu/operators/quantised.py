@@ -9,7 +9,8 @@ from torch import Tensor
 
 from simulated_npu.limits import need
 
-ACL_DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.bfloat16}
+# A dtype reaches the operator as its number in torch.
+DTYPES = {5: torch.float16, 15: torch.bfloat16}
 
 
 def dynamic_quant(x: Tensor, **other: Any) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ def quant_matmul(
     need(scale.dtype in (torch.float32, torch.bfloat16) and scale.shape == (x2.shape[1],), "a scale for each column")
     need(pertoken_scale is None or pertoken_scale.dtype == torch.float32, "pertoken_scale is float32")
     need(pertoken_scale is None or pertoken_scale.shape == (x1.shape[0],), "a pertoken_scale for each row")
-    dtype = output_dtype if isinstance(output_dtype, torch.dtype) else ACL_DTYPES.get(output_dtype)
+    dtype = output_dtype if isinstance(output_dtype, torch.dtype) else DTYPES.get(output_dtype)
     need(dtype in (torch.float16, torch.bfloat16), f"the output is float16 or bfloat16, not {output_dtype}")
     out = (x1.int() @ x2.int()).float() * scale.float()
     if pertoken_scale is not None:

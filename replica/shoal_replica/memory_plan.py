@@ -1,0 +1,125 @@
+"""What a rank's memory goes to, reckoned before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_replica.config import DTYPE_BYTES, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from shoal_replica.errors import ConfigError
+from shoal_replica.shard import Shard
+
+GIB = 2**30
+MIB = 2**20
+# Of an NPU's free memory; the rest is for what an allocator loses between blocks of different sizes.
+DEVICE_SHARE = 0.95
+# HCCL keeps HCCL_BUFFSIZE (200 MiB unless changed) for each direction of a communicator.
+COMMUNICATOR_BYTES = 2 * 200 * MIB
+# Operators' workspaces, and for each graph what it holds beside the activations that all graphs share.
+WORKSPACE_BYTES = 256 * MIB
+GRAPH_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of one rank on an NPU. ``usable`` is what it may take, ``block`` its part of one KV block."""
+
+    device: str
+    dtype: str
+    usable: int
+    weights: int
+    activations: int
+    communication: int
+    graphs: int
+    block: int
+    num_blocks: int
+
+    @property
+    def room_for_blocks(self) -> int:
+        """How many KV blocks fit beside the rest; below 0 where the rest alone does not."""
+        return (self.usable - self.weights - self.activations - self.communication - self.graphs) // self.block
+
+    def report(self) -> str:
+        """One line for the log."""
+        parts = (
+            ("weights", self.weights),
+            ("activations", self.activations),
+            ("communication", self.communication),
+            ("graphs", self.graphs),
+            (f"{self.num_blocks} KV blocks", self.num_blocks * self.block),
+        )
+        shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts)
+        return f"{self.device}, {self.dtype}: {shown} of {self.usable / GIB:.2f} GiB"
+
+    def check(self) -> None:
+        """Raise ConfigError where it does not fit, naming the smallest change that does."""
+        room = self.room_for_blocks
+        if self.num_blocks <= room:
+            return
+        if room > 0:
+            raise ConfigError(f"num_blocks: got {self.num_blocks}; {self.report()}; num_blocks={room} fits")
+        without_graphs = room + self.graphs // self.block
+        if without_graphs > 0:
+            raise ConfigError(f"graph_sizes: {self.report()}; graph_sizes=[] and num_blocks={without_graphs} fit")
+        smaller = room + (self.graphs + (self.activations - WORKSPACE_BYTES) // 2) // self.block
+        if smaller > 0:
+            raise ConfigError(f"max_num_batched_tokens: {self.report()}; half as many tokens a step fit")
+        raise ConfigError(f"tensor_parallel_size: {self.report()}; the weights need more ranks")
+
+
+def plan_memory(
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
+    shard: Shard,
+    cache: CacheConfig,
+    free_bytes: int,
+) -> MemoryPlan:
+    """The plan of the rank that holds ``shard``; ``free_bytes`` are free on its device before anything is loaded."""
+    return MemoryPlan(
+        device=parallel.device,
+        dtype=model.dtype,
+        usable=int(free_bytes * DEVICE_SHARE),
+        weights=shard_weight_bytes(model, shard),
+        activations=WORKSPACE_BYTES + activation_bytes(model, shard, scheduler),
+        communication=COMMUNICATOR_BYTES * (parallel.tensor_parallel_size > 1)
+        + COMMUNICATOR_BYTES * (shard.num_stages > 1),
+        graphs=GRAPH_BYTES * len(parallel.graph_sizes or ()),
+        block=shard.block_bytes(model, cache.block_size),
+        num_blocks=cache.num_blocks,
+    )
+
+
+def shard_weight_bytes(model: ModelConfig, shard: Shard) -> int:
+    """Weights of a rank as they are held: int8 takes one byte a number of attention and dense MLPs."""
+    hidden, head, size = model.hidden_size, model.head_size, DTYPE_BYTES[model.dtype]
+    rounded = size if model.quantization == "none" else 1
+    attention = hidden * head * 2 * (len(shard.heads) + len(shard.kv_heads)) * rounded
+    total = 0
+    for layer in shard.layers:
+        total += attention + 2 * hidden * size
+        if model.moe is not None and layer in model.moe.layers:
+            experts = 3 * model.moe.intermediate_size * len(shard.experts)
+            total += hidden * (experts + model.moe.num_experts) * size
+        else:
+            total += 3 * hidden * len(shard.mlp) * rounded
+    table = len(shard.vocab) * hidden * size
+    is_shared = model.tie_word_embeddings and shard.num_stages == 1
+    total += hidden * size * shard.is_last_stage  # the last norm
+    return total + table * (shard.is_first_stage + shard.is_last_stage - is_shared)
+
+
+def activation_bytes(model: ModelConfig, shard: Shard, scheduler: SchedulerConfig) -> int:
+    """The most that lives at once in a step, by the shapes: in attention, in the MLP or experts, or at the logits."""
+    size = DTYPE_BYTES[model.dtype]
+    tokens, hidden, vocab = scheduler.max_num_batched_tokens, model.hidden_size, model.vocab_size
+    heads, kv_heads = len(shard.heads) * model.head_size, len(shard.kv_heads) * model.head_size
+    stream = 4 * hidden  # x, its norm, the residual, and the sum that is being made
+    attention = 2 * (heads + 2 * kv_heads) + 2 * heads  # projected, turned; output and its projection
+    mlp = 4 * len(shard.mlp)  # gate and up, their product, what it is made of
+    if model.moe is not None:
+        chosen = model.moe.num_experts_per_token
+        mlp = max(mlp, chosen * (3 * hidden + 4 * model.moe.intermediate_size))
+    step = tokens * size * (stream + max(attention, mlp))
+    # Logits in the model's dtype and float32, then of drawn rows: scaled, sorted with 8-byte places, summed.
+    logits = scheduler.max_num_seqs * vocab * (size + 4 + 4 * 4 + 2 * 8)
+    return max(step, logits)

@@ -1,0 +1,246 @@
+"""``LlamaDecoder`` on an Ascend NPU: inputs in one transfer a step, and graphs for steps that only decode."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+import torch_npu
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal_kernels import npu_limits, ops
+from shoal_kernels.metadata import AttentionMetadata
+from shoal_kernels.npu_graph import StepGraph
+from shoal_kernels.npu_int8 import round_weight
+from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.errors import ConfigError
+from shoal_replica.model.layers import Weights
+from shoal_replica.model.llama import LlamaDecoder
+from shoal_replica.model.npu_memory import EXTRA_BLOCKS, open_device
+from shoal_replica.model.parallel_group import ParallelGroup
+from shoal_replica.model.sequence_table import StepArrays
+from shoal_replica.model.weights import DTYPES, load_weights
+from shoal_replica.shard import Shard, whole_shard
+
+ALIGNMENT = 8  # int32 numbers, 32 bytes: what the device's transfers are aligned to
+
+logger = logging.getLogger(__name__)
+
+
+class NpuDecoder:
+    """The process sees one device and uses it; Ray, or who started the process, has chosen it.
+
+    A step whose sequences all decode one token and all sample runs as the smallest captured graph that holds them,
+    filled up with sequences of a block of its own. Any other step, and any that a graph cannot hold, runs as it is.
+
+    Raises:
+        NotFound: from ``load_weights``.
+        ConfigError: a model, or a torch_npu, that cannot run; also from ``load_weights``.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        cache: CacheConfig,
+        parallel: ParallelConfig,
+        shard: Shard | None = None,
+        group: ParallelGroup | None = None,
+    ) -> None:
+        shard = shard or whole_shard(model)
+        self._device = open_device()
+        _check(model, cache, shard)
+        torch_npu.npu.set_compile_mode(jit_compile=False)  # the operators' binaries, not a compiler at each new shape
+        self._model = LlamaDecoder(model, _load_weights(model, self._device, shard), shard, group)
+        self._num_blocks, self._block_size = cache.num_blocks + EXTRA_BLOCKS, cache.block_size
+        shape = ops.cache_shape("npu", self._num_blocks, len(shard.kv_heads), cache.block_size, model.head_size)
+        self._caches = [
+            (self._zeros(shape, DTYPES[model.dtype]), self._zeros(shape, DTYPES[model.dtype])) for _ in shard.layers
+        ]
+        self._inputs = PackedInputs(self._device)
+        self._graphs: dict[int, StepGraph] = {}
+        self._graph_inputs: dict[int, _GraphInputs] = {}
+        self._table_width = -(-model.max_model_len // cache.block_size)
+        # Between stages a step waits for another process, which a graph cannot.
+        if parallel.graph_sizes and shard.num_stages == 1:
+            self._capture(parallel.graph_sizes)
+
+    def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
+        num_seqs = len(step.seq_lens)
+        if len(step.input_ids) == num_seqs == len(sample_rows):
+            size = min((size for size in self._graphs if size >= num_seqs), default=0)
+            if size and self._blocks_fit(step.seq_lens, size - num_seqs):
+                return self._replay(size, step)
+        rows = np.asarray(sample_rows, np.int64)
+        tables = step.block_tables
+        ids, positions, slots, samples, table = self._inputs.load(
+            step.input_ids, step.positions, step.slot_mapping, rows, tables.ravel()
+        )
+        metadata = AttentionMetadata(
+            query_start_loc=step.query_start_loc,
+            seq_lens=step.seq_lens,
+            block_tables=table.view(tables.shape),
+            slot_mapping=slots,
+        )
+        return self._model(ids, positions, self._caches, metadata, samples)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for keys, values in self._caches:
+            ops.copy_blocks(keys, values, pairs)
+
+    def close(self) -> None:
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs = {}
+        self._graph_inputs = {}
+        self._caches = []
+        del self._model
+        torch_npu.npu.empty_cache()
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Numbers of decodes for which there are graphs."""
+        return tuple(sorted(self._graphs))
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _blocks_fit(self, seq_lens: Sequence[int], num_padding: int) -> bool:
+        """Whether the attention operator takes all sequences in the one call that a graph has recorded."""
+        return sum(-(-n // self._block_size) for n in seq_lens) + num_padding <= self._num_blocks
+
+    def _capture(self, sizes: Sequence[int]) -> None:
+        """Largest first: the others then fit the memory it has taken, and if the device can hold no more of them, a
+        smaller batch still finds a graph."""
+        pool = None
+        for size in sorted(sizes, reverse=True):
+            if size > self._num_blocks:
+                continue
+            inputs = _GraphInputs(self._device, size, self._table_width, self._num_blocks, self._block_size)
+            # As long as may be, so that the operator's workspace is large enough for every replay.
+            longest = min(self._table_width, self._num_blocks // size) * self._block_size
+            metadata = AttentionMetadata(
+                query_start_loc=list(range(size + 1)),
+                seq_lens=[longest] * size,
+                block_tables=inputs.tables,
+                slot_mapping=inputs.slots,
+            )
+
+            def run(inputs: _GraphInputs = inputs, metadata: AttentionMetadata = metadata) -> Tensor:
+                return self._model(inputs.ids, inputs.positions, self._caches, metadata, inputs.rows)
+
+            run()
+            try:
+                graph = StepGraph(run, pool)
+            except RuntimeError as error:
+                logger.warning("no graph of %d decodes or fewer, such steps run without: %s", size, error)
+                return
+            pool = graph.pool
+            self._graphs[size] = graph
+            self._graph_inputs[size] = inputs
+
+    def _replay(self, size: int, step: StepArrays) -> Tensor:
+        inputs = self._graph_inputs[size]
+        inputs.load(step)
+        num_seqs = len(step.seq_lens)
+        logits = self._graphs[size].replay([*step.seq_lens, *[1] * (size - num_seqs)])
+        return logits[:num_seqs]
+
+
+class PackedInputs:
+    """A step's integers, brought to the device as one piece from pinned memory."""
+
+    def __init__(self, device: torch.device, num_numbers: int = 0) -> None:
+        self._device = device
+        self._copied = torch_npu.npu.Event()
+        self._reserve(num_numbers)
+
+    def load(self, *arrays: NDArray[np.integer]) -> list[Tensor]:
+        """The arrays, one-dimensional, as int32 tensors on the device; good until the next ``load``."""
+        starts = np.cumsum([0, *(-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+        # The last step's copy may still be reading: a step that samples nothing is not waited for.
+        self._copied.synchronize()
+        if starts[-1] > len(self._host):
+            self._reserve(2 * starts[-1])
+        numbers = self._host.numpy()
+        for array, start in zip(arrays, starts, strict=False):
+            numbers[start : start + array.size] = array
+        self._on_device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
+        self._copied.record()
+        return [self._on_device[start : start + array.size] for array, start in zip(arrays, starts, strict=False)]
+
+    def _reserve(self, num_numbers: int) -> None:
+        self._host = torch.zeros(num_numbers, dtype=torch.int32, pin_memory=True)
+        self._on_device = torch.zeros(num_numbers, dtype=torch.int32, device=self._device)
+
+
+class _GraphInputs:
+    """The fixed tensors from which a graph of ``size`` decodes reads.
+
+    What fills it up are sequences of one token over the cache's last block. Their places in it count from the end, so
+    that they differ; a graph filled with them alone, as when it is captured, goes on into the blocks before.
+    """
+
+    def __init__(self, device: torch.device, size: int, table_width: int, num_blocks: int, block_size: int) -> None:
+        self._size = size
+        self._width = table_width
+        self._last_block = num_blocks - 1
+        self._padding_slots = num_blocks * block_size - 1 - np.arange(size)
+        self._packed = PackedInputs(device, 4 * (size + ALIGNMENT) + size * table_width + ALIGNMENT)
+        self.ids, self.positions, self.slots, self.rows, self.tables = self.load(None)
+
+    def load(self, step: StepArrays | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Bring a step's inputs, filled up, to the tensors; None fills them with padding alone."""
+        num_seqs = 0 if step is None else len(step.seq_lens)
+        ids, positions = np.zeros(self._size, np.int64), np.zeros(self._size, np.int64)
+        slots = np.empty(self._size, np.int64)
+        slots[num_seqs:] = self._padding_slots[: self._size - num_seqs]
+        tables = np.full((self._size, self._width), self._last_block, np.int32)
+        if step is not None:
+            ids[:num_seqs], positions[:num_seqs], slots[:num_seqs] = step.input_ids, step.positions, step.slot_mapping
+            tables[:num_seqs, : step.block_tables.shape[1]] = step.block_tables
+        loaded = self._packed.load(ids, positions, slots, np.arange(self._size), tables.ravel())
+        return loaded[0], loaded[1], loaded[2], loaded[3], loaded[4].view(self._size, self._width)
+
+
+def _load_weights(model: ModelConfig, device: torch.device, shard: Shard) -> Weights:
+    """On the device; int8 rounds the projections of attention and MLP on the host, so the device never has both."""
+    if model.quantization == "none":
+        return load_weights(model, device, shard)
+    weights = load_weights(model, torch.device("cpu"), shard)
+    loaded = {}
+    for name in list(weights):
+        weight = weights.pop(name)
+        is_rounded = name.endswith("_proj.weight") and ".experts." not in name
+        loaded[name] = (round_weight(weight) if is_rounded else weight).to(device)
+    if model.tie_word_embeddings and "embed_tokens.weight" in loaded:
+        loaded["lm_head.weight"] = loaded["embed_tokens.weight"]
+    return cast(Weights, loaded)  # ``ops.linear`` knows both
+
+
+def _check(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:
+    if model.quantization not in ("none", "int8"):
+        raise ConfigError(f"quantization: got {model.quantization!r}; an NPU takes 'none' and 'int8'")
+    required = npu_limits.REQUIRED | (npu_limits.EXPERTS if model.moe else {})
+    required |= npu_limits.INT8 if model.quantization == "int8" else {}
+    missing = npu_limits.missing_operators(torch.ops.npu, required)
+    if missing:
+        raise ConfigError(
+            f"device: torch_npu {torch_npu.__version__} has no {', '.join(missing)}; versions 2.10 to 2.13 have"
+        )
+    refusal = npu_limits.refusal(
+        npu_limits.AttentionShape(
+            dtype=DTYPES[model.dtype],
+            num_heads=len(shard.heads),
+            num_kv_heads=len(shard.kv_heads),
+            head_size=model.head_size,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks + EXTRA_BLOCKS,
+            sliding_window=model.sliding_window,
+        )
+    )
+    if refusal is not None:
+        raise ConfigError(refusal)

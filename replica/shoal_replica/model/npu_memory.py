@@ -1,0 +1,55 @@
+"""An NPU's memory: what is free, and whether a rank fits."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from shoal_kernels import npu_limits
+from shoal_replica.config import EngineConfig, ModelConfig
+from shoal_replica.errors import ConfigError
+from shoal_replica.memory_plan import plan_memory
+from shoal_replica.shard import Shard, make_shard
+
+EXTRA_BLOCKS = 2  # beside the pool: one that warm-up may write, one that fills graphs up
+
+logger = logging.getLogger(__name__)
+
+
+def open_device() -> torch.device:
+    """The one NPU that this process is to use: the first that it sees; who starts the process chooses which.
+
+    Raises:
+        ConfigError: torch_npu cannot be imported, or no NPU is visible.
+    """
+    try:
+        import torch_npu
+    except ImportError as error:
+        raise ConfigError(f"device: 'npu' needs torch_npu (the extra shoal[npu]) and CANN: {error}") from error
+    if torch_npu.npu.device_count() == 0:
+        raise ConfigError("device: no NPU is visible to this process; see npu-smi info and ASCEND_RT_VISIBLE_DEVICES")
+    torch_npu.npu.set_device(0)
+    return torch.device("npu:0")
+
+
+def free_bytes() -> int:
+    """Free memory of the device that this process sees. Raises ConfigError, see ``open_device``."""
+    open_device()
+    from shoal_kernels.npu_graph import memory_info
+
+    return memory_info()[0]
+
+
+def max_num_blocks(model: ModelConfig, shard: Shard) -> int:
+    """How many KV blocks the attention operator can address on a rank."""
+    return npu_limits.max_num_blocks(len(shard.kv_heads), model.head_size)
+
+
+def check_memory(config: EngineConfig, rank: int) -> None:
+    """Log what this rank's memory will go to; raise ConfigError if it does not fit. Call it before loading."""
+    free = config.parallel.device_memory_bytes or free_bytes()
+    shard = make_shard(config.model, config.parallel, rank)
+    plan = plan_memory(config.model, config.scheduler, config.parallel, shard, config.cache, free)
+    logger.info("rank %d: %s", rank, plan.report())
+    plan.check()

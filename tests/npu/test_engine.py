@@ -1,0 +1,224 @@
+"""The whole engine on the NPU: tokens as the CPU's, through graphs and without, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from npu_models import FAMILIES, GREEDY, NUM_TOKENS, Expected, make_folder, make_prompts
+from simulated_npu import graphs
+from tiny_models import SHAPE, make_checkpoint
+
+from shoal_replica import LLM, SamplingParams
+from shoal_replica.checkpoint import DEMO_MODEL
+from shoal_replica.errors import ConfigError
+from shoal_replica.memory_plan import GRAPH_BYTES, WORKSPACE_BYTES
+from shoal_replica.model.npu_decoder import NpuDecoder
+from shoal_replica.model.sampler import Sampler, SamplerRow
+
+MIB = 2**20
+BLOCK_BYTES = 2 * 2 * 2 * 128 * 128 * 2  # keys and values, layers, KV heads, tokens, head size, bfloat16
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
+    folder = make_folder(request.param, tmp_path_factory.mktemp("model"))
+    return folder, Expected.of(folder, make_prompts())
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder("llama", tmp_path_factory.mktemp("llama"))
+
+
+def decoder(llm: LLM) -> NpuDecoder:
+    return llm._executor._decoder
+
+
+def test_tokens_are_the_cpus(model: tuple[Path, Expected]) -> None:
+    """In one batch, through graphs; then again from the prefix cache, in chunks."""
+    folder, expected = model
+    prompts = make_prompts()
+    with LLM(str(folder), device="npu", num_blocks=32, max_num_seqs=8, max_num_batched_tokens=160) as llm:
+        assert decoder(llm).graph_sizes == (1, 2, 4, 8)
+        before = graphs.state.num_replays
+        expected.check(llm.generate(prompts, GREEDY))
+        assert graphs.state.num_replays > before
+        again = llm.generate(prompts, GREEDY)
+        expected.check(again)
+        assert [o.num_cached_tokens for o in again] == [(len(p) - 1) // 128 * 128 for p in prompts]
+
+
+def test_demo_model_token_for_token() -> None:
+    """A trained model is sure of what it counts and lists: nothing but equality will do."""
+    prompts = ["Count: 1, 2, 3, 4, 5, 6,", "a b c d e f g h", "Ten, nine, eight, seven,", "2, 4, 6, 8,"]
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    shape = {"max_num_seqs": 4, "max_model_len": 256}
+    with LLM(DEMO_MODEL, num_blocks=64, **shape) as llm:
+        expected = [o.token_ids for o in llm.generate(prompts, params)]
+    with LLM(DEMO_MODEL, device="npu", num_blocks=8, graph_sizes=[4], **shape) as llm:
+        assert [o.token_ids for o in llm.generate(prompts, params)] == expected
+
+
+def test_graphs_change_nothing(llama: Path) -> None:
+    prompts, params = make_prompts(), SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, seed=5, ignore_eos=True)
+    outputs = []
+    for sizes in ([], [8], [2, 5, 8]):
+        with LLM(str(llama), device="npu", num_blocks=32, max_num_seqs=8, graph_sizes=sizes) as llm:
+            assert decoder(llm).graph_sizes == tuple(sizes)
+            outputs.append([o.token_ids for o in llm.generate(prompts, params)])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_preempted_for_want_of_blocks(llama: Path) -> None:
+    prompts = [prompt for prompt in make_prompts() if len(prompt) > 100]
+    expected = Expected.of(llama, prompts)
+    with LLM(str(llama), device="npu", num_blocks=6, max_num_seqs=8, enable_prefix_caching=False) as llm:
+        expected.check(llm.generate(prompts, GREEDY))
+        assert llm.stats().num_preemptions > 0
+
+
+def test_forks_copy_blocks(llama: Path) -> None:
+    """Sequences of one request share the prompt's blocks, and copy the one that they go on writing.
+
+    Draws are the same on every device until a rounding moves an edge; a block that another sequence has written moves
+    them at once.
+    """
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, top_k=3, n=3, seed=3, ignore_eos=True)
+    prompt, tokens = make_prompts()[5], []
+    for settings in ({"device": "npu", "num_blocks": 32}, {"dtype": "float32", "num_blocks": 64}):
+        with LLM(str(llama), max_num_seqs=8, **settings) as llm:
+            (output,) = llm.generate(prompt, params)
+            tokens.append([o.token_ids for o in output.outputs])
+    assert len({tuple(token_ids) for token_ids in tokens[0]}) == 3
+    agreed = [
+        next((i for i, pair in enumerate(zip(*both, strict=True)) if pair[0] != pair[1]), NUM_TOKENS)
+        for both in zip(*tokens, strict=True)
+    ]
+    assert sum(agreed) > NUM_TOKENS + 3, agreed
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8, seed=1),
+        SamplingParams(temperature=1.5, top_k=7, seed=2),
+        SamplingParams(temperature=1.0, top_p=0.6, seed=3),
+        SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, seed=4),
+        SamplingParams(temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, seed=5),
+        SamplingParams(temperature=0.0, logprobs=3),
+    ],
+    ids=["temperature", "top-k", "top-p", "all", "penalties", "greedy"],
+)
+def test_sampling_on_the_device_draws_as_on_the_cpu(params: SamplingParams) -> None:
+    """The device sums probabilities in float32, so a draw in thousands may fall on the other side of an edge."""
+    logits = torch.randn(64, 2000, generator=torch.Generator().manual_seed(0)) * 3
+    rows = [SamplerRow(i, params, i, 4, np.arange(i + 5) % 2000) for i in range(64)]
+    on_cpu = Sampler(2000).sample(logits, rows)
+    on_npu = Sampler(2000).sample(logits.to("npu:0"), rows)
+    assert sum(a.token_id != b.token_id for a, b in zip(on_cpu, on_npu, strict=True)) <= 1
+    if params.logprobs:
+        for a, b in zip(on_cpu, on_npu, strict=True):
+            assert a.logprobs is not None
+            assert b.logprobs is not None
+            assert [i for i, _ in a.logprobs.top] == [i for i, _ in b.logprobs.top]
+            assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-4)
+
+
+def test_int8_runs_on_the_cube_unit(llama: Path) -> None:
+    """Weights by channel, activations by token: the first tokens are mostly those of bfloat16."""
+    prompts = make_prompts()
+    first = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    tokens = {}
+    for quantization in ("none", "int8"):
+        with LLM(str(llama), device="npu", num_blocks=32, max_num_seqs=8, quantization=quantization) as llm:
+            tokens[quantization] = [o.token_ids for o in llm.generate(prompts, first)]
+    assert sum(a == b for a, b in zip(*tokens.values(), strict=True)) >= 6
+
+
+def test_memory_fills_the_device_and_is_given_back(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SIMULATED_NPU_MEMORY_MB", "512")
+    torch.npu.empty_cache()
+    before, free = torch.npu.memory_allocated(), torch.npu.mem_get_info()[0]
+    with caplog.at_level(logging.INFO), LLM(str(llama), device="npu", max_num_seqs=8) as llm:
+        blocks = llm.config.cache.num_blocks
+        assert blocks * BLOCK_BYTES > free * 0.95 - WORKSPACE_BYTES - 4 * GRAPH_BYTES - 10 * MIB
+        assert torch.npu.mem_get_info()[0] < free - blocks * BLOCK_BYTES
+        llm.generate(make_prompts(), GREEDY)
+    assert f"{blocks} KV blocks" in caplog.text
+    assert torch.npu.memory_allocated() <= before + MIB
+
+
+def test_activations_stay_within_the_plan(llama: Path) -> None:
+    """The peak of the largest step, beside weights and blocks, is what the plan set aside for it at most."""
+    from shoal_replica.memory_plan import activation_bytes
+    from shoal_replica.shard import whole_shard
+
+    with LLM(str(llama), device="npu", num_blocks=32, max_num_seqs=8, max_num_batched_tokens=1024) as llm:
+        torch.npu.reset_peak_memory_stats()
+        before = torch.npu.memory_allocated()
+        llm.generate(make_prompts(), GREEDY)
+        peak = torch.npu.max_memory_allocated() - before
+        planned = activation_bytes(llm.config.model, whole_shard(llm.config.model), llm.config.scheduler)
+    assert MIB < peak <= planned
+
+
+def test_a_device_that_runs_out_while_loading_says_so(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.npu.empty_cache()
+    used = 1024 * MIB - torch.npu.mem_get_info()[0]
+    monkeypatch.setenv("SIMULATED_NPU_MEMORY_MB", str(used // MIB + 400))
+    with pytest.raises(ConfigError, match=r"num_blocks: got 4000; .*num_blocks=\d+ fits"):
+        LLM(str(llama), device="npu", num_blocks=4000, max_num_seqs=8)
+    monkeypatch.setenv("SIMULATED_NPU_MEMORY_MB", str(used // MIB + 100))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: .*the weights need more ranks"):
+        LLM(str(llama), device="npu", num_blocks=4, max_num_seqs=8)
+
+
+def test_graphs_that_do_not_fit_are_done_without(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from shoal_replica.model import npu_decoder
+
+    made: list[npu_decoder.StepGraph] = []
+
+    class TwoGraphs(npu_decoder.StepGraph):
+        def __init__(self, *args: object) -> None:
+            if len(made) == 2:
+                raise RuntimeError("the stream resources are insufficient, error code is 207008")
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(npu_decoder, "StepGraph", TwoGraphs)
+    with LLM(str(llama), device="npu", num_blocks=32, max_num_seqs=8) as llm:
+        assert decoder(llm).graph_sizes == (4, 8)
+        assert "207008" in caplog.text
+        Expected.of(llama, make_prompts()).check(llm.generate(make_prompts(), GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("llama", {"dtype": "float32"}, "dtype: got 'float32'; NPU attention takes bfloat16"),
+        ("llama", {"block_size": 16}, "block_size: got 16; must be 128 on an NPU"),
+        ("llama", {"quantization": "int4"}, "quantization: got 'int4'"),
+        ("llama", {"graph_sizes": [1, 300]}, "graph_sizes: got"),
+        ("mistral-narrow", {}, "sliding window with head size 64"),
+        ("odd", {}, "head size 20"),
+    ],
+)
+def test_refused_at_start(family: str, settings: dict[str, object], message: str, llama: Path, tmp_path: Path) -> None:
+    import tiny_models
+    from transformers import LlamaConfig, MistralConfig
+
+    tiny_models.FAMILIES["odd"] = lambda: LlamaConfig(**SHAPE, head_dim=20)
+    tiny_models.FAMILIES["mistral-narrow"] = lambda: MistralConfig(**SHAPE, head_dim=64, sliding_window=24)
+    folder = llama if family == "llama" else make_checkpoint(family, tmp_path, torch.bfloat16)
+    from fixtures.tiny_tokenizer import write_tiny_tokenizer
+
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(write_tiny_tokenizer(folder)), device="npu", num_blocks=8, **settings)

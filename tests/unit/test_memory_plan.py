@@ -1,0 +1,106 @@
+"""What a rank's memory goes to, and the one line that says what to change when it is too little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal_replica.config import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    default_graph_sizes,
+)
+from shoal_replica.errors import ConfigError
+from shoal_replica.memory_plan import GIB, MemoryPlan, plan_memory, shard_weight_bytes
+from shoal_replica.shard import make_shard, whole_shard
+
+EIGHT_B = ModelConfig(
+    folder="",
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500_000.0,
+    rope_scaling=None,
+    max_model_len=8192,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    sliding_window=None,
+    eos_token_ids=(1,),
+    dtype="bfloat16",
+)
+
+
+def plan(num_blocks: int, free: float, tensor_parallel_size: int = 1, model: ModelConfig = EIGHT_B) -> MemoryPlan:
+    parallel = ParallelConfig(
+        device="npu", tensor_parallel_size=tensor_parallel_size, graph_sizes=default_graph_sizes(64)
+    )
+    cache = CacheConfig(num_blocks=num_blocks, block_size=128)
+    shard = make_shard(model, parallel, 0)
+    return plan_memory(model, SchedulerConfig(), parallel, shard, cache, int(free * GIB))
+
+
+def test_weights_are_counted_as_the_checkpoint_has_them() -> None:
+    """8.03 thousand million parameters, two bytes each; shares of ranks add up to little more."""
+    whole = shard_weight_bytes(EIGHT_B, whole_shard(EIGHT_B))
+    assert whole == EIGHT_B.weight_bytes
+    parallel = ParallelConfig(tensor_parallel_size=4)
+    shares = sum(shard_weight_bytes(EIGHT_B, make_shard(EIGHT_B, parallel, rank)) for rank in range(4))
+    assert whole <= shares < 1.001 * whole
+    stages = ParallelConfig(pipeline_parallel_size=2)
+    assert sum(shard_weight_bytes(EIGHT_B, make_shard(EIGHT_B, stages, rank)) for rank in range(2)) == pytest.approx(
+        whole, rel=1e-3
+    )
+    assert shard_weight_bytes(replace(EIGHT_B, quantization="int8"), whole_shard(EIGHT_B)) < 0.57 * whole
+
+
+def test_blocks_fill_what_is_left() -> None:
+    fits = plan(1, 60)
+    assert fits.block == EIGHT_B.block_bytes(128) == 16 * 2**20
+    room = fits.room_for_blocks
+    assert 2500 < room < 2700
+    plan(room, 60).check()
+    with pytest.raises(ConfigError, match=f"num_blocks: got {room + 1}; npu, bfloat16: .*; num_blocks={room} fits"):
+        plan(room + 1, 60).check()
+
+
+def test_the_smallest_change_is_named() -> None:
+    assert plan(1, 40, tensor_parallel_size=2).communication > plan(1, 40).communication == 0
+    with pytest.raises(ConfigError, match=r"graph_sizes: .*graph_sizes=\[\] and num_blocks=\d+ fit"):
+        plan(1, 16.4).check()
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: .*half as many"):
+        plan(1, 16.25).check()
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: .*more ranks"):
+        plan(1, 15).check()
+
+
+def test_the_report_names_every_part() -> None:
+    assert plan(100, 60).report().startswith("npu, bfloat16: weights 14.96, activations 0.")
+    for part in ("communication", "graphs", "100 KV blocks 1.56 of 57.00 GiB"):
+        assert part in plan(100, 60).report()
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, (1,)), (5, (1, 2, 4, 5)), (64, (1, 2, 4, 8, 16, 32, 64)), (80, (1, 2, 4, 8, 16, 32, 64, 80))],
+)
+def test_graph_sizes(most: int, sizes: tuple[int, ...]) -> None:
+    assert default_graph_sizes(most) == sizes
+    ParallelConfig(device="npu", graph_sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 130), (129,)])
+def test_graph_sizes_that_cannot_be_filled_up(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="graph_sizes: got"):
+        ParallelConfig(device="npu", graph_sizes=sizes)

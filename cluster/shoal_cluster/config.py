@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, SecretStr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
 from shoal_cluster.policies.autoscaling_config import ScaleConfig, Schedule
@@ -43,8 +52,17 @@ class ReplicaSettings(_Settings):
     max_num_waiting: int = Field(1024, ge=1)
     policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
     device: Literal["cpu"] = "cpu"
-    num_threads: int = Field(1, ge=1)
-    num_cpus: float = Field(1.0, ge=0)
+    num_threads: int = Field(1, ge=1, description="of each rank, on the CPU")
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="ranks that share each layer")
+    pipeline_parallel_size: int = Field(1, ge=1, le=64, description="stages of whole layers")
+    rank_timeout_s: float = Field(
+        4.0, ge=1, description="silence, or a step without progress, after which a rank hangs"
+    )
+    placement_strategy: Literal["STRICT_PACK", "PACK"] = Field(
+        "STRICT_PACK", description="ranks on one node, or on several if need be"
+    )
+    num_cpus: float = Field(1.0, ge=0, description="of each rank")
+    engine_num_cpus: float = Field(0.5, ge=0, description="of the engine's own process, where there are several ranks")
     resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     max_replicas_per_node: int | None = Field(None, ge=1, le=100)
     feed_host: str = Field("127.0.0.1", description="where gateways reach the feed; 'node' is the node's own address")
@@ -61,10 +79,30 @@ class ReplicaSettings(_Settings):
     @property
     def devices(self) -> str:
         """What computes, in words."""
-        return f"{self.device} × {self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
+        ranks = f"{self.num_ranks} × " if self.num_ranks > 1 else ""
+        return f"{ranks}{self.device} × {self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def parallel_config(self) -> ParallelConfig:
-        return ParallelConfig(device=self.device, num_threads=self.num_threads)
+        return ParallelConfig(
+            device=self.device,
+            num_threads=self.num_threads,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            rank_timeout_s=self.rank_timeout_s,
+        )
+
+    @model_validator(mode="after")
+    def _placeable(self) -> Self:
+        if self.num_ranks > 1 and self.max_replicas_per_node is not None:
+            raise ValueError(
+                f"max_replicas_per_node ({self.max_replicas_per_node}) is for replicas of one rank; Ray places the "
+                f"{self.num_ranks} ranks as a group, by their resources"
+            )
+        return self
 
 
 class ScheduleSettings(_Settings):

@@ -160,7 +160,7 @@ class Engine:
         except TimeoutError:
             logger.error("a step still runs %g s after the engine was stopped", STOP_TIMEOUT_S)
             return  # its thread still uses the executor
-        self._executor.close()
+        await asyncio.to_thread(self._executor.close)  # ranks may take a moment to end
 
     async def _run(self) -> None:
         try:

@@ -180,6 +180,7 @@ class TestEngineConfigs:
             ),
             (lambda: SchedulerConfig(policy="lifo"), "policy: got 'lifo'; must be one of fcfs, priority"),
             (lambda: ParallelConfig(num_threads=0), "num_threads: got 0"),
+            (lambda: ParallelConfig(rank_timeout_s=0.5), "rank_timeout_s: got 0.5; must be at least 1 second"),
             (lambda: ParallelConfig(device="tpu"), "device: got 'tpu'; must be one of cpu"),
         ],
     )
@@ -241,6 +242,13 @@ class TestClusterConfig:
         assert config.replica.scheduler_config() == SchedulerConfig()
         assert config.replica.parallel_config() == ParallelConfig()
 
+    def test_ranks_reach_the_engine(self) -> None:
+        settings = {"tensor_parallel_size": 3, "pipeline_parallel_size": 2, "num_threads": 2, "rank_timeout_s": 9.0}
+        replica = ClusterConfig.from_args({"model": "m", "replica": settings}).replica
+        assert replica.parallel_config() == ParallelConfig(**settings)
+        assert replica.num_ranks == replica.parallel_config().num_ranks == 6
+        assert replica.devices == "6 × cpu × 2 threads"
+
     def test_a_name_may_be_given(self) -> None:
         assert ClusterConfig.from_args({"model": "org/name", "served_model_name": "x"}).name == "x"
 
@@ -254,6 +262,18 @@ class TestClusterConfig:
             (
                 {"model": "m", "replica": {"num_blocks": 0}},
                 "replica.num_blocks: got 0; input should be greater than or equal to 1",
+            ),
+            (
+                {"model": "m", "replica": {"tensor_parallel_size": 65}},
+                "replica.tensor_parallel_size: got 65; input should be less than or equal to 64",
+            ),
+            (
+                {"model": "m", "replica": {"tensor_parallel_size": 2, "max_replicas_per_node": 1}},
+                "replica: max_replicas_per_node (1) is for replicas of one rank; Ray places the 2 ranks as a group",
+            ),
+            (
+                {"model": "m", "replica": {"placement_strategy": "SPREAD"}},
+                "replica.placement_strategy: got 'SPREAD'; input should be 'STRICT_PACK' or 'PACK'",
             ),
             (
                 {"model": "m", "replica": {"dtype": "int4"}},

@@ -58,7 +58,7 @@ def test_serve_files_are_valid_applications(path: Path) -> None:
 
 
 def test_there_are_serve_files() -> None:
-    assert {path.name for path in SERVE_FILES} >= {"local.yaml", "cluster.yaml"}
+    assert {path.name for path in SERVE_FILES} >= {"local.yaml", "cluster.yaml", "tensor_parallel.yaml"}
 
 
 def test_every_metric_named_is_defined(exported: dict[str, Family]) -> None:

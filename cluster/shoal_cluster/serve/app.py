@@ -11,10 +11,11 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from shoal_cluster.config import ClusterConfig
+from shoal_cluster.config import ClusterConfig, ReplicaSettings
 from shoal_cluster.policies.autoscaling_config import MAX_REPLICAS
 from shoal_cluster.serve.admin import ADMIN_KEY_VARIABLE
 from shoal_cluster.serve.gateway import Gateway
+from shoal_cluster.serve.rank_actors import replica_bundles
 from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_cluster.serve.request_router import BlockRouter
 from shoal_replica.build import resolve_config
@@ -45,7 +46,7 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=replica.drain_timeout_s,
         health_check_period_s=2,
         health_check_timeout_s=10,
-        ray_actor_options=_actor(replica.num_cpus, replica.resources),
+        **_resources(replica),
         autoscaling_config=_autoscaling(config),
         request_router_config=RequestRouterConfig(request_router_class=BlockRouter),
     )
@@ -65,6 +66,17 @@ def _with_admin_key(args: dict[str, Any]) -> dict[str, Any]:
     if not key or not isinstance(gateway, dict):
         return args
     return args | {"gateway": {"admin_key": key} | gateway}
+
+
+def _resources(replica: ReplicaSettings) -> dict[str, Any]:
+    """Of a replica's one process, or of its engine's with the placement group that holds its ranks as well."""
+    if replica.num_ranks == 1:
+        return {"ray_actor_options": _actor(replica.num_cpus, replica.resources)}
+    return {
+        "ray_actor_options": _actor(replica.engine_num_cpus, replica.resources),
+        "placement_group_bundles": replica_bundles(replica),
+        "placement_group_strategy": replica.placement_strategy,
+    }
 
 
 def _actor(num_cpus: float, resources: dict[str, float]) -> dict[str, Any]:
@@ -101,5 +113,6 @@ def _check_model(config: ClusterConfig) -> None:
         block_size=replica.block_size,
         num_blocks=replica.num_blocks,
         scheduler=replica.scheduler_config(),
+        parallel=replica.parallel_config(),
         memory_bytes=int(max(nodes)) if nodes else None,
     )

@@ -19,6 +19,7 @@ from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.outcome import Outcome, run_to_end
+from shoal_cluster.serve.rank_actors import RayRanks
 from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.request_router import FEED_KEY
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
@@ -49,7 +50,10 @@ class ReplicaServer:
             scheduler=settings.scheduler_config(),
             parallel=settings.parallel_config(),
         )
-        executor = await asyncio.to_thread(build_executor, resolved)
+        launcher = None
+        if settings.num_ranks > 1:
+            launcher = RayRanks(settings, ray.util.get_current_placement_group())
+        executor = await asyncio.to_thread(build_executor, resolved, launcher)
         self._engine = Engine(build_scheduler(resolved), executor)
         self._engine.start()
         shape, cache = resolved.model, resolved.cache

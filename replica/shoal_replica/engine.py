@@ -71,6 +71,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._draining = False
+        self._held: StepReport | None = None  # of the last step, until the next one runs
         self._is_checked = False  # the books, since the last step
         self._step_s = 0.0
         self._told = self.stats()
@@ -172,6 +173,7 @@ class Engine:
     async def _step(self) -> None:
         output = self._scheduler.schedule(time.monotonic())
         if output is None:
+            self._publish_held()
             await self._rest()
             return
         self._is_checked = False
@@ -180,6 +182,7 @@ class Engine:
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
         step = loop.run_in_executor(self._thread, self._executor.execute, output)
+        self._publish_held()  # the last step's tokens, while this one runs
         try:
             while not (await asyncio.wait([step], timeout=self._beat_s))[0]:
                 if time.perf_counter() - started > self._step_timeout_s:
@@ -189,7 +192,13 @@ class Engine:
             step.cancel()
         self._step_s = time.perf_counter() - started
         self._is_changed = True
-        self._publish(self._scheduler.update(output, step.result()), self._step_s)
+        self._held = self._report(self._scheduler.update(output, step.result()), self._step_s)
+
+    def _publish_held(self) -> None:
+        """Tell of the last step. Nothing is held while the loop does anything else, so nobody is told out of order."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._tell(held)
 
     async def _rest(self) -> None:
         """Wait for work; after each beat without any say that we live, after a heartbeat's time look the books over."""
@@ -207,14 +216,19 @@ class Engine:
             self._executor.check_health()
             self._publish(())
 
-    def _publish(self, deltas: Iterable[TokenDelta], step_s: float | None = None) -> None:
-        deltas = tuple(deltas)
+    def _publish(self, deltas: Iterable[TokenDelta]) -> None:
+        self._tell(self._report(deltas))
+
+    def _report(self, deltas: Iterable[TokenDelta], step_s: float | None = None) -> StepReport:
+        """What has changed since the last report; ``step_s`` is the length of the step that made the change."""
         stored, removed = self._scheduler.take_block_events()
         if self._is_changed or time.time() - self._told.time_s >= self._heartbeat_s:
             self._told = self.stats()
             self._is_changed = False
-        report = StepReport(deltas, tuple(stored), tuple(removed), self._told, step_s)
-        for delta in deltas:
+        return StepReport(tuple(deltas), tuple(stored), tuple(removed), self._told, step_s)
+
+    def _tell(self, report: StepReport) -> None:
+        for delta in report.deltas:
             if delta.finish_reason is not None:
                 self._note_end(delta.request_id)
         for subscriber in tuple(self._subscribers):
@@ -234,6 +248,7 @@ class Engine:
         """Fail every request: nobody may wait on an engine that has stopped."""
         self._failure = error
         logger.error("the engine stopped: a step failed", exc_info=error)
+        self._publish_held()
         self._end_all(FinishReason.ERROR)
 
     def _end_all(self, reason: FinishReason) -> None:

@@ -20,6 +20,7 @@ from shoal_replica.errors import ConfigError, DeadlineExceeded, ShoalError, Unav
 
 MAX_LINE = 1 << 26
 SHOWN_LOG_LINES = 12
+SHOWN_LOG_BYTES = 4096
 END_TIMEOUT_S = 10.0
 LOADING = "loading"
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -72,6 +73,7 @@ class WorkerProcess:
         self.hello: dict[str, Any] = {}
         self._process = process
         self._log = log
+        self._is_killed = False
 
     async def load(self, started: float, timeout_s: float) -> None:
         """Wait until the engine has given its first token. ``started`` is when, by ``perf_counter``."""
@@ -147,12 +149,16 @@ class WorkerProcess:
         return f"status {status}" if status >= 0 else signal.Signals(-status).name
 
     def _last_words(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()[-SHOWN_LOG_LINES:]
+        log = self._log.fileno()  # the worker writes at this file's position, so that must not move
+        tail = os.pread(log, SHOWN_LOG_BYTES, max(0, os.fstat(log).st_size - SHOWN_LOG_BYTES))
+        lines = tail.decode(errors="replace").strip().splitlines()[-SHOWN_LOG_LINES:]
         return "; it last wrote:\n  " + "\n  ".join(lines) if lines else ""
 
     def kill(self) -> None:
         """End the tree at once: a worker has nothing to save. By group too, for children whose parent has ended."""
+        if self._is_killed:
+            return  # its ids may be others' by now
+        self._is_killed = True
         self._signal(signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -171,6 +177,8 @@ class WorkerProcess:
                 process.send_signal(number)
 
     def _tree(self) -> list[psutil.Process]:
+        if self._process.returncode is not None:
+            return []
         try:
             root = psutil.Process(self._process.pid)
             return [root, *root.children(recursive=True)]

@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.request.num_prompt_tokens
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     def move(self, status: SequenceStatus) -> None:
         """Change status along TRANSITIONS; anything else is a bug."""
@@ -160,15 +160,15 @@ class TokenDelta:
 
 def finish_reason(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
     """Why ``sequence`` ends with its last token; None if it goes on."""
-    params = sequence.request.sampling_params
-    token_id = sequence.token_ids[-1]
-    if token_id in eos_token_ids and not params.ignore_eos:
+    request, token_ids = sequence.request, sequence.token_ids
+    params = request.sampling_params
+    if token_ids[-1] in eos_token_ids and not params.ignore_eos:
         return FinishReason.STOP
-    if token_id in params.stop_token_ids:
+    if token_ids[-1] in params.stop_token_ids:
         return FinishReason.STOP
-    if params.max_tokens is not None and sequence.num_output_tokens >= params.max_tokens:
+    if params.max_tokens is not None and len(token_ids) - len(request.prompt_token_ids) >= params.max_tokens:
         return FinishReason.LENGTH
-    if sequence.num_tokens >= max_model_len:
+    if len(token_ids) >= max_model_len:
         return FinishReason.LENGTH
     return None
 

@@ -111,7 +111,8 @@ class Scheduler:
             if not share.samples:
                 continue
             token = sampled[share.seq_id]
-            self._fork_siblings(sequence)
+            if not sequence.num_output_tokens:
+                self._fork_siblings(sequence)
             sequence.token_ids.append(token.token_id)
             self._totals.num_generated_tokens += 1
             reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)

@@ -35,6 +35,7 @@ def decision_of(query: RouteQuery, *rows: ReplicaView, seed: int = 0, weights: R
         ("reserved tokens", {}, {"num_reserved_tokens": 50}),
         ("cached prefix", {"num_matched_blocks": 3}, {"num_matched_blocks": 2}),
         ("running sequences", {"stats": make_stats(num_running=1)}, {"stats": make_stats(num_running=2)}),
+        ("sequences on their way", {}, {"num_reserved": 1}),
         ("stale stats", {"age_s": 2.9}, {"age_s": 3.1}),
         ("free blocks barrier", {}, {"stats": make_stats(num_free_blocks=10)}),
         ("reserved blocks barrier", {"num_reserved_blocks": 89}, {"num_reserved_blocks": 90}),
@@ -125,7 +126,7 @@ def test_terms_add_up_to_the_score() -> None:
     (candidate,) = decision_of(make_query(), row).candidates
     costs = [value for name, value in candidate.terms if not name.endswith(("_blocks", "_slots"))]
     assert candidate.score == pytest.approx(sum(costs))
-    assert candidate.score == pytest.approx(75 + 4 * 128 + 4 * 3 * (1 + (75 + 128) / 256) + 2000)
+    assert candidate.score == pytest.approx(75 + 4 * 128 + 512 * 3 + 2000)
 
 
 def test_equals_are_spread_evenly() -> None:

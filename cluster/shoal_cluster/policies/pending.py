@@ -6,21 +6,24 @@ free first, and to the best of them. Replicas therefore get only what they can s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from random import Random
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shoal_cluster.policies.candidates import Candidates, Ints
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
-from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.plan import Plan
+from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.errors import ConfigError
+
+MAX_MATCH_AGE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +81,11 @@ class _Held:
     """``prefill_s`` is its own prefill where it is cached best, as far as known; ``due_s`` follows from it."""
 
     pending: PendingRequest
-    prefill_s: float
-    due_s: float
+    prefill_s: float = 0.0
+    due_s: float = 0.0
+    matched: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # blocks cached by replica,
+    matched_s: float = -math.inf  # as of then,
+    matched_of: tuple[str, ...] = ()  # of these replicas
 
 
 class PendingQueue:
@@ -110,7 +116,7 @@ class PendingQueue:
         request_id = pending.query.request_id
         if request_id in self._held:
             raise ValueError(f"request {request_id!r} is held already")
-        held = self._held[request_id] = _Held(pending, 0.0, 0.0)
+        held = self._held[request_id] = _Held(pending)
         self._note_cost(held, 0, pending.arrival_s)
         self._shares.enter(pending.tenant)
 
@@ -132,31 +138,41 @@ class PendingQueue:
         """
         if not self._held:
             return None
-        snapshot = view.candidates((), now)
-        if not self._may_start(snapshot).any():
+        plan = Plan(view.candidates((), now), weights, self._config.max_steps_ahead)
+        if not plan.may_start.any():
             return None
-        for held in self._most_urgent(now):
+        urgent = self._most_urgent(now)
+        matched = np.stack([self._matched(held, view, now) for held in urgent])
+        plan.consider([held.pending.query for held in urgent], matched)
+        for number, held in enumerate(urgent):
             query = held.pending.query
-            matched = view.candidates(query.block_hashes, now).num_matched_blocks
-            candidates = replace(snapshot, num_matched_blocks=matched)
-            seed = rng.getrandbits(32)
-            decision = route(query, candidates, weights, Random(seed))
-            if not decision.ranked:
+            best, starts = plan.best(number)
+            if best < 0:
                 continue
-            best = candidates.replica_ids.index(decision.ranked[0])
-            num_matched = int(matched[best])
-            num_tokens, num_blocks = uncached_tokens(query, num_matched), uncached_blocks(query, num_matched)
-            self._note_cost(held, query.num_prompt_tokens - num_tokens, now)
-            if self._may_start(candidates)[best] and num_blocks <= _num_open_blocks(candidates)[best]:
-                self.remove(query.request_id)
-                self._shares.charge(held.pending.tenant, num_tokens)
-                return Dispatch(held.pending, decision.ranked[0], held.due_s, candidates, seed, decision)
-            promised = snapshot.promised.copy()
-            promised[:, best] += (1, num_blocks, num_tokens)
-            snapshot = replace(snapshot, promised=promised)
-            if not self._may_start(snapshot).any():
+            num_matched = int(matched[number, best])
+            if starts:
+                candidates = replace(view.candidates(query.block_hashes, now), promised=plan.promised())
+                seed = rng.getrandbits(32)
+                decision = route(query, candidates, weights, Random(seed))
+                best = candidates.replica_ids.index(decision.ranked[0])
+                num_matched = int(candidates.num_matched_blocks[best])
+                if plan.can_start(query, best, num_matched):
+                    self.remove(query.request_id)
+                    self._note_cost(held, num_matched, now)
+                    self._shares.charge(held.pending.tenant, uncached_tokens(query, num_matched))
+                    return Dispatch(held.pending, decision.ranked[0], held.due_s, candidates, seed, decision)
+            self._note_cost(held, num_matched, now)
+            plan.give(query, best, num_matched)
+            if not plan.may_start.any():
                 return None
         return None
+
+    def _matched(self, held: _Held, view: ClusterView, now: float) -> Ints:
+        """Cached blocks by replica, looked up when they were not lately: the one who goes is looked up again."""
+        if held.matched_s < now - MAX_MATCH_AGE_S or held.matched_of is not view.replica_ids:
+            held.matched = view.candidates(held.pending.query.block_hashes, now).num_matched_blocks
+            held.matched_s, held.matched_of = now, view.replica_ids
+        return held.matched
 
     def _most_urgent(self, now: float) -> list[_Held]:
         for held in self._held.values():
@@ -168,24 +184,11 @@ class PendingQueue:
             key=lambda held: (held.pending.priority, self._shares.excess(held.pending.tenant), held.due_s),
         )
 
-    def _may_start(self, candidates: Candidates) -> NDArray[np.bool_]:
-        """Which replicas could start something within ``max_steps_ahead`` [n]."""
-        told = candidates.told
-        ahead = told["num_waiting_tokens"] + candidates.num_reserved_tokens
-        may: NDArray[np.bool_] = told["connected"] & told["known"] & ~told["draining"]
-        may &= ahead <= self._config.max_steps_ahead * told["max_num_batched_tokens"]
-        may &= (told["num_open_slots"] > candidates.num_reserved) & (_num_open_blocks(candidates) > 0)
-        return may
-
-    def _note_cost(self, held: _Held, num_cached_tokens: int, now: float) -> None:
-        num_new_tokens = held.pending.query.num_prompt_tokens - num_cached_tokens
-        held.prefill_s = self._config.prefill.seconds(num_cached_tokens, num_new_tokens)
+    def _note_cost(self, held: _Held, num_matched_blocks: int, now: float) -> None:
+        query = held.pending.query
+        num_new_tokens = uncached_tokens(query, num_matched_blocks)
+        held.prefill_s = self._config.prefill.seconds(query.num_prompt_tokens - num_new_tokens, num_new_tokens)
         self._note_due(held, now)
 
     def _note_due(self, held: _Held, now: float) -> None:
         held.due_s = self._config.objective.next_due_s(held.pending.arrival_s, held.prefill_s, now)
-
-
-def _num_open_blocks(candidates: Candidates) -> Ints:
-    open_blocks: Ints = candidates.told["num_open_blocks"] - candidates.num_reserved_blocks
-    return open_blocks

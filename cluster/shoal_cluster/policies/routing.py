@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.candidates import Candidates, Floats, Ints
 from shoal_cluster.policies.ranking import (
     CandidateTerms,
     RouteDecision,
@@ -42,14 +42,14 @@ class RouteWeights:
     Attributes:
         prefill_price: cost of each uncached token of this prompt. 1 is its compute alone; above 1 also pays for the
             cached blocks its KV will displace. Replays of real traces are flat and best between 3 and 5.
-        decode_price: cost of one running sequence in one step. A step over a full budget of prompt tokens is that
-            much longer for each sequence that decodes beside them.
+        decode_price: cost of each sequence that runs, waits or is on its way there: what it and the newcomer take of
+            each other's steps while both decode. 512 is two tokens' compute in each of 128 steps, for either of them.
         max_age_s: stats older than this are stale: still used, at a price. Idle replicas report once a second.
         stale_tokens_per_s: work assumed to have reached a replica, unseen, for each second past ``max_age_s``.
     """
 
     prefill_price: float = 4.0
-    decode_price: float = 4.0
+    decode_price: float = 512.0
     max_age_s: float = 3.0
     stale_tokens_per_s: float = 2000.0
 
@@ -63,8 +63,8 @@ class RouteWeights:
 def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random) -> RouteDecision:
     """Rank ``candidates`` for ``query`` by predicted work before its first token.
 
-    Cost = waiting tokens + reserved tokens + prefill_price * uncached prompt tokens + running sequences' share of the
-    steps that takes + a price for stale stats. Barrier: a replica that has no free slot, or whose free blocks, less
+    Cost = waiting tokens + reserved tokens + prefill_price * uncached prompt tokens + decode_price * sequences there +
+    a price for stale stats. Barrier: a replica that has no free slot, or whose free blocks, less
     those promised and those its queue will take, cannot hold the request's uncached part, ranks after all that can.
     Equals are shuffled by ``rng``.
     """
@@ -85,31 +85,51 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
 
 def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
     """The scores behind ``route``, in prompt tokens of compute."""
-    told = candidates.told
-    waiting, num_running = told["num_waiting_tokens"], told["num_running"]
-    matched = candidates.num_matched_blocks
-    uncached = np.maximum(1, query.num_prompt_tokens - matched * query.block_size)
-    ahead = waiting + candidates.num_reserved_tokens
-    num_steps = 1 + (ahead + uncached) / told["max_num_batched_tokens"]
-    prefill = weights.prefill_price * uncached
-    running = weights.decode_price * num_running * num_steps
-    stale = weights.stale_tokens_per_s * np.maximum(0.0, candidates.age_s - weights.max_age_s)
-    free_blocks = told["num_open_blocks"] - candidates.num_reserved_blocks
-    free_slots = told["num_open_slots"] - candidates.num_reserved
+    told, matched = candidates.told, candidates.num_matched_blocks
+    uncached: Ints = np.maximum(1, query.num_prompt_tokens - matched * query.block_size)
+    free_blocks: Ints = told["num_open_blocks"] - candidates.num_reserved_blocks
+    prefill: Floats = weights.prefill_price * uncached
+    running: Floats = weights.decode_price * _num_sequences(candidates)
+    free_slots: Ints = told["num_open_slots"] - candidates.num_reserved
     return Scores(
-        cost=ahead + prefill + running + stale,
+        cost=work(candidates, uncached, weights),
         must_wait=(free_slots < 1) | (free_blocks < np.maximum(0, query.num_blocks_needed - matched)),
         terms=(
-            ("waiting", waiting),
+            ("waiting", told["num_waiting_tokens"]),
             ("reserved", candidates.num_reserved_tokens),
             ("prefill", prefill),
             ("running", running),
-            ("stale", stale),
+            ("stale", _stale(candidates, weights)),
             ("matched_blocks", matched),
             ("free_blocks", free_blocks),
             ("free_slots", free_slots),
         ),
     )
+
+
+def work(candidates: Candidates, uncached: Ints, weights: RouteWeights) -> Floats:
+    """The cost behind ``route`` for a prompt with so many ``uncached`` tokens on each replica [n], or many prompts
+    [q, n].
+    """
+    ahead = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
+    total: Floats = (
+        weights.prefill_price * uncached
+        + ahead
+        + weights.decode_price * _num_sequences(candidates)
+        + _stale(candidates, weights)
+    )
+    return total
+
+
+def _num_sequences(candidates: Candidates) -> Ints:
+    """Those that decode there or soon will."""
+    count: Ints = candidates.told["num_running"] + candidates.told["num_waiting"] + candidates.num_reserved
+    return count
+
+
+def _stale(candidates: Candidates, weights: RouteWeights) -> Floats:
+    price: Floats = weights.stale_tokens_per_s * np.maximum(0.0, candidates.age_s - weights.max_age_s)
+    return price
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class Book:
         self.outcomes: dict[str, Outcome] = {}
         self.num_open = 0
         self.num_decisions = 0
+        self.num_missed = 0  # refused, or first token too late
 
     def expect(self, request: SimRequest) -> None:
         """A request will come."""
@@ -62,6 +63,7 @@ class Book:
 
     def refuse(self, request_id: str, reason: str) -> None:
         self.outcomes[request_id].refusal = reason
+        self.num_missed += 1
         self.num_open -= 1
 
     def take(self, delta: TokenDelta, now: float) -> bool:
@@ -74,6 +76,7 @@ class Book:
             uncached = outcome.num_prompt_tokens - delta.num_cached_tokens
             own_s = self._config.step_time.prefill.seconds(delta.num_cached_tokens, uncached)
             outcome.objective_s = self._config.objective.due_in_s(own_s)
+            self.num_missed += now - outcome.arrival_s > outcome.objective_s
         if delta.finish_reason is None:
             return False
         outcome.finished_s = now

@@ -25,6 +25,10 @@ class EventLoop:
     def after(self, delay_s: float, callback: Callable[[], None]) -> None:
         self.at(self.now + delay_s, callback)
 
+    def stop(self) -> None:
+        """Let nothing more happen."""
+        self._heap.clear()
+
     def run(self) -> None:
         """Until nothing is left to happen."""
         while self._heap:

@@ -18,10 +18,11 @@ class SteadyScheduler(Scheduler):
         decode, inside the blocks they have; nobody waits, ends or fills a block. It holds until a request comes or
         goes, if no drawn token ends a sequence. At least 1.
         """
-        if self._waiting or len(output.scheduled) != len(self._running):
+        scheduled = output.scheduled
+        if self._waiting or len(scheduled) != len(self._running) or scheduled[-1].num_new_tokens != 1:
             return 1
         block_size = self._kv.block_size
-        for share in output.scheduled:
+        for share in scheduled:
             if share.num_new_tokens != 1 or not share.samples:
                 return 1
             sequence = self._by_id[share.seq_id]
@@ -33,7 +34,7 @@ class SteadyScheduler(Scheduler):
             )
             if max_tokens is not None:
                 limit = min(limit, max_tokens - sequence.num_output_tokens - 1)
-            if limit <= 1 or self._unstarted(sequence):
+            if limit <= 1 or (not sequence.num_output_tokens and self._unstarted(sequence)):
                 return 1
         return limit
 

@@ -24,7 +24,8 @@ from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.report import Distribution
 from shoal_cluster.sim.run import report, simulate
 from shoal_cluster.sim.steady import SteadyScheduler
-from shoal_cluster.sim.workload import SimRequest, poisson, read_trace, shared_prefixes, speed_up
+from shoal_cluster.sim.traces import read_trace
+from shoal_cluster.sim.workload import SimRequest, poisson, shared_prefixes, speed_up
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.executor import ScheduledSequence, SchedulerOutput
@@ -161,8 +162,8 @@ def test_step_time_adds_prefills_and_one_weight_read() -> None:
     time = StepTime(prefill=PrefillTime(tokens_per_s=1000, pair_s=1e-6), decode_s=0.03, decode_sequence_s=0.001)
     prompt = ScheduledSequence(0, 100, 50, samples=True)
     decodes = tuple(ScheduledSequence(i, 10, 1, samples=True) for i in (1, 2))
-    assert time.step_s(SchedulerOutput(1, decodes)) == pytest.approx(0.032)
-    assert time.step_s(SchedulerOutput(1, (prompt, *decodes))) == pytest.approx(0.032 + 0.05 + (5000 + 1275) * 1e-6)
+    assert time.of(SchedulerOutput(1, decodes)) == pytest.approx(0.032)
+    assert time.of(SchedulerOutput(1, (prompt, *decodes))) == pytest.approx(0.032 + 0.05 + (5000 + 1275) * 1e-6)
     assert time.prefill.seconds(0, 150) == pytest.approx(time.prefill.seconds(0, 100) + time.prefill.seconds(100, 50))
 
 
@@ -246,7 +247,8 @@ def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
 
 
 def run(requests: list[SimRequest]) -> tuple[str, int]:
-    cluster = SimCluster(CONFIG)
+    step_time = StepTime(step_s=0.001, decode_sequence_s=0.0005, decode_context_s=1e-6)
+    cluster = SimCluster(replace(CONFIG, step_time=step_time))
     for request in requests:
         cluster.arrive(request)
     cluster.loop.run()

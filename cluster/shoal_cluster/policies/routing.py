@@ -88,8 +88,8 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
     told, matched = candidates.told, candidates.num_matched_blocks
     uncached: Ints = np.maximum(1, query.num_prompt_tokens - matched * query.block_size)
     free_blocks: Ints = told["num_open_blocks"] - candidates.num_reserved_blocks
-    prefill: Floats = weights.prefill_price * uncached
-    running: Floats = weights.decode_price * _num_sequences(candidates)
+    prefill: Floats = np.multiply(weights.prefill_price, uncached)
+    running: Floats = np.multiply(weights.decode_price, _num_sequences(candidates))
     free_slots: Ints = told["num_open_slots"] - candidates.num_reserved
     return Scores(
         cost=work(candidates, uncached, weights),

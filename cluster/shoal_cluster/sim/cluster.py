@@ -7,11 +7,13 @@ from random import Random
 
 from shoal_cluster.policies.autoscaling import ScaleState, desired_replicas
 from shoal_cluster.policies.autoscaling_view import ScaleView
+from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.gateway import SimGateway
 from shoal_cluster.sim.replica import FeedMessage, SimReplica
+from shoal_cluster.sim.shared_pool import SharedIndex, SharedPool
 from shoal_cluster.sim.workload import SimRequest
 
 
@@ -24,9 +26,10 @@ class SimCluster:
         self.book = Book(config)
         self.replicas: dict[str, SimReplica] = {}
         self.retired: list[SimReplica] = []
+        self.shared_pool = SharedPool(config.num_replicas * config.cache.num_blocks) if config.has_shared_pool else None
         rng = Random(config.seed)
         self.gateways = [
-            SimGateway(config, self.loop, self.book, self.replicas, Random(rng.getrandbits(64)))
+            SimGateway(config, self.loop, self.book, self.replicas, self._view(), Random(rng.getrandbits(64)))
             for _ in range(config.num_gateways)
         ]
         self.num_peak = 0
@@ -40,6 +43,12 @@ class SimCluster:
         self.loop.after(config.heartbeat_s, self._beat)
         if config.scaling is not None:
             self.loop.after(config.scaling.interval_s, self._scale)
+
+    def _view(self) -> ClusterView:
+        view = ClusterView()
+        if self.shared_pool is not None:
+            view.index = SharedIndex(self.shared_pool)
+        return view
 
     def arrive(self, request: SimRequest) -> None:
         """Let a request come at its ``arrival_s``, at a random gateway."""
@@ -79,6 +88,7 @@ class SimCluster:
             self.config.step_time,
             self._publish,
         )
+        replica.scheduler.shared_pool = self.shared_pool
         self.replicas[replica.replica_id] = replica
         self.num_peak = max(self.num_peak, len(self.replicas))
         for gateway in self.gateways:

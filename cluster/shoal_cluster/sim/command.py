@@ -2,69 +2,151 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
-from shoal_cluster.policies.baselines import ROUTINGS, Routing
+from shoal_cluster.policies.baselines import ROUTINGS
+from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.sim.capacity import DEFAULT_GOODPUT, find_capacity, find_replicas
+from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
-from shoal_cluster.sim.report import SimReport
-from shoal_cluster.sim.run import simulate
-from shoal_cluster.sim.workload import TraceFormat, read_trace, speed_up
-from shoal_replica.config import CacheConfig
+from shoal_cluster.sim.fit import fit_step_time
+from shoal_cluster.sim.latency import StepTime
+from shoal_cluster.sim.plot import plot_run
+from shoal_cluster.sim.progress import Progress
+from shoal_cluster.sim.run import report, run
+from shoal_cluster.sim.timeline import Timeline
+from shoal_cluster.sim.traces import TRACE_FORMATS, read_trace
+from shoal_cluster.sim.workload import SimRequest, speed_up
+from shoal_replica.config import SCHEDULING_POLICIES, CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
+
+PLOT_INTERVAL_S = 10.0
+
+Name = TypeVar("Name", bound=str)
 
 
 def sim(
     trace: Annotated[Path, typer.Option(help="Trace file, plain or .gz.")],
-    trace_format: Annotated[str, typer.Option("--format", help="mooncake or azure.")] = "mooncake",
+    trace_format: Annotated[str, typer.Option("--format", help=", ".join(TRACE_FORMATS))] = "mooncake",
     replicas: Annotated[int, typer.Option(min=1)] = 8,
     blocks_per_replica: Annotated[int, typer.Option(min=1)] = 1000,
     block_size: Annotated[int, typer.Option(min=1)] = 512,
     routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = "predicted_ttft",
+    hold: Annotated[
+        bool | None,
+        typer.Option(help="Hold requests at the gateway until a replica can start them. Default: as the rule does."),
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(help=f"Order inside a replica: {', '.join(SCHEDULING_POLICIES)}. Default: deadline when held."),
+    ] = None,
+    gateways: Annotated[int, typer.Option(min=1, help="Each with its own view and queue.")] = 1,
+    shared_pool: Annotated[bool, typer.Option(help="One prefix cache for all, transfers free: the ceiling.")] = False,
     speed: Annotated[float, typer.Option(help="Arrivals this many times as fast.")] = 1.0,
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Only what comes in the first so many seconds.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1)] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
+    model_rate: Annotated[
+        str | None,
+        typer.Option(help="Prefill tokens/s, seconds per token pair, seconds of a decode step: '8000,2.5e-9,0.03'."),
+    ] = None,
+    model_from: Annotated[Path | None, typer.Option(help="Step times fitted to 'shoal bench engine --json'.")] = None,
+    ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token, beside its own prefill.")] = 2.0,
+    prefills: Annotated[float, typer.Option(help="Objective: times its own uncached prefill.")] = 2.0,
+    goodput: Annotated[float, typer.Option(help="Share within the objective that is enough.")] = DEFAULT_GOODPUT,
+    capacity: Annotated[bool, typer.Option("--find-capacity", help="Find the highest speed that is carried.")] = False,
+    least: Annotated[bool, typer.Option("--find-replicas", help="Find the fewest replicas that carry it.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Folder for PNGs: latency and load.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
-    """Replay a request trace on a simulated cluster and report times to first token, hits and balance."""
-    arrivals = speed_up(read_trace(trace, _format(trace_format), requests), speed)
+    """Replay a request trace on a simulated cluster: times to first token, goodput, hits, balance; or plan capacity."""
+    if capacity and least:
+        raise ConfigError("find_replicas: got it with find_capacity; ask for one of them")
+    if not 0 < goodput <= 1:
+        raise ConfigError(f"goodput: got {goodput!r}; must be above 0 and at most 1")
+    step_time = _step_time(model_rate, model_from)
+    objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
+    rule = _one_of("routing", routing, ROUTINGS)
+    is_held = rule == "predicted_ttft" if hold is None else hold
+    if is_held and rule != "predicted_ttft":
+        raise ConfigError(f"hold: got it with routing {rule!r}; only predicted_ttft places what is held")
+    policy = _one_of("order", order or ("deadline" if is_held else "fcfs"), SCHEDULING_POLICIES)
     config = SimConfig(
         num_replicas=replicas,
         cache=CacheConfig(num_blocks=blocks_per_replica, block_size=block_size),
-        routing=_routing(routing),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy
+        ),
+        step_time=step_time,
+        routing=rule,
+        hold=HoldConfig(objective=objective, prefill=step_time.prefill) if is_held else None,
+        num_gateways=gateways,
+        has_shared_pool=shared_pool,
+        objective=objective,
         seed=seed,
     )
-    report = simulate(config, arrivals)
-    typer.echo(report.to_json() if as_json else _summary(report))
+    arrivals = read_trace(trace, _one_of("format", trace_format, TRACE_FORMATS), requests)
+    arrivals = speed_up([r for r in arrivals if seconds is None or r.arrival_s <= seconds], speed)
+    if capacity or least:
+        _plan(config, arrivals, goodput, least, as_json)
+    else:
+        _run(config, arrivals, plot, as_json)
 
 
-def _format(name: str) -> TraceFormat:
-    if name == "mooncake":
-        return "mooncake"
-    if name == "azure":
-        return "azure"
-    raise ConfigError(f"format: got {name!r}; must be one of mooncake, azure")
+def _run(config: SimConfig, arrivals: Sequence[SimRequest], plot: Path | None, as_json: bool) -> None:
+    cluster = SimCluster(config)
+    timeline = Timeline(cluster, PLOT_INTERVAL_S) if plot is not None else None
+    with Progress(cluster, len(arrivals)):
+        run(cluster, arrivals)
+    result = report(cluster)
+    typer.echo(result.to_json() if as_json else result.summary())
+    if plot is not None and timeline is not None:
+        for path in plot_run(cluster, timeline, plot):
+            typer.echo(str(path), err=True)
 
 
-def _routing(name: str) -> Routing:
-    for routing in ROUTINGS:
-        if routing == name:
-            return routing
-    raise ConfigError(f"routing: got {name!r}; must be one of {', '.join(ROUTINGS)}")
+def _plan(config: SimConfig, arrivals: Sequence[SimRequest], goodput: float, least: bool, as_json: bool) -> None:
+    def tell(tried: float, is_carried: bool) -> None:
+        unit = "replicas" if least else "times the speed"
+        typer.echo(f"{tried:.4g} {unit}: {'carried' if is_carried else 'too much'}", err=True)
+
+    if least:
+        found: dict[str, float | str] = {"replicas": find_replicas(config, arrivals, goodput=goodput, on_probe=tell)}
+    else:
+        found = {"capacity": find_capacity(config, arrivals, goodput=goodput, on_probe=tell)}
+    found |= {"routing": config.routing, "goodput": goodput}
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, sort_keys=True))
+    elif least:
+        typer.echo(f"{found['replicas']} replicas carry it")
+    else:
+        typer.echo(f"{found['capacity']:.3f} times this speed is carried")
 
 
-def _summary(report: SimReport) -> str:
-    ttft, latency = report.ttft_s, report.latency_s
-    rows = (
-        ("requests", f"{report.num_finished} finished, {report.num_shed} shed, of {report.num_requests}"),
-        ("first token", f"p50 {ttft.p50:.2f} s, p90 {ttft.p90:.2f} s, p99 {ttft.p99:.2f} s"),
-        ("latency", f"p50 {latency.p50:.2f} s, p90 {latency.p90:.2f} s, p99 {latency.p99:.2f} s"),
-        ("goodput", f"{report.goodput:.1%} within the objective"),
-        ("hit rate", f"{report.hit_rate:.1%} ({report.predicted_hit_rate:.1%} predicted)"),
-        ("imbalance", f"{report.imbalance:.3f} busiest over mean; {report.utilization:.1%} busy"),
-        ("preemptions", f"{report.num_preemptions}"),
-        ("output", f"{report.output_tokens_per_s:.0f} tokens/s over {report.duration_s:.0f} s"),
-    )
-    return "\n".join(f"{name:<12} {text}" for name, text in rows)
+def _one_of(field: str, value: str, names: tuple[Name, ...]) -> Name:
+    for name in names:
+        if name == value:
+            return name
+    raise ConfigError(f"{field}: got {value!r}; must be one of {', '.join(names)}")
+
+
+def _step_time(rate: str | None, path: Path | None) -> StepTime:
+    if rate is not None and path is not None:
+        raise ConfigError("model_from: got it with model_rate; give one of them")
+    if path is not None:
+        return fit_step_time(path)
+    if rate is None:
+        return StepTime()
+    try:
+        tokens_per_s, pair_s, decode_s = (float(part) for part in rate.split(","))
+    except ValueError:
+        raise ConfigError(f"model_rate: got {rate!r}; must be three numbers such as 8000,2.5e-9,0.03") from None
+    return StepTime(prefill=PrefillTime(tokens_per_s=tokens_per_s, pair_s=pair_s), decode_s=decode_s)

@@ -28,8 +28,10 @@ class SimConfig:
     """A cluster to simulate.
 
     Attributes:
+        num_gateways: requests come at a random one; each has a view and a queue of its own.
         heartbeat_s: how often an idle replica reports.
         feed_delay_s: from the end of a step until the gateway knows of it, tokens included.
+        has_shared_pool: what one replica has cached, all can use at once and for nothing: the ceiling of placement.
         hold: how gateways hold requests until a replica can start them; None: each is placed when it comes.
         objective: a first token is good within it, by the request's actual uncached prefill.
     """
@@ -48,5 +50,6 @@ class SimConfig:
     feed_delay_s: float = 0.005
     objective: LatencyObjective = field(default_factory=LatencyObjective)
     num_gateways: int = 1
+    has_shared_pool: bool = False
     hold: HoldConfig | None = None
     seed: int = 0

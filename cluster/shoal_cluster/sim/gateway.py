@@ -31,9 +31,15 @@ class SimGateway:
     """
 
     def __init__(
-        self, config: SimConfig, loop: EventLoop, book: Book, replicas: Mapping[str, SimReplica], rng: Random
+        self,
+        config: SimConfig,
+        loop: EventLoop,
+        book: Book,
+        replicas: Mapping[str, SimReplica],
+        view: ClusterView,
+        rng: Random,
     ) -> None:
-        self.view = ClusterView()
+        self.view = view
         self.queue = PendingQueue(config.hold) if config.hold is not None else None
         self._config = config
         self._loop = loop

@@ -16,29 +16,38 @@ class StepTime:
 
     Attributes:
         prefill: of a prompt's chunk.
-        decode_s: what a step that decodes takes however few sequences do: reading the weights once.
-        decode_sequence_s: what each decoding sequence adds to that.
+        step_s: of any step, whatever is in it.
+        decode_s: what a step that decodes takes beside that however few sequences do: reading the weights once.
+        decode_sequence_s, decode_context_s: what each decoding sequence adds, and each token of its context.
     """
 
     prefill: PrefillTime = field(default_factory=PrefillTime)
+    step_s: float = 0.0
     decode_s: float = 0.030
     decode_sequence_s: float = 0.0
+    decode_context_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("decode_s", "decode_sequence_s"):
+        for name in ("step_s", "decode_s", "decode_sequence_s", "decode_context_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name}: got {value!r}; must be a finite number of at least 0")
 
-    def step_s(self, output: SchedulerOutput) -> float:
-        """Seconds of one step: its prompts' chunks, then its decodes (shares of one token that samples)."""
-        seconds = 0.0
-        num_decodes = 0
+    def of(self, output: SchedulerOutput) -> float:
+        """Seconds of one step: its prompts' chunks and its decodes (shares of one token that samples)."""
+        prefill_s = 0.0
+        num_decodes = num_context_tokens = 0
         for share in output.scheduled:
             if share.num_new_tokens == 1 and share.samples:
                 num_decodes += 1
+                num_context_tokens += share.num_computed_tokens
             else:
-                seconds += self.prefill.seconds(share.num_computed_tokens, share.num_new_tokens)
-        if num_decodes:
-            seconds += self.decode_s + self.decode_sequence_s * num_decodes
-        return seconds
+                prefill_s += self.prefill.seconds(share.num_computed_tokens, share.num_new_tokens)
+        return prefill_s + self.decode(num_decodes, num_context_tokens)
+
+    def decode(self, num_sequences: int, num_context_tokens: int) -> float:
+        """Seconds of a step that does nothing but decode."""
+        if not num_sequences:
+            return self.step_s
+        varying_s = self.decode_sequence_s * num_sequences + self.decode_context_s * num_context_tokens
+        return self.step_s + self.decode_s + varying_s

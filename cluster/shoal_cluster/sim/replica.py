@@ -83,6 +83,8 @@ class SimReplica:
     def tell(self, deltas: tuple[TokenDelta, ...]) -> None:
         """Publish the ledger as of now."""
         stored, removed = self.scheduler.take_block_events()
+        if self.scheduler.shared_pool is not None:
+            self.scheduler.shared_pool.store(stored)
         added, self._added = tuple(self._added), []
         stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining)
         self._publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas))
@@ -92,15 +94,20 @@ class SimReplica:
         if output is None:
             self._is_stepping = False
             return
-        self._step_s = step_s = self._step_time.step_s(output)
+        self._step_s = step_s = self._step_time.of(output)
         now = self._loop.now
         num_steps = self.scheduler.num_steady_steps(output, int(MAX_STRETCH_S / step_s) if step_s else 1)
         if num_steps == 1:
             self.busy_s += step_s
             self._loop.at(now + step_s, lambda: self._end_step(output))
             return
-        ends_s = [now := now + step_s for _ in range(num_steps)]
-        stretch = self._stretch = _Stretch(output, ends_s)
+        num_sequences = len(output.scheduled)
+        num_context_tokens = sum(share.num_computed_tokens for share in output.scheduled)
+        steps_s = [
+            self._step_time.decode(num_sequences, num_context_tokens + i * num_sequences) for i in range(num_steps)
+        ]
+        ends_s = [now := now + step_s for step_s in steps_s]
+        stretch = self._stretch = _Stretch(output, steps_s, ends_s)
         self._loop.at(now, lambda: self._end_stretch(stretch, num_steps))
 
     def _end_step(self, output: SchedulerOutput) -> None:
@@ -121,7 +128,7 @@ class SimReplica:
         if num_steps != len(stretch.ends_s):
             return  # it was cut
         self._stretch = None
-        for _ in range(num_steps):
+        for self._step_s in stretch.steps_s[:num_steps]:
             self.busy_s += self._step_s
         deltas = self.scheduler.update_steady(stretch.output, _sampled(stretch.output), num_steps)
         self.tell(tuple(deltas))
@@ -130,9 +137,10 @@ class SimReplica:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Like steps under way: the first one's output, and when each ends."""
+    """Like steps under way: the first one's output, how long each takes and when it ends."""
 
     output: SchedulerOutput
+    steps_s: list[float]
     ends_s: list[float]
 
 

@@ -36,6 +36,7 @@ class SimReport:
         hit_rate, predicted_hit_rate: share of prompt tokens that the replicas found cached; that the gateway expected.
         imbalance: busiest replica's busy time over the mean, of replicas that lived.
         utilization: busy time over lifetime, mean of replicas.
+        decisions_per_s: placements in a second of simulated time.
         duration_s: simulated time from the first arrival to the last token.
     """
 
@@ -45,6 +46,7 @@ class SimReport:
     num_shed: int
     num_prompt_tokens: int
     num_output_tokens: int
+    decisions_per_s: float
     num_preemptions: int
     num_replicas_peak: int
     ttft_s: Distribution
@@ -61,3 +63,18 @@ class SimReport:
     def to_json(self) -> str:
         """Keys in order, floats in full: equal runs give equal bytes."""
         return json.dumps(asdict(self), indent=2, sort_keys=True)
+
+    def summary(self) -> str:
+        """For people: a few lines."""
+        ttft, latency = self.ttft_s, self.latency_s
+        rows = (
+            ("requests", f"{self.num_finished} finished, {self.num_shed} shed, of {self.num_requests}"),
+            ("first token", f"p50 {ttft.p50:.2f} s, p90 {ttft.p90:.2f} s, p99 {ttft.p99:.2f} s"),
+            ("latency", f"p50 {latency.p50:.2f} s, p90 {latency.p90:.2f} s, p99 {latency.p99:.2f} s"),
+            ("goodput", f"{self.goodput:.1%} within the objective"),
+            ("hit rate", f"{self.hit_rate:.1%} ({self.predicted_hit_rate:.1%} predicted)"),
+            ("imbalance", f"{self.imbalance:.3f} busiest over mean; {self.utilization:.1%} busy"),
+            ("preemptions", f"{self.num_preemptions}"),
+            ("output", f"{self.output_tokens_per_s:.0f} tokens/s over {self.duration_s:.0f} s"),
+        )
+        return "\n".join(f"{name:<12} {text}" for name, text in rows)

@@ -16,12 +16,16 @@ def simulate(config: SimConfig, requests: Sequence[SimRequest]) -> SimReport:
 
     Equal arguments give equal reports.
     """
-    cluster = SimCluster(config)
+    return report(run(SimCluster(config), requests))
+
+
+def run(cluster: SimCluster, requests: Sequence[SimRequest]) -> SimCluster:
+    """The same for a cluster that is there: back when every request has ended and every count adds up."""
     for request in requests:
         cluster.arrive(request)
     cluster.loop.run()
     check_conservation(cluster)
-    return report(cluster)
+    return cluster
 
 
 def report(cluster: SimCluster) -> SimReport:
@@ -44,6 +48,7 @@ def report(cluster: SimCluster) -> SimReport:
         num_shed=len(outcomes) - len(finished),
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
+        decisions_per_s=cluster.book.num_decisions / (last_s - first_s) if last_s > first_s else 0.0,
         num_preemptions=sum(s.num_preemptions for s in stats),
         num_replicas_peak=cluster.num_peak,
         ttft_s=Distribution.of([o.first_token_s - o.arrival_s for o in finished if o.first_token_s is not None]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from shoal_cluster.sim.shared_pool import SharedPool
 from shoal_replica.executor import SchedulerOutput, StepResult
-from shoal_replica.request import SequenceStatus, TokenDelta
+from shoal_replica.request import Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduler import Scheduler
 
 
@@ -11,7 +12,12 @@ class SteadyScheduler(Scheduler):
     """The scheduler, which can also say how long it will go on alike, and take that stretch in one call.
 
     Nothing differs from as many calls of ``schedule`` and ``update``; a test holds it to that.
+
+    Attributes:
+        shared_pool: prefixes that need not be computed although they are not cached here.
     """
+
+    shared_pool: SharedPool | None = None
 
     def num_steady_steps(self, output: SchedulerOutput, limit: int) -> int:
         """Steps from ``output`` on, itself included and at most ``limit``, that are sure to be alike: all sequences
@@ -61,3 +67,13 @@ class SteadyScheduler(Scheduler):
         self._totals.num_generated_tokens += num_steps * len(output.scheduled)
         self._totals.num_steps += num_steps - 1
         return deltas
+
+    def _note_first_run(self, sequence: Sequence, now: float) -> None:
+        if self.shared_pool is not None:
+            block_size = self._kv.block_size
+            reusable = sequence.block_hashes[: (sequence.num_tokens - 1) // block_size]
+            num_tokens = self.shared_pool.use(reusable) * block_size
+            if num_tokens > sequence.num_computed_tokens:
+                sequence.num_computed_tokens = num_tokens
+                self._kv.commit(sequence.seq_id, sequence.block_hashes, num_tokens)
+        super()._note_first_run(sequence, now)

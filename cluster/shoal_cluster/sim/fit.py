@@ -1,0 +1,67 @@
+"""Step times from what ``shoal bench engine --json`` measured (its workload of single steps)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal_cluster.policies.objective import PrefillTime
+from shoal_cluster.sim.latency import StepTime
+from shoal_replica.errors import ConfigError, NotFound
+
+MAX_TOKENS_PER_S = 1e12
+FORMAT = "steps.prefill: num_new_tokens, num_computed_tokens, seconds; steps.decode: num_seqs, context, seconds"
+
+
+def fit_step_time(path: Path) -> StepTime:
+    """Fit a StepTime to the steps in a benchmark's JSON: least squares of relative errors, no term below zero.
+
+    Raises:
+        NotFound: no such file.
+        ConfigError: it has no steps.
+    """
+    if not path.is_file():
+        raise NotFound(f"model_from: no file {str(path)!r}")
+    try:
+        steps: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["steps"]
+        prefill = [(p["num_new_tokens"], p["num_computed_tokens"], _median(p)) for p in steps["prefill"]]
+        decode = [(d["num_seqs"], d["context"], _median(d)) for d in steps["decode"]]
+        return _fit(prefill, decode)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(f"model_from: {path.name} holds no steps ({error!r}); expected {FORMAT}") from None
+
+
+def _median(step: dict[str, Any]) -> float:
+    return float(statistics.median(step["seconds"]))
+
+
+def _fit(prefill: list[tuple[int, int, float]], decode: list[tuple[int, float, float]]) -> StepTime:
+    new, computed, prefill_s = np.array(prefill, np.float64).T
+    base_s, token_s, pair_s = _least_squares([np.ones_like(new), new, new * computed + new * (new + 1) / 2], prefill_s)
+    num_seqs, context, step_s = np.array(decode, np.float64).T
+    decode_s, sequence_s, context_s = _least_squares([np.ones_like(num_seqs), num_seqs, num_seqs * context], step_s)
+    return StepTime(
+        prefill=PrefillTime(tokens_per_s=1 / max(token_s, 1 / MAX_TOKENS_PER_S), pair_s=pair_s),
+        step_s=min(base_s, decode_s),
+        decode_s=max(0.0, decode_s - base_s),
+        decode_sequence_s=sequence_s,
+        decode_context_s=context_s,
+    )
+
+
+def _least_squares(columns: list[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
+    """Coefficients, none negative: the most negative one is left out until none is."""
+    kept = list(range(len(columns)))
+    while kept:
+        matrix = np.stack([columns[i] / seconds for i in kept], axis=1)
+        found = np.linalg.lstsq(matrix, np.ones_like(seconds), rcond=None)[0]
+        if found.min() >= 0:
+            coefficients = dict(zip(kept, found.tolist(), strict=True))
+            return [coefficients.get(i, 0.0) for i in range(len(columns))]
+        del kept[int(found.argmin())]
+    return [0.0] * len(columns)

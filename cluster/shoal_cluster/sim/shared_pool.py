@@ -1,0 +1,53 @@
+"""The ceiling of placement: one prefix cache for all replicas, whose blocks travel in no time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from shoal_cluster.policies.candidates import Ints
+from shoal_cluster.policies.prefix_index import PrefixIndex
+from shoal_replica.prefix_cache import BlockHash
+
+
+class SharedPool:
+    """What is cached anywhere, least recently used first: as large as all replicas together, with nothing twice."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._hashes: OrderedDict[BlockHash, None] = OrderedDict()
+
+    def store(self, block_hashes: Iterable[BlockHash]) -> None:
+        """These are cached from now on."""
+        for block_hash in block_hashes:
+            self._hashes[block_hash] = None
+            self._hashes.move_to_end(block_hash)
+        while len(self._hashes) > self._num_blocks:
+            self._hashes.popitem(last=False)
+
+    def match(self, block_hashes: Sequence[BlockHash]) -> int:
+        """How many leading blocks are cached."""
+        for count, block_hash in enumerate(block_hashes):
+            if block_hash not in self._hashes:
+                return count
+        return len(block_hashes)
+
+    def use(self, block_hashes: Sequence[BlockHash]) -> int:
+        """``match``, for whoever reuses them: a prefix loses its tail before its head."""
+        count = self.match(block_hashes)
+        for block_hash in reversed(block_hashes[:count]):
+            self._hashes.move_to_end(block_hash)
+        return count
+
+
+class SharedIndex(PrefixIndex):
+    """A gateway's index when every replica can use what any has cached."""
+
+    def __init__(self, pool: SharedPool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def match_slots(self, block_hashes: Sequence[BlockHash]) -> Ints:
+        return np.full_like(super().match_slots(()), self._pool.match(block_hashes))

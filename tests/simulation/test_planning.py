@@ -1,0 +1,208 @@
+"""Capacity, ceilings, several gateways, late binding and fitted step times, on small made-up workloads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.sim.capacity import carries, find_capacity, find_replicas
+from shoal_cluster.sim.command import sim
+from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.fit import fit_step_time
+from shoal_cluster.sim.latency import StepTime
+from shoal_cluster.sim.run import simulate
+from shoal_cluster.sim.traces import read_trace
+from shoal_cluster.sim.workload import SimRequest, poisson, shared_prefixes, speed_up
+from shoal_replica.config import CacheConfig, SchedulerConfig
+from shoal_replica.errors import ConfigError, NotFound
+
+PREFILL = PrefillTime(tokens_per_s=8000.0)
+OBJECTIVE = LatencyObjective(ttft_s=0.5)
+PLACED = SimConfig(
+    num_replicas=4,
+    cache=CacheConfig(num_blocks=200, block_size=64),
+    scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+    step_time=StepTime(prefill=PREFILL, decode_s=0.005),
+    objective=OBJECTIVE,
+)
+HELD = replace(
+    PLACED,
+    scheduler=replace(PLACED.scheduler, policy="deadline"),
+    hold=HoldConfig(objective=OBJECTIVE, prefill=PREFILL),
+)
+
+
+def mixed(num_requests: int = 300, seed: int = 5) -> list[SimRequest]:
+    """Many short prompts that share beginnings, and among them long ones that block a queue for half a second."""
+    short = shared_prefixes(
+        requests_per_s=20.0,
+        num_requests=num_requests,
+        num_groups=12,
+        num_prefix_tokens=512,
+        num_own_tokens=200,
+        num_output_tokens=10,
+        seed=seed,
+    )
+    long = poisson(
+        requests_per_s=2.0,
+        num_requests=num_requests // 10,
+        num_prompt_tokens=4000,
+        num_output_tokens=10,
+        seed=seed + 1,
+    )
+    return short + [replace(r, request_id=f"long-{r.request_id}") for r in long]
+
+
+def test_held_requests_all_end_and_repeat_byte_for_byte() -> None:
+    requests = speed_up(mixed(), 2.0)
+    report = simulate(HELD, requests)
+    assert report.num_finished == len(requests)
+    assert simulate(HELD, requests).to_json() == report.to_json()
+    assert report.predicted_hit_rate == pytest.approx(report.hit_rate, abs=0.01)
+
+
+def test_late_binding_carries_more_than_the_rule_alone_and_that_more_than_turns() -> None:
+    requests = mixed()
+    capacities = [
+        find_capacity(config, requests, tolerance=0.05)
+        for config in (HELD, PLACED, replace(PLACED, routing="round_robin"))
+    ]
+    assert capacities[0] > 1.15 * capacities[1] > 1.15 * 1.05 * capacities[2]
+
+
+def test_capacity_is_where_goodput_falls_below_the_goal() -> None:
+    requests = mixed(150)
+    probes: list[tuple[float, bool]] = []
+    capacity = find_capacity(PLACED, requests, on_probe=lambda speed, ok: probes.append((speed, ok)))
+    assert simulate(PLACED, speed_up(requests, capacity)).goodput >= 0.9
+    assert min(speed for speed, ok in probes if not ok) <= capacity * 1.021
+    assert max(speed for speed, ok in probes if ok) == capacity
+
+
+def test_the_fewest_replicas_that_carry_it() -> None:
+    requests = speed_up(mixed(150), 2.0)
+    count = find_replicas(PLACED, requests)
+    assert carries(replace(PLACED, num_replicas=count), requests, 0.9)
+    assert not carries(replace(PLACED, num_replicas=count - 1), requests, 0.9)
+
+
+def test_a_shared_pool_is_the_ceiling() -> None:
+    """Every prefix is computed once in all, wherever requests go."""
+    requests = mixed()
+    shared = simulate(replace(PLACED, routing="round_robin", has_shared_pool=True), requests)
+    apart = simulate(PLACED, requests)
+    prompt_tokens = sum(r.num_prompt_tokens for r in requests)
+    assert shared.hit_rate == pytest.approx((300 - 12) * 512 / prompt_tokens, rel=0.03)
+    assert apart.hit_rate < shared.hit_rate
+
+
+def test_lone_streams_do_not_pile_up_on_the_one_that_knows_their_prefix() -> None:
+    """Eight chats with one system prompt, long answers, two replicas, step time by the sequence: both get some."""
+    step_time = StepTime(prefill=PrefillTime(tokens_per_s=2000.0, pair_s=0.0), decode_s=0.007, decode_sequence_s=0.0012)
+    chats = [SimRequest(f"chat-{i}", 1.0 + 0.4 * i, ((7, 600), (100 + i, 40)), 200) for i in range(8)]
+    for hold in (None, HoldConfig(objective=OBJECTIVE, prefill=step_time.prefill)):
+        config = replace(PLACED, num_replicas=2, step_time=step_time, hold=hold, cache=CacheConfig(num_blocks=2000))
+        report = simulate(config, chats)
+        assert min(report.busy_s.values()) > 0.25 * max(report.busy_s.values())
+
+
+# Step times
+
+
+def test_step_times_are_found_again_from_what_they_make(tmp_path: Path) -> None:
+    true = StepTime(
+        prefill=PrefillTime(tokens_per_s=2000.0, pair_s=4e-8),
+        step_s=0.002,
+        decode_s=0.005,
+        decode_sequence_s=0.0006,
+        decode_context_s=2e-7,
+    )
+    steps = {
+        "prefill": [
+            {"num_new_tokens": n, "num_computed_tokens": c, "seconds": [true.step_s + true.prefill.seconds(c, n)] * 3}
+            for n in (16, 256, 1024)
+            for c in (0, 1024)
+        ],
+        "decode": [
+            {"num_seqs": n, "context": c, "seconds": [true.decode(n, n * c), 1.0, 0.0]}
+            for n in (1, 8, 64)
+            for c in (64, 1024)
+        ],
+    }
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"steps": steps}))
+    fitted = fit_step_time(path)
+    assert fitted.prefill.tokens_per_s == pytest.approx(2000.0, rel=1e-3)
+    assert fitted.prefill.pair_s == pytest.approx(4e-8, rel=1e-3)
+    assert (fitted.step_s, fitted.decode_s) == (pytest.approx(0.002, rel=1e-2), pytest.approx(0.005, rel=1e-2))
+    assert fitted.decode_sequence_s == pytest.approx(0.0006, rel=1e-3)
+    assert fitted.decode_context_s == pytest.approx(2e-7, rel=1e-2)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"steps": {"prefill": [], "decode": []}}'])
+def test_a_benchmark_without_steps_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bench\.json holds no steps"):
+        fit_step_time(path)
+    with pytest.raises(NotFound):
+        fit_step_time(tmp_path / "other.json")
+
+
+# The command
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.csv"
+    rows = "".join(f"{500 + i},{5 + i % 3},0\n" for i in range(40))
+    path.write_text("num_prefill_tokens,num_decode_tokens,num_total_tokens\n" + rows)
+    return path
+
+
+def invoke(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(sim)
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False).stdout
+
+
+def test_lengths_come_once_a_second_the_same_each_time(lengths: Path) -> None:
+    requests = read_trace(lengths, "lengths")
+    assert requests == read_trace(lengths, "lengths")
+    assert requests[-1].arrival_s == pytest.approx(40, rel=0.5)
+    assert (requests[3].num_prompt_tokens, requests[3].num_output_tokens) == (503, 5)
+
+
+def test_the_command_plans_and_draws(lengths: Path, tmp_path: Path) -> None:
+    small = ["--trace", str(lengths), "--format", "lengths", "--replicas", "2", "--blocks-per-replica", "20", "--json"]
+    capacity = json.loads(invoke(*small, "--find-capacity"))["capacity"]
+    assert capacity > 1
+    assert json.loads(invoke(*small, "--find-replicas", "--speed", str(capacity * 0.98)))["replicas"] == 2
+    report = json.loads(invoke(*small, "--plot", str(tmp_path / "plots"), "--gateways", "2", "--seconds", "20"))
+    assert 0 < report["num_finished"] < 40
+    assert all((tmp_path / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in ("latency.png", "load.png"))
+    slow = json.loads(invoke(*small, "--model-rate", "100,0,0.1", "--no-hold"))
+    assert slow["ttft_s"]["p50"] > 10 * report["ttft_s"]["p50"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (["--find-capacity", "--find-replicas"], "find_replicas"),
+        (["--hold", "--routing", "round_robin"], "hold"),
+        (["--model-rate", "1,2"], "model_rate"),
+        (["--model-rate", "1,2,3", "--model-from", "x"], "model_from"),
+        (["--order", "x"], "order"),
+        (["--goodput", "0"], "goodput"),
+    ],
+)
+def test_wrong_options_are_named(lengths: Path, wrong: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        invoke("--trace", str(lengths), "--format", "lengths", *wrong)

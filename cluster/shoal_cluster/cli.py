@@ -37,6 +37,7 @@ LATER = {
     "bench": _Later("shoal_cluster.commands.bench:app", "Measure what a part of Shoal costs on this machine."),
     "demo": _Later("shoal_cluster.commands.demo:demo", "Start a local cluster and send it eight chats at once."),
     "deploy": _Later("shoal_cluster.commands.deploy:deploy_file", "Apply a Serve YAML to a Ray cluster and wait."),
+    "top": _Later("shoal_cluster.commands.top:top", "Show the cluster as the dashboard does, in a terminal."),
     "sim": _Later("shoal_cluster.sim.command:sim", "Replay a request trace on a simulated cluster."),
 }
 

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
-import uvicorn
 from fixtures.browser import browser_page
 from fixtures.fake_core import FakeCore
 from fixtures.fake_gateway import ADMIN_KEY
 from fixtures.live_cluster import free_address
 from fixtures.page_probes import LOW_CONTRAST, OVERFLOWING, OVERLAPPING, UNNAMED
-from fixtures.waiting import until
+from fixtures.served_core import serving
 from playwright.async_api import Page, expect
-
-from shoal_cluster.serve.http_api import build_http_app
-
-
-@asynccontextmanager
-async def serving(core: FakeCore, address: str) -> AsyncIterator[None]:
-    host, _, port = address.rpartition(":")
-    listener = socket.create_server((host, int(port)))
-    config = uvicorn.Config(build_http_app(core), log_config=None, lifespan="on", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: server.started)
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await task
 
 
 @pytest.fixture

@@ -1,0 +1,94 @@
+"""``shoal top``: the dashboard in a terminal, from the same stream of updates."""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from shoal_cluster.addresses import DEFAULT_HTTP_ADDRESS
+from shoal_cluster.commands.top_screen import Past, screen
+from shoal_cluster.serve.dashboard.history import FINE_S, Sample
+from shoal_cluster.serve.dashboard.update import Update
+from shoal_replica.errors import Unavailable
+
+SILENCE_S = 4.0
+REDIAL_S = 1.0
+DATA = b"data: "
+
+
+def top(
+    address: Annotated[str, typer.Option(help="The gateway's HTTP address.")] = DEFAULT_HTTP_ADDRESS,
+    once: Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")] = False,
+) -> None:
+    """Show the cluster as the dashboard does, live, until Ctrl-C."""
+    url = f"http://{address}/dashboard"
+    console = Console(highlight=False)
+    past = _past(url)
+    if once:
+        told = msgspec.json.decode(_get(f"{url}/data"), type=Update)
+        past.add(told.sample)
+        console.print(screen(told, past, "", console.width, None))
+        return
+    with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        update: Update | None = None
+        for news in _updates(f"{url}/stream"):
+            trouble = ""
+            if isinstance(news, Update):
+                update = news
+                past.add(update.sample)
+            else:
+                trouble = news
+            if update is not None:
+                live.update(screen(update, past, trouble, console.width, console.height), refresh=True)
+
+
+def _past(url: str) -> Past:
+    """The last ten minutes."""
+    columns = msgspec.json.decode(_get(f"{url}/history?seconds={FINE_S:g}"), type=dict[str, list[float | None]])
+    rows = zip(*columns.values(), strict=True)
+    samples = (msgspec.convert(dict(zip(columns, row, strict=True)), Sample) for row in rows)
+    return Past(deque(samples, maxlen=int(FINE_S)))
+
+
+def _updates(url: str) -> Iterator[Update | str]:
+    """Updates as they come; a text instead where the stream has broken and is dialled again."""
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=SILENCE_S) as stream:
+                for line in stream:
+                    if line.startswith(DATA):
+                        yield msgspec.json.decode(line.removeprefix(DATA), type=Update)
+            trouble = "the gateway has ended the stream"
+        except (OSError, http.client.HTTPException, msgspec.ValidationError) as error:
+            trouble = f"the stream is broken: {error}"
+        yield f"{trouble}; reconnecting"
+        time.sleep(REDIAL_S)
+
+
+def _get(url: str) -> bytes:
+    """An answer's body.
+
+    Raises:
+        Unavailable: no gateway answers there.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=SILENCE_S) as answer:
+            body: bytes = answer.read()
+    except urllib.error.HTTPError as error:
+        raise Unavailable(f"{url} answers {error.code} {error.reason}: is it a Shoal gateway?") from None
+    except (OSError, http.client.HTTPException, ValueError):
+        where = urllib.parse.urlsplit(url).netloc
+        raise Unavailable(f"no Shoal gateway at http://{where}; start one with `make demo`") from None
+    return body

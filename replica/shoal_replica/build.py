@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import replace
 
 from shoal_replica.checkpoint import ensure_checkpoint
@@ -13,17 +14,18 @@ from shoal_replica.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
-    check_memory,
     default_graph_sizes,
 )
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import Executor
 from shoal_replica.memory import available_bytes, default_num_blocks
-from shoal_replica.memory_plan import plan_memory
+from shoal_replica.memory_plan import plan_host, plan_memory
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankLauncher
 from shoal_replica.scheduler import Scheduler
 from shoal_replica.shard import make_shard
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_config(
@@ -69,9 +71,11 @@ def resolve_config(
     if memory_bytes is None:
         memory_bytes = available_bytes()
     if num_blocks is None:
-        num_blocks = default_num_blocks(shape, block_size, scheduler.max_num_seqs, memory_bytes)
+        least = CacheConfig(num_blocks=1, block_size=block_size)
+        plan = plan_host(shape, scheduler, parallel, least, memory_bytes)
+        num_blocks = default_num_blocks(shape, plan, block_size, scheduler.max_num_seqs)
     cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
-    check_memory(shape, cache, memory_bytes)
+    plan_host(shape, scheduler, parallel, cache, memory_bytes).check()
     return EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
 
 
@@ -113,6 +117,9 @@ def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -
         NotFound, ConfigError: the model cannot be loaded.
         EngineDead: a rank could not start.
     """
+    if config.parallel.device == "cpu":
+        plan = plan_host(config.model, config.scheduler, config.parallel, config.cache, available_bytes())
+        logger.info("%s", plan.report())
     if config.parallel.num_ranks > 1:
         return RankExecutor(config, launcher or LocalRanks(config.parallel))
     from shoal_replica.model.model_runner import ModelRunner  # brings torch, which the core does without

@@ -294,22 +294,6 @@ class EngineConfig:
             object.__setattr__(self, "model", replace(self.model, max_model_len=room))
 
 
-def check_memory(model: ModelConfig, cache: CacheConfig, memory_bytes: int) -> None:
-    """Raise ConfigError when weights and KV pool do not fit ``memory_bytes``, naming the smallest change that does."""
-    pool = cache.num_blocks * model.block_bytes(cache.block_size)
-    if model.weight_bytes + pool <= memory_bytes:
-        return
-    gib = 2**30
-    room = (memory_bytes - model.weight_bytes) // model.block_bytes(cache.block_size)
-    what = (
-        f"num_blocks: {cache.num_blocks} blocks take {pool / gib:.2f} GiB beside {model.weight_bytes / gib:.2f} GiB "
-        f"of weights, and {memory_bytes / gib:.2f} GiB are free"
-    )
-    if room > 0:
-        raise ConfigError(f"{what}; num_blocks={room} fits")
-    raise ConfigError(f"{what}; {'the weights alone do not fit' if room < 0 else 'not one block fits'}")
-
-
 def _at_least(field_name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{field_name}: got {value!r}; must be an integer of at least {low}")

@@ -7,13 +7,14 @@ from pathlib import Path
 import psutil
 
 from shoal_replica.config import ModelConfig
+from shoal_replica.memory_plan import MemoryPlan
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
 CGROUP_STAT = Path("/sys/fs/cgroup/memory.stat")
 
 DEFAULT_TOKENS_PER_SEQUENCE = 1024
-POOL_SHARE = 0.8  # of what weights leave; the rest is for activations and the process itself
+POOL_SHARE = 0.8  # of what weights and activations leave; the rest is for the process itself
 
 
 def available_bytes() -> int:
@@ -27,12 +28,11 @@ def available_bytes() -> int:
     return max(0, available)
 
 
-def default_num_blocks(model: ModelConfig, block_size: int, max_num_seqs: int, memory_bytes: int) -> int:
+def default_num_blocks(model: ModelConfig, plan: MemoryPlan, block_size: int, max_num_seqs: int) -> int:
     """Room for ``max_num_seqs`` sequences of ordinary length, or one of full length if that is more; as memory allows.
 
-    At least 1: a pool that cannot hold the model at all is refused by ``check_memory``.
+    At least 1: a pool that cannot hold the model at all is refused by ``MemoryPlan.check``.
     """
     tokens = max(model.max_model_len, max_num_seqs * min(model.max_model_len, DEFAULT_TOKENS_PER_SEQUENCE))
     wanted = -(-tokens // block_size)
-    fitting = int((memory_bytes - model.weight_bytes) * POOL_SHARE) // model.block_bytes(block_size)
-    return max(1, min(wanted, fitting))
+    return max(1, min(wanted, int(plan.room_for_blocks * POOL_SHARE)))

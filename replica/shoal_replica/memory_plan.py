@@ -1,12 +1,12 @@
-"""What a rank's memory goes to, reckoned before anything is loaded."""
+"""What memory goes to, reckoned before anything is loaded: of a rank's NPU, or of a CPU replica's host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal_replica.config import DTYPE_BYTES, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
-from shoal_replica.shard import Shard
+from shoal_replica.shard import Shard, make_shard
 
 GIB = 2**30
 MIB = 2**20
@@ -21,7 +21,10 @@ GRAPH_BYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank on an NPU. ``usable`` is what it may take, ``block`` its part of one KV block."""
+    """Bytes of one rank on an NPU, or of all ranks on a CPU's host. ``usable`` is what may be taken.
+
+    ``block`` is what one KV block takes there.
+    """
 
     device: str
     dtype: str
@@ -57,6 +60,9 @@ class MemoryPlan:
             return
         if room > 0:
             raise ConfigError(f"num_blocks: got {self.num_blocks}; {self.report()}; num_blocks={room} fits")
+        if self.device == "cpu":
+            what = "not one block fits" if self.weights <= self.usable else "the weights alone do not fit"
+            raise ConfigError(f"num_blocks: {self.report()}; {what}")
         without_graphs = room + self.graphs // self.block
         if without_graphs > 0:
             raise ConfigError(f"graph_sizes: {self.report()}; graph_sizes=[] and num_blocks={without_graphs} fit")
@@ -85,6 +91,30 @@ def plan_memory(
         + COMMUNICATOR_BYTES * (shard.num_stages > 1),
         graphs=GRAPH_BYTES * len(parallel.graph_sizes or ()),
         block=shard.block_bytes(model, cache.block_size),
+        num_blocks=cache.num_blocks,
+    )
+
+
+def plan_host(
+    model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, cache: CacheConfig, free_bytes: int
+) -> MemoryPlan:
+    """The plan of a CPU replica, whose ranks share ``free_bytes`` of one host."""
+    shards = [make_shard(model, parallel, rank) for rank in range(parallel.num_ranks)]
+    if len(shards) == 1:
+        weights = model.weight_bytes
+    else:  # the operators that ranks use hold integer weights widened
+        weights = sum(shard_weight_bytes(replace(model, quantization="none"), shard) for shard in shards)
+    # What is summed, once to send and once to receive.
+    summed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * DTYPE_BYTES[model.dtype]
+    return MemoryPlan(
+        device=parallel.device,
+        dtype=model.dtype,
+        usable=free_bytes,
+        weights=weights,
+        activations=sum(activation_bytes(model, shard, scheduler) for shard in shards),
+        communication=summed * len(shards) if len(shards) > 1 else 0,
+        graphs=0,
+        block=sum(shard.block_bytes(model, cache.block_size) for shard in shards),
         num_blocks=cache.num_blocks,
     )
 

@@ -19,10 +19,10 @@ from shoal_replica.config import (
     MoeConfig,
     ParallelConfig,
     SchedulerConfig,
-    check_memory,
 )
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.memory import available_bytes, default_num_blocks
+from shoal_replica.memory_plan import MemoryPlan, plan_host
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -196,34 +196,51 @@ class TestEngineConfigs:
 
 
 class TestMemory:
+    def plan(
+        self, model: ModelConfig, num_blocks: int, free: int, parallel: ParallelConfig | None = None
+    ) -> MemoryPlan:
+        cache = CacheConfig(num_blocks=num_blocks)
+        return plan_host(model, SchedulerConfig(), parallel or ParallelConfig(), cache, free)
+
     def test_what_fits_passes_to_the_byte(self, tmp_path: Path) -> None:
         model = ModelConfig.from_folder(write(tmp_path))
-        cache = CacheConfig(num_blocks=10)
-        exact = model.weight_bytes + 10 * model.block_bytes(16)
-        check_memory(model, cache, exact)
-        with pytest.raises(ConfigError, match=r"num_blocks: 10 blocks take .* GiB are free; num_blocks=9 fits"):
-            check_memory(model, cache, exact - 1)
+        taken = self.plan(model, 10, 0)
+        exact = model.weight_bytes + taken.activations + 10 * model.block_bytes(16)
+        self.plan(model, 10, exact).check()
+        with pytest.raises(ConfigError, match=r"num_blocks: got 10; .*; num_blocks=9 fits"):
+            self.plan(model, 10, exact - 1).check()
 
     def test_the_advice_is_right(self, tmp_path: Path) -> None:
         model = ModelConfig.from_folder(write(tmp_path))
-        free = model.weight_bytes + 7 * model.block_bytes(16) + 5
+        free = model.weight_bytes + self.plan(model, 1, 0).activations + 7 * model.block_bytes(16) + 5
         with pytest.raises(ConfigError, match="num_blocks=7 fits"):
-            check_memory(model, CacheConfig(num_blocks=1000), free)
-        check_memory(model, CacheConfig(num_blocks=7), free)
+            self.plan(model, 1000, free).check()
+        self.plan(model, 7, free).check()
 
     def test_a_model_too_big_has_no_advice(self, tmp_path: Path) -> None:
         model = ModelConfig.from_folder(write(tmp_path))
         with pytest.raises(ConfigError, match="the weights alone do not fit"):
-            check_memory(model, CacheConfig(num_blocks=1), model.weight_bytes - 1)
+            self.plan(model, 1, model.weight_bytes - 1).check()
         with pytest.raises(ConfigError, match="not one block fits"):
-            check_memory(model, CacheConfig(num_blocks=1), model.weight_bytes)
+            self.plan(model, 1, model.weight_bytes).check()
+
+    def test_ranks_share_the_host(self, tmp_path: Path) -> None:
+        """Weights are cut, but for norms; two KV heads on four ranks are held twice, projections and blocks alike."""
+        model = ModelConfig.from_folder(write(tmp_path))
+        whole, cut = self.plan(model, 1, 0), self.plan(model, 1, 0, ParallelConfig(tensor_parallel_size=4))
+        norms = 3 * (2 * model.num_layers + 1) * model.hidden_size
+        kv_projections = model.num_layers * 2 * model.num_kv_heads * model.head_size * model.hidden_size
+        assert cut.weights == whole.weights + 2 * (norms + kv_projections)
+        assert cut.block == 2 * whole.block
+        assert cut.communication > whole.communication == 0
+        assert "cpu, bfloat16: weights" in cut.report()
 
     def test_a_pool_for_ordinary_traffic(self, tmp_path: Path) -> None:
         model = ModelConfig.from_folder(write(tmp_path))
-        assert default_num_blocks(model, 16, 8, 2**40) == 8 * 512 // 16
-        tight = model.weight_bytes + 10 * model.block_bytes(16)
-        assert default_num_blocks(model, 16, 8, tight) == 8
-        assert default_num_blocks(model, 16, 8, 0) == 1
+        assert default_num_blocks(model, self.plan(model, 1, 2**40), 16, 8) == 8 * 512 // 16
+        tight = model.weight_bytes + self.plan(model, 1, 0).activations + 10 * model.block_bytes(16)
+        assert default_num_blocks(model, self.plan(model, 1, tight), 16, 8) == 8
+        assert default_num_blocks(model, self.plan(model, 1, 0), 16, 8) == 1
 
     def test_files_that_were_read_are_not_memory_that_is_used(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -120,7 +120,6 @@ class ScalingSettings(_Settings):
     min_replicas: int = 1
     max_replicas: int = 1
     target_utilization: float = 0.7
-    target_waiting_tokens: int = Field(4096, ge=1, description="tokens that may wait per replica")
     burst_window_s: float = 5.0
     downscale_delay_s: float = 300.0
     schedules: tuple[ScheduleSettings, ...] = ()

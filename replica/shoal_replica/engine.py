@@ -73,7 +73,7 @@ class Engine:
         self._draining = False
         self._held: StepReport | None = None  # of the last step, until the next one runs
         self._is_checked = False  # the books, since the last step
-        self._step_s = 0.0
+        self._step_s = self._busy_s = 0.0
         self._told = self.stats()
         self._is_changed = False  # since the last report
         self._rested_s = 0.0
@@ -114,7 +114,7 @@ class Engine:
             self._publish(deltas)
 
     def stats(self) -> ReplicaStats:
-        return self._scheduler.stats(time.time(), self._step_s, self._draining)
+        return self._scheduler.stats(time.time(), self._step_s, self._draining, self._busy_s)
 
     def cache_hashes(self) -> tuple[BlockHash, ...]:
         """Every hash in the prefix cache; with the events of later reports, a complete picture.
@@ -191,6 +191,7 @@ class Engine:
         finally:
             step.cancel()
         self._step_s = time.perf_counter() - started
+        self._busy_s += self._step_s
         self._is_changed = True
         self._held = self._report(self._scheduler.update(output, step.result()), self._step_s)
 

@@ -41,7 +41,7 @@ class ReplicaStats:
         time_s: wall-clock time of the count (``time.time()`` of the replica's host).
         num_waiting_tokens: tokens of known prompts that steps have still to compute, of waiting and running requests,
             less what a waiting one is expected to find cached when its turn comes.
-        step_s: length of the last step, seconds.
+        step_s, busy_s: length of the last step, and of all since the replica started, seconds.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_steps: totals
             since the replica started.
     """
@@ -65,6 +65,7 @@ class ReplicaStats:
     num_finished: int = 0
     num_preemptions: int = 0
     num_refused: int = 0
+    busy_s: float = 0.0
     draining: bool = False
 
     @property

@@ -2,119 +2,362 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, field, replace
 
 import pytest
 from fixtures.cluster_views import make_row, make_stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal_cluster.policies.autoscaling import ScaleState, desired_replicas
-from shoal_cluster.policies.autoscaling_config import ScaleConfig
-from shoal_cluster.policies.autoscaling_view import ScaleView
+from shoal_cluster.policies.autoscaling import desired_replicas
+from shoal_cluster.policies.autoscaling_config import ScaleConfig, Schedule
+from shoal_cluster.policies.autoscaling_need import replica_rate
+from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState, StepCost
+from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 from shoal_cluster.policies.view import ReplicaView
 
-CONFIG = ScaleConfig(target_utilization=0.5, target_waiting_tokens=1000, downscale_delay_s=60.0, max_replicas=20)
+CONFIG = ScaleConfig(max_replicas=50, target_utilization=0.5, downscale_delay_s=60.0)
+TOKENS = 500  # of each prompt
+PACE = 1000  # prompt tokens a second that a replica computes
 
 
-def scale_view(*utilizations: float, waiting: int = 0) -> ScaleView:
-    rows = [
-        make_row(f"r{i}", stats=make_stats(num_free_blocks=round(100 * (1 - u)), num_waiting_tokens=waiting))
-        for i, u in enumerate(utilizations)
-    ]
-    return ScaleView(replicas=tuple(rows), num_target=len(rows))
+@dataclass
+class World:
+    """A cluster that is looked at once a second. Each request holds 2 of a replica's 100 blocks for 5 s."""
+
+    num_running: int = 2
+    config: ScaleConfig = CONFIG
+    startup_s: float | None = 20.0  # None: nothing ever starts
+    now: float = 1000.0
+    target: int = 2
+    state: ScaleState = field(default_factory=ScaleState)
+    requests: float = 0.0
+    tokens_done: float = 0.0
+    finished: float = 0.0
+    shed: int = 0
+    waiting: int = 0
+    held: int = 0
+    silent: int = 0
+    asked: list[float] = field(default_factory=list)
+    decisions: list[ScaleDecision] = field(default_factory=list)
+
+    def rows(self, rate: float) -> tuple[ReplicaView, ...]:
+        held = rate * 5 / max(1, self.num_running)
+        stats = make_stats(
+            num_free_blocks=100 - min(100, round(2 * held)),
+            num_running=round(held),
+            num_waiting_tokens=self.waiting,
+            max_num_seqs=100,
+            num_steps=int(self.tokens_done / 256),
+            num_prompt_tokens=int(self.tokens_done),
+            num_finished=int(self.finished / max(1, self.num_running)),
+            busy_s=self.tokens_done / PACE,
+        )
+        rows = [make_row(f"r{i}", stats=stats) for i in range(self.num_running)]
+        rows[: self.silent] = [replace(row, connected=False) for row in rows[: self.silent]]
+        return tuple(rows)
+
+    def look(self, rate: float) -> ScaleDecision:
+        """One second later."""
+        self.now += 1
+        while self.startup_s is not None and self.asked and self.now - self.asked[0] >= self.startup_s:
+            self.asked.pop(0)
+            self.num_running += 1
+        self.requests += rate
+        self.finished += rate
+        self.tokens_done += rate * TOKENS / max(1, self.num_running)
+        demand = Demand(
+            num_requests=int(self.requests),
+            num_prompt_tokens=int(self.requests) * TOKENS,
+            num_shed=self.shed,
+            num_held=self.held,
+            num_held_tokens=self.held * TOKENS,
+        )
+        view = ScaleView(replicas=self.rows(rate), num_target=self.target, demand=demand)
+        decision = desired_replicas(view, self.state, self.config, self.now)
+        self.state = decision.state
+        self.asked += [self.now] * (decision.num_replicas - self.target)
+        if decision.num_replicas < self.target:
+            self.num_running = min(self.num_running, decision.num_replicas)
+            self.asked = []
+        self.target = decision.num_replicas
+        self.decisions.append(decision)
+        return decision
+
+    def run(self, rate: float, seconds: int) -> ScaleDecision:
+        return [self.look(rate) for _ in range(seconds)][-1]
+
+    def counts(self) -> list[int]:
+        return [d.num_replicas for d in self.decisions]
 
 
-def count(view: ScaleView, state: ScaleState | None = None, now: float = 0.0) -> int:
-    return desired_replicas(view, state or ScaleState(), CONFIG, now).num_replicas
+def terms(decision: ScaleDecision) -> dict[str, float]:
+    return dict(decision.terms)
 
 
-@pytest.mark.parametrize(
-    ("view", "expected"),
-    [
-        (scale_view(0.5), 1),
-        (scale_view(0.51), 2),
-        (scale_view(0.9, 0.9, 0.9), 6),
-        (scale_view(0.0, waiting=5000), 5),
-        (scale_view(0.9, waiting=5000), 5),
-        (scale_view(*[0.9] * 20), 20),
-        (ScaleView(replicas=(), num_target=0), 1),
-    ],
-)
-def test_up_at_once_and_within_bounds(view: ScaleView, expected: int) -> None:
-    assert count(view) == expected
+def test_steady_load_gets_what_it_needs_at_the_target() -> None:
+    """4 requests of 500 tokens a second are 2 replicas' compute, 0.4 of one's blocks: 2 / 0.5 + what decodes longer."""
+    world = World(num_running=1, target=1)
+    decision = world.run(4.0, 300)
+    assert terms(decision)["needed_for_compute"] == pytest.approx(4.0, rel=0.1)
+    assert decision.num_replicas in (4, 5)
+    assert world.counts() == sorted(world.counts())
 
 
-def test_promised_tokens_count_as_waiting() -> None:
-    view = scale_view(0.1)
-    row = replace(view.replicas[0], num_reserved_tokens=3000)
-    assert count(replace(view, replicas=(row,))) == 3
+def test_a_burst_is_answered_within_two_seconds_and_by_several_at_once() -> None:
+    world = World()
+    world.run(1.0, 200)
+    before = world.target
+    decision = world.run(20.0, 2)
+    assert decision.num_replicas >= before + 5
+    assert decision.reason.startswith("up: ")
 
 
-def test_down_only_after_the_delay() -> None:
-    view, state = scale_view(0.1, 0.1, 0.1), ScaleState()
-    for now in (0.0, 30.0, 59.0):
-        decision = desired_replicas(view, state, CONFIG, now)
-        assert decision.num_replicas == 3
-        assert "hold" in decision.reason
-        state = decision.state
-    decision = desired_replicas(view, state, CONFIG, 60.0)
-    assert (decision.num_replicas, decision.state) == (1, ScaleState())
+def test_a_lone_pair_of_requests_is_no_burst() -> None:
+    world = World()
+    world.run(1.0, 200)
+    assert world.look(3.0).num_replicas == world.target == 2
 
 
-def test_survivors_stay_under_target() -> None:
-    """Three at 0.35 is 1.05: two would run at 0.525, over the target."""
-    old = ScaleState(enough_since_s=-1000.0)
-    assert count(scale_view(0.35, 0.35, 0.35), old) == 3
-    assert count(scale_view(0.30, 0.30, 0.30), old) == 2
+def test_a_lasting_rise_is_met_ahead_of_time() -> None:
+    world = World(num_running=4, target=4, startup_s=60.0)
+    for second in range(300):
+        decision = world.look(2.0 + 0.05 * second)
+    assert terms(decision)["requests_per_s_ahead"] > terms(decision)["requests_per_s"] + 1.0
+
+
+def test_a_step_is_not_taken_for_a_slope() -> None:
+    world = World(num_running=20, target=20)
+    world.run(2.0, 150)
+    seen = [terms(world.look(8.0))["requests_per_s_ahead"] for _ in range(120)]
+    assert max(seen) < 8.0 * 1.15
+
+
+def test_a_queue_over_the_objective_asks_for_more_if_they_would_come_in_time() -> None:
+    world = World()
+    world.run(1.0, 100)
+    calm = world.target
+    world.waiting = 10 * PACE  # tokens, at each: they are worked off before another replica could help
+    decision = world.look(1.0)
+    assert terms(decision)["predicted_ttft_s"] > CONFIG.ttft_objective_s
+    assert decision.num_replicas == calm
+    world.waiting = 100 * PACE
+    assert world.look(1.0).num_replicas > calm
+
+
+def test_shed_requests_ask_for_one_more_and_not_for_one_each_second() -> None:
+    world = World(startup_s=None, config=replace(CONFIG, min_replicas=2))
+    world.run(0.1, 100)
+    world.shed = 3
+    assert world.look(0.1).num_replicas == 3
+    world.shed = 6
+    assert world.look(0.1).num_replicas == 3
+
+
+def test_startup_is_measured() -> None:
+    world = World(num_running=1, target=1, startup_s=12.0)
+    world.run(4.0, 60)
+    assert world.state.startup_s == pytest.approx(12.0, abs=1.0)
+
+
+def test_replicas_that_start_are_not_asked_for_again() -> None:
+    world = World(num_running=1, target=1, startup_s=30.0)
+    world.run(1.0, 100)
+    world.run(8.0, 10)
+    asked = world.target
+    assert world.run(8.0, 15).num_replicas <= asked + 1
+
+
+def test_a_replica_that_never_starts_blocks_no_decision() -> None:
+    world = World(num_running=2, target=2, startup_s=None)
+    world.run(6.0, 30)
+    stuck = world.target
+    assert stuck > 2
+    world.run(6.0, 300)
+    assert terms(world.decisions[-1])["stuck_s"] > 100
+    assert world.run(12.0, 20).num_replicas > stuck
+    assert world.run(0.1, 400).num_replicas < stuck
+
+
+def test_down_only_after_the_delay_then_in_few_steps() -> None:
+    world = World(num_running=8, target=8)
+    world.run(6.0, 100)
+    high = world.target
+    world.run(0.5, 59)
+    assert world.target == high
+    world.run(0.5, 150)
+    assert world.target <= 2
+    assert len(set(world.counts()[-209:])) <= 4
 
 
 def test_a_peak_within_the_delay_keeps_its_replicas() -> None:
-    state = desired_replicas(scale_view(0.1, 0.1, 0.1, 0.1), ScaleState(), CONFIG, 0.0).state
-    state = desired_replicas(scale_view(0.3, 0.3, 0.3, 0.3), state, CONFIG, 30.0).state
-    assert count(scale_view(0.1, 0.1, 0.1, 0.1), state, 60.0) == 3
+    world = World(num_running=10, target=10, config=replace(CONFIG, downscale_delay_s=300.0))
+    world.run(1.0, 200)
+    peak = int(max(terms(world.look(5.0))["needed_with_slack"] for _ in range(60)))
+    world.run(1.0, 200)
+    assert world.target == peak > 2
 
 
-def test_need_of_all_starts_the_delay_again() -> None:
-    state = desired_replicas(scale_view(0.1, 0.1), ScaleState(), CONFIG, 0.0).state
-    state = desired_replicas(scale_view(0.5, 0.5), state, CONFIG, 50.0).state
-    assert count(scale_view(0.1, 0.1), state, 70.0) == 2
+def test_what_was_given_up_is_not_taken_back_for_a_hair() -> None:
+    world = World(num_running=10, target=10)
+    world.run(2.0, 200)
+    low = world.target
+    assert low < 10
+    assert world.run(2.3, 60).num_replicas == low
+
+
+def test_going_up_soon_after_going_down_makes_patient() -> None:
+    world = World(num_running=10, target=10)
+    world.run(2.0, 120)
+    assert world.target < 10
+    world.run(12.0, 30)
+    assert world.state.patience == 2
 
 
 @pytest.mark.parametrize("change", [{"connected": False}, {"age_s": 11.0}, {"stats": None}])
 def test_missing_data_never_shrinks(change: dict[str, object]) -> None:
-    view = scale_view(0.1, 0.1, 0.1)
-    rows = (*view.replicas[:2], replace(view.replicas[2], **change))  # type: ignore[arg-type]
-    decision = desired_replicas(replace(view, replicas=rows), ScaleState(-1000.0, 1), CONFIG, 0.0)
-    assert (decision.num_replicas, decision.state) == (3, ScaleState())
-    assert "1 of 3 replicas do not report" in decision.reason
+    world = World(num_running=5, target=5)
+    world.run(0.5, 50)
+    rows = world.rows(0.5)
+    blind = (*rows[:-1], replace(rows[-1], **change))  # type: ignore[arg-type]
+    state = world.state
+    for second in range(300):
+        view = ScaleView(replicas=blind, num_target=5, demand=Demand(num_requests=int(world.requests)))
+        decision = desired_replicas(view, state, CONFIG, world.now + second)
+        state = decision.state
+        assert decision.num_replicas == 5
+    assert decision.reason == "hold: 1 of 5 replicas does not report"
 
 
-def test_replicas_that_start_are_not_asked_for_again() -> None:
-    """One carries the load of four; three are on their way."""
-    view = replace(scale_view(1.0, waiting=4000), num_target=4)
-    assert count(view) == 4
+def test_a_silent_gateway_never_shrinks() -> None:
+    world = World(num_running=5, target=5)
+    world.run(0.5, 50)
+    state = world.state
+    for second in range(300):
+        view = ScaleView(replicas=world.rows(0.5), num_target=5, demand=None)
+        decision = desired_replicas(view, state, CONFIG, world.now + second)
+        state = decision.state
+    assert (decision.num_replicas, decision.reason) == (5, "hold: a gateway does not report")
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    rows=st.lists(st.tuples(st.floats(0, 1), st.sampled_from((0.0, 60.0)), st.booleans()), max_size=6),
-    num_target=st.integers(0, 8),
-    low=st.integers(1, 4),
-    extra=st.integers(0, 4),
-    since=st.sampled_from((None, -100.0, -10.0)),
-)
-def test_always_within_bounds_and_never_down_when_blind(
-    rows: list[tuple[float, float, bool]], num_target: int, low: int, extra: int, since: float | None
-) -> None:
-    replicas: list[ReplicaView] = []
-    for i, (utilization, age_s, connected) in enumerate(rows):
-        stats = make_stats(num_free_blocks=round(100 * (1 - utilization)))
-        replicas.append(make_row(f"r{i}", stats=stats, age_s=age_s, connected=connected))
-    view = ScaleView(replicas=tuple(replicas), num_target=num_target)
-    config = replace(CONFIG, min_replicas=low, max_replicas=low + extra)
-    num_known = sum(1 for _, age_s, connected in rows if connected and age_s == 0.0)
-    decision = desired_replicas(view, ScaleState(since), config, 0.0)
-    assert low <= decision.num_replicas <= low + extra
-    if num_known < num_target or since is None or since == -10.0:
-        assert decision.num_replicas >= min(num_target, low + extra)
+def test_a_cluster_that_nobody_sees_is_not_taken_for_idle() -> None:
+    """As after a restart of the controller: five are wanted, none is known yet."""
+    state = ScaleState()
+    for now in range(400):
+        decision = desired_replicas(ScaleView(replicas=(), num_target=5, demand=Demand()), state, CONFIG, float(now))
+        state = decision.state
+    assert decision.num_replicas == 5
+
+
+def test_survivors_must_hold_what_all_hold_now() -> None:
+    """The rate says one is enough; but long sequences hold 60 % of each of three pools."""
+    config = replace(CONFIG, downscale_delay_s=5.0)
+    state = ScaleState()
+    rows = tuple(make_row(f"r{i}", stats=make_stats(num_free_blocks=40, num_running=1)) for i in range(3))
+    small = tuple(replace(row, stats=make_stats(num_free_blocks=100)) for row in rows)
+    for now in range(30):
+        seen = rows if now == 29 else small
+        view = ScaleView(replicas=seen, num_target=3, demand=Demand(num_requests=now // 10))
+        decision = desired_replicas(view, state, config, float(now))
+        if now < 29:
+            state = replace(decision.state, last_down_s=None)
+    assert decision.num_replicas == 3
+
+
+def test_idle_goes_to_zero_one_by_one_only_if_allowed() -> None:
+    world = World(num_running=2, target=2, config=replace(CONFIG, min_replicas=0))
+    world.run(1.0, 30)
+    world.run(0.0, 300)
+    assert world.target == 0
+    assert 1 in world.counts()
+    kept = World(num_running=2, target=2)
+    kept.run(0.0, 300)
+    assert kept.target == 1
+
+
+def test_held_requests_wake_a_cluster_at_zero_with_as_many_as_they_need() -> None:
+    world = World(num_running=2, target=2, config=replace(CONFIG, min_replicas=0))
+    world.run(2.0, 200)
+    world.run(0.0, 300)
+    assert world.target == 0
+    world.held = 1
+    assert world.look(1.0).num_replicas == 1
+    world.held = 200
+    assert world.look(0.0).num_replicas > 2
+
+
+def test_bounds_and_schedules() -> None:
+    config = replace(CONFIG, min_replicas=2, max_replicas=6)
+    world = World(num_running=2, target=2, config=config)
+    assert world.run(50.0, 30).num_replicas == 6
+    assert "from 2 to 6 replicas are allowed" in world.decisions[-1].reason
+    noon = replace(config, schedules=(Schedule(cron="0 12 * * *", duration_s=3600, min_replicas=5),))
+    for time_s, expected in ((11.9 * 3600, 2), (12 * 3600 - 20, 5), (12.5 * 3600, 5), (13.01 * 3600, 2)):
+        view = ScaleView(replicas=world.rows(0.0)[:2], num_target=2, demand=Demand())
+        decision = desired_replicas(view, ScaleState(), noon, time_s)
+        assert decision.num_replicas == expected
+    assert "by schedule" in desired_replicas(view, ScaleState(), noon, 12.5 * 3600).reason
+
+
+def test_lower_bounds_take_replicas_away_at_once() -> None:
+    world = World(num_running=5, target=5, config=replace(CONFIG, max_replicas=3))
+    decision = world.look(1.0)
+    assert decision.num_replicas == 3
+    assert decision.reason.startswith("down: from 1 to 3 replicas are allowed")
+
+
+def test_a_clock_that_goes_back_forgets_and_goes_on() -> None:
+    world = World()
+    world.run(2.0, 100)
+    world.now -= 50
+    world.run(2.0, 5)
+    assert len(world.state.samples) <= 6
+
+
+@given(base_s=st.floats(0.001, 0.1), token_s=st.floats(1e-5, 1e-2), data=st.data())
+def test_costs_are_found_in_what_replicas_did(base_s: float, token_s: float, data: st.DataObject) -> None:
+    cost = StepCost()
+    for steps, tokens in data.draw(
+        st.lists(st.tuples(st.integers(1, 100), st.integers(0, 5000)), min_size=5, max_size=20, unique=True)
+    ):
+        cost = cost.add(steps, tokens, base_s * steps + token_s * tokens)
+    pace = cost.tokens_per_s(512)
+    if pace is not None and cost.steps_steps * cost.tokens_tokens > 1.01 * cost.steps_tokens**2:
+        assert pace == pytest.approx(512 / (base_s + 512 * token_s), rel=1e-3)
+
+
+def test_a_full_replica_shares_its_time() -> None:
+    """2 requests a second by compute alone, 2 by blocks alone: one with both."""
+    world = World(num_running=4, target=4)
+    world.run(2.0, 200)
+    from shoal_cluster.policies.autoscaling_need import measure
+
+    view = ScaleView(replicas=world.rows(2.0), num_target=4, demand=Demand(num_requests=int(world.requests)))
+    load = measure(view, world.state, CONFIG, world.now)
+    alone = load.num_uncached_tokens / (load.replica_tokens_per_s or math.nan)
+    assert (replica_rate(load, world.state) or math.nan) < 1 / alone
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_always_within_bounds_and_never_down_when_blind(data: st.DataObject) -> None:
+    low = data.draw(st.integers(0, 3))
+    config = replace(CONFIG, min_replicas=low, max_replicas=low + data.draw(st.integers(1, 8)), downscale_delay_s=5.0)
+    start = data.draw(st.integers(config.min_replicas, config.max_replicas))
+    world = World(num_running=start, target=start, config=config)
+    for _ in range(data.draw(st.integers(1, 6))):
+        rate = data.draw(st.sampled_from((0.0, 0.3, 2.0, 30.0)))
+        world.silent = data.draw(st.integers(0, world.num_running))
+        world.waiting = data.draw(st.sampled_from((0, 0, 50_000)))
+        for _ in range(data.draw(st.integers(1, 20))):
+            before, silent = world.target, min(world.silent, world.num_running)
+            decision = world.look(rate)
+            assert config.min_replicas <= decision.num_replicas <= config.max_replicas
+            assert decision.reason.split(":")[0] in ("up", "down", "hold")
+            assert ("up", "down", "hold")[
+                0 if world.target > before else 1 if world.target < before else 2
+            ] == decision.reason.split(":")[0]
+            if silent:
+                assert world.target >= before
+            assert all(math.isfinite(value) for _, value in decision.terms)

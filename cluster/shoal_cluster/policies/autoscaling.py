@@ -1,84 +1,138 @@
-"""How many replicas there should be: up at once by what the ledger shows, down late and only when it is safe."""
+"""How many replicas there should be: up at once by what is certain to come, down late and only when it is safe."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_need import Load, measure, needs, predicted_ttft
+from shoal_cluster.policies.autoscaling_observe import observe, reporting
+from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
 from shoal_cluster.policies.autoscaling_view import ScaleView
 
-MAX_AGE_S = 10.0  # older stats count as missing
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleState:
-    """Carried from one decision to the next: since when fewer were enough, and the most needed in that time."""
-
-    enough_since_s: float | None = None
-    peak_needed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleDecision:
-    num_replicas: int
-    reason: str
-    terms: tuple[tuple[str, float], ...]
-    state: ScaleState
+SLACK = 0.85  # fewer replicas must do with this share of the target: what sufficed by a hair is not given up ...
+REGRET_S = 300.0  # ... nor, once given up, taken back for a hair; going up again this soon was a mistake
+MAX_PATIENCE = 4
+DOWN_PAUSE_S = 30.0  # one larger step down rather than many small ones
+STUCK_STARTS = 4.0  # a start this many times as long as expected is said to be stuck
 
 
 def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float) -> ScaleDecision:
-    """Replicas needed for the blocks held and the tokens waiting, at ``config``'s targets.
+    """Replicas for the load that is there and the load that is coming, at ``config``'s targets and within its bounds.
 
-    More are asked for at once, several if need be. Fewer only after the smaller count would have been enough,
-    survivors staying under target, at every look for ``downscale_delay_s``, and never below the most that were needed
-    in that time. A replica that is missing, starting or stale adds no load and forbids shrinking. Bounds always hold.
+    Up: at once, by as many as the greatest need says (blocks, sequences, compute, queue). A replica that does not
+    report adds to no need. Down: to the most that was needed in ``downscale_delay_s``, with some slack, if that many of
+    the smallest replicas carry all that the present ones hold; and only if everybody has reported all that time.
+    Replicas that start, or fail to, count for nothing either way. ``now`` is Unix time.
     """
-    known = [
-        row.stats
-        for row in view.replicas
-        if row.stats is not None and row.connected and row.age_s <= MAX_AGE_S and not row.stats.draining
-    ]
-    num_silent = max(0, view.num_target - len(known))
-    held = sum(s.num_allocated_blocks for s in known)
+    state = observe(view, state, now)
+    load = measure(view, state, config, now)
+    regrets = state.last_down_s is not None and now - state.last_down_s < REGRET_S
+    needed = needs(load, state, config, min(1.0, config.target_utilization / (SLACK if regrets else 1.0)), now)
+    num_needed = _whole(needed, load, view)
+    num_careful = _whole(needs(load, state, config, SLACK * config.target_utilization, now), load, view)
+    delay_s = config.downscale_delay_s * state.patience
+    state = state.with_need(now, num_careful, delay_s)
+    count, reason = _decide(view, state, config, num_needed, delay_s, now)
+    why = max(needed, key=lambda name: needed[name]) if needed else "nothing known"
+    if count > view.num_target:
+        reason = f"{reason} for {why}"
+    floor = max(config.min_replicas, config.scheduled_replicas(now, state.expected_startup_s))
+    bounded = min(max(count, floor), config.max_replicas)
+    if bounded != count:
+        kind = "up" if bounded > view.num_target else "down" if bounded < view.num_target else "hold"
+        reason = f"{kind}: {_bounds(config, floor)}; the load alone: {reason}"
+    terms = _terms(view, state, load, needed, num_careful, now)
+    return ScaleDecision(bounded, reason, terms, _remember(state, view.num_target, bounded, now))
+
+
+def _whole(needed: dict[str, float], load: Load, view: ScaleView) -> int:
+    """The greatest need in whole replicas. Not 0 unless nothing runs, waits or comes."""
+    count = max((math.ceil(n - 1e-9) for n in needed.values()), default=0)
+    if load.num_shed and view.num_target <= len(view.replicas):
+        count = max(count, view.num_target + 1)  # it was refused, so what there is does not do, whatever the needs say
+    is_idle = not (load.num_waiting_tokens or load.num_sequences or load.rate)
+    return count if is_idle and view.demand is not None else max(1, count)
+
+
+def _decide(
+    view: ScaleView, state: ScaleState, config: ScaleConfig, num_needed: int, delay_s: float, now: float
+) -> tuple[int, str]:
+    """The count by load alone, and why."""
+    target = view.num_target
+    if num_needed > target:
+        return num_needed, f"up: {num_needed} needed"
+    if state.seen_since_s is None:
+        num_silent = len(view.replicas) - len(reporting(view.replicas))
+        who = f"{num_silent} of {len(view.replicas)} replicas" if num_silent else "the cluster"
+        if view.demand is None:
+            who = "a gateway"
+        return target, f"hold: {who} does not report"
+    peak = max((n for _, n in state.needs), default=target)
+    if peak >= target:
+        return target, f"hold: {num_needed} needed now, {peak} within {delay_s:.0f} s"
+    seen_s = now - state.seen_since_s
+    if seen_s < delay_s:
+        return target, f"hold: {peak} would do, if that lasts for {delay_s - seen_s:.0f} s more"
+    if state.last_down_s is not None and now - state.last_down_s < DOWN_PAUSE_S:
+        return target, f"hold: {peak} would do; the last step down was {now - state.last_down_s:.0f} s ago"
+    count = max(peak, _survivors(view, config), 1 if target > 1 else 0)  # Serve goes to 0 from 1 only
+    if count >= target:
+        return target, f"hold: {peak} would do by load, but could not carry what the present {target} hold"
+    return count, f"down: {peak} were enough for {delay_s:.0f} s"
+
+
+def _survivors(view: ScaleView, config: ScaleConfig) -> int:
+    """Least number of the smallest replicas that could carry all that the present ones hold and have waiting."""
+    known = reporting(view.replicas)
+    num_blocks = sum(s.num_allocated_blocks + s.num_waiting_tokens / s.block_size for s in known)
+    num_sequences = sum(s.num_running + s.num_waiting for s in known)
+    blocks, seqs = 0.0, 0.0
+    by_size = sorted(known, key=lambda s: (s.num_total_blocks, s.max_num_seqs))
+    for count, stats in enumerate(by_size):
+        if num_blocks <= blocks and num_sequences <= seqs:
+            return count
+        blocks += config.target_utilization * stats.num_total_blocks
+        seqs += config.target_utilization * stats.max_num_seqs
+    return len(known)
+
+
+def _remember(state: ScaleState, before: int, after: int, now: float) -> ScaleState:
+    if after < before:
+        return replace(state, last_down_s=now)
+    if after > before and state.last_down_s is not None:
+        hasty = now - state.last_down_s < REGRET_S
+        patience = min(MAX_PATIENCE, 2 * state.patience) if hasty else max(1, state.patience // 2)
+        return replace(state, patience=patience, last_down_s=None)
+    return state
+
+
+def _bounds(config: ScaleConfig, floor: int) -> str:
+    by_clock = ", by schedule" if floor > config.min_replicas else ""
+    return f"from {floor}{by_clock} to {config.max_replicas} replicas are allowed"
+
+
+def _terms(
+    view: ScaleView, state: ScaleState, load: Load, needed: dict[str, float], num_careful: int, now: float
+) -> tuple[tuple[str, float], ...]:
+    known = reporting(view.replicas)
     total = sum(s.num_total_blocks for s in known)
-    waiting = sum(s.num_waiting_tokens for s in known) + sum(r.num_reserved_tokens for r in view.replicas)
-    utilization = held / total if total else 0.0
-    for_blocks = _needed(utilization * len(known), config.target_utilization)
-    for_waiting = _needed(waiting, config.target_waiting_tokens)
-    num_held = view.demand.num_held if view.demand is not None else 1
-    is_idle = not (num_held or waiting or any(s.num_running for s in known))
-    needed = max(for_blocks, for_waiting, 0 if is_idle and view.num_target <= 1 else 1)  # Serve goes to 0 from 1 only
-    terms = (
-        ("utilization", utilization),
-        ("waiting_tokens", float(waiting)),
-        ("needed_for_blocks", float(for_blocks)),
-        ("needed_for_waiting", float(for_waiting)),
-        ("num_silent", float(num_silent)),
-    )
-
-    def decide(count: int, reason: str, next_state: ScaleState) -> ScaleDecision:
-        bounded = min(max(count, config.min_replicas), config.max_replicas)
-        if bounded != count:
-            reason += f"; bounds are {config.min_replicas} to {config.max_replicas}"
-        return ScaleDecision(bounded, reason, terms, next_state)
-
-    load = f"{utilization:.0%} of blocks held, {waiting} tokens wait"
-    if needed > view.num_target:
-        return decide(needed, f"up: {load}", ScaleState())
-    if num_silent:
-        return decide(view.num_target, f"hold: {num_silent} of {view.num_target} replicas do not report", ScaleState())
-    if needed == view.num_target:
-        return decide(view.num_target, f"hold: {load}", ScaleState())
-    since_s = now if state.enough_since_s is None else state.enough_since_s
-    peak = max(needed, state.peak_needed)
-    if now - since_s < config.downscale_delay_s or peak >= view.num_target:
-        left_s = config.downscale_delay_s - (now - since_s)
-        reason = f"hold: {load}; {needed} would do, down in {max(0.0, left_s):.0f} s if that lasts"
-        return decide(view.num_target, reason, ScaleState(since_s, peak))
-    return decide(peak, f"down: {load}; {peak} were enough for {now - since_s:.0f} s", ScaleState())
-
-
-def _needed(load: float, target_per_replica: float) -> int:
-    """Least number of replicas that carry ``load`` at no more than the target each."""
-    return math.ceil(load / target_per_replica - 1e-9)
+    terms = {
+        "utilization": sum(s.num_allocated_blocks for s in known) / total if total else 0.0,
+        "waiting_tokens": float(load.num_waiting_tokens),
+        "requests_per_s": load.rate,
+        "requests_per_s_ahead": load.rate_ahead,
+        "num_shed": float(load.num_shed),
+        **{f"needed_for_{name}": n for name, n in needed.items()},
+        "needed_with_slack": float(num_careful),
+        "num_silent": float(len(view.replicas) - len(known)),
+        "startup_s": state.expected_startup_s,
+    }
+    if (ttft_s := predicted_ttft(load, state)) is not None and math.isfinite(ttft_s):
+        terms["predicted_ttft_s"] = ttft_s
+    if load.replica_tokens_per_s is not None:
+        terms["replica_tokens_per_s"] = load.replica_tokens_per_s
+    if state.pending_s and now - state.pending_s[0] > STUCK_STARTS * state.expected_startup_s:
+        terms["stuck_s"] = now - state.pending_s[0]
+    return tuple(terms.items())

@@ -61,7 +61,6 @@ class ScaleConfig:
     Attributes:
         min_replicas, max_replicas: the count is always within; a minimum of 0 lets an idle cluster go.
         target_utilization: share of a replica's blocks, slots and compute that load may take, in (0, 1].
-        target_waiting_tokens: prompt tokens that may wait per replica.
         ttft_objective_s: longest wait for a first token that the queues may predict.
         burst_window_s: the short window; a burst counts as soon as this much of it is certain.
         downscale_delay_s: how long fewer replicas must have been enough.
@@ -74,7 +73,6 @@ class ScaleConfig:
     min_replicas: int = 1
     max_replicas: int = 1
     target_utilization: float = 0.7
-    target_waiting_tokens: int = 4096
     ttft_objective_s: float = 2.0
     burst_window_s: float = 5.0
     downscale_delay_s: float = 300.0

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 from ray.serve.config import AutoscalingContext
 
-from shoal_cluster.policies.autoscaling import ScaleDecision, ScaleState, desired_replicas
+from shoal_cluster.policies.autoscaling import desired_replicas
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord, ScaleView
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
@@ -36,12 +37,17 @@ LEDGER_FIELDS = (
     "num_waiting_tokens",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "num_steps",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_finished",
+    "busy_s",
 )
 
 logger = logging.getLogger("ray.serve")
 
 
-def ledger_metrics(stats: ReplicaStats) -> dict[str, int]:
+def ledger_metrics(stats: ReplicaStats) -> dict[str, float]:
     """What a replica records for the policy: Serve carries named numbers."""
     return {name: getattr(stats, name) for name in LEDGER_FIELDS}
 
@@ -127,13 +133,13 @@ def _demand(reports: list[GatewayReport]) -> Demand | None:
 def _row(context: AutoscalingContext, replica_id: Any, num_reserved_tokens: int, now: float) -> ReplicaView:
     """The last numbers a replica has recorded. Stats are None until every one of them has come."""
     metrics = context.raw_metrics or {}
-    values: dict[str, int] = {}
+    values: dict[str, float] = {}
     oldest_s = now
     for name in LEDGER_FIELDS:
         series = metrics.get(name, {}).get(replica_id)
         if not series:
             return ReplicaView(replica_id=replica_id.unique_id, num_reserved_tokens=num_reserved_tokens)
-        values[name] = int(series[-1].value)
+        values[name] = series[-1].value if name == "busy_s" else int(series[-1].value)
         oldest_s = min(oldest_s, series[-1].timestamp)
     return ReplicaView(
         replica_id=replica_id.unique_id,

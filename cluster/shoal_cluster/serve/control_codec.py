@@ -30,6 +30,7 @@ _STATS_SCALARS = (  # of ReplicaStats, under the same names in the proto; its bl
     "num_finished",
     "num_preemptions",
     "num_refused",
+    "busy_s",
     "draining",
 )
 _VIEW_SCALARS = (

@@ -79,7 +79,7 @@ class ReplicaServer:
         """Told once to every router: where the feed is."""
         return {FEED_KEY: list(self._address)}
 
-    def record_autoscaling_stats(self) -> dict[str, int]:
+    def record_autoscaling_stats(self) -> dict[str, float]:
         """The ledger's numbers that the autoscaling policy reads."""
         return ledger_metrics(self._engine.stats())
 

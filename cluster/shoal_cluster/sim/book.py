@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal_cluster.policies.autoscaling_view import Demand
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.request import TokenDelta
@@ -39,7 +40,9 @@ class Outcome:
 
 
 class Book:
-    """Requests and their outcomes, by request id. ``num_open`` counts those that are to arrive or are not done."""
+    """Requests and their outcomes, by request id. ``num_open`` counts those that are to arrive or are not done; ``demand`` is
+    what has arrived.
+    """
 
     def __init__(self, config: SimConfig) -> None:
         self._config = config
@@ -48,6 +51,7 @@ class Book:
         self.num_open = 0
         self.num_decisions = 0
         self.num_missed = 0  # refused, or first token too late
+        self.demand = Demand()
 
     def expect(self, request: SimRequest) -> None:
         """A request will come."""
@@ -58,12 +62,14 @@ class Book:
 
     def arrive(self, request_id: str, now: float) -> Outcome:
         outcome = Outcome(now, self.requests[request_id].num_prompt_tokens)
+        self.demand += Demand(num_requests=1, num_prompt_tokens=outcome.num_prompt_tokens)
         self.outcomes[request_id] = outcome
         return outcome
 
     def refuse(self, request_id: str, reason: str) -> None:
         self.outcomes[request_id].refusal = reason
         self.num_missed += 1
+        self.demand += Demand(num_shed=1)
         self.num_open -= 1
 
     def take(self, delta: TokenDelta, now: float) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from dataclasses import replace
 from random import Random
 
-from shoal_cluster.policies.autoscaling import ScaleState, desired_replicas
-from shoal_cluster.policies.autoscaling_view import ScaleView
-from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.policies.autoscaling_view import Demand
+from shoal_cluster.policies.view import ClusterView, ReplicaView
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.gateway import SimGateway
 from shoal_cluster.sim.replica import FeedMessage, SimReplica
+from shoal_cluster.sim.scaler import SimScaler
 from shoal_cluster.sim.shared_pool import SharedIndex, SharedPool
 from shoal_cluster.sim.workload import SimRequest
 
@@ -35,14 +37,20 @@ class SimCluster:
         self.num_peak = 0
         self._rng = rng
         self._numbers = itertools.count()
-        self._num_target = config.num_replicas
-        self._num_starting = 0
-        self._scale_state = ScaleState()
         for _ in range(config.num_replicas):
             self._start_replica()
         self.loop.after(config.heartbeat_s, self._beat)
+        self.scaler: SimScaler | None = None
         if config.scaling is not None:
-            self.loop.after(config.scaling.interval_s, self._scale)
+            self.scaler = SimScaler(
+                config.scaling,
+                config.num_replicas,
+                self.loop,
+                self.replicas,
+                self._look,
+                self._start_replica,
+                lambda: not self.book.num_open,
+            )
 
     def _view(self) -> ClusterView:
         view = ClusterView()
@@ -101,25 +109,14 @@ class SimCluster:
                 gateway.view.leave(replica.replica_id)
             self.retired.append(replica)
 
-    def _scale(self) -> None:
-        plan = self.config.scaling
-        if plan is None or not self.book.num_open:
-            return
+    def _look(self) -> tuple[tuple[ReplicaView, ...], Demand]:
+        """What the first gateway knows, with what all of them have promised; and what has come to all."""
         now = self.loop.now
-        view = ScaleView(replicas=self.gateways[0].view.replicas_for((), now), num_target=self._num_target)
-        decision = desired_replicas(view, self._scale_state, plan.config, now)
-        self._scale_state = decision.state
-        self._num_target = decision.num_replicas
-        serving = [r for r in self.replicas.values() if not r.draining]
-        for _ in range(self._num_target - len(serving) - self._num_starting):
-            self._num_starting += 1
-            self.loop.after(plan.startup_s, self._finish_starting)
-        by_load = sorted(serving, key=lambda r: (r.scheduler.stats(now).num_allocated_blocks, r.replica_id))
-        for replica in by_load[: max(0, len(serving) - self._num_target)]:
-            replica.drain()
-        self.loop.after(plan.interval_s, self._scale)
-
-    def _finish_starting(self) -> None:
-        self._num_starting -= 1
-        if len([r for r in self.replicas.values() if not r.draining]) < self._num_target:
-            self._start_replica()
+        rows, *others = (gateway.view.replicas_for((), now) for gateway in self.gateways)
+        promised = Counter[str]()
+        for row in itertools.chain.from_iterable(others):
+            promised[row.replica_id] += row.num_reserved_tokens
+        whole = tuple(
+            replace(row, num_reserved_tokens=row.num_reserved_tokens + promised[row.replica_id]) for row in rows
+        )
+        return whole, self.book.demand

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.autoscaling_baselines import Scaling
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import Routing
 from shoal_cluster.policies.objective import LatencyObjective
@@ -16,10 +17,15 @@ from shoal_replica.config import CacheConfig, SchedulerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPlan:
-    """Autoscaling in a run: every ``interval_s`` a decision; a new replica serves after ``startup_s``."""
+    """Autoscaling in a run: every ``interval_s`` a decision; a new replica serves after ``startup_s``.
+
+    ``requests_per_replica`` is the target of the policies that count requests.
+    """
 
     config: ScaleConfig
-    interval_s: float = 5.0
+    policy: Scaling = "shoal"
+    requests_per_replica: float = 2.0
+    interval_s: float = 1.0
     startup_s: float = 30.0
 
 

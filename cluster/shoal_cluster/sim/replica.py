@@ -86,7 +86,7 @@ class SimReplica:
         if self.scheduler.shared_pool is not None:
             self.scheduler.shared_pool.store(stored)
         added, self._added = tuple(self._added), []
-        stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining)
+        stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s)
         self._publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas))
 
     def _start_step(self) -> None:

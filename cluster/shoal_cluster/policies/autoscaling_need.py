@@ -1,0 +1,163 @@
+"""How many replicas the load needs: by blocks, by sequences, by compute, and by what waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_observe import reporting, uncached_share
+from shoal_cluster.policies.autoscaling_state import ScaleState, growth
+from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
+
+LEVEL_S = 40.0  # a rate over this long is taken as it is; three such in a row show a trend
+CERTAINTY = 2.0  # standard deviations by which a short window must stand out, or a trend
+SMOOTH_S = 10.0  # over which blocks and sequences are averaged
+SHORT_WINDOWS_S = (1.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What comes and what is there, cluster wide. Rates are per second; None: not known.
+
+    Attributes:
+        rate, rate_ahead: requests arriving now, and when a replica asked for now would serve.
+        num_uncached_tokens: prompt tokens of a request that need compute, mean.
+        num_blocks, num_sequences: held now, smoothed.
+        num_waiting_tokens: prompt tokens to compute, at replicas, on their way, and held at gateways.
+        replica_tokens_per_s: prompt tokens that a replica computes.
+    """
+
+    rate: float
+    rate_ahead: float
+    num_uncached_tokens: float
+    num_blocks: float
+    num_sequences: float
+    num_waiting_tokens: int
+    num_shed: int
+    replica_tokens_per_s: float | None
+
+
+def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float) -> Load:
+    """The load, from the snapshot and the samples before it."""
+    known = reporting(view.replicas)
+    demand = view.demand or Demand()
+    recent = state.since(now - SMOOTH_S)
+    longer = state.since(now - 3 * LEVEL_S)
+    num_arrived = longer[-1].num_requests - longer[0].num_requests if longer else 0
+    num_tokens = longer[-1].num_prompt_tokens - longer[0].num_prompt_tokens if longer else 0
+    num_blocks = _mean([s.num_allocated_blocks for s in recent])
+    num_sequences = _mean([s.num_running for s in recent])
+    burst = state.since(now - config.burst_window_s)
+    rate, rate_ahead = _arrival_rates(state, config, now)
+    num_request_tokens = num_tokens / num_arrived if num_arrived else 0.0
+    uncached = uncached_share(known)
+    return Load(
+        rate=rate,
+        rate_ahead=rate_ahead,
+        num_uncached_tokens=num_request_tokens * uncached,
+        num_blocks=num_blocks,
+        num_sequences=num_sequences,
+        num_waiting_tokens=sum(s.num_waiting_tokens for s in known)
+        + sum(row.num_reserved_tokens for row in view.replicas)
+        + round(demand.num_held_tokens * uncached),
+        num_shed=burst[-1].num_shed - burst[0].num_shed if burst else 0,
+        replica_tokens_per_s=None
+        if state.capacity is None
+        else state.cost.tokens_per_s(state.capacity.max_num_batched_tokens),
+    )
+
+
+def needs(load: Load, state: ScaleState, config: ScaleConfig, target: float, now: float) -> dict[str, float]:
+    """Replicas that each resource needs so that its use stays at ``target``: a real number by name."""
+    capacity = state.capacity
+    if capacity is None:
+        return {}
+    compute = 0.0
+    found: dict[str, float] = {}
+    if load.replica_tokens_per_s is not None:
+        compute = load.rate_ahead * load.num_uncached_tokens / load.replica_tokens_per_s
+        found["compute"] = compute / target
+    found["blocks"] = load.num_blocks / (capacity.num_blocks * target)
+    found["sequences"] = load.num_sequences / (capacity.max_num_seqs * target)
+    if state.held is not None:  # prompts take their share of the time, and what decodes stays the longer
+        blocks, sequences = (
+            load.rate_ahead * rate for rate in (state.held.blocks_per_rate, state.held.sequences_per_rate)
+        )
+        found["blocks"] = max(found["blocks"], blocks / (capacity.num_blocks * target) + compute)
+        found["sequences"] = max(found["sequences"], sequences / (capacity.max_num_seqs * target) + compute)
+    served = replica_rate(load, state)
+    predicted_ttft_s = predicted_ttft(load, state)
+    if served is not None and predicted_ttft_s is not None and predicted_ttft_s > config.ttft_objective_s:
+        # What will still wait when a replica asked for now serves, to be worked off in as long again.
+        ahead_s = max(state.expected_startup_s, config.ttft_objective_s)
+        left = _num_waiting(load) + load.rate * ahead_s - served * _serving_s(state, ahead_s, now)
+        found["queue"] = (load.rate + max(0.0, left) / ahead_s) / served
+    return found
+
+
+def replica_rate(load: Load, state: ScaleState) -> float | None:
+    """Requests a second that a full replica serves: prompts computed and, in the time that leaves, outputs decoded."""
+    capacity, held = state.capacity, state.held
+    if load.replica_tokens_per_s is None or capacity is None or not load.num_uncached_tokens:
+        return None
+    compute_s = load.num_uncached_tokens / load.replica_tokens_per_s
+    if held is None:
+        return 1 / compute_s
+    decode_s = max(held.blocks_per_rate / capacity.num_blocks, held.sequences_per_rate / capacity.max_num_seqs)
+    return 1 / (compute_s + decode_s)
+
+
+def predicted_ttft(load: Load, state: ScaleState) -> float | None:
+    """Seconds that what waits now will take the replicas which run now; None before their pace is known."""
+    served = replica_rate(load, state)
+    if served is None:
+        return None
+    if not load.num_waiting_tokens:
+        return 0.0
+    return _num_waiting(load) / (served * state.num_running) if state.num_running else math.inf
+
+
+def _num_waiting(load: Load) -> float:
+    """Waiting tokens as so many whole requests."""
+    return load.num_waiting_tokens / load.num_uncached_tokens if load.num_uncached_tokens else 0.0
+
+
+def _serving_s(state: ScaleState, ahead_s: float, now: float) -> float:
+    """Replica-seconds of service in the next ``ahead_s``: those that run, and those that start as they come."""
+    startup_s = state.expected_startup_s
+    coming = sum(min(ahead_s, max(0.0, now + ahead_s - (asked_s + startup_s))) for asked_s in state.pending_s)
+    return state.num_running * ahead_s + coming
+
+
+def _arrival_rates(state: ScaleState, config: ScaleConfig, now: float) -> tuple[float, float]:
+    """Requests a second now, and a start-up time ahead.
+
+    Now is the mean of the last LEVEL_S, or of a shorter window as far as that is sure to be higher: arrivals are at least
+    as irregular as Poisson's, so N of them could have been CERTAINTY * sqrt(N) fewer. Ahead adds the rise from one
+    LEVEL_S to the next if it has lasted for three and still goes on; the least of the rises, so that a step is not taken
+    for a slope.
+    """
+
+    def rate(since_s: float, until_s: float) -> float | None:
+        return growth(state.samples, lambda s: s.num_requests, now - since_s, now - until_s, config.burst_window_s)
+
+    new = rate(LEVEL_S, 0.0)
+    level = new or 0.0
+    for window_s in (*SHORT_WINDOWS_S, config.burst_window_s):
+        window = state.since(now - window_s)
+        if len(window) > 1 and (span_s := window[-1].time_s - window[0].time_s) > 0:
+            count = window[-1].num_requests - window[0].num_requests
+            level = max(level, (count - CERTAINTY * math.sqrt(count)) / span_s)
+    older, old = rate(3 * LEVEL_S, 2 * LEVEL_S), rate(2 * LEVEL_S, LEVEL_S)
+    early, late = rate(LEVEL_S, LEVEL_S / 2), rate(LEVEL_S / 2, 0.0)
+    if older is None or old is None or new is None or early is None or late is None:
+        return level, level
+    noise = math.sqrt(2 * new / LEVEL_S)
+    rise = max(0.0, min(new - old - noise, old - older - noise, 2 * (late - early) + noise))
+    return level, max(level, new + rise * (0.5 + state.expected_startup_s / LEVEL_S))
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values) if values else 0.0

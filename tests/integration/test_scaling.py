@@ -58,7 +58,7 @@ async def test_none_one_three_one_none(local_yaml):
     args = document["applications"][0]["args"]
     grpc_address = free_address()
     args["gateway"].update(grpc_address=grpc_address, http_address=free_address(), admin_key=ADMIN_KEY)
-    args["scaling"] = {"min_replicas": 0, "max_replicas": 2, "target_waiting_tokens": 1000, "downscale_delay_s": 3}
+    args["scaling"] = {"min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3}
     with LocalRay(num_cpus=4) as ray:
         ray.wait_until_up()
         deploy(document, ray.dashboard_url, lambda progress: None)

@@ -126,7 +126,7 @@ def test_the_autoscaler_grows_under_load_and_drains_without_loss() -> None:
     burst = chats(requests_per_s=30, num_requests=300)
     quiet = [replace(r, request_id=f"late-{r.request_id}", arrival_s=r.arrival_s * 20 + 30) for r in burst[:60]]
     plan = ScalingPlan(
-        config=ScaleConfig(max_replicas=6, target_utilization=0.6, target_waiting_tokens=2048, downscale_delay_s=10.0),
+        config=ScaleConfig(max_replicas=6, target_utilization=0.6, downscale_delay_s=10.0),
         interval_s=1.0,
         startup_s=3.0,
     )

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shoal_cluster.commands.bench_engine import engine
+from shoal_cluster.commands.bench_scaling import scaling
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Measure what a part of Shoal costs on this machine."
@@ -23,6 +24,7 @@ def _bench() -> None:
 
 
 app.command()(engine)
+app.command()(scaling)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Other ways to choose a replica count, to compare with: stylised from what their projects document.
 
-Each takes the view, what it remembers, the bounds and the time, and returns the count and what to remember. ``per_replica``
-is the number of requests that one replica should have, running and waiting.
+Each takes the view, what it remembers, the bounds and the time, and returns the count and what to remember.
+``per_replica`` is the number of requests that one replica should have, running and waiting.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def num_ongoing(view: ScaleView) -> int:
 def serve_default(
     view: ScaleView, past: Past, config: ScaleConfig, now: float, per_replica: float = 2.0
 ) -> tuple[int, Past]:
-    """Ray Serve 2.60's own policy: mean ongoing requests over the target; up after 30 s of wanting to, down after 600."""
+    """Ray Serve 2.60's own: mean ongoing requests over the target; up after wanting to for 30 s, down for 600 s."""
     past = past.seen(now, num_ongoing(view), SERVE_LOOK_BACK_S)
     wanted = _bounded(math.ceil(past.mean(now, SERVE_LOOK_BACK_S) / per_replica), config)
     up_s = (past.wants_up_since_s or now) if wanted > view.num_target else None
@@ -65,8 +65,8 @@ def serve_default(
 
 
 def hpa(view: ScaleView, past: Past, config: ScaleConfig, now: float) -> tuple[int, Past]:
-    """Kubernetes' horizontal autoscaler on block utilization: each 15 s by the ratio to the target unless within 10 %; up
-    by 4 or to twice as many at most, down to the highest wish of 300 s.
+    """Kubernetes' horizontal autoscaler on block utilization: each 15 s by the ratio to the target unless within 10 %;
+    up by 4 or to twice as many at most, down to the highest wish of 300 s.
     """
     known = reporting(view.replicas)
     past = past.seen(now, sum(s.utilization for s in known) / len(known) if known else 0.0, HPA_PERIOD_S)

@@ -134,10 +134,10 @@ def _serving_s(state: ScaleState, ahead_s: float, now: float) -> float:
 def _arrival_rates(state: ScaleState, config: ScaleConfig, now: float) -> tuple[float, float]:
     """Requests a second now, and a start-up time ahead.
 
-    Now is the mean of the last LEVEL_S, or of a shorter window as far as that is sure to be higher: arrivals are at least
-    as irregular as Poisson's, so N of them could have been CERTAINTY * sqrt(N) fewer. Ahead adds the rise from one
-    LEVEL_S to the next if it has lasted for three and still goes on; the least of the rises, so that a step is not taken
-    for a slope.
+    Now is the mean of the last LEVEL_S, or of a shorter window as far as that is sure to be higher: arrivals are at
+    least as irregular as Poisson's, so N of them could have been CERTAINTY * sqrt(N) fewer. Ahead adds the rise from
+    one LEVEL_S to the next if it has lasted for three and still goes on; the least of the rises, so that a step is not
+    taken for a slope.
     """
 
     def rate(since_s: float, until_s: float) -> float | None:

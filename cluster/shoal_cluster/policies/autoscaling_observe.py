@@ -115,8 +115,8 @@ def uncached_share(known: Sequence[ReplicaStats]) -> float:
 def _learn_held(state: ScaleState, uncached: float, now: float) -> Held | None:
     """By Little's law, from the last STEADY_S, if about as many requests ended as came.
 
-    A prompt's compute and decoding share each step: with a share c of the time for prompts, what decodes stays 1 / (1 - c)
-    times as long. What is kept is what would be held with no prompt to compute.
+    A prompt's compute and decoding share each step: with a share c of the time for prompts, what decodes stays
+    1 / (1 - c) times as long. What is kept is what would be held with no prompt to compute.
     """
     samples, held = state.samples, state.held
     came = growth(samples, lambda s: s.num_requests, now - STEADY_S, now, STEADY_S / 2)

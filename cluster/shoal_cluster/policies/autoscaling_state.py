@@ -140,7 +140,7 @@ class ScaleState:
 def growth(
     samples: Sequence[Sample], total: Callable[[Sample], int], since_s: float, until_s: float, min_span_s: float
 ) -> float | None:
-    """How fast a total grew between two times, per second; None when the samples there span less than ``min_span_s``."""
+    """How fast a total grew between two times, per second; None if the samples there span less than ``min_span_s``."""
     within = [s for s in samples if since_s - 1 <= s.time_s <= until_s]
     if len(within) < 2 or (span_s := within[-1].time_s - within[0].time_s) < min_span_s:
         return None

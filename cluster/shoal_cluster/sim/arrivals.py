@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from random import Random
 from typing import Literal
 
@@ -38,7 +39,7 @@ def arrivals(shape: Shape, seed: int) -> list[SimRequest]:
 def gap_variation(requests: Sequence[SimRequest]) -> float:
     """Coefficient of variation of the times between arrivals: 1 for Poisson's."""
     times = [r.arrival_s for r in requests]
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     return math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean
 

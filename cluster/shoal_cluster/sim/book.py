@@ -40,8 +40,8 @@ class Outcome:
 
 
 class Book:
-    """Requests and their outcomes, by request id. ``num_open`` counts those that are to arrive or are not done; ``demand`` is
-    what has arrived.
+    """Requests and their outcomes, by request id. ``num_open`` counts those that are to arrive or are not done;
+    ``demand`` is what has arrived.
     """
 
     def __init__(self, config: SimConfig) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shoal_cluster.policies.autoscaling_baselines import Scaling
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.objective import PrefillTime
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.conservation import check_conservation
@@ -23,7 +24,8 @@ class ScalingReport:
     """A run.
 
     Attributes:
-        num_violations: requests whose first token was later than 2 s plus twice their own prefill, or that were refused.
+        num_violations: requests whose first token came later than 2 s plus twice their own prefill, or that were
+            refused.
         replica_s: seconds that replicas existed, starting and draining ones included.
         num_returns: changes A to B and back to A within RETURN_S.
     """
@@ -41,14 +43,14 @@ class ScalingReport:
 
 
 def small_replica(plan: ScalingPlan) -> SimConfig:
-    """A cluster that begins with one replica of a small accelerator: 2 000 prompt tokens a second in steps of 512, 40 ms
-    and 0.5 ms a sequence to decode, 25 600 tokens of KV in blocks of 128, 32 sequences at once.
+    """A cluster that begins with one replica of a small accelerator: 2 000 prompt tokens a second in steps of 512,
+    40 ms and 0.5 ms a sequence to decode, 25 600 tokens of KV in blocks of 128, 32 sequences at once.
     """
     return SimConfig(
         num_replicas=1,
         cache=CacheConfig(num_blocks=200, block_size=128, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512),
-        step_time=StepTime(prefill_tokens_per_s=2000.0, pair_s=2.5e-9, decode_s=0.040, decode_sequence_s=0.0005),
+        step_time=StepTime(prefill=PrefillTime(tokens_per_s=2000.0), decode_s=0.040, decode_sequence_s=0.0005),
         scaling=plan,
     )
 
@@ -83,13 +85,17 @@ def run_scaling(config: SimConfig, requests: Sequence[SimRequest]) -> tuple[Scal
 def num_returns(changes: Sequence[tuple[float, int]], within_s: float = RETURN_S) -> int:
     """Changes that took back the one before within ``within_s``, of (time, count) pairs."""
     triples = zip(changes, changes[1:], changes[2:], strict=False)
-    return sum(before == after and back_s - there_s <= within_s for (_, before), (there_s, _), (back_s, after) in triples)
+    return sum(
+        before == after and back_s - there_s <= within_s for (_, before), (there_s, _), (back_s, after) in triples
+    )
 
 
 def capacity_s(cluster: SimCluster, since_s: float, num_replicas: int) -> float | None:
     """Seconds from ``since_s`` until at least ``num_replicas`` served; None if they never did."""
     assert cluster.scaler is not None
-    return next((time_s - since_s for time_s, n in cluster.scaler.ready if time_s >= since_s and n >= num_replicas), None)
+    return next(
+        (time_s - since_s for time_s, n in cluster.scaler.ready if time_s >= since_s and n >= num_replicas), None
+    )
 
 
 def plan(policy: Scaling, startup_s: float, requests_per_replica: float = 2.0, **settings: float) -> ScalingPlan:

@@ -1,0 +1,48 @@
+"""Autoscalers in simulated time, on loads that change."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal_cluster.policies.autoscaling_baselines import SCALINGS, Scaling
+from shoal_cluster.sim.arrivals import SHAPES, SQUARE_HALF_S, arrivals, gap_variation
+from shoal_cluster.sim.scaling_run import capacity_s, num_returns, plan, run_scaling, small_replica
+from shoal_cluster.sim.workload import SimRequest
+
+STARTUP_S = 30.0
+UNTIL_S = SQUARE_HALF_S + 150
+
+
+def wave() -> list[SimRequest]:
+    """The first rise of the square wave: from 2 to 12 requests a second, which takes seven replicas' compute."""
+    return [r for r in arrivals("square", 0) if r.arrival_s < UNTIL_S]
+
+
+def test_bursts_vary_ten_times_as_much_as_a_steady_stream() -> None:
+    assert gap_variation(arrivals("bursts", 0)) > 10
+    assert gap_variation(wave()) < 3
+    for shape in SHAPES:
+        assert arrivals(shape, 1) == arrivals(shape, 1) != arrivals(shape, 2)
+
+
+def test_a_step_is_met_a_start_and_two_seconds_later_and_then_nothing_moves() -> None:
+    report, cluster = run_scaling(small_replica(plan("shoal", STARTUP_S)), wave())
+    assert (capacity_s(cluster, SQUARE_HALF_S, 8) or 1e9) <= STARTUP_S + 2
+    assert report.num_returns == 0
+    assert cluster.scaler is not None
+    assert len([t for t, _ in cluster.scaler.changes if t > SQUARE_HALF_S]) <= 5
+    late = [o for o in cluster.book.outcomes.values() if o.arrival_s > SQUARE_HALF_S + STARTUP_S + 5 and not o.is_good]
+    assert len(late) < 30
+
+
+@pytest.mark.parametrize("policy", SCALINGS)
+def test_every_policy_ends_what_it_takes(policy: Scaling) -> None:
+    requests = [r for r in arrivals("ramp", 3) if r.arrival_s < 90]
+    report, _ = run_scaling(small_replica(plan(policy, 5.0)), requests)
+    assert report.num_requests == len(requests)
+    assert report.replica_s > 0
+
+
+def test_returns_are_counted() -> None:
+    assert num_returns([(0, 1), (10, 3), (200, 1), (400, 3), (800, 1)]) == 2
+    assert num_returns([(0, 1), (10, 3), (311, 1)]) == 0

@@ -47,7 +47,7 @@ def scaling(
 
 def _requests(load: str, seed: int) -> list[SimRequest]:
     from shoal_cluster.sim.arrivals import SHAPES, arrivals
-    from shoal_cluster.sim.workload import read_trace
+    from shoal_cluster.sim.traces import read_trace
 
     for shape in SHAPES:
         if shape == load:

@@ -28,6 +28,8 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
     ) -> list[list[RunningReplica]]:
         from shoal_cluster.serve.gateway_ledger import current
 
+        if pending_request is not None:  # else Serve asks again at once, and this loop does nothing else any more
+            pending_request.routing_context.should_backoff = True
         query = pending_request.kwargs.get("query") if pending_request is not None else None
         if query is None:
             return [[replica] for replica in candidate_replicas]

@@ -6,6 +6,7 @@ stays as it was. Replay repeats them on the captured addresses.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,7 +27,21 @@ class _State:
     num_replays: int = 0
 
 
+class _Collective(ctypes.Structure):
+    """``call_t`` of collectives.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("kind", "dtype", "op")),
+        ("root", ctypes.c_uint32),
+        ("send", ctypes.c_void_p),
+        ("receive", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("communicator", ctypes.c_void_p),
+    )
+
+
 state = _State()
+_kept: list[object] = []
 
 
 def is_capturing() -> bool:
@@ -69,3 +84,21 @@ def observe(what: int, a: int, b: int) -> None:
     elif what in (GROUP_END, UPDATE_END):
         state.open_group = None
         state.is_updating = False
+
+
+def record_collectives(hccl: ctypes.CDLL) -> None:
+    """From now on, what HCCL is asked for while a graph is captured becomes a part of the graph."""
+
+    def on_capture(address: int) -> None:
+        call = _Collective.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(_Collective)))
+
+        def run() -> None:
+            status = hccl.simulated_hccl_run(ctypes.byref(call))
+            if status:
+                raise RuntimeError(f"a collective of a graph failed with {status}")
+
+        record(run)
+
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(on_capture)
+    _kept.append(callback)
+    hccl.simulated_hccl_on_capture(callback)

@@ -61,19 +61,19 @@ class _Loader(importlib.abc.Loader):
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        runtime = load_libraries(self._wheel)
+        loaded = load_libraries(self._wheel)
         warnings.filterwarnings("ignore", message=".*internal format.*")
         warnings.filterwarnings("ignore", message="Failed to find this aclrt")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch_npu")
         self._real.exec_module(module)
         from simulated_npu import dispatch, graphs, ordering
 
-        ordering.observe(runtime, graphs.observe)
+        ordering.observe(loaded["libascendcl.so"], graphs.observe)
+        graphs.record_collectives(loaded["libhccl.so"])
         dispatch.register()
 
 
-def load_libraries(wheel: Path) -> ctypes.CDLL:
-    """Load the stand-ins so that torch_npu's own libraries find them by name; the runtime among them."""
+def load_libraries(wheel: Path) -> dict[str, ctypes.CDLL]:
+    """Load the stand-ins so that torch_npu's own libraries find them by name."""
     folder = build(wheel, Path(os.environ.get("SIMULATED_NPU_CACHE", DEFAULT_CACHE)))
-    loaded = {name: ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES}
-    return loaded[LIBRARIES[0]]
+    return {name: ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES}

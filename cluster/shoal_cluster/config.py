@@ -18,10 +18,11 @@ from pydantic import (
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
 from shoal_cluster.policies.autoscaling_config import ScaleConfig, Schedule
-from shoal_replica.config import ParallelConfig, SchedulerConfig
+from shoal_replica.config import DEFAULT_BLOCK_SIZES, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError
 
 MAX_PORT = 65_535
+GIB = 2**30
 
 
 def _address(value: str) -> str:
@@ -44,14 +45,16 @@ class ReplicaSettings(_Settings):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     quantization: Literal["none", "int8", "int4"] = Field("none", description="weights, rounded when loaded")
     max_model_len: int | None = Field(None, ge=1)
-    block_size: int = Field(16, ge=1)
-    num_blocks: int | None = Field(None, ge=1, description="None sizes the pool to max_num_seqs, as memory allows")
+    block_size: int = Field(DEFAULT_BLOCK_SIZES["cpu"], ge=1, description="128 on an NPU")
+    num_blocks: int | None = Field(None, ge=1, description="None sizes the pool to max_num_seqs, or fills the NPU")
     enable_prefix_caching: bool = True
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
     max_num_waiting: int = Field(1024, ge=1)
     policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "npu"] = "cpu"
+    graph_sizes: tuple[int, ...] | None = Field(None, description="decodes that an NPU keeps as graphs; [] for none")
+    device_memory_gib: float | None = Field(None, gt=0, description="of an NPU that a rank may take; None asks it")
     num_threads: int = Field(1, ge=1, description="of each rank, on the CPU")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="ranks that share each layer")
     pipeline_parallel_size: int = Field(1, ge=1, le=64, description="stages of whole layers")
@@ -80,6 +83,8 @@ class ReplicaSettings(_Settings):
     def devices(self) -> str:
         """What computes, in words."""
         ranks = f"{self.num_ranks} × " if self.num_ranks > 1 else ""
+        if self.device == "npu":
+            return f"{ranks}npu"
         return f"{ranks}{self.device} × {self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
 
     @property
@@ -93,7 +98,16 @@ class ReplicaSettings(_Settings):
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             rank_timeout_s=self.rank_timeout_s,
+            graph_sizes=self.graph_sizes,
+            device_memory_bytes=None if self.device_memory_gib is None else int(self.device_memory_gib * GIB),
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _block_size_of_device(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "block_size" in data or data.get("device") not in DEFAULT_BLOCK_SIZES:
+            return data
+        return data | {"block_size": DEFAULT_BLOCK_SIZES[data["device"]]}
 
     @model_validator(mode="after")
     def _placeable(self) -> Self:

@@ -85,14 +85,12 @@ def _fill_npu(
     """As many KV blocks as fit on every rank's device."""
     from shoal_replica.model.npu_memory import EXTRA_BLOCKS, free_bytes, max_num_blocks  # needs torch
 
-    free = parallel.device_memory_bytes or free
-    if free is None:
-        if parallel.num_ranks > 1:
-            raise ConfigError(
-                "num_blocks: must be given, or device_memory_gib, for several NPU ranks: the pool is sized before they "
-                "start, and only they see their devices"
-            )
-        free = free_bytes()
+    if parallel.num_ranks > 1 and parallel.device_memory_bytes is None:
+        raise ConfigError(
+            "num_blocks: must be given, or device_memory_gib, for several NPU ranks: the pool is sized before they "
+            "start, and only they see their devices"
+        )
+    free = parallel.device_memory_bytes or free or free_bytes()
     cache = CacheConfig(num_blocks=1, block_size=block_size)
     fitting = []
     for rank in range(parallel.num_ranks):

@@ -124,10 +124,14 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_kuberay_runs_the_cluster_file() -> None:
-    service, clients = yaml.safe_load_all((DEPLOY / "kuberay" / "cpu.yaml").read_text())
+KUBERAY = [("cpu.yaml", "cluster.yaml"), ("npu.yaml", "npu.yaml")]
+
+
+@pytest.mark.parametrize(("kuberay", "serve"), KUBERAY)
+def test_kuberay_runs_the_serve_file(kuberay: str, serve: str) -> None:
+    service, clients = yaml.safe_load_all((DEPLOY / "kuberay" / kuberay).read_text())
     embedded = yaml.safe_load(service["spec"]["serveConfigV2"])
-    cluster = yaml.safe_load((DEPLOY / "serve" / "cluster.yaml").read_text())
+    cluster = yaml.safe_load((DEPLOY / "serve" / serve).read_text())
     assert embedded == cluster
     head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
     assert clients["spec"]["selector"].items() <= head["metadata"]["labels"].items()
@@ -137,16 +141,31 @@ def test_kuberay_runs_the_cluster_file() -> None:
     assert gateway["http_address"].endswith(f":{ports['http']}")
 
 
-def test_kuberay_workers_offer_what_replicas_ask_for() -> None:
-    service = next(iter(yaml.safe_load_all((DEPLOY / "kuberay" / "cpu.yaml").read_text())))
-    args = yaml.safe_load((DEPLOY / "serve" / "cluster.yaml").read_text())["applications"][0]["args"]
+@pytest.mark.parametrize(("kuberay", "serve"), KUBERAY)
+def test_kuberay_workers_offer_what_replicas_ask_for(kuberay: str, serve: str) -> None:
+    service = next(iter(yaml.safe_load_all((DEPLOY / "kuberay" / kuberay).read_text())))
+    args = yaml.safe_load((DEPLOY / "serve" / serve).read_text())["applications"][0]["args"]
     (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     offered = json.loads(json.loads(workers["rayStartParams"]["resources"]))
-    assert args["replica"]["resources"].items() <= offered.items()
-    assert workers["minReplicas"] >= args["scaling"]["min_replicas"]
-    assert workers["maxReplicas"] >= args["scaling"]["max_replicas"]
+    asked = args["replica"].get("resources", {}) | ({"NPU": 1} if args["replica"].get("device") == "npu" else {})
+    assert asked
+    per_worker = min(offered[name] // amount for name, amount in asked.items())
+    assert workers["minReplicas"] * per_worker >= args["scaling"]["min_replicas"]
+    assert workers["maxReplicas"] * per_worker >= args["scaling"]["max_replicas"]
     grace_s = workers["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace_s > args["replica"]["drain_timeout_s"]
+
+
+def test_kuberay_offers_the_npus_that_kubernetes_gives() -> None:
+    """One count in three places; and nothing but Ray chooses among them."""
+    service = next(iter(yaml.safe_load_all((DEPLOY / "kuberay" / "npu.yaml").read_text())))
+    (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    offered = json.loads(json.loads(workers["rayStartParams"]["resources"]))["NPU"]
+    resources = container["resources"]
+    assert int(resources["limits"]["huawei.com/Ascend910"]) == offered
+    assert int(resources["requests"]["huawei.com/Ascend910"]) == offered
+    assert not [variable["name"] for variable in container["env"] if "VISIBLE_DEVICES" in variable["name"]]
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.npu"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -29,12 +31,13 @@ class LocalRay:
 
     Args:
         num_cpus: what the node offers to actors; logical, it may exceed the machine's.
+        resources: what else it offers, by name.
 
     Raises:
         Unavailable: from ``wait_until_up``: Ray did not come up; the message ends with what it last said.
     """
 
-    def __init__(self, num_cpus: float) -> None:
+    def __init__(self, num_cpus: float, resources: Mapping[str, float] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shoal-"))
         self.gcs_port, self.dashboard_port = _free_ports(2)
         self.environment = {
@@ -50,6 +53,7 @@ class LocalRay:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
         command += [f"--port={self.gcs_port}", f"--num-cpus={num_cpus:g}", f"--temp-dir={self.folder / 'ray'}"]
         command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}", "--disable-usage-stats"]
+        command += [f"--resources={json.dumps(dict(resources))}"] if resources else []
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,

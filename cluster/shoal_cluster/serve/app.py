@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from shoal_cluster.config import ClusterConfig, ReplicaSettings
 from shoal_cluster.policies.autoscaling_config import MAX_REPLICAS
 from shoal_cluster.serve.admin import ADMIN_KEY_VARIABLE
 from shoal_cluster.serve.gateway import Gateway
-from shoal_cluster.serve.rank_actors import replica_bundles
+from shoal_cluster.serve.rank_actors import DEVICE_RESOURCES, replica_bundles
 from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_cluster.serve.request_router import BlockRouter
 from shoal_replica.build import resolve_config
@@ -71,7 +72,8 @@ def _with_admin_key(args: dict[str, Any]) -> dict[str, Any]:
 def _resources(replica: ReplicaSettings) -> dict[str, Any]:
     """Of a replica's one process, or of its engine's with the placement group that holds its ranks as well."""
     if replica.num_ranks == 1:
-        return {"ray_actor_options": _actor(replica.num_cpus, replica.resources)}
+        resources = replica.resources | DEVICE_RESOURCES[replica.device]
+        return {"ray_actor_options": _actor(replica.num_cpus, resources)}
     return {
         "ray_actor_options": _actor(replica.engine_num_cpus, replica.resources),
         "placement_group_bundles": replica_bundles(replica),
@@ -102,7 +104,7 @@ def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
 
 
 def _check_model(config: ClusterConfig) -> None:
-    """The model exists and fits the largest node."""
+    """The model exists and fits the largest node; whether it fits an NPU, the replica finds out."""
     nodes = [n["Resources"].get("memory", 0) for n in ray.nodes() if n["Alive"]] if ray.is_initialized() else []
     replica = config.replica
     resolve_config(
@@ -114,5 +116,5 @@ def _check_model(config: ClusterConfig) -> None:
         num_blocks=replica.num_blocks,
         scheduler=replica.scheduler_config(),
         parallel=replica.parallel_config(),
-        memory_bytes=int(max(nodes)) if nodes else None,
+        memory_bytes=sys.maxsize if replica.device == "npu" else int(max(nodes)) if nodes else None,
     )

@@ -1,0 +1,71 @@
+"""A Ray cluster with two NPUs: ``deploy/serve/npu.yaml`` serves gRPC from a replica on each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import uuid
+from pathlib import Path
+
+from fixtures.live_cluster import free_address
+from npu_models import GREEDY, NUM_TOKENS, Expected, make_folder
+
+from shoal_cluster.commands.local_ray import LocalRay, make_token
+
+# Ray reads these once, when it is first imported.
+_token_folder = tempfile.TemporaryDirectory(prefix="shoal-test-")
+os.environ.update(
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN_PATH=str(make_token(Path(_token_folder.name))),
+    RAY_ENABLE_AUTO_CONNECT="0",
+    RAY_SERVE_USE_GRPC_BY_DEFAULT="1",
+    RAY_USAGE_STATS_ENABLED="0",
+)
+
+from shoal_cluster.commands.client import GatewayClient  # noqa: E402 (brings ray)
+from shoal_cluster.commands.deploy import deploy, read_config  # noqa: E402
+from shoal_cluster.serve.call import Chunk, GenerateCall  # noqa: E402
+from shoal_replica.llm import RequestOutput, SequenceOutput  # noqa: E402
+
+NPU_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "npu.yaml"
+PROMPTS = [f"{start} the sea is deep, and the wind is on the water" * 3 for start in ("When", "Why", "Now", "If")]
+
+
+async def test_two_replicas_serve_from_an_npu_each(tmp_path: Path) -> None:
+    folder = make_folder("llama", tmp_path)
+    document, settings = read_config(NPU_YAML)
+    assert settings.replica.device == "npu"
+    assert settings.replica.block_size == 128
+    args = document["applications"][0]["args"]
+    args["model"] = str(folder)
+    args["replica"].update(num_cpus=0.5, max_num_seqs=4, feed_host="127.0.0.1", drain_timeout_s=5)
+    args["scaling"].update(max_replicas=2)
+    args["gateway"].update(grpc_address=free_address(), http_address=free_address(), placement_timeout_s=60)
+    with LocalRay(num_cpus=4, resources={"NPU": 2}) as ray:
+        ray.wait_until_up()
+        await asyncio.to_thread(deploy, document, ray.dashboard_url, lambda progress: None)
+        async with GatewayClient(args["gateway"]["grpc_address"]) as client:
+            streams = await asyncio.gather(*(collect(client, prompt) for prompt in PROMPTS * 2))
+            cluster = await client.cluster()
+    rows = [row.stats for row in cluster.replicas]
+    assert len(rows) == 2
+    for stats in rows:
+        assert stats is not None
+        assert stats.block_size == 128
+        assert stats.num_total_blocks > 1000  # what 1 GiB leaves: each replica has a device to itself
+        assert stats.num_generated_tokens > 0
+    expected = Expected.of(folder, PROMPTS)
+    for half in (streams[: len(PROMPTS)], streams[len(PROMPTS) :]):
+        expected.check([as_output(chunks) for chunks in half])
+
+
+async def collect(client: GatewayClient, prompt: str) -> list[Chunk]:
+    call = GenerateCall(request_id=uuid.uuid4().hex, text=prompt, sampling_params=GREEDY, timeout_s=60)
+    return [chunk async for chunk in client.generate(call)]
+
+
+def as_output(chunks: list[Chunk]) -> RequestOutput:
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    assert len(tokens) == NUM_TOKENS
+    return RequestOutput((), [SequenceOutput(tokens)])

@@ -161,6 +161,22 @@ class GatewaySettings(_Settings):
     admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")
 
 
+class LogSettings(_Settings):
+    """What gateway and replicas write to standard error: one line for each request, and whatever goes wrong."""
+
+    format: Literal["json", "text"] = "json"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class TraceSettings(_Settings):
+    """OpenTelemetry. Without an endpoint nothing is traced, and nothing is paid."""
+
+    otlp_endpoint: str | None = Field(
+        None, pattern=r"https?://\S+", description="OTLP over HTTP: http://collector:4318"
+    )
+    sampled_share: float = Field(1.0, ge=0, le=1, description="of requests whose caller has not decided")
+
+
 class ClusterConfig(_Settings):
     """Everything under ``args``."""
 
@@ -170,6 +186,8 @@ class ClusterConfig(_Settings):
     scaling: ScalingSettings = ScalingSettings()
     gateway: GatewaySettings = GatewaySettings()
     objective: ObjectiveSettings = ObjectiveSettings()
+    logs: LogSettings = LogSettings()
+    traces: TraceSettings = TraceSettings()
 
     @classmethod
     def from_args(cls, args: dict[str, Any]) -> ClusterConfig:

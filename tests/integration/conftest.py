@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.live_cluster import LiveCluster, free_address
+from fixtures.otlp_collector import collecting
 
 from shoal_cluster.commands.deploy import deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay, make_token
@@ -40,7 +41,12 @@ def cluster() -> Iterator[LiveCluster]:
     args = document["applications"][0]["args"]
     args["gateway"].update(grpc_address=grpc_address, http_address=http_address, admin_key=ADMIN_KEY)
     args["replica"]["dtype"] = "float32"  # tokens then do not depend on what shares their batch
-    with LocalRay(num_cpus=4) as ray:
+    args["logs"] = {"level": "debug"}
+    with collecting() as collector, LocalRay(num_cpus=4) as ray:
+        args["traces"] = {"otlp_endpoint": collector.endpoint}
         ray.wait_until_up()
         deploy(document, ray.dashboard_url, lambda progress: None)
-        yield LiveCluster(grpc_address, http_address, ray.dashboard_url, settings.name, ray.folder / "ray", ADMIN_KEY)
+        folder = ray.folder / "ray"
+        yield LiveCluster(
+            grpc_address, http_address, ray.dashboard_url, settings.name, folder, ADMIN_KEY, collector=collector
+        )

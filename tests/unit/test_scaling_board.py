@@ -14,6 +14,7 @@ from fixtures.waiting import until
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import Demand
 from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.scaling_board import RECORDS_KEPT, ScalingBoard, Tuning
 from shoal_cluster.serve.scaling_desk import ScalingDesk
@@ -21,6 +22,7 @@ from shoal_cluster.serve.scaling_link import BoardLink
 from shoal_replica.errors import InvalidArgument
 
 BASE = ScaleConfig(max_replicas=4)
+SHED = CallRecord(request_id="shed", outcome=RequestOutcome.SHED, time_s=0.0, arrived_s=0.0, ended_s=0.0)
 
 
 class DictStore:
@@ -97,7 +99,7 @@ async def test_a_report_says_what_came_and_what_is_promised(board: ScalingBoard,
     desk._ledger.view.apply_snapshot("r", make_stats(), (), 0.0)
     desk._ledger.view.reserve("request", "r", 2, 30, 0.0)
     desk.meter.arrive(100)
-    desk.meter.shed()
+    desk.meter.take(SHED)
     desk.meter.arrive(50)
     await until(lambda: any(r.demand.num_requests for r in board.reports()))
     (report,) = board.reports()

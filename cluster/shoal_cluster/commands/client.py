@@ -63,7 +63,8 @@ class GatewayClient:
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         """Stream a call; closing the iterator cancels it."""
-        stream = self._generate(call, timeout=call.timeout_s)
+        metadata = call.trace.headers() if call.trace is not None else ()
+        stream = self._generate(call, timeout=call.timeout_s, metadata=metadata)
         try:
             async for chunk in stream:
                 yield chunk

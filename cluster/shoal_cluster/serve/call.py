@@ -14,6 +14,7 @@ from shoal_cluster.serve.deployment_watch import DeploymentRow
 from shoal_cluster.serve.journal import Event
 from shoal_cluster.serve.latency_window import LatencySummary
 from shoal_cluster.serve.replica_past import PastSample
+from shoal_cluster.serve.trace_context import TraceContext
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
@@ -49,6 +50,7 @@ class GenerateCall:
     tenant: str = ""
     cache_salt: str = ""
     timeout_s: float | None = None
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

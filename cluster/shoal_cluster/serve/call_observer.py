@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from shoal_cluster.config import TraceSettings
 from shoal_cluster.serve.call import Chunk, GenerateCall, Usage
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.call_times import CallTimes
@@ -14,6 +16,9 @@ from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 from shoal_replica.request import FinishReason
+
+if TYPE_CHECKING:
+    from shoal_cluster.serve.tracing import CallTracer
 
 
 class CallWatch:
@@ -46,6 +51,9 @@ class CallWatch:
             finish_reasons=tuple(self.finish_reasons),
             error="" if error is None else type(error).__name__,
             legs=tuple(self.times.legs),
+            is_chat=self.call.messages is not None,
+            tenant=self.call.tenant,
+            trace=self.call.trace,
         )
 
 
@@ -96,3 +104,12 @@ def outcome_of(error: BaseException) -> RequestOutcome:
             return RequestOutcome.CANCELLED
         case _:
             return RequestOutcome.FAILED
+
+
+def open_tracer(settings: TraceSettings, model: str, gateway_id: str) -> CallTracer | None:
+    """A listener that makes traces; None where no endpoint is set. Raises ConfigError: OpenTelemetry is missing."""
+    if settings.otlp_endpoint is None:
+        return None
+    from shoal_cluster.serve.tracing import CallTracer  # OpenTelemetry's exporter is an extra
+
+    return CallTracer(settings.otlp_endpoint, settings.sampled_share, model, gateway_id)

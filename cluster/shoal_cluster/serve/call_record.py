@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from shoal_cluster.serve.call import Usage
 from shoal_cluster.serve.call_times import LegTimes
+from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.request import FinishReason
 
 
@@ -42,6 +43,9 @@ class CallRecord:
     usage: Usage | None = None
     finish_reasons: tuple[FinishReason, ...] = ()
     error: str = ""
+    is_chat: bool = False
+    tenant: str = ""
+    trace: TraceContext | None = None
     legs: tuple[LegTimes, ...] = ()
 
     @property

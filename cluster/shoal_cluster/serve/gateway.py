@@ -22,8 +22,7 @@ from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow
-from shoal_cluster.serve.call_observer import CallObserver
-from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
+from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
@@ -32,6 +31,7 @@ from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.logs import log_call, set_up_logs
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.tally import Point
@@ -56,6 +56,7 @@ class Gateway:
     """A Serve deployment that implements GatewayCore and serves it by gRPC and HTTP on its own sockets."""
 
     async def __init__(self, replicas: DeploymentHandle, config: ClusterConfig) -> None:  # type: ignore[misc]
+        set_up_logs(config.logs.format, config.logs.level, process="gateway")
         self._config = config
         self._settings = config.gateway
         folder = await asyncio.to_thread(ensure_checkpoint, config.model)
@@ -72,7 +73,6 @@ class Gateway:
         objective = LatencyObjective(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
         self._metrics = GatewayMetrics(self._ledger.gateway_id, LatencyWindow(objective))
         self._ledger.on_decision = self._metrics.add_decision
-        self._observer = CallObserver(self._metrics, self._ledger.journal, (self._note_demand,))
         self._watch = DeploymentWatch(
             serve_details, serve.get_replica_context().app_name, replicas.deployment_name, self._ledger.journal
         )
@@ -84,6 +84,9 @@ class Gateway:
             self._settings.num_replicas,
             config.scale_config(),
         )
+        self._tracer = open_tracer(config.traces, config.name, self._ledger.gateway_id)
+        listeners = (self._scaling.meter.take, log_call, *([self._tracer.take] if self._tracer is not None else ()))
+        self._observer = CallObserver(self._metrics, self._ledger.journal, listeners)
         export = RayExport().run(lambda: self._metrics.points(self._rows()))
         self._export_task = loop.create_task(export, name="shoal-metrics")
         await self._open()
@@ -306,10 +309,6 @@ class Gateway:
     def _place(self, request: Request, query: RouteQuery) -> ServePlacement:
         return ServePlacement(self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, query=query))
 
-    def _note_demand(self, record: CallRecord) -> None:
-        if record.outcome is RequestOutcome.SHED:
-            self._scaling.meter.shed()
-
     def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""
         if self._http_task.done():
@@ -330,3 +329,5 @@ class Gateway:
             await self._http_task
             await self._scaling.close()
             await self._ledger.close()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)

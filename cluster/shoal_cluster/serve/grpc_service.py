@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,7 +22,9 @@ from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.admin import key_of_header
 from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.chunks import open_chunks
+from shoal_cluster.serve.logs import error_fields, fields
 from shoal_cluster.serve.request_id import new_request_id
+from shoal_cluster.serve.trace_context import trace_context
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import ConfigError
 
@@ -51,6 +54,8 @@ class GenerationService:
         async with _errors_as_status(context, fresh_id):
             request = codec.parse(generation_pb2.GenerateRequest, raw)
             call = codec.call_from_proto(request, fresh_id, timeout_s=context.time_remaining())
+            headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+            call = replace(call, trace=trace_context(headers))
         async with _errors_as_status(context, call.request_id):
             await context.send_initial_metadata((("x-request-id", call.request_id),))
             async with open_chunks(self._core, call) as chunks:
@@ -192,7 +197,7 @@ async def _errors_as_status(context: grpc.aio.ServicerContext, request_id: str) 
     except Exception as error:
         report = report_error(error, request_id)
         if report.kind is INTERNAL:
-            _log.exception("request %s failed", request_id)
+            _log.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
         metadata: tuple[tuple[str, str], ...] = ()
         if report.retry_after_s is not None:
             metadata = (("retry-after", f"{report.retry_after_s:g}"),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -18,6 +19,7 @@ from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_res
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, CompletionShape, answer_events, whole_answer
 from shoal_cluster.serve.openai_types import ChatRequest, CompletionRequest
+from shoal_cluster.serve.trace_context import trace_context
 
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
@@ -80,7 +82,8 @@ async def _answer(
     request_id: str = request.state.request_id
     try:
         core.check_model(body.model)
-        calls = body.to_calls(request_id)
+        trace = trace_context(request.headers)
+        calls = [replace(call, trace=trace) for call in body.to_calls(request_id)]
         model = core.model_card().name
         if body.stream:
             events = answer_events(core, calls, shape, request_id, model, body.include_usage)

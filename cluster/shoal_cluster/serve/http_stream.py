@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal_cluster.errors import INTERNAL, ErrorReport, report_error
+from shoal_cluster.serve.logs import error_fields, fields
 from shoal_cluster.serve.openai_answers import event
 from shoal_cluster.serve.request_id import check_request_id, new_request_id
 from shoal_replica.errors import ShoalError
@@ -136,7 +137,7 @@ def report(error: Exception, request_id: str) -> ErrorReport:
     """What the client may know of ``error``; what it may not goes to the log."""
     told = report_error(error, request_id)
     if told.kind is INTERNAL:
-        _log.error("request %s failed", request_id, exc_info=error)
+        _log.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
     return told
 
 

@@ -16,6 +16,7 @@ from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_map import encode_block_map
 from shoal_cluster.serve.feed import FeedServer
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
+from shoal_cluster.serve.logs import set_up_logs
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.outcome import Outcome, run_to_end
@@ -37,6 +38,8 @@ class ReplicaServer:
     """
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        set_up_logs(config.logs.format, config.logs.level, process="replica", replica_id=replica_id)
         settings = config.replica
         resolved: EngineConfig = await asyncio.to_thread(
             resolve_config,
@@ -58,7 +61,7 @@ class ReplicaServer:
         self._engine.start()
         shape, cache = resolved.model, resolved.cache
         memory = {"weights": shape.weight_bytes, "kv_blocks": cache.num_blocks * shape.block_bytes(cache.block_size)}
-        self._metrics = ReplicaMetrics(serve.get_replica_context().replica_id.unique_id, memory)
+        self._metrics = ReplicaMetrics(replica_id, memory)
         self._export = RayExport()
         self._engine.subscribe(self._measure)
         past = ReplicaPast(self._engine)

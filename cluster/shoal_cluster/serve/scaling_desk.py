@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from shoal_cluster.policies.autoscaling_config import ScaleConfig, tunable
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
 from shoal_cluster.serve.call import ScalingRow
+from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.scaling_board import RECORDS_KEPT, GatewayReport, ScalingBoard, Tuning
 from shoal_replica.errors import Unavailable
@@ -35,9 +36,10 @@ class DemandMeter:
         """A request that could be served has come."""
         self._demand += Demand(num_requests=1, num_prompt_tokens=num_prompt_tokens)
 
-    def shed(self) -> None:
-        """One of them was refused for want of room."""
-        self._demand += Demand(num_shed=1)
+    def take(self, record: CallRecord) -> None:
+        """One of them is over; it may have been refused for want of room."""
+        if record.outcome is RequestOutcome.SHED:
+            self._demand += Demand(num_shed=1)
 
     def hold(self, num_prompt_tokens: int, sign: int) -> None:
         """One of them begins to wait for any replica (+1), or no longer does (-1)."""

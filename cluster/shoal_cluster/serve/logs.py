@@ -1,0 +1,114 @@
+"""Logs of gateway and replica: one line an event, as JSON or text, to standard error, where Ray keeps them.
+
+Nothing that a client said is logged. An error in a request is told by its type and where it came from: its message may
+quote the request.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
+
+ROOTS = ("shoal_cluster", "shoal_replica")
+LEVELS = {
+    RequestOutcome.FINISHED: logging.INFO,
+    RequestOutcome.CANCELLED: logging.INFO,
+    RequestOutcome.INVALID: logging.INFO,
+    RequestOutcome.SHED: logging.INFO,  # there are many at once, and metrics count them
+    RequestOutcome.DEADLINE: logging.WARNING,
+    RequestOutcome.FAILED: logging.ERROR,
+}
+
+_requests = logging.getLogger("shoal_cluster.requests")
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """For ``extra=``: what a line has beside its message."""
+    return {"fields": values}
+
+
+def error_fields(error: BaseException) -> dict[str, object]:
+    """An error without its words: its type, and the frames it came through, innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return {"error": type(error).__name__, "stack": [f"{f.filename}:{f.lineno} {f.name}" for f in frames]}
+
+
+def log_call(record: CallRecord) -> None:
+    """The one line for a request that is over."""
+    level = LEVELS[record.outcome]
+    if _requests.isEnabledFor(level):
+        _requests.log(level, "request %s", record.outcome.value, extra={"fields": call_fields(record)})
+
+
+def call_fields(record: CallRecord) -> dict[str, object]:
+    """What a request's line says; what is not known is left out. Times are in seconds."""
+    usage = record.usage
+    leg = record.legs[-1] if record.legs else None
+    routed_s = record.legs[0].routed_s if record.legs else None
+    values: dict[str, object] = {
+        "request_id": record.request_id,
+        "trace_id": record.trace.trace_id if record.trace is not None else None,
+        "tenant": record.tenant or None,
+        "outcome": record.outcome.value,
+        "error": record.error or None,
+        "finish_reasons": [reason.value for reason in record.finish_reasons] or None,
+        "replica_id": leg.replica_id or None if leg is not None else None,
+        "num_prompt_tokens": usage.num_prompt_tokens if usage is not None else None,
+        "num_cached_tokens": usage.num_cached_tokens if usage is not None else None,
+        "num_output_tokens": usage.num_output_tokens if usage is not None else None,
+        "num_resumes": usage.num_resumes if usage is not None else None,
+        "placement_s": routed_s - record.arrived_s if routed_s is not None else None,
+        "queue_s": leg.queue_s if leg is not None else None,
+        "ttft_s": record.ttft_s,
+        "inter_token_s": record.inter_token_s or None,
+        "duration_s": record.duration_s,
+    }
+    return {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items() if v is not None}
+
+
+class LineFormatter(logging.Formatter):
+    """One line a record: a JSON object, or words with ``name=value`` behind them.
+
+    Args:
+        constant: fields that every line of the process has.
+    """
+
+    def __init__(self, form: str, constant: dict[str, object]) -> None:
+        super().__init__()
+        self._is_json = form == "json"
+        self._constant = constant
+
+    def format(self, record: logging.LogRecord) -> str:
+        values: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._constant,
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            values["exception"] = self.formatException(record.exc_info)
+        if self._is_json:
+            return msgspec.json.encode(values, enc_hook=str).decode()
+        first = [str(values.pop(name)) for name in ("time", "level", "logger", "message")]
+        line = " ".join([*first, *(f"{name}={value!r}" for name, value in values.items())])
+        return line.replace("\n", "\\n")
+
+
+def set_up_logs(form: str, level: str, **constant: object) -> None:
+    """Send what Shoal's loggers of this process say to standard error. Calling it again replaces what was set up."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(form, constant))
+    for name in ROOTS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False

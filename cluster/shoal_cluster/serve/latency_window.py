@@ -8,7 +8,7 @@ monotonic one, in seconds.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 WINDOW_S = 60.0
@@ -68,8 +68,8 @@ class LatencySummary:
 @dataclass(slots=True)
 class _Slice:
     number: int
-    ttft: Counter[int] = field(default_factory=Counter)
-    inter_token: Counter[int] = field(default_factory=Counter)
+    ttft: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    inter_token: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     num_requests: int = 0
     num_met: int = 0
 
@@ -81,10 +81,12 @@ class LatencyWindow:
         self.objective = objective
         self._window_s = window_s
         self._slice_s = window_s / NUM_SLICES
-        self._slices: deque[_Slice] = deque([_Slice(number=0)], maxlen=NUM_SLICES)
+        self._newest, self._end_s = _Slice(0), self._slice_s
+        self._slices: deque[_Slice] = deque([self._newest], maxlen=NUM_SLICES)
 
     def add_first_token(self, seconds: float, now: float) -> None:
-        self._slice(now).ttft[_bucket(seconds)] += 1
+        current = self._slice(now)
+        current.ttft[_bucket(seconds)] += 1
 
     def add_tokens(self, seconds: float, num_tokens: int, now: float) -> None:
         """``num_tokens`` came, each ``seconds`` after the one before it."""
@@ -114,18 +116,18 @@ class LatencyWindow:
 
     def _slice(self, now: float) -> _Slice:
         """The slice of ``now``; those that have left the window are dropped. Time does not run backwards."""
+        if now < self._end_s:
+            return self._newest
         number = int(now / self._slice_s)
-        newest = self._slices[-1]
-        if number <= newest.number:
-            return newest
         while self._slices and self._slices[0].number <= number - NUM_SLICES:
             self._slices.popleft()
-        self._slices.append(_Slice(number))
-        return self._slices[-1]
+        self._newest, self._end_s = _Slice(number), (number + 1) * self._slice_s
+        self._slices.append(self._newest)
+        return self._newest
 
 
 def _bucket(seconds: float) -> int:
-    return math.floor(math.log(max(seconds, MIN_S)) * _BUCKETS_PER_E)
+    return math.floor(math.log(seconds if seconds > MIN_S else MIN_S) * _BUCKETS_PER_E)
 
 
 def _middle(bucket: int) -> float:

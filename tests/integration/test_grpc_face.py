@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from uuid import uuid4
 
 import grpc
 import pytest
@@ -13,12 +14,15 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.serve import codec, control_codec, scaling_codec
-from shoal_cluster.serve.call import Chunk
+from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.grpc_service import start_grpc_server
+from shoal_cluster.serve.trace_context import TraceContext
 from shoal_protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from shoal_replica.errors import ConfigError, DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason
+from shoal_replica.sampling_params import SamplingParams
 
 MAX_MESSAGE_BYTES = 64 * 1024
 DEADLINE_S = 10.0
@@ -68,6 +72,19 @@ async def test_generate_streams_text_tokens_and_usage(generation: generation_pb2
     assert usage is not None
     assert (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_output_tokens) == (2, 2, len(chunks))
     assert (usage.replica_id, usage.ttft_s, usage.num_resumes) == ("r0", 0.125, 1)
+
+
+async def test_the_callers_trace_goes_on(address: str, core: FakeGateway) -> None:
+    trace = TraceContext(
+        trace_id="4bf92f3577b34da6a3ce929d0e0e4736", span_id="00f067aa0ba902b7", sampled=True, state="v=1"
+    )
+    async with GatewayClient(address) as client:
+        for told in (trace, None):
+            call = GenerateCall(
+                request_id=uuid4().hex, text="hi", sampling_params=SamplingParams(), timeout_s=DEADLINE_S, trace=told
+            )
+            assert [chunk async for chunk in client.generate(call)]
+    assert [call.trace for call in core.calls] == [trace, None]
 
 
 async def test_two_sequences_with_logprobs(generation: generation_pb2_grpc.GenerationStub) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -16,6 +17,7 @@ import uvicorn
 from fixtures.fake_gateway import MODEL, TOKENIZER, FakeGateway
 
 from shoal_cluster.serve.http_api import build_http_app
+from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
 
 MAX_BODY_BYTES = 64 * 1024
@@ -382,6 +384,31 @@ async def test_metrics(http: httpx.AsyncClient) -> None:
     ):
         assert line in lines
     assert 'shoal_replica_steps_total{replica_id="r1"}' not in answer.text
+
+
+async def test_the_callers_trace_goes_on_and_a_broken_one_is_ignored(
+    http: httpx.AsyncClient, core: FakeGateway
+) -> None:
+    trace = TraceContext(
+        trace_id="4bf92f3577b34da6a3ce929d0e0e4736", span_id="00f067aa0ba902b7", sampled=True, state="v=1"
+    )
+    for headers in (dict(trace.headers()), {"traceparent": "nonsense"}):
+        assert (await http.post(CHAT, json={"messages": HI}, headers=headers)).status_code == 200
+    assert [call.trace for call in core.calls] == [trace, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_client_said_is_not_logged_when_its_request_fails(
+    http: httpx.AsyncClient, core: FakeGateway, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    core.error = ValueError("cannot make sense of under the old oak")
+    body = {"messages": [{"role": "user", "content": "under the old oak"}], "stream": stream}
+    assert (await http.post(CHAT, json=body, headers={"x-request-id": "mine"})).status_code == 500
+    (record,) = [r for r in caplog.records if getattr(r, "fields", {}).get("request_id") == "mine"]
+    assert record.fields["error"] == "ValueError"
+    assert "fake_gateway.py" in record.fields["stack"][-1]
+    assert not [r for r in caplog.records if "under the old oak" in f"{r.getMessage()} {vars(r)}"]
 
 
 async def test_a_bad_request_id_is_refused(http: httpx.AsyncClient) -> None:

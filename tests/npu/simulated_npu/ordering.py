@@ -5,7 +5,8 @@ stream and the host keep a vector clock (Lamport 1978; Mattern 1989), which even
 to memory whose last access is not known to be over raises ``Race``.
 
 The host's side of pinned memory cannot be watched. What an asynchronous copy brings to it arrives when the host has
-waited, and reads as 0xff until then; a second copy out of the same place before the first is known to be over raises.
+waited, and reads as 0xff until then; and each asynchronous copy looks whether the host has changed what earlier ones,
+not known to be over, still read.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class _State:
     clocks: dict[int, Clock] = field(default_factory=dict)  # per lane: a stream, or HOST
     events: dict[int, Clock] = field(default_factory=dict)
     places: dict[int, _Place] = field(default_factory=dict)  # by address
-    arriving: dict[int, tuple[int, int, bytes]] = field(default_factory=dict)  # to pinned memory: lane, time, bytes
+    # Asynchronous copies to and from pinned memory, by its address: lane, time, bytes.
+    arriving: dict[int, tuple[int, int, bytes]] = field(default_factory=dict)
+    departing: dict[int, tuple[int, int, bytes]] = field(default_factory=dict)
 
 
 _OBSERVER = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64)
@@ -88,10 +91,14 @@ def host_waits() -> None:
 
 
 def copied_to_device(source: Tensor) -> None:
-    """An asynchronous copy out of pinned memory has been queued; the host has filled that before."""
-    lane, address = _current_lane(), source.untyped_storage().data_ptr()
-    _access(address, HOST, _tick(HOST), "filling pinned memory", writes=True)
-    _access(address, lane, _tick(lane), "a copy from pinned memory", writes=False)
+    """An asynchronous copy out of pinned memory has been queued. The host must not have changed what earlier ones, not
+    known to be over, still read."""
+    for address, (_, _, data) in _state.departing.items():
+        if ctypes.string_at(address, len(data)) != data:
+            raise Race("the host has changed pinned memory before the copy out of it was known to be over")
+    lane, address = _current_lane(), source.data_ptr()
+    data = ctypes.string_at(address, source.numel() * source.element_size())
+    _state.departing[address] = (lane, _tick(lane), data)
 
 
 def copied_to_host(target: Tensor) -> None:
@@ -159,6 +166,9 @@ def _on_order(what: int, a: int, b: int) -> None:
 def _host_learns(clock: Clock) -> None:
     host = _clock(HOST)
     _join(host, clock)
+    for address, (lane, time, _) in list(_state.departing.items()):
+        if host.get(lane, 0) >= time:
+            del _state.departing[address]
     for address, (lane, time, data) in list(_state.arriving.items()):
         if host.get(lane, 0) >= time:
             ctypes.memmove(address, data, len(data))

@@ -1,0 +1,166 @@
+"""Memory, streams, graphs and collectives: our helpers on the simulated device, and that it would catch mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch_npu
+from paged_steps import NPU, TOLERANCE, make_step, randn
+from simulated_npu import graphs
+from simulated_npu.ordering import POISON, Race
+
+from shoal_kernels import ops
+from shoal_kernels.metadata import AttentionMetadata
+from shoal_kernels.npu_graph import StepGraph, memory_info
+from shoal_kernels.npu_swap import BlockSwap
+
+MIB = 2**20
+SCALE = 128**-0.5
+
+
+def test_memory_is_counted_and_runs_out() -> None:
+    free, total = memory_info()
+    assert total == 1024 * MIB
+    held = torch.empty(64 * MIB, dtype=torch.int8, device=NPU)
+    assert memory_info()[0] <= free - 60 * MIB
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 4\.00 GiB"):
+        torch.empty(4096 * MIB, dtype=torch.int8, device=NPU)
+    del held
+    torch_npu.npu.empty_cache()
+    assert memory_info()[0] >= free
+
+
+def test_what_was_never_written_reads_as_nan() -> None:
+    """A padded row or a skipped write shows, where zeros would hide it."""
+    torch_npu.npu.empty_cache()
+    assert torch.empty(5000, dtype=torch.float32, device=NPU).isnan().all()
+
+
+def test_swap_out_and_in() -> None:
+    cache = randn(12, 128, 2, 16)
+    on_device = cache.to(NPU)
+    swap = BlockSwap(on_device, num_rows=8, num_at_once=4)
+    first = swap.swap_out([3, 7, 1], 0)
+    on_device[3].zero_()  # after the gather, so that it does no harm
+    swap.swap_out([5], 3).synchronize()
+    first.synchronize()
+    assert torch.equal(swap.rows[:4], cache[[3, 7, 1, 5]])
+    on_device.zero_()
+    swap.swap_in(0, [2, 0, 9])
+    swap.swap_in(3, [11])
+    assert torch.equal(on_device.cpu()[[2, 0, 9, 11]], cache[[3, 7, 1, 5]])
+    assert on_device.count_nonzero() == cache[[3, 7, 1, 5]].count_nonzero()
+
+
+def test_swapped_blocks_are_not_there_before_they_are_waited_for() -> None:
+    on_device = torch.ones(4, 16, dtype=torch.int8, device=NPU)
+    swap = BlockSwap(on_device, num_rows=4, num_at_once=4)
+    event = swap.swap_out([0, 1], 0)
+    assert set(swap.rows[:2].flatten().view(torch.uint8).tolist()) == {POISON}
+    event.synchronize()
+    assert set(swap.rows[:2].flatten().tolist()) == {1}
+
+
+def test_a_missing_wait_between_streams_is_a_race() -> None:
+    x, other = torch.zeros(8, device=NPU), torch_npu.npu.Stream()
+    x.add_(1)
+    with torch_npu.npu.stream(other), pytest.raises(Race, match=r"aten::mul.* is not ordered after aten::add_"):
+        x.mul(2)
+    other.wait_stream(torch_npu.npu.current_stream())
+    with torch_npu.npu.stream(other):
+        assert x.mul(2).cpu().tolist() == [2.0] * 8
+
+
+def test_pinned_memory_is_not_filled_again_before_its_copy_is_over() -> None:
+    host, x = torch.zeros(8, dtype=torch.int32).pin_memory(), torch.zeros(8, dtype=torch.int32, device=NPU)
+    x.copy_(host, non_blocking=True)
+    host.fill_(1)
+    with pytest.raises(Race, match="the host has changed pinned memory before"):
+        x.copy_(host, non_blocking=True)
+    torch_npu.npu.synchronize()
+    x.copy_(host, non_blocking=True)
+
+
+def test_a_captured_step_is_replayed_with_other_lengths() -> None:
+    """Attention of a captured decode, with the lengths, the queries and the blocks of the replay."""
+    paged = make_step([(6, 1), (129, 1)])
+    q, keys, values, metadata = paged.on_npu()
+    captured = AttentionMetadata(
+        query_start_loc=metadata.query_start_loc,
+        seq_lens=[1, 1],
+        block_tables=metadata.block_tables,
+        slot_mapping=metadata.slot_mapping,
+    )
+    inputs = torch.zeros_like(q)
+
+    def run() -> torch.Tensor:
+        return ops.paged_attention(inputs, keys, values, captured, SCALE) * 2
+
+    run()
+    graph = StepGraph(run)
+    inputs.copy_(q)
+    out = graph.replay(metadata.seq_lens)
+    torch.testing.assert_close(out.cpu().float(), paged.expected(SCALE) * 2, atol=2 * TOLERANCE, rtol=2 * TOLERANCE)
+    shorter = make_step([(6, 1), (129, 1)])
+    inputs.copy_(q.flip(0))
+    again = graph.replay([7, 100])
+    assert again.data_ptr() == out.data_ptr()
+    assert not torch.equal(again.cpu(), shorter.q)
+    graph.close()
+
+
+def test_capturing_runs_nothing() -> None:
+    x = torch.zeros(4, device=NPU)
+    graph = StepGraph(lambda: x.add_(1))
+    assert x.cpu().tolist() == [0.0] * 4
+    graph._graph.replay()
+    graph._graph.replay()
+    assert x.cpu().tolist() == [2.0] * 4
+    graph.close()
+
+
+@pytest.mark.parametrize("what", ["item", "cpu", "tensor"])
+def test_host_and_device_do_not_wait_for_each_other_in_a_graph(what: str) -> None:
+    x = torch.ones(4, device=NPU)
+    touch = {
+        "item": lambda: x.sum().item(),
+        "cpu": lambda: x.cpu(),
+        "tensor": lambda: x.copy_(torch.zeros(4)),
+    }[what]
+    with pytest.raises(RuntimeError, match="while a graph is captured"):
+        StepGraph(touch)  # type: ignore[arg-type]
+    assert not graphs.is_capturing()
+
+
+def test_hccl_collectives_of_two_processes() -> None:
+    """torch_npu's own process group; every collective of the engine, and those of pipelines and experts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, str(Path(__file__).with_name("collective_rank.py"))]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"ASCEND_RT_VISIBLE_DEVICES": str(rank), "HCCL_CONNECT_TIMEOUT": "120"},
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(ranks):
+        said, _ = process.communicate(timeout=120)
+        assert json.loads(said.splitlines()[-1]) == {
+            "backend": "ProcessGroupHCCL",
+            "sum": [3.0] * 5,
+            "large": 2.0 * 600_000,
+            "gather": [7.0, 7.0, 8.0, 8.0],
+            "scatter": [[0.0, 2.0], [4.0, 6.0]][rank],
+            "broadcast": [0.0, 1.0, 2.0],
+            "all to all": [[0.0, 10.0], [1.0, 11.0]][rank],
+            "received": 9.0 * 40_000,
+        }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from shoal_cluster.policies.autoscaling_state import Capacity, Held, Progress, Sample, ScaleState, growth
+from shoal_cluster.policies.autoscaling_state import Capacity, Held, Progress, Sample, ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 from shoal_cluster.policies.view import ReplicaView
 from shoal_replica.stats import ReplicaStats
@@ -15,8 +15,8 @@ MAX_AGE_S = 10.0  # older stats count as missing
 SAMPLE_PERIOD_S = 1.0
 MEMORY_S = 125.0
 COST_PERIOD_S = 5.0  # a prompt counts when it is begun and takes some steps: over less, tokens and time do not match
-STEADY_S = 60.0  # over which as many requests must end as come, within a share and of a number, to learn what they hold
-STEADY_WITHIN, MIN_STEADY = 0.1, 30
+HELD_S, MIN_ENDED = 60.0, 10  # what requests hold is learnt from so many seconds, if so many ended in them
+HELD_MEMORY = 0.9
 MAX_COMPUTE = 0.9  # share of compute beyond which nothing is inferred from what is held
 STARTUP_MEMORY = 0.5  # of the estimate that remains after each new start
 
@@ -69,23 +69,22 @@ def _capacity(known: Sequence[ReplicaStats]) -> Capacity | None:
 
 
 def _sample(view: ScaleView, known: Sequence[ReplicaStats], state: ScaleState, now: float) -> ScaleState:
-    cost, num_finished = state.cost, 0
-    progress: dict[str, Progress] = {}
+    cost, progress = state.cost, {}
+    num_begun = num_computed = num_finished = 0
     for row in view.replicas:
         if (stats := row.stats) is None:
             continue
-        num_computed = stats.num_prompt_tokens - stats.num_cached_tokens
-        done = Progress(now, stats.num_steps, num_computed, stats.busy_s, stats.num_finished)
         before = state.progress.get(row.replica_id)
-        if before is None:
-            progress[row.replica_id] = done
-            continue
-        num_finished += max(0, done.num_finished - before.num_finished)
-        if now - before.time_s < COST_PERIOD_S:
-            progress[row.replica_id] = replace(before, num_finished=done.num_finished)
-            continue
+        done = Progress(now, stats.num_steps, _computed(stats), stats.busy_s, stats)
         progress[row.replica_id] = done
-        if done.busy_s > before.busy_s:
+        if before is None:
+            continue
+        num_begun += max(0, stats.num_prompt_tokens - before.last.num_prompt_tokens)
+        num_computed += max(0, _computed(stats) - _computed(before.last))
+        num_finished += max(0, stats.num_finished - before.last.num_finished)
+        if now - before.time_s < COST_PERIOD_S:
+            progress[row.replica_id] = replace(before, last=stats)
+        elif done.busy_s > before.busy_s:
             num_tokens = max(0, done.num_computed_tokens - before.num_computed_tokens)
             cost = cost.add(done.num_steps - before.num_steps, num_tokens, done.busy_s - before.busy_s)
     demand = view.demand or Demand()
@@ -95,6 +94,8 @@ def _sample(view: ScaleView, known: Sequence[ReplicaStats], state: ScaleState, n
         num_requests=demand.num_requests,
         num_prompt_tokens=demand.num_prompt_tokens,
         num_shed=demand.num_shed,
+        num_begun_tokens=num_begun + (last.num_begun_tokens if last is not None else 0),
+        num_computed_tokens=num_computed + (last.num_computed_tokens if last is not None else 0),
         num_finished=num_finished + (last.num_finished if last is not None else 0),
         num_allocated_blocks=sum(s.num_allocated_blocks for s in known),
         num_running=sum(s.num_running for s in known),
@@ -103,7 +104,7 @@ def _sample(view: ScaleView, known: Sequence[ReplicaStats], state: ScaleState, n
     if last is not None and sample.num_requests < last.num_requests:
         kept = []  # a gateway has been replaced, or none reports: totals start anew
     state = replace(state, samples=(*kept, sample), progress=MappingProxyType(progress), cost=cost)
-    return replace(state, held=_learn_held(state, uncached_share(known), now))
+    return replace(state, held=_learn_held(state, now))
 
 
 def uncached_share(known: Sequence[ReplicaStats]) -> float:
@@ -112,28 +113,34 @@ def uncached_share(known: Sequence[ReplicaStats]) -> float:
     return 1 - sum(s.num_cached_tokens for s in known) / num_prompt if num_prompt else 1.0
 
 
-def _learn_held(state: ScaleState, uncached: float, now: float) -> Held | None:
-    """By Little's law, from the last STEADY_S, if about as many requests ended as came.
+def _computed(stats: ReplicaStats) -> int:
+    return stats.num_prompt_tokens - stats.num_cached_tokens
+
+
+def _learn_held(state: ScaleState, now: float) -> Held | None:
+    """By Little's law from the last HELD_S, with the mean of what began and what ended, which is right on a ramp too.
 
     A prompt's compute and decoding share each step: with a share c of the time for prompts, what decodes stays
     1 / (1 - c) times as long. What is kept is what would be held with no prompt to compute.
     """
-    samples, held = state.samples, state.held
-    came = growth(samples, lambda s: s.num_requests, now - STEADY_S, now, STEADY_S / 2)
-    ended = growth(samples, lambda s: s.num_finished, now - STEADY_S, now, STEADY_S / 2)
-    tokens_per_s = growth(samples, lambda s: s.num_prompt_tokens, now - STEADY_S, now, STEADY_S / 2)
-    if not came or not ended or came * STEADY_S < MIN_STEADY or abs(came - ended) > STEADY_WITHIN * came:
-        return held
+    samples = [s for s in state.samples if s.time_s >= now - HELD_S]
     pace = None if state.capacity is None else state.cost.tokens_per_s(state.capacity.max_num_batched_tokens)
-    if pace is None or not state.num_running:
-        return held
-    alone = 1 - min(MAX_COMPUTE, (tokens_per_s or 0.0) * uncached / (pace * state.num_running))
-    within = [s for s in samples if s.time_s >= now - STEADY_S]
-    blocks = alone * sum(s.num_allocated_blocks for s in within) / len(within) / ended
-    sequences = alone * sum(s.num_running for s in within) / len(within) / ended
-    if held is None:
+    first, last = samples[0], samples[-1]
+    span_s, num_came = last.time_s - first.time_s, last.num_requests - first.num_requests
+    num_ended = last.num_finished - first.num_finished
+    if pace is None or not state.num_running or num_ended < MIN_ENDED or num_came <= 0:
+        return state.held
+    request_tokens = (last.num_prompt_tokens - first.num_prompt_tokens) / num_came
+    num_begun = (last.num_begun_tokens - first.num_begun_tokens) / max(1.0, request_tokens)
+    rate = (num_begun + num_ended) / 2 / span_s
+    num_computed = last.num_computed_tokens - first.num_computed_tokens
+    alone = 1 - min(MAX_COMPUTE, num_computed / (pace * state.num_running * span_s))
+    blocks = alone * sum(s.num_allocated_blocks for s in samples) / len(samples) / rate
+    sequences = alone * sum(s.num_running for s in samples) / len(samples) / rate
+    if state.held is None:
         return Held(blocks, sequences)
-    keep = 1 - SAMPLE_PERIOD_S / STEADY_S
+    old = state.held
     return Held(
-        keep * held.blocks_per_rate + (1 - keep) * blocks, keep * held.sequences_per_rate + (1 - keep) * sequences
+        HELD_MEMORY * old.blocks_per_rate + (1 - HELD_MEMORY) * blocks,
+        HELD_MEMORY * old.sequences_per_rate + (1 - HELD_MEMORY) * sequences,
     )

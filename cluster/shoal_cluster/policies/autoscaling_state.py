@@ -7,18 +7,28 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
 
+from shoal_replica.stats import ReplicaStats
+
 COST_MEMORY = 0.995  # how much of what was known of costs remains after each new sample
 DEFAULT_STARTUP_S = 30.0  # until one has been measured
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The cluster at one moment. The first four are totals that only grow, of what was seen by these samples."""
+    """The cluster at one moment.
+
+    Attributes:
+        num_requests, num_prompt_tokens, num_shed: totals of the gateways.
+        num_begun_tokens, num_computed_tokens, num_finished: totals of what replicas were seen to do: prompt tokens of
+            requests begun, those of them that were not cached, requests finished.
+    """
 
     time_s: float
     num_requests: int
     num_prompt_tokens: int
     num_shed: int
+    num_begun_tokens: int
+    num_computed_tokens: int
     num_finished: int
     num_allocated_blocks: int
     num_running: int
@@ -26,13 +36,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A replica's own totals as of ``time_s``; ``num_finished`` as of the last look."""
+    """A replica's own totals as of ``time_s``, and all it said at the last look."""
 
     time_s: float
     num_steps: int
     num_computed_tokens: int
     busy_s: float
-    num_finished: int
+    last: ReplicaStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +91,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Blocks and sequences held for each request a second that is served, were no prompt to be computed beside."""
+    """Blocks and sequences held for each request a second that is served, were no prompt computed meanwhile."""
 
     blocks_per_rate: float
     sequences_per_rate: float
@@ -95,7 +105,7 @@ class ScaleState:
         samples: about one a second, oldest first.
         progress: by replica.
         capacity: of a typical replica; remembered while there is none.
-        held: learnt in steady times; None before the first.
+        held: as last learnt; None before the first.
         needs: (time, replicas needed) in which each is the most needed since its time: falling counts.
         seen_since_s: since when every replica and gateway has reported without a break; None while one does not.
         pending_s: when each replica that is starting was asked for, oldest first.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
 import pytest
 
 from shoal_cluster.policies.autoscaling_baselines import SCALINGS, Scaling
 from shoal_cluster.sim.arrivals import SHAPES, SQUARE_HALF_S, arrivals, gap_variation
-from shoal_cluster.sim.scaling_run import capacity_s, num_returns, plan, run_scaling, small_replica
+from shoal_cluster.sim.cluster import SimCluster
+from shoal_cluster.sim.scaling_run import capacity_s, num_returns, plan, run, run_scaling, small_replica
 from shoal_cluster.sim.workload import SimRequest
 
 STARTUP_S = 30.0
+NUM_RANDOM = 400
 UNTIL_S = SQUARE_HALF_S + 150
 
 
@@ -41,6 +47,28 @@ def test_every_policy_ends_what_it_takes(policy: Scaling) -> None:
     report, _ = run_scaling(small_replica(plan(policy, 5.0)), requests)
     assert report.num_requests == len(requests)
     assert report.replica_s > 0
+
+
+@pytest.mark.parametrize("drain_timeout_s", [0.0, 1.5, 60.0])
+def test_random_scale_downs_lose_nothing(drain_timeout_s: float) -> None:
+    """A thousand replicas are drained in the three runs, at random; their streams end, or are cut and go on elsewhere.
+    The run checks conservation, the book each token's position.
+    """
+    rng = Random(drain_timeout_s)
+    requests = arrivals("square", 5)[:NUM_RANDOM]
+    scheme = replace(plan("shoal", 1.0), drain_timeout_s=drain_timeout_s)
+    config = replace(small_replica(scheme), num_replicas=6)
+    cluster = SimCluster(config)
+    assert cluster.scaler is not None
+    cluster.scaler.decide = lambda view, state, config, now: (rng.randint(2, 12), None)
+    report = run(cluster, requests)
+    counts = [count for _, count in cluster.scaler.changes]
+    num_downs = sum(before - after for before, after in pairwise(counts) if after < before)
+    num_resumes = sum(o.num_resumes for o in cluster.book.outcomes.values())
+    assert report.num_refused == 0
+    assert all(o.finished_s is not None for o in cluster.book.outcomes.values())
+    assert num_downs > 340
+    assert (num_resumes > 20) == (drain_timeout_s < 60)
 
 
 def test_returns_are_counted() -> None:

@@ -52,8 +52,9 @@ def _whole(needed: dict[str, float], load: Load, view: ScaleView) -> int:
     count = max((math.ceil(n - 1e-9) for n in needed.values()), default=0)
     if load.num_shed and view.num_target <= len(view.replicas):
         count = max(count, view.num_target + 1)  # it was refused, so what there is does not do, whatever the needs say
-    is_idle = not (load.num_waiting_tokens or load.num_sequences or load.rate)
-    return count if is_idle and view.demand is not None else max(1, count)
+    held = view.demand is None or view.demand.num_held
+    is_idle = not (held or load.num_waiting_tokens or load.num_sequences or load.rate)
+    return count if is_idle else max(1, count)
 
 
 def _decide(

@@ -24,6 +24,7 @@ class Outcome:
     finished_s: float | None = None
     objective_s: float = 0.0  # longest time to first token that counts as good
     refusal: str | None = None
+    num_resumes: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -75,6 +76,7 @@ class Book:
     def take(self, delta: TokenDelta, now: float) -> bool:
         """Enter tokens that have reached the gateway. Whether they end the request."""
         outcome = self.outcomes[delta.request_id]
+        assert delta.position == outcome.num_output_tokens, f"{delta.request_id}: tokens repeated or lost"
         outcome.num_output_tokens += len(delta.token_ids)
         if outcome.first_token_s is None:
             outcome.first_token_s = now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 from shoal_cluster.policies.autoscaling_view import Demand
@@ -49,6 +50,7 @@ class SimCluster:
                 self.replicas,
                 self._look,
                 self._start_replica,
+                self._resume,
                 lambda: not self.book.num_open,
             )
 
@@ -119,4 +121,12 @@ class SimCluster:
         whole = tuple(
             replace(row, num_reserved_tokens=row.num_reserved_tokens + promised[row.replica_id]) for row in rows
         )
-        return whole, self.book.demand
+        held = [pending for gateway in self.gateways for pending in gateway.queue or ()]
+        num_held_tokens = sum(pending.query.num_prompt_tokens for pending in held)
+        return whole, self.book.demand + Demand(num_held=len(held), num_held_tokens=num_held_tokens)
+
+    def _resume(self, request_ids: list[str]) -> None:
+        """Once their last tokens have reached the gateway."""
+        for request_id in request_ids:
+            gateway = self.gateways[self._rng.randrange(len(self.gateways))]
+            self.loop.after(self.config.feed_delay_s, partial(gateway.resume, request_id))

@@ -19,7 +19,8 @@ from shoal_replica.config import CacheConfig, SchedulerConfig
 class ScalingPlan:
     """Autoscaling in a run: every ``interval_s`` a decision; a new replica serves after ``startup_s``.
 
-    ``requests_per_replica`` is the target of the policies that count requests.
+    ``requests_per_replica`` is the target of the policies that count requests. What a draining replica has not ended
+    after ``drain_timeout_s`` goes on elsewhere.
     """
 
     config: ScaleConfig
@@ -27,6 +28,7 @@ class ScalingPlan:
     requests_per_replica: float = 2.0
     interval_s: float = 1.0
     startup_s: float = 30.0
+    drain_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

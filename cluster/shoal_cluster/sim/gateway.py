@@ -16,7 +16,7 @@ from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
-from shoal_cluster.sim.replica import FeedMessage, SimReplica
+from shoal_cluster.sim.replica import FIRST_OUTPUT_TOKEN_ID, FeedMessage, SimReplica
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.errors import ResourceExhausted
 from shoal_replica.request import Request
@@ -72,6 +72,22 @@ class SimGateway:
         self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
         self._dispatch()
 
+    def resume(self, request_id: str) -> None:
+        """A replica has ended a request early: it goes on elsewhere after the tokens that have come."""
+        request, outcome = self._book.requests[request_id], self._book.outcomes[request_id]
+        block_size = self._config.cache.block_size
+        num_tokens = request.num_prompt_tokens + outcome.num_output_tokens
+        query = RouteQuery(
+            request_id=request_id,
+            block_hashes=request.block_hashes(block_size),
+            num_prompt_tokens=num_tokens,
+            num_blocks_needed=-(-(num_tokens + 1) // block_size),
+            block_size=block_size,
+        )
+        outcome.num_resumes += 1
+        self.view.release(request_id)
+        self._place(query, self.view.candidates(query.block_hashes, self._loop.now))
+
     def hear(self, replica: SimReplica, message: FeedMessage) -> None:
         """A replica's news arrive."""
         self.view.apply_update(replica.replica_id, message.stats, message.stored, message.removed, self._loop.now)
@@ -115,6 +131,7 @@ class SimGateway:
             due_s=due_s,
             tenant=request.tenant,
             block_hashes=query.block_hashes,
+            output_token_ids=(FIRST_OUTPUT_TOKEN_ID,) * self._book.outcomes[query.request_id].num_output_tokens,
         )
         try:
             replica.add(engine_request)

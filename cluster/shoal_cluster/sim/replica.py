@@ -60,6 +60,7 @@ class SimReplica:
         self._step_s = 0.0
         self._is_stepping = False
         self._stretch: _Stretch | None = None
+        self._on_cut: Callable[[list[str]], None] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -80,6 +81,13 @@ class SimReplica:
         self.draining = True
         self.tell(())
 
+    def cut(self, on_cut: Callable[[list[str]], None]) -> None:
+        """End what runs here after the step that runs now; ``on_cut`` gets the ids of the requests that were ended."""
+        self._on_cut = on_cut
+        self._cut_stretch()
+        if not self._is_stepping:
+            self._abort_all()
+
     def tell(self, deltas: tuple[TokenDelta, ...]) -> None:
         """Publish the ledger as of now."""
         stored, removed = self.scheduler.take_block_events()
@@ -89,7 +97,18 @@ class SimReplica:
         stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s)
         self._publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas))
 
+    def _abort_all(self) -> None:
+        request_ids = self.scheduler.request_ids()
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+        self.tell(())
+        on_cut, self._on_cut = self._on_cut, None
+        assert on_cut is not None
+        on_cut(request_ids)
+
     def _start_step(self) -> None:
+        if self._on_cut is not None:
+            self._abort_all()
         output = self.scheduler.schedule(self._loop.now)
         if output is None:
             self._is_stepping = False

@@ -25,6 +25,7 @@ class SimScaler:
         replicas: those that are alive, by id; the cluster's own mapping.
         look: what the gateways know of the replicas, and what has come to them.
         start: adds a replica that serves at once.
+        resume: lets requests that a replica has ended early go on elsewhere.
 
     Attributes:
         changes: (time, target) of the start and of every change.
@@ -39,6 +40,7 @@ class SimScaler:
         replicas: Mapping[str, SimReplica],
         look: Callable[[], tuple[tuple[ReplicaView, ...], Demand]],
         start: Callable[[], None],
+        resume: Callable[[list[str]], None],
         is_over: Callable[[], bool],
     ) -> None:
         self.num_target = num_replicas
@@ -50,8 +52,9 @@ class SimScaler:
         self._replicas = replicas
         self._look = look
         self._start = start
+        self._resume = resume
         self._is_over = is_over
-        self._decide, self._state = _policy(plan)
+        self.decide, self._state = _policy(plan)
         self._num_starting = 0
         loop.after(plan.interval_s, self._turn)
 
@@ -66,7 +69,7 @@ class SimScaler:
         view = ScaleView(
             replicas=tuple(row for row in rows if row.replica_id in names), num_target=self.num_target, demand=demand
         )
-        count, self._state = self._decide(view, self._state, plan.config, now)
+        count, self._state = self.decide(view, self._state, plan.config, now)
         if count != self.num_target:
             self.num_target = count
             self.changes.append((now, count))
@@ -75,8 +78,12 @@ class SimScaler:
             self._loop.after(plan.startup_s, self._finish_starting)
         by_load = sorted(serving, key=lambda r: (r.scheduler.stats(now).num_allocated_blocks, r.replica_id))
         for replica in by_load[: max(0, len(serving) - count)]:
-            replica.drain()
+            self._drain(replica)
         self._loop.after(plan.interval_s, self._turn)
+
+    def _drain(self, replica: SimReplica) -> None:
+        replica.drain()
+        self._loop.after(self._plan.drain_timeout_s, lambda: replica.cut(self._resume))
 
     def _finish_starting(self) -> None:
         self._num_starting -= 1

@@ -58,17 +58,23 @@ def small_replica(plan: ScalingPlan) -> SimConfig:
 def run_scaling(config: SimConfig, requests: Sequence[SimRequest]) -> tuple[ScalingReport, SimCluster]:
     """Run ``requests`` under ``config.scaling`` to the last token; the report, and the cluster as it is then."""
     cluster = SimCluster(config)
+    return run(cluster, requests), cluster
+
+
+def run(cluster: SimCluster, requests: Sequence[SimRequest]) -> ScalingReport:
+    """Run ``requests`` through a new cluster that scales."""
     for request in requests:
         cluster.arrive(request)
     cluster.loop.run()
     check_conservation(cluster)
-    assert config.scaling is not None
+    scaling = cluster.config.scaling
+    assert scaling is not None
     assert cluster.scaler is not None
     outcomes = cluster.book.outcomes.values()
     ttft_s = Distribution.of([o.first_token_s - o.arrival_s for o in outcomes if o.first_token_s is not None])
     changes = cluster.scaler.changes
-    report = ScalingReport(
-        policy=config.scaling.policy,
+    return ScalingReport(
+        policy=scaling.policy,
         num_requests=len(outcomes),
         num_violations=sum(not o.is_good for o in outcomes),
         num_refused=sum(o.refusal is not None for o in outcomes),
@@ -79,7 +85,6 @@ def run_scaling(config: SimConfig, requests: Sequence[SimRequest]) -> tuple[Scal
         num_changes=len(changes) - 1,
         num_returns=num_returns(changes),
     )
-    return report, cluster
 
 
 def num_returns(changes: Sequence[tuple[float, int]], within_s: float = RETURN_S) -> int:

@@ -63,7 +63,8 @@ def test_changes_become_events() -> None:
     assert kinds(replace(ROW, replicas=(A, replace(B, state="RUNNING"))), ROW) == [], "its feed tells the rest"
     assert kinds(ROW, replace(ROW, deployed_s=2.0)) == [("deployed", "")]
     broken = replace(ROW, status="UNHEALTHY", message="no\n  memory")
-    assert kinds(ROW, broken) == [("failed", "")]
+    assert kinds(ROW, broken) == [("changed", "")]
+    assert kinds(ROW, replace(broken, status="DEPLOY_FAILED")) == [("failed", "")]
     assert kinds(broken, broken) == []
 
 

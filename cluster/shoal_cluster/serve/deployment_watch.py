@@ -88,13 +88,15 @@ def note_changes(before: DeploymentRow | None, after: DeploymentRow, journal: Jo
         journal.note(EventKind.DEPLOYED, "a configuration was applied")
     for replica_id, replica in now.items():
         if replica.state == "STARTING" and replica_id not in known:
-            journal.note(EventKind.STARTING, f"on node {replica.node_id[:12] or 'unknown'}", replica_id=replica_id)
+            journal.note(EventKind.STARTING, "Serve has begun to start it", replica_id=replica_id)
     for replica_id, replica in known.items():
         if replica.state == "STARTING" and replica_id not in now:
             journal.note(EventKind.DIED, "it never became ready", replica_id=replica_id)
     trouble = after.status in ("UNHEALTHY", "DEPLOY_FAILED") and after.message
     if trouble and (before is None or before.message != after.message):
-        journal.note(EventKind.FAILED, f"{after.status}: {' '.join(after.message.split())}")
+        # A replica that is replaced, after a drain too, makes Serve say UNHEALTHY for a while: that is no failure.
+        kind = EventKind.FAILED if after.status == "DEPLOY_FAILED" else EventKind.CHANGED
+        journal.note(kind, f"Serve says {after.status}: {' '.join(after.message.split())}")
 
 
 class DeploymentWatch:

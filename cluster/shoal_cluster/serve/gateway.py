@@ -243,7 +243,8 @@ class Gateway:
 
     async def tune(self, changes: Mapping[str, float], *, reset: bool) -> ScalingRow:
         row = await self._scaling.tune(changes, reset=reset)
-        self._ledger.journal.note(EventKind.CHANGED, f"scaling: {tunable(row.config)}")
+        told = ", ".join(f"{name} = {tunable(row.config)[name]:g}" for name in row.tuned)
+        self._ledger.journal.note(EventKind.CHANGED, f"scaling: {told or 'as deployed'}")
         return row
 
     def check_admin(self, key: str | None) -> None:

@@ -10,13 +10,13 @@ const stacked = (...keys) => (sample) =>
 
 // A series is drawn from a field or a function of the sample. `of` names a series in the reading.
 const LOAD = {
-  title: "Blocks in use and tokens waiting",
+  title: "Blocks in use and prompt tokens due",
   top: 1,
   axis: share,
   right: { axis: compact },
   series: [
     { of: "in use", key: "utilization", stroke: "--running", fill: true, format: share },
-    { of: "waiting", key: "waiting_tokens", stroke: "--reserved", scale: "right", format: compact },
+    { of: "due", key: "waiting_tokens", stroke: "--reserved", scale: "right", format: compact },
   ],
 };
 const REPLICAS = {

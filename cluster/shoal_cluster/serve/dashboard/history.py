@@ -19,7 +19,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         time_s: Unix time.
-        requests_per_s, tokens_per_s: over the last second.
+        requests_per_s, tokens_per_s: over the meter's last five seconds.
         ttft_*_s, inter_token_*_s, attainment: of the latency window, as clients of this gateway had it.
         hit_rate: share of prompt tokens found in a prefix cache, over the meter's window.
         utilization: share of all blocks that running sequences hold, in [0, 1].

@@ -54,7 +54,7 @@ export class Marks {
   line(mark) {
     const open = button("", "link", () => this.open([mark]));
     open.append(element("span", `step ${direction(mark)}`, `${mark.num_before} → ${mark.num_after}`));
-    open.append(element("span", "reason", mark.reason.replace(/^(up|down): /, "")));
+    open.append(element("span", "reason", mark.reason.replace(/^(up|down|hold): /, "")));
     open.setAttribute("aria-haspopup", "dialog");
     return element("li", "", element("time", "", timeOfDay(mark.time_s)), open);
   }

@@ -41,7 +41,7 @@ class Meter:
     def observe(
         self, cluster: ClusterRow, cards: list[Card], num_wanted: int | None, now: float, time_s: float
     ) -> Sample | None:
-        """The sample for ``time_s``, with the rates since the last look; None at the first."""
+        """The sample for ``time_s``; None at the first look, which has no rates yet."""
         spoken = [(row.replica_id, row.stats) for row in cluster.replicas if row.stats is not None]
         totals = _Totals(
             now,
@@ -53,15 +53,14 @@ class Meter:
         self._seen.append(totals)
         if len(self._seen) < 2:
             return None
-        rates = _between(self._seen[-2], totals)
-        latency = cluster.latency
+        rates, latency = self.rates(), cluster.latency
         ttft = latency.ttft if latency is not None else None
         inter_token = latency.inter_token if latency is not None else None
         states = [card.state for card in cards]
         return Sample(
             time_s=time_s,
-            requests_per_s=rates.requests_per_s,
-            tokens_per_s=rates.tokens_per_s,
+            requests_per_s=None if rates is None else rates.requests_per_s,
+            tokens_per_s=None if rates is None else rates.tokens_per_s,
             ttft_p50_s=ttft.p50_s if ttft is not None else None,
             ttft_p95_s=ttft.p95_s if ttft is not None else None,
             inter_token_p50_s=inter_token.p50_s if inter_token is not None else None,

@@ -49,7 +49,7 @@ const TILES = [
     name: "Queue",
     title: "Sequences that wait for a place in a step, and prompt tokens not computed yet",
     value: (u) => count(u.num_waiting),
-    notes: (u) => [`${compact(u.waiting_tokens)} tokens wait`],
+    notes: (u) => [`${compact(u.waiting_tokens)} tokens due`],
     spark: "waiting_tokens",
     tone: "queue",
   },

@@ -92,6 +92,12 @@ def test_what_another_version_wrote_reads_as_absent(store: DictStore, board: Sca
     for wrong in (b"", b"\xff", b"\x81\xa1x\x01"):
         store.values[key] = wrong
         assert board.tuning() is None
+    for changes in ({"max_replicas": 5000}, {"forgotten": 1}):
+        board.put_tuning(Tuning(BASE, changes))
+        assert board.tuning() is None
+    board.put_tuning(Tuning(BASE, {}))
+    store.values[key] = store.values[key].replace(b"\xacmax_replicas\x04", b"\xacmax_replicas\x00")
+    assert board.tuning() is None
 
 
 async def test_a_report_says_what_came_and_what_is_promised(board: ScalingBoard, desk: ScalingDesk) -> None:

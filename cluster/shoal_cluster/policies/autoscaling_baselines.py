@@ -57,8 +57,8 @@ def serve_default(
     """Ray Serve 2.60's own: mean ongoing requests over the target; up after wanting to for 30 s, down for 600 s."""
     past = past.seen(now, num_ongoing(view), SERVE_LOOK_BACK_S)
     wanted = _bounded(math.ceil(past.mean(now, SERVE_LOOK_BACK_S) / per_replica), config)
-    up_s = (past.wants_up_since_s or now) if wanted > view.num_target else None
-    down_s = (past.wants_down_since_s or now) if wanted < view.num_target else None
+    up_s = _since(past.wants_up_since_s, now) if wanted > view.num_target else None
+    down_s = _since(past.wants_down_since_s, now) if wanted < view.num_target else None
     if (up_s is not None and now - up_s >= SERVE_UP_S) or (down_s is not None and now - down_s >= SERVE_DOWN_S):
         return wanted, replace(past, wants_up_since_s=None, wants_down_since_s=None)
     return view.num_target, replace(past, wants_up_since_s=up_s, wants_down_since_s=down_s)
@@ -107,6 +107,10 @@ def threshold(view: ScaleView, past: Past, config: ScaleConfig, now: float) -> t
     if used < THRESHOLD_UTILIZATION / 2:
         return _bounded(view.num_target - 1, config), past
     return view.num_target, past
+
+
+def _since(since_s: float | None, now: float) -> float:
+    return now if since_s is None else since_s
 
 
 def _bounded(count: int, config: ScaleConfig) -> int:

@@ -13,6 +13,7 @@ import msgspec
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
+from shoal_replica.errors import ConfigError, InvalidArgument
 
 RECORDS_KEPT = 256
 
@@ -78,7 +79,11 @@ class ScalingBoard:
         self._put("tuning", tuning)
 
     def tuning(self) -> Tuning | None:
-        return self._get("tuning", Tuning)
+        tuning = self._get("tuning", Tuning)
+        try:
+            return tuning if tuning is not None and tuning.base.tuned(tuning.changes) else None
+        except InvalidArgument:
+            return None
 
     def put_current(self, record: ScaleRecord) -> None:
         """What the policy decided at its last look, a change or not."""
@@ -106,5 +111,5 @@ class ScalingBoard:
             return None
         try:
             return msgspec.msgpack.decode(raw, type=kind)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, ConfigError):
             return None

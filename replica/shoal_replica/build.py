@@ -64,10 +64,14 @@ def resolve_config(
         sizes = default_graph_sizes(scheduler.max_num_seqs) if on_npu else ()
         parallel = replace(parallel, graph_sizes=sizes)
     if on_npu:
+        cache = CacheConfig(
+            num_blocks=num_blocks or 1, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+        )
         if num_blocks is None:
-            num_blocks = _fill_npu(shape, block_size, scheduler, parallel, memory_bytes)
-        cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
-        return EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
+            cache = replace(cache, num_blocks=_fill_npu(shape, cache, scheduler, parallel, memory_bytes))
+        config = EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
+        _check_npu_shapes(config)
+        return config
     if memory_bytes is None:
         memory_bytes = available_bytes()
     if num_blocks is None:
@@ -79,19 +83,31 @@ def resolve_config(
     return EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
 
 
+def _check_npu_shapes(config: EngineConfig) -> None:
+    """Refuse what no rank could run before anything is loaded, on a node without NPUs too."""
+    from shoal_replica.model.npu_memory import check_shape  # needs torch
+
+    for rank in range(config.parallel.num_ranks):
+        check_shape(config.model, config.cache, make_shard(config.model, config.parallel, rank))
+
+
 def _fill_npu(
-    model: ModelConfig, block_size: int, scheduler: SchedulerConfig, parallel: ParallelConfig, free: int | None
+    model: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
+    free: int | None,
 ) -> int:
     """As many KV blocks as fit on every rank's device."""
     from shoal_replica.model.npu_memory import EXTRA_BLOCKS, free_bytes, max_num_blocks  # needs torch
 
+    _check_npu_shapes(EngineConfig(model=model, cache=cache, scheduler=scheduler, parallel=parallel))
     if parallel.num_ranks > 1 and parallel.device_memory_bytes is None:
         raise ConfigError(
             "num_blocks: must be given, or device_memory_gib, for several NPU ranks: the pool is sized before they "
             "start, and only they see their devices"
         )
     free = parallel.device_memory_bytes or free or free_bytes()
-    cache = CacheConfig(num_blocks=1, block_size=block_size)
     fitting = []
     for rank in range(parallel.num_ranks):
         shard = make_shard(model, parallel, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,9 @@ import pytest
 from npu_models import GREEDY, Expected, make_folder, make_prompts
 
 from shoal_replica import LLM
-from shoal_replica.errors import ConfigError
+from shoal_replica.errors import ConfigError, EngineDead
+
+DOWN_LIMIT_S = 5.0
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,21 @@ def test_two_ranks_generate_the_cpus_tokens(
         assert again[-1].num_cached_tokens == 128
     # What a rank logs is seen here: collectives inside graphs were captured, too.
     assert "no graph" not in capfd.readouterr().err
+    assert not [rank for rank in ranks if rank.is_running()]
+
+
+def test_a_rank_that_dies_takes_its_group_down(tmp_path: Path) -> None:
+    with LLM(
+        str(make_folder("llama", tmp_path)), device="npu", num_blocks=32, max_num_seqs=8, tensor_parallel_size=2
+    ) as llm:
+        ranks = psutil.Process().children()
+        victim = next(rank for rank in ranks if rank.environ()["ASCEND_RT_VISIBLE_DEVICES"] == "1")
+        llm.generate(make_prompts()[:1], GREEDY)
+        victim.kill()
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match=rf"rank 1 \(pid {victim.pid} .* died: signal 9"):
+            llm.generate(make_prompts(), GREEDY)
+        assert time.monotonic() - started < DOWN_LIMIT_S
     assert not [rank for rank in ranks if rank.is_running()]
 
 

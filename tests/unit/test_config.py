@@ -380,3 +380,17 @@ class TestReadConfig:
             read_config(path)
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_an_npu_has_its_own_block_size() -> None:
+    def settings(**replica: Any) -> Any:
+        return ClusterConfig.from_args({"model": "m", "replica": replica}).replica
+
+    assert settings().block_size == 16
+    npu = settings(device="npu", graph_sizes=[1, 8], device_memory_gib=60, tensor_parallel_size=2)
+    assert (npu.block_size, npu.devices) == (128, "2 × npu")
+    assert npu.parallel_config().graph_sizes == (1, 8)
+    assert npu.parallel_config().device_memory_bytes == 60 * 2**30
+    assert settings(device="npu", block_size=16).block_size == 16  # refused with the model, by name
+    with pytest.raises(ConfigError, match=r"replica\.device: got 'tpu'"):
+        settings(device="tpu")

@@ -20,7 +20,7 @@ from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.model.layers import Weights
 from shoal_replica.model.llama import LlamaDecoder
-from shoal_replica.model.npu_memory import EXTRA_BLOCKS, open_device
+from shoal_replica.model.npu_memory import EXTRA_BLOCKS, check_shape, open_device
 from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, load_weights
@@ -61,6 +61,8 @@ class NpuDecoder:
             (self._zeros(shape, DTYPES[model.dtype]), self._zeros(shape, DTYPES[model.dtype])) for _ in shard.layers
         ]
         self._inputs = PackedInputs(self._device)
+        self._group = self._model.group
+        self._calls_of_graph = 0
         self._graphs: dict[int, StepGraph] = {}
         self._graph_inputs: dict[int, _GraphInputs] = {}
         self._table_width = -(-model.max_model_len // cache.block_size)
@@ -133,12 +135,14 @@ class NpuDecoder:
                 return self._model(inputs.ids, inputs.positions, self._caches, metadata, inputs.rows)
 
             run()
+            calls_before = self._group.num_calls
             try:
                 graph = StepGraph(run, pool)
             except RuntimeError as error:
                 logger.warning("no graph of %d decodes or fewer, such steps run without: %s", size, error)
                 return
             pool = graph.pool
+            self._calls_of_graph = self._group.num_calls - calls_before
             self._graphs[size] = graph
             self._graph_inputs[size] = inputs
 
@@ -146,6 +150,7 @@ class NpuDecoder:
         inputs = self._graph_inputs[size]
         inputs.load(step)
         num_seqs = len(step.seq_lens)
+        self._group.num_calls += self._calls_of_graph
         logits = self._graphs[size].replay([*step.seq_lens, *[1] * (size - num_seqs)])
         return logits[:num_seqs]
 
@@ -222,8 +227,7 @@ def _load_weights(model: ModelConfig, device: torch.device, shard: Shard) -> Wei
 
 
 def _check(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:
-    if model.quantization not in ("none", "int8"):
-        raise ConfigError(f"quantization: got {model.quantization!r}; an NPU takes 'none' and 'int8'")
+    check_shape(model, cache, shard)
     required = npu_limits.REQUIRED | (npu_limits.EXPERTS if model.moe else {})
     required |= npu_limits.INT8 if model.quantization == "int8" else {}
     missing = npu_limits.missing_operators(torch.ops.npu, required)
@@ -231,16 +235,3 @@ def _check(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:
         raise ConfigError(
             f"device: torch_npu {torch_npu.__version__} has no {', '.join(missing)}; versions 2.10 to 2.13 have"
         )
-    refusal = npu_limits.refusal(
-        npu_limits.AttentionShape(
-            dtype=DTYPES[model.dtype],
-            num_heads=len(shard.heads),
-            num_kv_heads=len(shard.kv_heads),
-            head_size=model.head_size,
-            block_size=cache.block_size,
-            num_blocks=cache.num_blocks + EXTRA_BLOCKS,
-            sliding_window=model.sliding_window,
-        )
-    )
-    if refusal is not None:
-        raise ConfigError(refusal)

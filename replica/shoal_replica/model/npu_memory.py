@@ -1,13 +1,14 @@
-"""An NPU's memory: what is free, and whether a rank fits."""
+"""What an NPU asks of a rank: a shape that its operators take, and no more memory than it has."""
 
 from __future__ import annotations
 
 import logging
+import sys
 
 import torch
 
 from shoal_kernels import npu_limits
-from shoal_replica.config import EngineConfig, ModelConfig
+from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_plan import plan_memory
 from shoal_replica.shard import Shard, make_shard
@@ -46,9 +47,28 @@ def max_num_blocks(model: ModelConfig, shard: Shard) -> int:
     return npu_limits.max_num_blocks(len(shard.kv_heads), model.head_size)
 
 
+def check_shape(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:
+    """Raise ConfigError where the operators do not take what a rank would ask of them. Opens no device."""
+    if model.quantization not in ("none", "int8"):
+        raise ConfigError(f"quantization: got {model.quantization!r}; an NPU takes 'none' and 'int8'")
+    refusal = npu_limits.refusal(
+        npu_limits.AttentionShape(
+            dtype=getattr(torch, model.dtype),
+            num_heads=len(shard.heads),
+            num_kv_heads=len(shard.kv_heads),
+            head_size=model.head_size,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks + EXTRA_BLOCKS,
+            sliding_window=model.sliding_window,
+        )
+    )
+    if refusal is not None:
+        raise ConfigError(refusal)
+
+
 def check_memory(config: EngineConfig, rank: int) -> None:
     """Log what this rank's memory will go to; raise ConfigError if it does not fit. Call it before loading."""
-    free = config.parallel.device_memory_bytes or free_bytes()
+    free = min(free_bytes(), config.parallel.device_memory_bytes or sys.maxsize)
     shard = make_shard(config.model, config.parallel, rank)
     plan = plan_memory(config.model, config.scheduler, config.parallel, shard, config.cache, free)
     logger.info("rank %d: %s", rank, plan.report())

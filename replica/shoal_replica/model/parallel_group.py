@@ -17,7 +17,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class ParallelGroup(Protocol):
-    """The collectives of one rank. ``tensor_*`` are over the ranks of its stage, all of which make the same calls."""
+    """The collectives of one rank. ``tensor_*`` are over the ranks of its stage, all of which make the same calls.
+
+    Attributes:
+        num_calls: collectives begun; of ranks that wait for each other, the one to blame has the lowest. Who repeats
+            calls without these methods, as a graph does, adds them.
+    """
+
+    num_calls: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``; ``x`` may be overwritten."""
@@ -37,6 +44,8 @@ class ParallelGroup(Protocol):
 class SoleRank:
     """A group of one, which costs nothing."""
 
+    num_calls = 0
+
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
@@ -51,11 +60,7 @@ class SoleRank:
 
 
 class RankGroup:
-    """The collectives of ``torch.distributed``, whose default group must have been made of all ranks.
-
-    Attributes:
-        num_calls: collectives begun; of ranks that wait for each other, the one to blame has the lowest.
-    """
+    """The collectives of ``torch.distributed``, whose default group must have been made of all ranks."""
 
     def __init__(self, rank: int, tensor_size: int, num_stages: int) -> None:
         self.num_calls = 0

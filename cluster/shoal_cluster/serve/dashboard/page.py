@@ -135,7 +135,7 @@ def dashboard_router(core: GatewayCore) -> APIRouter:
     @router.get("/replicas/{replica_id}/blocks")
     async def blocks(replica_id: str, request: Request) -> Response:
         try:
-            found = await core.block_map(replica_id)
+            found = await state.block_map(replica_id)
         except ShoalError as error:
             return error_response(error, request.state.request_id)
         return Response(msgspec.json.encode(found), media_type="application/json", headers=HEADERS)

@@ -8,17 +8,19 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shoal_cluster.serve.block_map import BlockMap
 from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.dashboard.history import SAMPLE_PERIOD_S, History
 from shoal_cluster.serve.dashboard.meter import Meter
 from shoal_cluster.serve.dashboard.recall import recalled
 from shoal_cluster.serve.dashboard.roster import roster
 from shoal_cluster.serve.dashboard.scaling import Scaling, scaling_now
-from shoal_cluster.serve.dashboard.tally import NUM_COUNTED, Tally
+from shoal_cluster.serve.dashboard.tally import Tally
 from shoal_cluster.serve.dashboard.update import NUM_EVENTS, NUM_MARKS, NUM_ROUTES, build_update, encode_update
 from shoal_cluster.serve.replica_past import PastSample
 from shoal_replica.errors import NotFound, Unavailable
 
+MAP_AGE_S = 0.5
 RECALL_WITHIN_S = 60.0  # replicas that a new gateway meets later have started later than it
 
 
@@ -29,13 +31,13 @@ class DashboardState:
         self._core = core
         self._meter = Meter()
         self._tally = Tally()
+        self._maps: dict[str, tuple[float, BlockMap]] = {}
         self.history = History()
 
     def update(self) -> bytes:
         """The cluster as it is now, as JSON."""
         cluster = self._core.cluster()
-        routes = self._core.recent_routes(NUM_COUNTED if self._tally.num_decisions == 0 else NUM_COUNTED // 4)
-        self._tally.count(routes)
+        routes = self._tally.count(self._core.recent_routes)
         update = build_update(
             cluster,
             roster(cluster.replicas, self._core.deployment()),
@@ -49,6 +51,20 @@ class DashboardState:
             time.time(),
         )
         return encode_update(update)
+
+    async def block_map(self, replica_id: str) -> BlockMap:
+        """A replica's blocks, at most ``MAP_AGE_S`` old: any number of viewers cost it one look.
+
+        Raises:
+            NotFound, Unavailable: as the core's.
+        """
+        now = time.monotonic()
+        self._maps = {
+            name: (taken_s, kept) for name, (taken_s, kept) in self._maps.items() if now - taken_s < MAP_AGE_S
+        }
+        if replica_id not in self._maps:
+            self._maps[replica_id] = (now, await self._core.block_map(replica_id))
+        return self._maps[replica_id][1]
 
     async def keep_history(self) -> None:
         """Sample the cluster until cancelled, viewers or not: what happened is looked at afterwards."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from shoal_cluster.policies.routing import RouteRecord
 
 NUM_COUNTED = 500
+NUM_LOOKED_AT = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +27,21 @@ class Tally:
 
     def __init__(self) -> None:
         self._counted: deque[tuple[str, int, int]] = deque(maxlen=NUM_COUNTED)
-        self._last_s = 0.0
+        self._last: tuple[float, str] | None = None
 
-    def count(self, records: Sequence[RouteRecord]) -> None:
-        """Add those of ``records`` (newest first) that are newer than all counted so far."""
-        new = [record for record in records if record.time_s > self._last_s]
+    def count(self, recent: Callable[[int], Sequence[RouteRecord]]) -> Sequence[RouteRecord]:
+        """Count what is new in ``recent(limit)``, the last decisions, newest first; returns the few it looked at."""
+        records = recent(NUM_LOOKED_AT)
+        if all(_key(record) != self._last for record in records):  # much has happened since the last look
+            records = recent(NUM_COUNTED)
+        new = list(takewhile(lambda record: _key(record) != self._last, records))
         for record in reversed(new):
             if record.decision.ranked:
                 num_cached, num_blocks = cached_blocks(record)
                 self._counted.append((record.decision.ranked[0], num_cached, num_blocks))
-            self._last_s = max(self._last_s, record.time_s)
+        if records:
+            self._last = _key(records[0])
+        return records
 
     @property
     def num_decisions(self) -> int:
@@ -50,6 +57,10 @@ class Tally:
                 so_far.num_decisions + 1, so_far.num_cached_blocks + num_cached, so_far.num_prompt_blocks + num_blocks
             )
         return shares
+
+
+def _key(record: RouteRecord) -> tuple[float, str]:
+    return record.time_s, record.query.request_id
 
 
 def cached_blocks(record: RouteRecord) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from shoal_kernels import npu_int8
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_int8 import Int8Weight
-from shoal_kernels.npu_limits import INT32_MAX, MAX_TOP_K, PACKED_HEAD_SIZES, ROTARY_MULTIPLE
+from shoal_kernels.npu_limits import INT32_MAX, MAX_BATCH, MAX_TOP_K, PACKED_HEAD_SIZES, ROTARY_MULTIPLE
 
 MASK_SIZE = 2048  # of the mask that stands for every length
 CAUSAL, BAND = 3, 4  # sparse modes, aligned to the last query
@@ -104,14 +104,14 @@ def paged_attention(
 
 
 def _parts(seq_lens: Sequence[int], num_blocks: int, block_size: int) -> list[tuple[int, int]]:
-    """Ranges of sequences whose block counts add up to no more than the cache has, which the operator asks for.
+    """Ranges of sequences that one call takes: their block counts add up to no more than the cache has.
 
-    More than one only where sequences share so many blocks that together they would not fit the cache.
+    More than one only where sequences share so many blocks that together they would not fit the cache, or are too many.
     """
     parts, start, total = [], 0, 0
     for index, seq_len in enumerate(seq_lens):
         wanted = -(-seq_len // block_size)
-        if total + wanted > num_blocks:
+        if total + wanted > num_blocks or index - start == MAX_BATCH:
             parts.append((start, index))
             start, total = index, 0
         total += wanted

@@ -1,4 +1,4 @@
-"""Steps over scrambled pages, on the NPU, and their float32 reference on the CPU."""
+"""Steps over scrambled pages, on the NPU, and what they must come to."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from shoal_kernels import ops, reference
+from shoal_kernels import ops
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_limits import BLOCK_SIZE
 
@@ -36,7 +37,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> Non
 
 @dataclass(frozen=True)
 class PagedStep:
-    """A step's queries and caches on the CPU, the caches in the reference's layout."""
+    """A step's queries and caches on the CPU, the caches as [blocks, heads, block size, head size]."""
 
     metadata: AttentionMetadata
     q: Tensor
@@ -49,7 +50,21 @@ class PagedStep:
         return self.q.to(NPU), *caches, to_npu(self.metadata)
 
     def expected(self, scale: float, window: int | None = None) -> Tensor:
-        return reference.paged_attention(self.q, self.keys, self.values, self.metadata, scale, window)
+        """By torch's attention in float32, sequence by sequence, over keys and values taken out of their pages."""
+        outputs, starts = [], self.metadata.query_start_loc
+        for index, seq_len in enumerate(self.metadata.seq_lens):
+            q = self.q[starts[index] : starts[index + 1]]
+            positions, keys = torch.arange(seq_len - len(q), seq_len)[:, None], torch.arange(seq_len)
+            visible = (keys <= positions) & (keys > positions - (window or seq_len))
+            pages = self.metadata.block_tables[index, : -(-seq_len // BLOCK_SIZE)].long()
+            dense = (
+                c[pages].transpose(0, 1).flatten(1, 2)[:, :seq_len].float()[None] for c in (self.keys, self.values)
+            )
+            out = functional.scaled_dot_product_attention(
+                q.float().transpose(0, 1)[None], *dense, attn_mask=visible, scale=scale, enable_gqa=True
+            )
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs)
 
     def actual(self, scale: float, window: int | None = None) -> Tensor:
         q, keys, values, metadata = self.on_npu()

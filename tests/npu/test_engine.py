@@ -17,6 +17,7 @@ from shoal_replica import LLM, SamplingParams
 from shoal_replica.checkpoint import DEMO_MODEL
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_plan import GRAPH_BYTES, WORKSPACE_BYTES
+from shoal_replica.model import npu_decoder
 from shoal_replica.model.npu_decoder import NpuDecoder
 from shoal_replica.model.sampler import Sampler, SamplerRow
 
@@ -181,25 +182,35 @@ def test_a_device_that_runs_out_while_loading_says_so(llama: Path, monkeypatch: 
         LLM(str(llama), device="npu", num_blocks=4, max_num_seqs=8)
 
 
+@pytest.mark.parametrize(
+    ("num_possible", "max_num_seqs", "sizes", "is_used"), [(2, 8, (4, 8), True), (1, 160, (160,), False)]
+)
 def test_graphs_that_do_not_fit_are_done_without(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    num_possible: int,
+    max_num_seqs: int,
+    sizes: tuple[int, ...],
+    is_used: bool,
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from shoal_replica.model import npu_decoder
-
+    """Where smaller graphs are missing, a larger one serves, up to as much padding as a block has places."""
     made: list[npu_decoder.StepGraph] = []
 
-    class TwoGraphs(npu_decoder.StepGraph):
+    class FewGraphs(npu_decoder.StepGraph):
         def __init__(self, *args: object) -> None:
-            if len(made) == 2:
+            if len(made) == num_possible:
                 raise RuntimeError("the stream resources are insufficient, error code is 207008")
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(npu_decoder, "StepGraph", TwoGraphs)
-    with LLM(str(llama), device="npu", num_blocks=32, max_num_seqs=8) as llm:
-        assert decoder(llm).graph_sizes == (4, 8)
+    monkeypatch.setattr(npu_decoder, "StepGraph", FewGraphs)
+    with LLM(str(llama), device="npu", num_blocks=170, max_num_seqs=max_num_seqs) as llm:
+        assert decoder(llm).graph_sizes == sizes
         assert "207008" in caplog.text
+        before = graphs.state.num_replays
         Expected.of(llama, make_prompts()).check(llm.generate(make_prompts(), GREEDY))
+        assert (graphs.state.num_replays > before) is is_used
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Our NPU operators, unchanged, against the float32 reference; and what the device refuses."""
+"""Our NPU operators, unchanged, against torch in float32 and the reference; and what the device refuses."""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ class NpuDecoder:
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         num_seqs = len(step.seq_lens)
         if len(step.input_ids) == num_seqs == len(sample_rows):
-            size = min((size for size in self._graphs if size >= num_seqs), default=0)
+            # No more padding than a block has places, should graphs in between be missing.
+            sizes = [size for size in self._graphs if num_seqs <= size <= num_seqs + self._block_size]
+            size = min(sizes, default=0)
             if size and self._blocks_fit(step.seq_lens, size - num_seqs):
                 return self._replay(size, step)
         rows = np.asarray(sample_rows, np.int64)

@@ -135,7 +135,6 @@ static int reduce(comm_t *c, void *out, size_t count, int type, int op) {
     case 0: REDUCE(int8_t, (double), (int8_t));
     case 1: REDUCE(int16_t, (double), (int16_t));
     case 2: REDUCE(int32_t, (double), (int32_t));
-    case 3: REDUCE(_Float16, (double), (float));
     case 4: REDUCE(float, (double), (float));
     case 5: REDUCE(int64_t, (double), (int64_t));
     case 7: REDUCE(uint8_t, (double), (uint8_t));

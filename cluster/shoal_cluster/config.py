@@ -158,6 +158,7 @@ class GatewaySettings(_Settings):
     placement_timeout_s: float = Field(30.0, gt=0, description="longest wait for a replica that can take a request")
     max_request_bytes: int = Field(8 * 2**20, ge=1024)
     max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
+    shed_late: bool = Field(False, description="refuse calls whose first token could not come within the objective")
     admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shoal_replica.errors import EngineDead, Unavailable
 from shoal_replica.executor import Executor
+from shoal_replica.prefill_pace import PrefillPace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.scheduler import Scheduler
@@ -74,6 +75,7 @@ class Engine:
         self._held: StepReport | None = None  # of the last step, until the next one runs
         self._is_checked = False  # the books, since the last step
         self._step_s = self._busy_s = 0.0
+        self._pace = PrefillPace()
         self._told = self.stats()
         self._is_changed = False  # since the last report
         self._rested_s = 0.0
@@ -114,7 +116,8 @@ class Engine:
             self._publish(deltas)
 
     def stats(self) -> ReplicaStats:
-        return self._scheduler.stats(time.time(), self._step_s, self._draining, self._busy_s)
+        pace_s = self._pace.token_s
+        return self._scheduler.stats(time.time(), self._step_s, self._draining, self._busy_s, pace_s)
 
     def cache_hashes(self) -> tuple[BlockHash, ...]:
         """Every hash in the prefix cache; with the events of later reports, a complete picture.
@@ -192,6 +195,7 @@ class Engine:
             step.cancel()
         self._step_s = time.perf_counter() - started
         self._busy_s += self._step_s
+        self._pace.take(sum(share.num_new_tokens for share in output.scheduled), len(output.scheduled), self._step_s)
         self._is_changed = True
         self._held = self._report(self._scheduler.update(output, step.result()), self._step_s)
 

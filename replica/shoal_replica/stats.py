@@ -42,6 +42,7 @@ class ReplicaStats:
         num_waiting_tokens: tokens of known prompts that steps have still to compute, of waiting and running requests,
             less what a waiting one is expected to find cached when its turn comes.
         step_s, busy_s: length of the last step, and of all since the replica started, seconds.
+        token_s: seconds that a prompt token takes, a mean over steps that were mostly prefill; 0 until one was.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_steps: totals
             since the replica started.
     """
@@ -58,6 +59,7 @@ class ReplicaStats:
     max_num_seqs: int
     max_num_batched_tokens: int
     step_s: float = 0.0
+    token_s: float = 0.0
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

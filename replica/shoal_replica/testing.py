@@ -101,6 +101,7 @@ def make_request(
     due_s: float = math.inf,
     priority: int = 0,
     output_token_ids: Sequence[int] = (),
+    tenant: str = "",
 ) -> Request:
     """A greedy request that ignores end-of-sequence tokens."""
     return Request(
@@ -111,6 +112,7 @@ def make_request(
         arrival_s=arrival_s,
         due_s=due_s,
         priority=priority,
+        tenant=tenant,
     )
 
 

@@ -97,10 +97,15 @@ cards = st.builds(
 )
 stats = st.builds(
     ReplicaStats,
-    **{name: count for name in ReplicaStats.__dataclass_fields__ if name not in ("time_s", "step_s", "draining")}
+    **{
+        name: count
+        for name in ReplicaStats.__dataclass_fields__
+        if name not in ("time_s", "step_s", "token_s", "draining")
+    }
     | {"block_size": st.integers(1, 1024)},
     time_s=amount,
     step_s=amount,
+    token_s=amount,
     draining=st.booleans(),
 )
 rows = st.builds(

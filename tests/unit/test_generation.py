@@ -346,6 +346,7 @@ async def test_a_call_that_fails_on_the_way_is_resumed(monkeypatch: pytest.Monke
 
         async def failing(self: FakePlacement) -> Outcome:
             if len(serve.placements) == 1:
+                self.sent.set_result(None)
                 raise error
             return await real(self)
 
@@ -484,7 +485,7 @@ class TestLedger:
             generation = serve.generation(make_request("call", PROMPT))
             assert serve.ledger.decide(generation._query).ranked == ("a",)
             assert serve.is_idle
-            serve.ledger.routed(generation._query, "a")
+            serve.ledger.routed(generation._query.request_id, "a")
             assert serve.is_idle
 
     async def test_a_replica_that_refuses_all_feeds_is_not_counted_on(self) -> None:

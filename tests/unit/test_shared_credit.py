@@ -83,7 +83,7 @@ async def test_a_request_that_goes_elsewhere_takes_its_promise_along() -> None:
         chosen = left.decide(query("r1")).ranked[0]
         other = "two" if chosen == "one" else "one"
         await until(lambda: row(right, chosen).num_reserved == 1)
-        left.routed(query("r1"), other)
+        left.routed("r1", other)
         await until(lambda: (row(right, chosen).num_reserved, row(right, other).num_reserved) == (0, 1))
 
 

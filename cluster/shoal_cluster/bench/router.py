@@ -155,7 +155,7 @@ class _Bench:
             raise RuntimeError(f"the load does not fit the cluster: {admission.reason}, {decision.reason}")
         chosen = decision.ranked[0]
         self.num_matched += len(kept) if chosen == owner else 0
-        self.ledger.routed(query, chosen)
+        self.ledger.routed(query.request_id, chosen)
         oldest = self._conversations[chosen].popleft()
         removed, left = oldest[-BLOCKS_PER_TURN:], oldest[:-BLOCKS_PER_TURN]
         self._conversations[chosen].append(left if len(left) > BLOCKS_PER_TURN else self._hashes(0) + new + left)

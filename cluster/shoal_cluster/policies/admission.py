@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.ranking import Amounts, RouteQuery, is_eligible
 
 MIN_RETRY_S = 0.1
@@ -16,10 +17,14 @@ NO_REPLICA_RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """What one replica's queue may hold before it counts as full: prompt tokens to compute, and requests."""
+    """What one replica's queue may hold before it counts as full: prompt tokens to compute, and requests.
+
+    With an ``objective``, a request is refused too when no replica could give its first token in time.
+    """
 
     max_waiting_tokens: int = 262_144
     max_waiting_requests: int = 1024
+    objective: LatencyObjective | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +41,69 @@ class Admission:
     never_fits: bool = False
 
 
-def admit(query: RouteQuery, candidates: Candidates, limits: AdmissionLimits, now: float) -> Admission:
-    """Admit ``query`` if one replica that can ever hold it has a queue under ``limits``.
+def admit(
+    query: RouteQuery, candidates: Candidates, limits: AdmissionLimits, now: float, num_held_tokens: float = 0
+) -> Admission:
+    """Admit ``query`` if one replica that can ever hold it has a queue under ``limits``, and can be in time.
 
-    ``now`` dates the answer for policies with deadlines; this one counts queues only. Reservations count as queued.
+    ``now`` dates the answer for policies with deadlines; this one counts queues only. Reservations count as queued, and
+    so does each replica's part of ``num_held_tokens``, which other requests before this one, held at the gateway, have
+    to compute.
     """
     told = candidates.told
     largest = int(told["num_total_blocks"].max(initial=0))
     if told["known"].any() and query.num_blocks_needed > largest:
         reason = f"the request needs {query.num_blocks_needed} blocks and the largest replica has {largest}"
         return Admission(False, reason, never_fits=True)
-    eligible = np.flatnonzero(is_eligible(query, candidates))
+    eligible = is_eligible(query, candidates).nonzero()[0]
     if not eligible.size:
         return Admission(False, "no replica can take requests now", NO_REPLICA_RETRY_S)
-    excess = _excess_tokens(candidates, limits)[eligible]
+    ahead = told["num_waiting_tokens"] + candidates.num_reserved_tokens + np.float64(num_held_tokens / eligible.size)
+    excess = _excess_tokens(candidates, ahead, limits)[eligible]
     best = int(excess.argmin())
-    if excess[best] == 0:
-        return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
-    reason = (
-        f"every replica's queue is full ({eligible.size} replicas; the limit is {limits.max_waiting_tokens} tokens "
-        f"or {limits.max_waiting_requests} requests each)"
-    )
-    # How long each takes for its excess at its last step's pace: a full budget of tokens a step.
-    pace_s = np.where(told["step_s"] > 0, told["step_s"], NO_REPLICA_RETRY_S) / told["max_num_batched_tokens"]
-    wait_s = float((excess * pace_s[eligible]).min())
-    return Admission(False, reason, min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
+    if excess[best] > 0:
+        reason = (
+            f"every replica's queue is full ({eligible.size} replicas; the limit is {limits.max_waiting_tokens} tokens "
+            f"or {limits.max_waiting_requests} requests each)"
+        )
+        return Admission(False, reason, _retry_after_s(float((excess * _token_s(candidates)[eligible]).min())))
+    if limits.objective is not None:
+        due_s, first_token_s = _dates(query, candidates, ahead, limits.objective)
+        late_s = float((first_token_s - due_s)[eligible].min())
+        if late_s > 0:
+            place = eligible[(first_token_s - due_s)[eligible].argmin()]
+            reason = (
+                f"its first token could not come before {first_token_s[place]:.1f} s; "
+                f"the objective is {due_s[place]:.1f} s"
+            )
+            return Admission(False, reason, _retry_after_s(late_s))
+    return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
 
 
-def _excess_tokens(candidates: Candidates, limits: AdmissionLimits) -> Amounts:
-    """Tokens each replica must compute before its queue is under both limits; 0 where it is."""
+def _dates(
+    query: RouteQuery, candidates: Candidates, ahead: Amounts, objective: LatencyObjective
+) -> tuple[Amounts, Amounts]:
+    """When the first token is due and when it can come, seconds from now [n]; in time where no pace is known yet."""
+    token_s = candidates.told["token_s"]
+    own_s = np.maximum(1, query.num_prompt_tokens - candidates.num_matched_blocks * query.block_size) * token_s
+    return objective.ttft_s + objective.prefill_factor * own_s, own_s + ahead * token_s
+
+
+def _token_s(candidates: Candidates) -> Amounts:
+    """What each replica takes for a prompt token: as measured, else by its last step, as if that had been full."""
     told = candidates.told
-    tokens = told["num_waiting_tokens"] + candidates.num_reserved_tokens
-    requests = told["num_waiting"] + candidates.num_reserved
+    last_step_s = np.where(told["step_s"] > 0, told["step_s"], NO_REPLICA_RETRY_S)
+    token_s: Amounts = np.where(told["token_s"] > 0, told["token_s"], last_step_s / told["max_num_batched_tokens"])
+    return token_s
+
+
+def _retry_after_s(wait_s: float) -> float:
+    return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
+
+
+def _excess_tokens(candidates: Candidates, tokens: Amounts, limits: AdmissionLimits) -> Amounts:
+    """Tokens each replica must compute, of ``tokens`` ahead, before its queue is under both limits; 0 where it is."""
+    requests = candidates.told["num_waiting"] + candidates.num_reserved
     # A short queue of tokens that holds many requests still takes a step each time one leaves it.
     tokens_each = np.maximum(1.0, tokens / np.maximum(1, requests))
     excess: Amounts = np.maximum(

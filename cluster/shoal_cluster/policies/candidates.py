@@ -25,6 +25,7 @@ COUNTS = (  # of ReplicaStats, under the same names in ``Candidates.told``
     "max_num_seqs",
     "max_num_batched_tokens",
     "step_s",
+    "token_s",
     "draining",
 )
 DERIVED = ("num_open_blocks", "num_open_slots")  # free, less what the replica's own queue will take
@@ -32,7 +33,7 @@ TOLD = np.dtype(
     [
         ("connected", "?"),
         ("known", "?"),
-        *((name, {"step_s": "f8", "draining": "?"}.get(name, "i8")) for name in (*COUNTS, *DERIVED)),
+        *((name, {"step_s": "f8", "token_s": "f8", "draining": "?"}.get(name, "i8")) for name in (*COUNTS, *DERIVED)),
     ]
 )
 PROMISED = ("num_reserved", "num_reserved_blocks", "num_reserved_tokens")

@@ -140,6 +140,7 @@ class _Connection(asyncio.Protocol):
         self._take = take
         self._reader = FrameReader()
         self._lost: asyncio.Future[None] = loop.create_future()
+        self._lost.add_done_callback(lambda lost: lost.exception())  # nobody looks at that of a closed client's
         self._heard_s = loop.time()
         self._clock = loop.time
         self.transport: asyncio.Transport

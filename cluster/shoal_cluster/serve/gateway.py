@@ -13,17 +13,20 @@ from typing import Any, cast
 
 import uvicorn
 from ray import serve
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from shoal_cluster.config import ClusterConfig
-from shoal_cluster.policies.admission import AdmissionLimits, admit
+from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import tunable
+from shoal_cluster.policies.objective import LatencyObjective as DueDates
+from shoal_cluster.policies.pending import HoldConfig, PendingRequest
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow
 from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
+from shoal_cluster.serve.dispatcher import RESUMED_PRIORITY, Dispatcher
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
@@ -43,7 +46,7 @@ from shoal_cluster.serve.serve_details import serve_details
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
-from shoal_replica.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from shoal_replica.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted
 from shoal_replica.llm import with_seed
 from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
@@ -64,7 +67,6 @@ class Gateway:
         self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len, replica.quantization)
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         self._created_s = int(time.time())
-        self._limits = AdmissionLimits(max_waiting_tokens=self._settings.max_waiting_tokens)
         self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), self._settings.num_replicas > 1)
         install(self._ledger)
         self._replicas = replicas
@@ -89,6 +91,13 @@ class Gateway:
         self._observer = CallObserver(self._metrics, self._ledger.journal, listeners)
         export = RayExport().run(lambda: self._metrics.points(self._rows()))
         self._export_task = loop.create_task(export, name="shoal-metrics")
+        due = DueDates(ttft_s=config.objective.ttft_s)
+        limits = AdmissionLimits(
+            max_waiting_tokens=self._settings.max_waiting_tokens, objective=due if self._settings.shed_late else None
+        )
+        patience_s = self._settings.placement_timeout_s
+        hold = HoldConfig(objective=due)
+        self._dispatcher = Dispatcher(self._ledger, hold, limits, self._scaling.holding, patience_s)
         await self._open()
         gc.freeze()  # modules and tokenizer stay; a full collection over them would hold up all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
@@ -145,10 +154,9 @@ class Gateway:
             limit_s = self._settings.request_timeout_s
             timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
             placement_timeout_s = self._settings.placement_timeout_s
-            request = await self._request(call)
+            request = await self._request(call, arrived_s)
             query = RouteQuery.for_request(request, self._config.replica.block_size)
             self._scaling.meter.arrive(query.num_prompt_tokens)
-            await self._admit(query, arrived_s + min(placement_timeout_s, timeout_s))
             generation = Generation(
                 request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, watch.times
             )
@@ -260,7 +268,7 @@ class Gateway:
 
     # Steps of the above
 
-    async def _request(self, call: GenerateCall) -> Request:
+    async def _request(self, call: GenerateCall, arrived_s: float) -> Request:
         self.check_model(call.model)
         token_ids = call.token_ids
         if token_ids is None:
@@ -279,6 +287,7 @@ class Gateway:
             prompt_token_ids=token_ids,
             sampling_params=with_seed(call.sampling_params),
             priority=call.priority,
+            arrival_s=arrived_s,
             cache_salt=call.cache_salt,
             tenant=call.tenant,
         )
@@ -292,23 +301,17 @@ class Gateway:
         ]
         return min([self._model.max_model_len, *([max(pools)] if pools else [])])
 
-    async def _admit(self, query: RouteQuery, deadline_s: float) -> None:
-        """Wait until some replica is known, then ask the admission policy. ``deadline_s`` is on the monotonic clock."""
-        with self._scaling.holding(query.num_prompt_tokens):
-            while not self.is_ready():
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    raise Unavailable("no replica became ready in time")
-                await self._ledger.wait_for_change(remaining_s)
-        now = time.monotonic()
-        admission = admit(query, self._ledger.view.candidates(query.block_hashes, now), self._limits, now)
-        if admission.never_fits:
-            raise InvalidArgument("prompt", f"{query.num_prompt_tokens} tokens", admission.reason)
-        if not admission.admitted:
-            raise ResourceExhausted(admission.reason, admission.retry_after_s)
-
     def _place(self, request: Request, query: RouteQuery) -> ServePlacement:
-        return ServePlacement(self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, query=query))
+        pending = PendingRequest(
+            query=query,
+            arrival_s=request.arrival_s,
+            tenant=request.tenant,
+            priority=RESUMED_PRIORITY if request.output_token_ids else request.priority,
+        )
+        return ServePlacement(self._dispatcher, request, pending, self._send)
+
+    def _send(self, request: Request) -> DeploymentResponse:
+        return self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id)
 
     def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
+from shoal_cluster.policies.pending import Dispatch
 from shoal_cluster.policies.routing import (
     RouteDecision,
     RouteQuery,
@@ -70,6 +71,9 @@ class GatewayLedger:
         self._feeds: dict[str, FeedClient] = {}
         self._draining: set[str] = set()  # no members any more; their last requests are followed
         self._followers: dict[str, Follower] = {}
+        self._dispatched: dict[str, RouteRecord] = {}
+        self._asked: set[str] = set()  # of those, whose ranks Serve knows
+        self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
         self._replica_of: dict[str, str] = {}
         self.routes = RouteLog()
         self.tally = ViewTally()
@@ -97,29 +101,35 @@ class GatewayLedger:
                 self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
         self._changed.set()
 
+    def ranks(self, request_id: str) -> tuple[str, ...]:
+        """Where a dispatched request is to go, best first. Asked again, for nobody took it, by what is known now."""
+        record = self._dispatched.get(request_id)
+        if record is None:
+            return ()
+        if request_id in self._asked:
+            return self.decide(record.query).ranked
+        self._asked.add(request_id)
+        return record.decision.ranked
+
     def decide(self, query: RouteQuery) -> RouteDecision:
         """Route a request, reserve its blocks on the best replica and keep the record."""
-        now = time.monotonic()
-        candidates = self.view.candidates(query.block_hashes, now)
+        candidates = self.view.candidates(query.block_hashes, time.monotonic())
         seed = self._seeds.getrandbits(32)
         record = decide(query, candidates, self.weights, seed=seed, time_s=time.time())
-        self.routes.add(record)
-        self.on_decision(record)
-        if record.decision.ranked and query.request_id in self._followers:  # else its client has left
-            best = record.decision.ranked[0]
-            place = candidates.replica_ids.index(best)
-            num_matched = int(candidates.num_matched_blocks[place])
-            num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
-            self._withdraw(query.request_id, best)
-            self.view.reserve(query.request_id, best, num_blocks, num_tokens, now)
-            self.view.expect(query.request_id, best, query.block_hashes)
-            self.tally.expect(query, candidates, place)
-            self._promise(query.request_id)
+        self._commit(record)
         return record.decision
 
-    def routed(self, query: RouteQuery, replica_id: str) -> None:
+    def commit(self, dispatch: Dispatch) -> None:
+        """It is a held request's turn: reserve its blocks where it goes and keep the record."""
+        query = dispatch.pending.query
+        record = RouteRecord(time.time(), query, dispatch.candidates, self.weights, dispatch.seed, dispatch.decision)
+        if query.request_id in self._followers:
+            self._dispatched[query.request_id] = record
+        self._commit(record)
+
+    def routed(self, request_id: str, replica_id: str) -> None:
         """Serve has handed the request to ``replica_id``, which may be a lower rank than the first."""
-        self._note_replica(query.request_id, replica_id)
+        self._note_replica(request_id, replica_id)
 
     # What the gateway asks
 
@@ -140,6 +150,8 @@ class GatewayLedger:
         self.view.release(request_id)
         self.view.computed(request_id)
         self.tally.forget(request_id)
+        self._dispatched.pop(request_id, None)
+        self._asked.discard(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
             self._close_unused_feed(replica_id)
@@ -170,6 +182,22 @@ class GatewayLedger:
             row.connected and row.stats is not None and not row.stats.draining and row.replica_id not in excluded
             for row in self.view.replicas_for((), time.monotonic())
         )
+
+    def _commit(self, record: RouteRecord) -> None:
+        query, candidates, now = record.query, record.replicas, time.monotonic()
+        self.routes.add(record)
+        self.on_decision(record)
+        if not record.decision.ranked or query.request_id not in self._followers:  # its client has left
+            return
+        best = record.decision.ranked[0]
+        place = candidates.replica_ids.index(best)
+        num_matched = int(candidates.num_matched_blocks[place])
+        num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
+        self._withdraw(query.request_id, best)
+        self.view.reserve(query.request_id, best, num_blocks, num_tokens, now, query.block_hashes[:num_matched])
+        self.view.expect(query.request_id, best, query.block_hashes[num_matched:])
+        self.tally.expect(query, candidates, place)
+        self._promise(query.request_id)
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return when a replica has joined, left, connected or been lost, or after ``timeout_s``."""
@@ -209,6 +237,7 @@ class GatewayLedger:
             self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
             self._take_foreign(replica_id, message.promised)
             self._changed.set()
+            self.on_news()
             return
         self._take_foreign(replica_id, message.promised)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
@@ -220,6 +249,7 @@ class GatewayLedger:
                 if self.tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
                     self.view.computed(delta.request_id)
                 follower.on_delta(replica_id, delta)
+        self.on_news()
 
     def _note_replica(self, request_id: str, replica_id: str) -> None:
         """A request is at ``replica_id``: its reservation too, and what it may want to say goes there."""

@@ -19,7 +19,12 @@ GRACE_S = 2.0  # how far the end of a call and its last tokens may lie apart: th
 
 
 class Placement(Protocol):
-    """A request handed to Serve: its outcome, and the way to take it back."""
+    """A request on its way to a replica: its outcome, and the way to take it back.
+
+    ``sent`` is done when it has been handed to Serve; until then it waits for its turn.
+    """
+
+    sent: asyncio.Future[None]
 
     def outcome(self) -> asyncio.Future[Outcome]: ...
 
@@ -69,11 +74,14 @@ class Leg:
 
         Raises:
             ReplicaLost: the replica took the request and did not finish it.
-            Unavailable: no replica could take it within ``placement_timeout_s``.
+            Unavailable: no replica took it within ``placement_timeout_s`` of its turn.
         """
         outcome = placement.outcome()
         outcome.add_done_callback(_error)  # nobody else looks at the error of a cancelled call
         try:
+            await _first(outcome, self._routed, placement.sent)
+            if outcome.done() and not placement.sent.done():
+                outcome.result()  # it was never sent: why, is for the client
             await _first(outcome, self._routed, timeout_s=placement_timeout_s)
             if not (outcome.done() or self._routed.done()):
                 raise Unavailable(f"no replica could take the request within {placement_timeout_s:g} s")

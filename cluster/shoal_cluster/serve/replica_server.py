@@ -11,7 +11,6 @@ import ray
 from ray import serve
 
 from shoal_cluster.config import ClusterConfig
-from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_map import encode_block_map
 from shoal_cluster.serve.feed import FeedServer
@@ -86,16 +85,15 @@ class ReplicaServer:
         """The ledger's numbers that the autoscaling policy reads."""
         return ledger_metrics(self._engine.stats())
 
-    async def generate(self, request: Request, gateway_id: str, query: RouteQuery) -> Outcome:
-        """Run a request to its end. Cancelling the call frees its blocks.
-
-        Args:
-            query: what the router placed the request by; not needed here.
+    async def generate(self, request: Request, gateway_id: str) -> Outcome:
+        """Run a request to its end; its ``due_s`` counts from now. Cancelling the call frees its blocks.
 
         Raises:
             EngineDead: the engine has failed; the replica is about to be replaced.
         """
-        return await run_to_end(self._engine, self._feed, replace(request, arrival_s=monotonic()), gateway_id)
+        now = monotonic()
+        request = replace(request, arrival_s=now, due_s=now + request.due_s)
+        return await run_to_end(self._engine, self._feed, request, gateway_id)
 
     def _measure(self, report: StepReport) -> None:
         """Called after each step, and once a second without any."""

@@ -1,8 +1,6 @@
-"""Serve's door to ``route()``: one replica per rank, best first; blocks are reserved at the choice."""
+"""Serve's door to the gateway's choice: one replica per rank, best first."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
@@ -30,16 +28,23 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
 
         if pending_request is not None:  # else Serve asks again at once, and this loop does nothing else any more
             pending_request.routing_context.should_backoff = True
-        query = pending_request.kwargs.get("query") if pending_request is not None else None
-        if query is None:
+        request_id = _request_id(pending_request)
+        if request_id is None:
             return [[replica] for replica in candidate_replicas]
         candidates = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        decision = current().decide(query)
-        return [[candidates[replica_id]] for replica_id in decision.ranked if replica_id in candidates]
+        ranked = current().ranks(request_id)
+        return [[candidates[replica_id]] for replica_id in ranked if replica_id in candidates]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         from shoal_cluster.serve.gateway_ledger import current
 
-        query: Any = pending_request.kwargs.get("query")
-        if query is not None:
-            current().routed(query, replica_id.unique_id)
+        request_id = _request_id(pending_request)
+        if request_id is not None:
+            current().routed(request_id, replica_id.unique_id)
+
+
+def _request_id(pending_request: PendingRequest | None) -> str | None:
+    """The id of the Shoal request that a call carries; None for a call that is not a request."""
+    if pending_request is None or not pending_request.args:
+        return None
+    return getattr(pending_request.args[0], "request_id", None)

@@ -1,26 +1,54 @@
-"""A call to a replica through a Serve handle, as a leg follows it."""
+"""A request on its way: held by the dispatcher until its turn, then in Serve's hands, as a leg follows it."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from ray.serve.handle import DeploymentResponse
 
+from shoal_cluster.policies.pending import PendingRequest
+from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.outcome import Outcome
+from shoal_replica.request import Request
 
 
 class ServePlacement:
-    """A request in Serve's hands."""
+    """One placement of ``request``. ``send`` hands it to Serve; ``pending`` is the same as the queue sees it."""
 
-    def __init__(self, response: DeploymentResponse) -> None:
-        self._response = response
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        request: Request,
+        pending: PendingRequest,
+        send: Callable[[Request], DeploymentResponse],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._request = request
+        self._pending = pending
+        self._send = send
+        self._task: asyncio.Task[Outcome] | None = None
+        self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def outcome(self) -> asyncio.Future[Outcome]:
-        return asyncio.ensure_future(self._result())
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        return self._task
 
     def cancel(self) -> None:
-        self._response.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
-    async def _result(self) -> Outcome:
-        outcome: Outcome = await self._response
+    async def _run(self) -> Outcome:
+        dispatch = await self._dispatcher.wait(self._pending)
+        due_in_s = dispatch.due_s - time.monotonic()  # clocks of hosts differ: the replica counts from its own now
+        request = replace(self._request, due_s=due_in_s, block_hashes=self._pending.query.block_hashes)
+        response = self._send(request)
+        self.sent.set_result(None)
+        try:
+            outcome: Outcome = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
         return outcome

@@ -1,0 +1,118 @@
+"""Where requests wait at the gateway until a replica can start them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from shoal_cluster.policies.admission import AdmissionLimits, admit
+from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.ranking import uncached_tokens
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_replica.errors import InvalidArgument, ResourceExhausted, Unavailable
+
+RESUMED_PRIORITY = -(2**31)
+"""Of a stream that goes on elsewhere: its client is in the middle of an answer."""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A request's turn, and what it has to compute where it is cached best."""
+
+    turn: asyncio.Future[Dispatch]
+    num_tokens: int
+
+
+class Dispatcher:
+    """Holds requests in a PendingQueue and looks at it again whenever the ledger has news.
+
+    Args:
+        holding: entered while a request is held, with its prompt tokens: the autoscaler is to know.
+        patience_s: how long a request is held while there is no replica that could ever take it.
+    """
+
+    def __init__(
+        self,
+        ledger: GatewayLedger,
+        hold: HoldConfig,
+        limits: AdmissionLimits,
+        holding: Callable[[int], AbstractContextManager[None]],
+        patience_s: float,
+    ) -> None:
+        self.limits = limits
+        self._ledger = ledger
+        self._queue = PendingQueue(hold)
+        self._holding = holding
+        self._patience_s = patience_s
+        self._rng = random.Random()
+        self._waiters: dict[str, _Waiter] = {}
+        ledger.on_news = self.dispatch
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here."""
+        return len(self._queue)
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Prompt tokens that they have to compute."""
+        return sum(waiter.num_tokens for waiter in self._waiters.values())
+
+    async def wait(self, pending: PendingRequest) -> Dispatch:
+        """Return when it is the request's turn; its place is reserved. Cancelling this takes it out of the queue.
+
+        Raises:
+            InvalidArgument: no replica has blocks enough.
+            ResourceExhausted: every replica has too much to do; not for one that is resumed.
+            Unavailable: there was no replica for ``patience_s``.
+        """
+        query = pending.query
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), query.num_prompt_tokens)
+        self._queue.push(pending)
+        self._waiters[query.request_id] = waiter
+        try:
+            self.dispatch()
+            if waiter.turn.done():
+                return waiter.turn.result()
+            with self._holding(query.num_prompt_tokens):
+                if pending.priority != RESUMED_PRIORITY and self._ledger.can_place(query.excluded):
+                    self._admit(pending, waiter)
+                return await self._until(waiter.turn, pending)
+        finally:
+            self._queue.remove(query.request_id)
+            self._waiters.pop(query.request_id, None)
+
+    def dispatch(self) -> None:
+        """Send what can start now."""
+        while self._waiters:
+            ledger = self._ledger
+            dispatch = self._queue.next(ledger.view, ledger.weights, time.monotonic(), self._rng)
+            if dispatch is None:
+                return
+            ledger.commit(dispatch)
+            self._waiters.pop(dispatch.pending.query.request_id).turn.set_result(dispatch)
+
+    def _admit(self, pending: PendingRequest, waiter: _Waiter) -> None:
+        """Whether to hold it at all, where it cannot start at once."""
+        query, now = pending.query, time.monotonic()
+        candidates = self._ledger.view.candidates(query.block_hashes, now)
+        num_before = self.num_held_tokens - waiter.num_tokens
+        waiter.num_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
+        admission = admit(query, candidates, self.limits, now, num_before)
+        if admission.never_fits:
+            raise InvalidArgument("prompt", f"{query.num_prompt_tokens} tokens", admission.reason)
+        if not admission.admitted:
+            raise ResourceExhausted(admission.reason, admission.retry_after_s)
+
+    async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
+        excluded = pending.query.excluded
+        while True:
+            await asyncio.wait([turn], timeout=self._patience_s)
+            if turn.done():
+                return turn.result()
+            if not self._ledger.can_place(excluded):
+                raise Unavailable("no replica became ready in time")

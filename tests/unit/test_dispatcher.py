@@ -1,0 +1,139 @@
+"""Requests held at the gateway, over real engines and feeds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fixtures.fake_serve import FakeServe, ask, serving, streaming
+from fixtures.waiting import until
+
+from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.serve.generation import Generation
+from shoal_replica.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from shoal_replica.testing import expected_tokens, make_request
+
+
+def close_gates(serve: FakeServe) -> None:
+    for made in serve.replicas.values():
+        made.executor.gate.clear()
+
+
+def open_gates(serve: FakeServe) -> None:
+    for made in serve.replicas.values():
+        made.executor.gate.set()
+
+
+async def drain(generation: Generation, timeout_s: float = 10.0) -> None:
+    async with streaming(generation, timeout_s) as chunks:
+        async for _ in chunks:
+            pass
+
+
+async def test_held_requests_all_get_their_answers_and_each_decision_replays() -> None:
+    async with serving("a", "b", max_num_seqs=2) as serve:
+        dispatcher = serve.hold()
+        prompts = {f"call{i}": [*range(40), 500 + i] for i in range(12)}
+        answers = await asyncio.gather(*(ask(serve, name, prompt_token_ids=p) for name, p in prompts.items()))
+        for prompt, answer in zip(prompts.values(), answers, strict=True):
+            assert answer.tokens == [expected_tokens(prompt, 4)]
+        assert dispatcher.num_held == 0
+        records = [record for name in prompts for record in serve.ledger.routes.of_call(name)]
+        assert len(records) == 12
+        assert all(record.replay() == record.decision for record in records)
+
+
+async def test_a_replica_gets_only_what_it_can_start() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold()
+        close_gates(serve)
+        calls = [asyncio.create_task(ask(serve, f"call{i}", prompt_token_ids=range(30 + i))) for i in range(4)]
+        await until(lambda: dispatcher.num_held == 3 and serve.replicas["a"].executor.is_held)
+        stats = serve.replicas["a"].engine.stats()
+        assert stats.num_running + stats.num_waiting == 1
+        assert dispatcher.num_held_tokens == 3 + 4 + 5, "the 28 that the first computes are not counted"
+        open_gates(serve)
+        await asyncio.gather(*calls)
+
+
+async def test_requests_wait_for_a_first_replica_and_not_for_ever() -> None:
+    async with serving() as serve:
+        dispatcher = serve.hold(patience_s=0.05)
+        with pytest.raises(Unavailable, match="no replica became ready in time"):
+            await ask(serve, "too-early")
+        dispatcher = serve.hold()
+        async with serving("late") as other:
+            waiting = asyncio.create_task(ask(serve, "patient", prompt_token_ids=range(9)))
+            await until(lambda: dispatcher.num_held == 1)
+            serve.join("late", other.replicas["late"])
+            assert (await waiting).tokens == [expected_tokens(range(9), 4)]
+            serve.leave("late")
+
+
+async def test_a_deadline_ends_the_wait_and_leaves_nothing() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold()
+        close_gates(serve)
+        first = asyncio.create_task(ask(serve, "first"))
+        await until(lambda: serve.replicas["a"].executor.is_held)
+        with pytest.raises(DeadlineExceeded):
+            await drain(serve.generation(make_request("late", range(50))), timeout_s=0.05)
+        await until(lambda: dispatcher.num_held == 0)
+        open_gates(serve)
+        await first
+
+
+async def test_sheds_with_a_date_when_queues_are_full() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold(AdmissionLimits(max_waiting_tokens=50))
+        close_gates(serve)
+        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=range(20)))
+        await until(lambda: serve.replicas["a"].executor.is_held)
+        held = asyncio.create_task(ask(serve, "held", prompt_token_ids=range(100, 145)))
+        await until(lambda: dispatcher.num_held == 1)
+        with pytest.raises(ResourceExhausted, match="queue is full") as refused:
+            await ask(serve, "shed", prompt_token_ids=range(200, 220))
+        assert refused.value.retry_after_s is not None
+        assert dispatcher.num_held == 1
+        open_gates(serve)
+        await asyncio.gather(running, held)
+
+
+async def test_sheds_what_cannot_be_in_time_once_the_pace_is_known() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold(AdmissionLimits(objective=LatencyObjective(ttft_s=1.0, prefill_factor=2.0)))
+        serve.replicas["a"].engine._pace.take(64, 1, 6.4)  # a tenth of a second a token
+        close_gates(serve)
+        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=range(5)))
+        await until(lambda: serve.replicas["a"].executor.is_held)
+        await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] > 0)
+        held = asyncio.create_task(ask(serve, "held", prompt_token_ids=range(100, 120)))
+        await until(lambda: dispatcher.num_held == 1)
+        with pytest.raises(ResourceExhausted, match="first token could not come before") as refused:
+            await ask(serve, "shed", prompt_token_ids=range(200, 209))
+        assert refused.value.retry_after_s == pytest.approx(2.5 + 0.9 - (1.0 + 1.8), abs=0.2)
+        open_gates(serve)
+        await asyncio.gather(running, held)
+
+
+async def test_a_light_tenant_does_not_wait_behind_a_heavy_one() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold()
+        close_gates(serve)
+        order: list[str] = []
+
+        async def call(tenant: str, number: int, start: int) -> None:
+            request = make_request(f"{tenant}{number}", range(start, start + 100), max_tokens=1, tenant=tenant)
+            await drain(serve.generation(request))
+            order.append(tenant)
+
+        heavy = [asyncio.create_task(call("heavy", i, 1000 * i)) for i in range(100)]
+        await until(lambda: dispatcher.num_held == 99)
+        light = asyncio.create_task(call("light", 0, 99_000))
+        await until(lambda: dispatcher.num_held == 100)
+        open_gates(serve)
+        await asyncio.gather(*heavy, light)
+        assert order.index("light") <= 2 + 2048 / 50, (
+            "the heavy one gets a burst and the other's half, not its whole queue"
+        )

@@ -46,7 +46,7 @@ from shoal_cluster.serve.serve_details import serve_details
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
-from shoal_replica.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted
+from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
 from shoal_replica.llm import with_seed
 from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer

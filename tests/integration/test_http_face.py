@@ -200,8 +200,10 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
             "stop_token_ids": [3, 4],
             "priority": -1,
             "cache_salt": "s",
+            "user": "ignored",
             "not_a_field": 1,
         },
+        extra_headers={"x-tenant": "t"},
     )
     (call,) = core.calls
     params = call.sampling_params
@@ -216,12 +218,13 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
     )
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.5)
     assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (5, 0.125, True, (3, 4))
-    assert (call.priority, call.cache_salt) == (-1, "s")
+    assert (call.priority, call.tenant, call.cache_salt) == (-1, "t", "s")
 
 
 async def test_defaults_are_openais(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
     await client.chat.completions.create(model=MODEL, messages=HI)
-    await client.completions.create(model=MODEL, prompt="x")
+    await client.completions.create(model=MODEL, prompt="x", user="u")
+    assert [call.tenant for call in core.calls] == ["", "u"]
     chat, completion = (call.sampling_params for call in core.calls)
     assert (chat.max_tokens, completion.max_tokens) == (None, 16)
     assert (chat.temperature, completion.temperature) == (1.0, 1.0)

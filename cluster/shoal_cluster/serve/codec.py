@@ -53,8 +53,10 @@ def parse(message_type: type[M], raw: bytes) -> M:
         raise InvalidArgument("request", f"{len(raw)} bytes", f"must be a {name}, its strings in UTF-8") from None
 
 
-def call_from_proto(request: pb.GenerateRequest, fresh_id: str, timeout_s: float | None = None) -> GenerateCall:
-    """What a client asked; ``fresh_id`` names a request that has no id of its own.
+def call_from_proto(
+    request: pb.GenerateRequest, fresh_id: str, timeout_s: float | None = None, tenant: str = ""
+) -> GenerateCall:
+    """What a client asked; ``fresh_id`` names a request that has no id of its own, ``tenant`` one that names none.
 
     Raises:
         InvalidArgument: no prompt, or a field outside its limits.
@@ -70,7 +72,7 @@ def call_from_proto(request: pb.GenerateRequest, fresh_id: str, timeout_s: float
         token_ids=tuple(request.token_ids.ids) if prompt == "token_ids" else None,
         messages=_messages_from_proto(request.messages) if prompt == "messages" else None,
         priority=request.priority,
-        tenant=request.tenant,
+        tenant=request.tenant or tenant,
         cache_salt=request.cache_salt,
         timeout_s=timeout_s,
     )

@@ -226,7 +226,7 @@ class Gateway:
         return self._tokenizer.token_bytes(token_id)
 
     def explain(self, request_id: str) -> Sequence[RouteRecord]:
-        records = self._ledger.routes.of_call(request_id)
+        records = self._ledger.routes.of_request(request_id)
         if not records:
             raise NotFound(f"request_id: no routing decision is kept for {request_id!r}")
         return records

@@ -32,6 +32,7 @@ GENERATION = "shoal.v1.Generation"
 CONTROL = "shoal.v1.Control"
 DEFAULT_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 READINESS_PERIOD_S = 0.25
+TENANT_KEY = "x-tenant"
 KEEPALIVE_OPTIONS = (  # a client that vanished without a word is noticed within 40 s
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -53,8 +54,9 @@ class GenerationService:
         fresh_id = new_request_id()
         async with _errors_as_status(context, fresh_id):
             request = codec.parse(generation_pb2.GenerateRequest, raw)
-            call = codec.call_from_proto(request, fresh_id, timeout_s=context.time_remaining())
             headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+            tenant = headers.get(TENANT_KEY, "")
+            call = codec.call_from_proto(request, fresh_id, context.time_remaining(), tenant)
             call = replace(call, trace=trace_context(headers))
         async with _errors_as_status(context, call.request_id):
             await context.send_initial_metadata((("x-request-id", call.request_id),))

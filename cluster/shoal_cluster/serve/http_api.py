@@ -22,6 +22,7 @@ from shoal_cluster.serve.openai_types import ChatRequest, CompletionRequest
 from shoal_cluster.serve.trace_context import trace_context
 
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
+TENANT_HEADER = "x-tenant"  # goes before the body's `user`
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
 
 
@@ -82,8 +83,11 @@ async def _answer(
     request_id: str = request.state.request_id
     try:
         core.check_model(body.model)
-        trace = trace_context(request.headers)
-        calls = [replace(call, trace=trace) for call in body.to_calls(request_id)]
+        trace, tenant = trace_context(request.headers), request.headers.get(TENANT_HEADER)
+        calls = [
+            replace(call, trace=trace, tenant=call.tenant if tenant is None else tenant)
+            for call in body.to_calls(request_id)
+        ]
         model = core.model_card().name
         if body.stream:
             events = answer_events(core, calls, shape, request_id, model, body.include_usage)
@@ -127,7 +131,10 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return Response(
+        # goes before the body's `user`
+        status_code=CLIENT_CLOSED_REQUEST
+    )
 
 
 def _refusal(status: int, kind: str, code: str, message: str, field: str | None) -> Response:

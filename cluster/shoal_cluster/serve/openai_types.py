@@ -81,6 +81,7 @@ class _Request(_Body):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     priority: int = 0
+    user: Text = ""
     cache_salt: Text = ""
     logit_bias: dict[str, float] | None = None
 
@@ -153,6 +154,7 @@ class ChatRequest(_Request):
             model=self.model,
             messages=tuple(turn.to_message(position) for position, turn in enumerate(self.messages)),
             priority=self.priority,
+            tenant=self.user,
             cache_salt=self.cache_salt,
         )
         return [call]
@@ -183,6 +185,7 @@ class CompletionRequest(_Request):
                 text=prompt if isinstance(prompt, str) else None,
                 token_ids=None if isinstance(prompt, str) else prompt,
                 priority=self.priority,
+                tenant=self.user,
                 cache_salt=self.cache_salt,
             )
             for number, prompt in enumerate(prompts)

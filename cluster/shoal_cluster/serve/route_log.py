@@ -42,6 +42,13 @@ class RouteLog:
         """Those kept for a call, oldest first: the first and the last few."""
         return list(self._records.get(call_id, ()))
 
+    def of_request(self, request_id: str) -> list[RouteRecord]:
+        """Those of a client's request: of the call of that id, or of its calls where it had a list of prompts."""
+        if records := self.of_call(request_id):
+            return records
+        calls = (self.of_call(f"{request_id}-{number}") for number in itertools.count())
+        return list(itertools.chain.from_iterable(itertools.takewhile(bool, calls)))
+
     def recent(self, limit: int) -> list[RouteRecord]:
         """The last of all calls, newest first."""
         calls = itertools.islice(reversed(self._records.values()), limit)

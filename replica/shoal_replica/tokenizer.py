@@ -132,7 +132,7 @@ class IncrementalDetokenizer:
         num_held = min(len(text) - len(text.rstrip(UNFINISHED)), MAX_UNFINISHED)
         new = text[self._num_returned : len(text) - num_held]
         self._num_returned = max(self._num_returned, len(text) - num_held)
-        if len(self._token_ids) > self._NUM_KEPT:
+        if len(self._token_ids) > 2 * self._NUM_KEPT:  # seldom, for it takes another decode
             num_unreturned = len(text) - self._num_returned
             del self._token_ids[: -self._NUM_KEPT]
             self._num_returned = len(self._decode()) - num_unreturned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,9 +38,26 @@ def router(
     """Place requests while every replica reports its steps: times of decisions and updates, memory of the index."""
     from shoal_cluster.bench.router import RouterLoad, measure_router
 
-    cost = asdict(
-        measure_router(RouterLoad(num_replicas=replicas, num_blocks=blocks, num_requests=requests, requests_per_s=rate))
-    )
+    load = RouterLoad(num_replicas=replicas, num_blocks=blocks, num_requests=requests, requests_per_s=rate)
+    _say(asdict(measure_router(load)), as_json)
+
+
+@app.command()
+def gateway(
+    streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 400,
+    steps: Annotated[float, typer.Option(min=1, help="Steps a second; each gives every stream a token.")] = 100.0,
+    model: Annotated[str, typer.Option(help="Whose tokenizer spells the tokens.")] = "smollm2-135m-instruct",
+    as_json: AsJson = False,
+) -> None:
+    """Stream tokens from a paced feed through a gateway and its gRPC face: what one gateway core carries."""
+    from shoal_cluster.bench.gateway import StreamLoad, measure_streams
+
+    load = StreamLoad(num_streams=streams, num_tokens=tokens, steps_per_s=steps, model=model)
+    _say(asdict(measure_streams(load)), as_json)
+
+
+def _say(cost: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(cost, indent=2))
         return

@@ -76,7 +76,7 @@ class Generation:
                 await self._ready.wait()
                 self._ready.clear()
                 while self._chunks:
-                    chunk = self._chunks.popleft()
+                    chunk = self._next_chunk()
                     if not self._chunks and self._is_done:
                         yield replace(chunk, usage=self.usage())
                         return
@@ -87,6 +87,24 @@ class Generation:
             deadline.cancel()
             if not self._is_done:  # else their calls are returning: to cancel one would count as its failure
                 await self._cancel_legs()
+
+    def _next_chunk(self) -> Chunk:
+        """The oldest chunk, together with those of its sequence behind it: a client, or a gateway, that is slower than
+        the tokens gets several at once and falls no further behind.
+        """
+        first = self._chunks.popleft()
+        chunks = [first]
+        while self._chunks and self._chunks[0].index == first.index:
+            chunks.append(self._chunks.popleft())
+        if len(chunks) == 1:
+            return first
+        return Chunk(
+            index=first.index,
+            text="".join([chunk.text for chunk in chunks]),
+            token_ids=tuple([token_id for chunk in chunks for token_id in chunk.token_ids]),
+            logprobs=tuple([logprobs for chunk in chunks for logprobs in chunk.logprobs]),
+            finish_reason=chunks[-1].finish_reason,
+        )
 
     @property
     def _is_done(self) -> bool:

@@ -1,0 +1,219 @@
+"""How many tokens a second one gateway core streams: a feed, a gateway and its clients, a process each."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
+from typing import cast
+
+from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.policies.routing import RouteQuery, RouteWeights
+from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall
+from shoal_cluster.serve.call_observer import CallObserver
+from shoal_cluster.serve.feed_messages import LENGTH_BYTES, Snapshot, Update, frame
+from shoal_cluster.serve.gateway_ledger import GatewayLedger, Member
+from shoal_cluster.serve.generation import Generation
+from shoal_cluster.serve.grpc_service import start_grpc_server
+from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.metrics.gateway import GatewayMetrics
+from shoal_cluster.serve.outcome import Outcome
+from shoal_replica.checkpoint import ensure_checkpoint
+from shoal_replica.request import FinishReason, Request, TokenDelta
+from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.stats import ReplicaStats
+from shoal_replica.tokenizer import Tokenizer
+
+BLOCK_SIZE = 16
+LONGEST_S = 600.0
+TEXT = "Tokens of plain words, as a model would say them, one after another and at a steady pace. "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLoad:
+    """So many streams at once, each of so many tokens, all of them a token in each of ``steps_per_s`` steps."""
+
+    num_streams: int = 256
+    num_tokens: int = 400
+    steps_per_s: float = 100.0
+    model: str = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCost:
+    """``core_share`` is the gateway's processor time over the run's; a message may hold several tokens."""
+
+    num_streams: int
+    offered_tokens_per_s: float
+    tokens_per_s: float
+    tokens_per_message: float
+    core_share: float
+    tokens_per_core_s: float
+    token_us: float
+
+
+def measure_streams(load: StreamLoad) -> StreamCost:
+    """Stream ``load`` through a gateway in this process."""
+    return asyncio.run(_measure(load))
+
+
+async def _measure(load: StreamLoad) -> StreamCost:
+    spawn = multiprocessing.get_context("spawn")
+    tokenizer = Tokenizer.from_folder(ensure_checkpoint(load.model))
+    text_ids = tokenizer.encode(TEXT * (1 + load.num_tokens // 16))[: load.num_tokens]
+    addresses, results, start = spawn.Queue(), spawn.Queue(), spawn.Event()
+    replica = spawn.Process(target=_run_replica, args=(load, text_ids, addresses, start), daemon=True)
+    replica.start()
+    ledger = GatewayLedger("bench", RouteWeights())
+    ledger.set_members([Member("replica", "node", await asyncio.to_thread(addresses.get, timeout=60))])
+    core = _Core(ledger, tokenizer)
+    server, port = await start_grpc_server(cast("GatewayCore", core), "127.0.0.1:0")
+    clients = spawn.Process(target=_run_clients, args=(load, f"127.0.0.1:{port}", results), daemon=True)
+    clients.start()
+    async with asyncio.timeout(60):
+        while len(core.outcomes) < load.num_streams or not ledger.view.is_connected("replica"):
+            await ledger.wait_for_change(0.05)
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    start.set()
+    num_tokens, num_messages = await asyncio.to_thread(results.get, timeout=LONGEST_S)
+    wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+    await server.stop(0)
+    await ledger.close()
+    replica.terminate()
+    return StreamCost(
+        num_streams=load.num_streams,
+        offered_tokens_per_s=load.num_streams * load.steps_per_s,
+        tokens_per_s=num_tokens / wall_s,
+        tokens_per_message=num_tokens / num_messages,
+        core_share=cpu_s / wall_s,
+        tokens_per_core_s=num_tokens / cpu_s,
+        token_us=1e6 * cpu_s / num_tokens,
+    )
+
+
+class _Core:
+    """A gateway without Serve: calls go to the one replica at once, all else is the real thing."""
+
+    def __init__(self, ledger: GatewayLedger, tokenizer: Tokenizer) -> None:
+        self._ledger = ledger
+        self._tokenizer = tokenizer
+        metrics = GatewayMetrics("bench", LatencyWindow(LatencyObjective()))
+        self._observer = CallObserver(metrics, ledger.journal)
+        self.outcomes: list[asyncio.Future[Outcome]] = []
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        with self._observer.observe(call) as watch:
+            request = Request(
+                request_id=call.request_id,
+                prompt_token_ids=call.token_ids or (),
+                sampling_params=call.sampling_params,
+            )
+            query = RouteQuery.for_request(request, BLOCK_SIZE)
+            generation = Generation(request, query, self._ledger, self._place, self._tokenizer, LONGEST_S, watch.times)
+            watch.usage = generation.usage
+            async with aclosing(cast("AsyncGenerator[Chunk, None]", generation.chunks(LONGEST_S))) as chunks:
+                async for chunk in chunks:
+                    watch.take(chunk)
+                    yield chunk
+
+    def is_ready(self) -> bool:
+        return True
+
+    def _place(self, request: Request, query: RouteQuery) -> _Placement:
+        placement = _Placement()
+        self._ledger.decide(query)
+        self._ledger.routed(request.request_id, "replica")
+        self.outcomes.append(placement.ended)
+        return placement
+
+
+class _Placement:
+    """A call that stays open: the streams end by their tokens."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.sent: asyncio.Future[None] = loop.create_future()
+        self.sent.set_result(None)
+        self.ended: asyncio.Future[Outcome] = loop.create_future()
+
+    def outcome(self) -> asyncio.Future[Outcome]:
+        asyncio.get_running_loop().call_later(LONGEST_S, self.cancel)
+        return self.ended
+
+    def cancel(self) -> None:
+        self.ended.cancel()
+
+
+def _run_replica(load: StreamLoad, text_ids: tuple[int, ...], addresses: Queue[tuple[str, int]], start: Event) -> None:
+    """A replica that is only its feed: each step a token for every stream."""
+    stats = ReplicaStats(
+        time_s=0.0,
+        block_size=BLOCK_SIZE,
+        num_total_blocks=1_000_000,
+        num_free_blocks=1_000_000,
+        num_allocated_blocks=0,
+        num_cached_blocks=0,
+        num_running=0,
+        num_waiting=0,
+        num_waiting_tokens=0,
+        max_num_seqs=2 * load.num_streams,
+        max_num_batched_tokens=2 * load.num_streams,
+    )
+
+    def step(position: int) -> bytes:
+        reason = FinishReason.LENGTH if position == load.num_tokens - 1 else None
+        deltas = tuple(
+            TokenDelta(
+                request_id=f"stream-{number}",
+                index=0,
+                position=position,
+                token_ids=(text_ids[position],),
+                num_cached_tokens=0,
+                finish_reason=reason,
+            )
+            for number in range(load.num_streams)
+        )
+        return frame(Update(position + 1, stats, deltas=deltas))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big"))
+        writer.write(frame(Snapshot(0, stats, ())))
+        await asyncio.to_thread(start.wait)
+        started_s = time.perf_counter()
+        for position in range(load.num_tokens):
+            await asyncio.sleep(max(0.0, started_s + position / load.steps_per_s - time.perf_counter()))
+            writer.write(step(position))
+            await writer.drain()
+        await reader.read()
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        addresses.put(server.sockets[0].getsockname()[:2])
+        await server.serve_forever()
+
+    asyncio.run(main())
+
+
+def _run_clients(load: StreamLoad, address: str, results: Queue[tuple[int, int]]) -> None:
+    """All streams over one channel; tells how many tokens and messages came."""
+
+    async def read(client: GatewayClient, number: int) -> tuple[int, int]:
+        call = GenerateCall(
+            request_id=f"stream-{number}",
+            token_ids=(1, 2, 3),
+            sampling_params=SamplingParams(max_tokens=load.num_tokens, temperature=0.0),
+        )
+        sizes = [len(chunk.token_ids) async for chunk in client.generate(call)]
+        return sum(sizes), len(sizes)
+
+    async def main() -> None:
+        async with GatewayClient(address) as client:
+            counts = await asyncio.gather(*(read(client, number) for number in range(load.num_streams)))
+        results.put((sum(tokens for tokens, _ in counts), sum(messages for _, messages in counts)))
+
+    asyncio.run(main())

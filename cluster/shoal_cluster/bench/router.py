@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 import psutil
 
-from shoal_cluster.policies.admission import AdmissionLimits, admit
+from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.pending import HoldConfig, PendingRequest
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
+from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.feed_messages import Update
 from shoal_cluster.serve.gateway_ledger import Follower, GatewayLedger
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
@@ -43,7 +47,7 @@ class RouterLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterCost:
-    """Processor times in microseconds; a decision is admission, lookup, choice, record and reservation together.
+    """Processor times in microseconds; a decision is a request's way through the queue, its record and reservation.
 
     ``core_share`` is the share of one core that decisions and updates take at the load's rate.
     """
@@ -66,6 +70,10 @@ class RouterCost:
 
 def measure_router(load: RouterLoad) -> RouterCost:
     """Run ``load`` as fast as it goes and report what each part took."""
+    return asyncio.run(_measure(load))
+
+
+async def _measure(load: RouterLoad) -> RouterCost:
     bench = _Bench(load)
     bench.fill()
     bytes_per_entry = bench.num_index_bytes / len(bench.ledger.view.index)
@@ -103,8 +111,10 @@ class _Bench:
     def __init__(self, load: RouterLoad) -> None:
         self._load = load
         self._rng = Random(load.seed)
-        self._limits = AdmissionLimits()
         self.ledger = GatewayLedger("bench", RouteWeights())
+        self._dispatcher = Dispatcher(
+            self.ledger, HoldConfig(), AdmissionLimits(), lambda num_tokens: nullcontext(), patience_s=1.0
+        )
         self.replica_ids = [f"replica-{number:03d}" for number in range(load.num_replicas)]
         self._conversations: dict[str, deque[list[BlockHash]]] = {}
         self._seq = 0
@@ -147,13 +157,11 @@ class _Bench:
         )
         self.ledger.follow(query.request_id, self._follower)
         started = time.thread_time()
-        now = time.monotonic()
-        admission = admit(query, self.ledger.view.candidates(query.block_hashes, now), self._limits, now)
-        decision = self.ledger.decide(query)
+        waiter = self._dispatcher.enter(PendingRequest(query=query, arrival_s=time.monotonic()))
         self.decisions_s.append(time.thread_time() - started)
-        if not admission.admitted or not decision.ranked:
-            raise RuntimeError(f"the load does not fit the cluster: {admission.reason}, {decision.reason}")
-        chosen = decision.ranked[0]
+        if not waiter.turn.done():
+            raise RuntimeError("the load does not fit the cluster: a request would have to wait")
+        chosen = waiter.turn.result().replica_id
         self.num_matched += len(kept) if chosen == owner else 0
         self.ledger.routed(query.request_id, chosen)
         oldest = self._conversations[chosen].popleft()
@@ -192,7 +200,7 @@ class _Bench:
             num_free_blocks=total - allocated,
             num_allocated_blocks=allocated,
             num_cached_blocks=total // 2,
-            num_running=self._rng.randrange(32),
+            num_running=8,
             num_waiting=0,
             num_waiting_tokens=self._rng.randrange(512),
             max_num_seqs=64,

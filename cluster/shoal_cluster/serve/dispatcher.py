@@ -20,7 +20,7 @@ RESUMED_PRIORITY = -(2**31)
 
 
 @dataclass(slots=True)
-class _Waiter:
+class Waiter:
     """A request's turn, and what it has to compute where it is cached best."""
 
     turn: asyncio.Future[Dispatch]
@@ -49,7 +49,7 @@ class Dispatcher:
         self._holding = holding
         self._patience_s = patience_s
         self._rng = random.Random()
-        self._waiters: dict[str, _Waiter] = {}
+        self._waiters: dict[str, Waiter] = {}
         ledger.on_news = self.dispatch
 
     @property
@@ -71,11 +71,8 @@ class Dispatcher:
             Unavailable: there was no replica for ``patience_s``.
         """
         query = pending.query
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), query.num_prompt_tokens)
-        self._queue.push(pending)
-        self._waiters[query.request_id] = waiter
         try:
-            self.dispatch()
+            waiter = self.enter(pending)
             if waiter.turn.done():
                 return waiter.turn.result()
             with self._holding(query.num_prompt_tokens):
@@ -85,6 +82,14 @@ class Dispatcher:
         finally:
             self._queue.remove(query.request_id)
             self._waiters.pop(query.request_id, None)
+
+    def enter(self, pending: PendingRequest) -> Waiter:
+        """Put a request in the queue; if a replica can start it, it is its turn at once."""
+        waiter = Waiter(asyncio.get_running_loop().create_future(), pending.query.num_prompt_tokens)
+        self._queue.push(pending)
+        self._waiters[pending.query.request_id] = waiter
+        self.dispatch()
+        return waiter
 
     def dispatch(self) -> None:
         """Send what can start now."""
@@ -96,7 +101,7 @@ class Dispatcher:
             ledger.commit(dispatch)
             self._waiters.pop(dispatch.pending.query.request_id).turn.set_result(dispatch)
 
-    def _admit(self, pending: PendingRequest, waiter: _Waiter) -> None:
+    def _admit(self, pending: PendingRequest, waiter: Waiter) -> None:
         """Whether to hold it at all, where it cannot start at once."""
         query, now = pending.query, time.monotonic()
         candidates = self._ledger.view.candidates(query.block_hashes, now)

@@ -151,9 +151,7 @@ class Scheduler:
         """One byte a block; see BlockPool.heat."""
         return self._kv.pool.heat()
 
-    def stats(
-        self, time_s: float, step_s: float = 0.0, draining: bool = False, busy_s: float = 0.0, token_s: float = 0.0
-    ) -> ReplicaStats:
+    def stats(self, time_s: float, step_s: float = 0.0, draining: bool = False, busy_s: float = 0.0) -> ReplicaStats:
         """The ledger as of now; ``time_s`` is the caller's wall clock."""
         pool = self._kv.pool
         behind = sum(s.num_tokens - s.num_computed_tokens for s in self._running)
@@ -171,7 +169,6 @@ class Scheduler:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             step_s=step_s,
             busy_s=busy_s,
-            token_s=token_s,
             **self._totals.as_dict(),
             draining=draining,
         )

@@ -15,6 +15,7 @@ LEVEL_S = 40.0  # a rate over this long is taken as it is; three such in a row s
 CERTAINTY = 2.0  # standard deviations by which a short window must stand out, or a trend
 SMOOTH_S = 10.0  # over which blocks and sequences are averaged
 SHORT_WINDOWS_S = (1.0, 2.0)
+UNKNOWN_OUTPUTS = 2.0  # until it is known what requests hold, outputs are taken to cost as much time as prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def needs(load: Load, state: ScaleState, config: ScaleConfig, target: float, now
     found: dict[str, float] = {}
     if load.replica_tokens_per_s is not None:
         compute = load.rate_ahead * load.num_uncached_tokens / load.replica_tokens_per_s
-        found["compute"] = compute / target
+        found["compute"] = compute / target * (UNKNOWN_OUTPUTS if state.held is None else 1.0)
     found["blocks"] = load.num_blocks / (capacity.num_blocks * target)
     found["sequences"] = load.num_sequences / (capacity.max_num_seqs * target)
     if state.held is not None:  # prompts take their share of the time, and what decodes stays the longer
@@ -104,7 +105,7 @@ def replica_rate(load: Load, state: ScaleState) -> float | None:
         return None
     compute_s = load.num_uncached_tokens / load.replica_tokens_per_s
     if held is None:
-        return 1 / compute_s
+        return 1 / (compute_s * UNKNOWN_OUTPUTS)
     decode_s = max(held.blocks_per_rate / capacity.num_blocks, held.sequences_per_rate / capacity.max_num_seqs)
     return 1 / (compute_s + decode_s)
 

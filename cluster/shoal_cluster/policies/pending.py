@@ -24,6 +24,8 @@ from shoal_cluster.policies.view import ClusterView
 from shoal_replica.errors import ConfigError
 
 MAX_MATCH_AGE_S = 0.5
+TURN_DELAYS = 2.4  # feed delays for each gateway that may want a turn
+URGENCY = 0.75  # what of a turn's place is urgency; the rest is chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,17 @@ class PendingQueue:
             return None
         self._shares.leave(held.pending.tenant)
         return held.pending
+
+    def turn(self, num_gateways: int, now: float, rng: Random) -> float:
+        """How many feed delays to wait before the next look, where several gateways look at the same replicas: whoever
+        is later sees what those before it have promised. Who has the least time left comes first, as far as chance
+        allows: equals must not meet.
+        """
+        if num_gateways == 1 or not self._held:
+            return 0.0
+        left_s = min(held.due_s - held.prefill_s for held in self._held.values()) - now
+        urgency_share = min(1.0, max(0.0, left_s / self._config.objective.ttft_s))
+        return TURN_DELAYS * num_gateways * (URGENCY * urgency_share + (1.0 - URGENCY) * rng.random())
 
     def next(self, view: ClusterView, weights: RouteWeights, now: float, rng: Random) -> Dispatch | None:
         """The request to send now, no longer held; None when none can start, or each is better off waiting.

@@ -32,8 +32,16 @@ class SimCluster:
         self.shared_pool = SharedPool(config.num_replicas * config.cache.num_blocks) if config.has_shared_pool else None
         rng = Random(config.seed)
         self.gateways = [
-            SimGateway(config, self.loop, self.book, self.replicas, self._view(), Random(rng.getrandbits(64)))
-            for _ in range(config.num_gateways)
+            SimGateway(
+                f"gateway-{number}",
+                config,
+                self.loop,
+                self.book,
+                self.replicas,
+                self._view(),
+                Random(rng.getrandbits(64)),
+            )
+            for number in range(config.num_gateways)
         ]
         self.num_peak = 0
         self._rng = rng

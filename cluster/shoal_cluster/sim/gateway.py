@@ -16,7 +16,7 @@ from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
-from shoal_cluster.sim.replica import FIRST_OUTPUT_TOKEN_ID, FeedMessage, SimReplica
+from shoal_cluster.sim.replica import FIRST_OUTPUT_TOKEN_ID, FeedMessage, Promise, SimReplica
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.errors import ResourceExhausted
 from shoal_replica.request import Request
@@ -32,6 +32,7 @@ class SimGateway:
 
     def __init__(
         self,
+        gateway_id: str,
         config: SimConfig,
         loop: EventLoop,
         book: Book,
@@ -41,6 +42,9 @@ class SimGateway:
     ) -> None:
         self.view = view
         self.queue = PendingQueue(config.hold) if config.hold is not None else None
+        self._gateway_id = gateway_id
+        self._is_one_of_many = config.num_gateways > 1
+        self._is_due = False  # a turn to dispatch is set
         self._config = config
         self._loop = loop
         self._book = book
@@ -70,7 +74,7 @@ class SimGateway:
             self._place(query, candidates)
             return
         self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
-        self._dispatch()
+        self._take_turn()
 
     def resume(self, request_id: str) -> None:
         """A replica has ended a request early: it goes on elsewhere after the tokens that have come."""
@@ -93,12 +97,33 @@ class SimGateway:
         self.view.apply_update(replica.replica_id, message.stats, message.stored, message.removed, self._loop.now)
         if message.added:
             self.view.settle(message.added)
-        self._dispatch()
+        for delta in message.deltas:
+            if not delta.position:
+                self.view.computed(delta.request_id)
+        if self._is_one_of_many:
+            others = [p for p in message.promised if p.gateway_id != self._gateway_id]
+            num_blocks, num_tokens = sum(p.num_blocks for p in others), sum(p.num_tokens for p in others)
+            self.view.set_foreign(replica.replica_id, len(others), num_blocks, num_tokens)
+        if self.queue:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Dispatch, but where there are many gateways not all at once: whoever comes later sees what was promised."""
+        if not self._is_one_of_many:
+            self._dispatch()
+        elif not self._is_due:
+            self._is_due = True
+            num_delays = self.queue.turn(self._config.num_gateways, self._loop.now, self._rng) if self.queue else 0.0
+            self._loop.after(num_delays * self._config.feed_delay_s, self._dispatch)
 
     def _dispatch(self) -> None:
         """Send what can start now."""
-        weights, now = self._config.weights, self._loop.now
-        while self.queue and (dispatch := self.queue.next(self.view, weights, now, self._rng)) is not None:
+        self._is_due = False
+        config, now = self._config, self._loop.now
+        while self.queue:
+            dispatch = self.queue.next(self.view, config.weights, now, self._rng)
+            if dispatch is None:
+                return
             self._book.num_decisions += 1
             query = dispatch.pending.query
             num_matched = dispatch.candidates.view(dispatch.replica_id).num_matched_blocks
@@ -133,14 +158,16 @@ class SimGateway:
             block_hashes=query.block_hashes,
             output_token_ids=(FIRST_OUTPUT_TOKEN_ID,) * self._book.outcomes[query.request_id].num_output_tokens,
         )
+        num_blocks, num_tokens = uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks)
+        promise = Promise(query.request_id, self._gateway_id, num_blocks, num_tokens) if self._is_one_of_many else None
         try:
-            replica.add(engine_request)
+            replica.add(engine_request, promise)
         except ResourceExhausted:
             return False
         outcome = self._book.outcomes[query.request_id]
         outcome.replica_id = replica_id
         num_cached_tokens = num_matched_blocks * query.block_size
         outcome.num_predicted_tokens = min(num_cached_tokens, query.num_prompt_tokens - 1)
-        num_blocks, num_tokens = uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks)
+        self.view.expect(query.request_id, replica_id, query.block_hashes)
         self.view.reserve(query.request_id, replica_id, num_blocks, num_tokens, self._loop.now, query.block_hashes)
         return True

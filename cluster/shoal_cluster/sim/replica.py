@@ -21,13 +21,28 @@ FIRST_OUTPUT_TOKEN_ID = 2**31  # above every token id of a simulated prompt: out
 
 @dataclass(frozen=True, slots=True)
 class FeedMessage:
-    """What a replica tells the gateway after a step. ``added``: requests that ``stats`` is first to count."""
+    """What a replica tells the gateways after a step, or as soon as one has promised it something.
 
-    stats: ReplicaStats
+    ``added``: requests that ``stats`` is first to count; ``promised``: those that it does not count yet. No ``stats``:
+    the last ones are still true.
+    """
+
+    stats: ReplicaStats | None
     stored: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]
     added: tuple[str, ...]
     deltas: tuple[TokenDelta, ...]
+    promised: tuple[Promise, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Room that a gateway has reserved for a request it sends."""
+
+    request_id: str
+    gateway_id: str
+    num_blocks: int
+    num_tokens: int
 
 
 class SimReplica:
@@ -57,6 +72,7 @@ class SimReplica:
         self._step_time = step_time
         self._publish = publish
         self._added: list[str] = []
+        self._promised: list[Promise] = []  # of those
         self._step_s = 0.0
         self._is_stepping = False
         self._stretch: _Stretch | None = None
@@ -67,10 +83,13 @@ class SimReplica:
         """No step is running or about to."""
         return not self._is_stepping
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises ResourceExhausted as the scheduler does."""
+    def add(self, request: Request, promise: Promise | None = None) -> None:
+        """Queue a request; tell of its ``promise``. Raises ResourceExhausted as the scheduler does."""
         self.scheduler.add(request)
         self._added.append(request.request_id)
+        if promise is not None:
+            self._promised.append(promise)
+            self._publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised)))
         self._cut_stretch()
         if not self._is_stepping:
             self._is_stepping = True
@@ -94,6 +113,7 @@ class SimReplica:
         if self.scheduler.shared_pool is not None:
             self.scheduler.shared_pool.store(stored)
         added, self._added = tuple(self._added), []
+        self._promised.clear()
         stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s)
         self._publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas))
 

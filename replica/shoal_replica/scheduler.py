@@ -14,7 +14,7 @@ from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatus, TokenDelta, finish_reason
-from shoal_replica.scheduling_policy import choose_victim, rank
+from shoal_replica.scheduling_policy import choose_victim, due_profile, rank
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
 from shoal_replica.waiting_queue import WaitingQueue, expected_cached_tokens
@@ -45,6 +45,7 @@ class Scheduler:
         self._dropped: list[int] = []
         self._next_seq_id = 0
         self._totals = Totals()
+        self._now = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -81,15 +82,14 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
+        self._now = now
         plan = StepPlan(self._config.max_num_batched_tokens)
         behind = [s for s in self._running if s.num_behind > 1]
         self._advance(plan, [s for s in self._running if s.num_behind == 1])
         for sequence in behind:
-            if self._waiting:
-                self._admit_waiting(plan, now, before=sequence)
+            self._admit_waiting(plan, now, before=sequence)
             self._advance(plan, [sequence])
-        if self._waiting:
-            self._admit_waiting(plan, now)
+        self._admit_waiting(plan, now)
         if not plan.num_sequences:
             return None
         self._totals.num_steps += 1
@@ -154,7 +154,6 @@ class Scheduler:
     def stats(self, time_s: float, step_s: float = 0.0, draining: bool = False, busy_s: float = 0.0) -> ReplicaStats:
         """The ledger as of now; ``time_s`` is the caller's wall clock."""
         pool = self._kv.pool
-        behind = sum(s.num_tokens - s.num_computed_tokens for s in self._running)
         return ReplicaStats(
             time_s=time_s,
             block_size=self._kv.block_size,
@@ -164,13 +163,14 @@ class Scheduler:
             num_cached_blocks=pool.num_cached,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_waiting_tokens=self._waiting.num_tokens + behind,
+            num_waiting_tokens=self._waiting.num_tokens + sum(s.num_behind for s in self._running),
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             step_s=step_s,
             busy_s=busy_s,
             **self._totals.as_dict(),
             draining=draining,
+            due_tokens=due_profile((*self._running, *self._waiting), self._now, self._config.policy),
         )
 
     def check_invariants(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
 
 from shoal_replica.request import Sequence, SequenceStatus
+from shoal_replica.stats import DUE_WITHIN_S
 
 Rank = tuple[int, float, float, int]
 
@@ -30,3 +33,15 @@ def order_waiting(waiting: Iterable[Sequence], policy: str) -> list[Sequence]:
 def choose_victim(running: SequenceOf[Sequence], policy: str) -> Sequence:
     """The running sequence that gives its blocks to the others: the one that would run last."""
     return max(running, key=lambda s: rank(s, policy))
+
+
+def due_profile(sequences: Iterable[Sequence], now: float, policy: str) -> tuple[int, ...]:
+    """Tokens to compute before a newcomer that is due within each of ``DUE_WITHIN_S``, cached ones included: only the
+    ``deadline`` policy lets it go before what is due later.
+    """
+    profile = [0] * len(DUE_WITHIN_S)
+    for sequence in sequences:
+        if sequence.num_behind > 1:
+            left_s = sequence.request.due_s - now if policy == "deadline" else 0.0
+            profile[bisect_left(DUE_WITHIN_S, left_s)] += sequence.num_behind
+    return tuple(accumulate(profile))

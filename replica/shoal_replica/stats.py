@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+DUE_WITHIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, math.inf)
 
 
 @dataclass(slots=True)
@@ -69,6 +72,7 @@ class ReplicaStats:
     num_refused: int = 0
     busy_s: float = 0.0
     draining: bool = False
+    due_tokens: tuple[int, ...] = ()
 
     @property
     def utilization(self) -> float:

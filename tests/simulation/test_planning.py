@@ -103,6 +103,17 @@ def test_a_shared_pool_is_the_ceiling() -> None:
     assert apart.hit_rate < shared.hit_rate
 
 
+def test_several_gateways_see_what_the_others_promise() -> None:
+    """Blind to each other they would all send to the same replica at once."""
+    requests = mixed(200)
+    several = replace(HELD, num_gateways=8)
+    report = simulate(several, requests)
+    assert report.num_finished == len(requests)
+    assert report.goodput > 0.9
+    assert report.imbalance < 1.3
+    assert simulate(several, requests).to_json() == report.to_json()
+
+
 def test_lone_streams_do_not_pile_up_on_the_one_that_knows_their_prefix() -> None:
     """Eight chats with one system prompt, long answers, two replicas, step time by the sequence: both get some."""
     step_time = StepTime(prefill=PrefillTime(tokens_per_s=2000.0, pair_s=0.0), decode_s=0.007, decode_sequence_s=0.0012)

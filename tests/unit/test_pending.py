@@ -87,6 +87,14 @@ def test_nothing_goes_to_a_replica_that_cannot_start_it(stats: ReplicaStats) -> 
     assert send(queue, view_of(only=stats, other=make_stats())) == [("r", "other")]
 
 
+def test_what_is_due_later_is_not_in_the_way_of_what_is_due_sooner() -> None:
+    """3 000 tokens of a prompt due in 20 s: one due in 2.3 s goes before the rest of it, one due in 34 s waits."""
+    stats = make_stats(num_waiting_tokens=3000, due_tokens=(0, 0, 0, 0, 0, 3000, 3000), num_total_blocks=2000)
+    queue = queue_of(pending("short"), pending("long", 16_000))
+    assert send(queue, view_of(only=stats)) == [("short", "only")]
+    assert "long" in queue
+
+
 def test_the_earliest_due_goes_first_and_long_prompts_have_longer() -> None:
     """Due 2 s + 2 x prefill after arrival: the short one at 3.2 s, the long one, which came before, at 4 s."""
     queue = queue_of(pending("long", 1000), pending("short", 100, arrival_s=1.0))

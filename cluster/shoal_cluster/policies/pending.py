@@ -34,8 +34,9 @@ class HoldConfig:
 
     Attributes:
         objective, prefill: when a first token is due. Only the order depends on them.
-        max_steps_ahead: a replica is sent a request when the prompt tokens before it fill at most so many of its steps.
-            One keeps it busy while news travel; more gives up choices and gains nothing.
+        max_steps_ahead: a replica is sent a request when the prompt tokens it computes before fill at most so many of
+            its steps. One keeps it busy while news travel; more gives up choices and gains nothing. Of prompts that are
+            due later it only goes on with when this one is computed.
         max_considered: how many requests, the most urgent first, one look considers.
     """
 
@@ -159,17 +160,18 @@ class PendingQueue:
         plan.consider([held.pending.query for held in urgent], matched)
         for number, held in enumerate(urgent):
             query = held.pending.query
-            best, starts = plan.best(number)
+            best, has_room = plan.best(number)
             if best < 0:
                 continue
             num_matched = int(matched[number, best])
-            if starts:
+            due_in_s = held.due_s - now
+            if has_room and plan.can_start(query, best, num_matched, due_in_s):
                 candidates = replace(view.candidates(query.block_hashes, now), promised=plan.promised())
                 seed = rng.getrandbits(32)
                 decision = route(query, candidates, weights, Random(seed))
                 best = candidates.replica_ids.index(decision.ranked[0])
                 num_matched = int(candidates.num_matched_blocks[best])
-                if plan.can_start(query, best, num_matched):
+                if plan.can_start(query, best, num_matched, due_in_s):
                     self.remove(query.request_id)
                     self._note_cost(held, num_matched, now)
                     self._shares.charge(held.pending.tenant, uncached_tokens(query, num_matched))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from shoal_cluster.policies.candidates import Candidates, Floats, Ints
 from shoal_cluster.policies.ranking import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, work
+from shoal_replica.stats import DUE_WITHIN_S
 
 Bools = NDArray[np.bool_]
 
@@ -19,10 +21,11 @@ class Plan:
 
     Args:
         snapshot: the cluster, for no prompt in particular.
-        max_steps_ahead: a replica may start something when what it has to compute before fills so many steps at most.
+        max_steps_ahead: a replica may start a request when what it computes before it fills so many steps at most.
+            That is what is due no later than the request, for replicas go by due dates, and all that was promised.
 
     Attributes:
-        may_start: replicas that may start something yet [n].
+        may_start: replicas that may start something yet, if it is urgent [n].
     """
 
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
@@ -31,8 +34,13 @@ class Plan:
         self._weights = weights
         self._takes: Bools = told["connected"] & told["known"] & ~told["draining"]
         self._promised: Ints = snapshot.promised.copy()
-        self._limit: Floats = max_steps_ahead * told["max_num_batched_tokens"] - told["num_waiting_tokens"]
-        self.may_start: Bools = self._takes & self._has_time()
+        self._limits: Floats = max_steps_ahead * told["max_num_batched_tokens"]
+        self._due = [
+            (stats.due_tokens if stats else ()) or (num_tokens,) * len(DUE_WITHIN_S)
+            for stats, num_tokens in zip(snapshot.stats, told["num_waiting_tokens"].tolist(), strict=True)
+        ]
+        soonest = np.array([due[0] for due in self._due])
+        self.may_start: Bools = self._takes & (soonest + self._promised[2] <= self._limits)
         self._costs: Floats = np.zeros((0, 0))
         self._blocks: Ints = np.zeros((0, 0), np.int64)
 
@@ -46,37 +54,32 @@ class Plan:
         self._blocks = np.maximum(0, size[:, 1:] - matched)
 
     def best(self, number: int) -> tuple[int, bool]:
-        """The replica for the query of that number, and whether it can start it now. -1: none takes it."""
+        """The replica for the query of that number, and whether it has room for it now. -1: none takes it."""
         given = self._promised - self._snapshot.promised
         costs = self._costs[number] + given[2] + self._weights.decode_price * given[0]
-        room = self._has_room(self._blocks[number])
-        with_room = np.where(room, costs, np.inf)
+        with_room = np.where(self._has_room(self._blocks[number]), costs, np.inf)
         place = int(with_room.argmin())
         if np.isfinite(with_room[place]):
-            return place, bool(self.may_start[place])
+            return place, True
         place = int(costs.argmin())
         return (place if np.isfinite(costs[place]) else -1), False
 
-    def can_start(self, query: RouteQuery, place: int, num_matched_blocks: int) -> bool:
-        """Whether the replica at ``place`` has time and room for ``query`` now."""
-        return bool(self.may_start[place] and self._has_room(uncached_blocks(query, num_matched_blocks))[place])
+    def can_start(self, query: RouteQuery, place: int, num_matched_blocks: int, due_in_s: float) -> bool:
+        """Whether the replica at ``place`` has time and room now for ``query``, due in so many seconds."""
+        ahead = self._due[place][bisect_left(DUE_WITHIN_S, due_in_s)] + self._promised[2, place]
+        if not (self._takes[place] and ahead <= self._limits[place]):
+            return False
+        return bool(self._has_room(uncached_blocks(query, num_matched_blocks))[place])
 
     def give(self, query: RouteQuery, place: int, num_matched_blocks: int) -> None:
         """The replica at ``place`` is to take ``query``, now or later: what comes after counts on the rest."""
-        self._promised[:, place] += (
-            1,
-            uncached_blocks(query, num_matched_blocks),
-            uncached_tokens(query, num_matched_blocks),
-        )
-        self.may_start[place] &= self._has_time()[place]
+        num_blocks, num_tokens = uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks)
+        self._promised[:, place] += (1, num_blocks, num_tokens)
+        self.may_start[place] &= self._due[place][0] + self._promised[2, place] <= self._limits[place]
 
     def promised(self) -> Ints:
         """What the snapshot had promised, and what was given."""
         return self._promised.copy()
-
-    def _has_time(self) -> Bools:
-        has: Bools = self._promised[2] <= self._limit
-        return has
 
     def _has_room(self, num_blocks: Ints | int) -> Bools:
         told = self._snapshot.told

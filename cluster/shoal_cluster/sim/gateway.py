@@ -98,8 +98,7 @@ class SimGateway:
         if message.added:
             self.view.settle(message.added)
         for delta in message.deltas:
-            if not delta.position:
-                self.view.computed(delta.request_id)
+            self.view.computed(delta.request_id)
         if self._is_one_of_many:
             others = [p for p in message.promised if p.gateway_id != self._gateway_id]
             num_blocks, num_tokens = sum(p.num_blocks for p in others), sum(p.num_tokens for p in others)
@@ -128,7 +127,7 @@ class SimGateway:
             query = dispatch.pending.query
             num_matched = dispatch.candidates.view(dispatch.replica_id).num_matched_blocks
             if not self._send(query, dispatch.replica_id, num_matched, dispatch.due_s):
-                self._book.refuse(query.request_id, "the replica refused")
+                self._place(query, dispatch.candidates)  # it has begun to drain: whoever else takes it
 
     def _place(self, query: RouteQuery, candidates: Candidates) -> None:
         config = self._config

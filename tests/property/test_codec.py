@@ -100,12 +100,13 @@ stats = st.builds(
     **{
         name: count
         for name in ReplicaStats.__dataclass_fields__
-        if name not in ("time_s", "step_s", "token_s", "draining")
+        if name not in ("time_s", "step_s", "token_s", "draining", "due_tokens")
     }
     | {"block_size": st.integers(1, 1024)},
     time_s=amount,
     step_s=amount,
     token_s=amount,
+    due_tokens=st.lists(count, max_size=7).map(tuple),
     draining=st.booleans(),
 )
 rows = st.builds(

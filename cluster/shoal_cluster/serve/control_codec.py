@@ -210,7 +210,8 @@ def _ledger_to_proto(ledger: BlockLedger | ReplicaStats) -> pb.BlockLedger:
 
 
 def _stats_to_proto(stats: ReplicaStats) -> pb.ReplicaStats:
-    return pb.ReplicaStats(blocks=_ledger_to_proto(stats), **{name: getattr(stats, name) for name in _STATS_SCALARS})
+    scalars = {name: getattr(stats, name) for name in _STATS_SCALARS}
+    return pb.ReplicaStats(blocks=_ledger_to_proto(stats), due_tokens=stats.due_tokens, **scalars)
 
 
 def _stats_from_proto(stats: pb.ReplicaStats) -> ReplicaStats:
@@ -219,5 +220,6 @@ def _stats_from_proto(stats: pb.ReplicaStats) -> ReplicaStats:
         num_cached_blocks=stats.blocks.num_cached_blocks,
         num_free_blocks=stats.blocks.num_free_blocks,
         num_total_blocks=stats.blocks.num_total_blocks,
+        due_tokens=tuple(stats.due_tokens),
         **{name: getattr(stats, name) for name in _STATS_SCALARS},
     )

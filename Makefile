@@ -53,6 +53,7 @@ format: setup
 bench: setup
 	@$(BIN)/shoal bench engine $(BENCH)
 	@$(BIN)/shoal bench router
+	@$(BIN)/shoal bench gateway
 
 proto: setup
 	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)

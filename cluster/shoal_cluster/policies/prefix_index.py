@@ -15,6 +15,7 @@ Words = NDArray[np.uint64]
 
 NUM_WAYS = 32
 WORD_BITS = 64
+CROWDED = 0.25  # of the entries taken: from there on sets begin to fill up
 FIRST_LOOK, NEXT_LOOK = 128, 8  # blocks of a prompt looked up at first, and how many times more each time after
 DEFAULT_MAX_ENTRIES = 2**21
 """67 MB for up to 64 replicas. Half full, at a million blocks, one entry in 100 000 is forgotten early."""
@@ -48,6 +49,7 @@ class PrefixIndex:
         num_sets = 1 << (-(-max_entries // NUM_WAYS) - 1).bit_length()
         self.max_entries = num_sets * NUM_WAYS
         self.num_evicted = 0
+        self.num_changes = 0  # while it stays the same, so do the answers
         self._num_entries = 0
         self._set_mask = np.uint64(num_sets - 1)
         # The system gives pages of zeros when they are first written, so an empty index takes no memory.
@@ -82,6 +84,7 @@ class PrefixIndex:
         if not keys.size:
             return
         word, bit = slot // WORD_BITS, _bit(slot)
+        self.num_changes += 1
         ticks = self._next_ticks(keys.size)
         rows, entries = self._find(keys)
         held = self._holders[entries, tier, word]
@@ -145,9 +148,11 @@ class PrefixIndex:
         return self._take_slot(replica_id)
 
     def touch(self, block_hashes: Sequence[BlockHash]) -> None:
-        """``block_hashes`` were used: a prefix loses its tail before its head."""
+        """``block_hashes`` were used: a prefix loses its tail before its head. While there is much room, who was used
+        when does not matter, and nothing is noted.
+        """
         keys = _keys_of(block_hashes)
-        if keys.size:
+        if keys.size and self._num_entries >= CROWDED * self.max_entries:
             rows, entries = self._find(keys)
             self._used.reshape(-1)[entries] = self._next_ticks(keys.size)[rows]
 
@@ -214,6 +219,7 @@ class PrefixIndex:
 
     def _clear(self, entries: Ints, slot: int, tier: Tier) -> None:
         """``slot`` holds ``entries`` in this tier no longer; those that nobody holds are free."""
+        self.num_changes += 1
         word, bit = slot // WORD_BITS, _bit(slot)
         held = self._holders[entries, tier, word]
         self._num_held[tier, slot] -= np.count_nonzero(held & bit)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import PROMISED, Candidates, ReplicaView, told_row, unknown_rows
+from shoal_cluster.policies.candidates import PROMISED, Candidates, Ints, ReplicaView, told_row, unknown_rows
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex, Tier
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
@@ -48,6 +48,8 @@ class ClusterView:
         self._foreign = np.zeros((len(PROMISED), 0), np.int64)  # what other gateways have promised
         self._updated_s = np.zeros(0)
         self._slots = np.zeros(0, np.int64)
+        self._asked: tuple[Sequence[BlockHash], tuple[str, ...], int] = ((), (), -1)
+        self._matched = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._replica_ids)
@@ -195,7 +197,7 @@ class ClusterView:
             np.frombuffer(self._told.tobytes(), self._told.dtype),  # a copy, faster than ``copy`` for records
             self._promised + self._foreign,
             np.where(self._told["known"], np.maximum(0.0, now - self._updated_s), 0.0),
-            self.index.match_slots(block_hashes)[self._slots],
+            self._match(block_hashes),
         )
 
     def replicas_for(self, block_hashes: Sequence[BlockHash], now: float) -> tuple[ReplicaView, ...]:
@@ -217,6 +219,15 @@ class ClusterView:
         for replica_id in self._replica_ids:
             hashes = {h for where, expected in self._expected.values() if where == replica_id for h in expected}
             assert self.index.num_held(replica_id, Tier.EXPECTED) <= len(hashes)
+
+    def _match(self, block_hashes: Sequence[BlockHash]) -> Ints:
+        """Cached blocks by member. A placement asks more than once: the same question is looked up once."""
+        asked = (block_hashes, self._replica_ids, self.index.num_changes)
+        before = self._asked
+        if block_hashes is not before[0] or self._replica_ids is not before[1] or asked[2] != before[2]:
+            self._matched = self.index.match_slots(block_hashes)[self._slots]
+            self._asked = asked
+        return self._matched
 
     def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
         if stats is not None:

@@ -210,6 +210,20 @@ async def test_history_is_columns_of_equal_length(http: httpx.AsyncClient) -> No
     assert columns["num_ready"][-1] == 4
 
 
+async def test_history_goes_back_to_what_the_replicas_remember(http: httpx.AsyncClient, core: CountedCore) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            columns = (await http.get("/dashboard/history")).json()
+            if len(columns["time_s"]) > 900 and columns["num_ready"][0] == 4:
+                break
+            await asyncio.sleep(0.05)
+    assert columns["time_s"][0] < core.started_s - 4.9 * 3600
+    assert columns["time_s"] == sorted(set(columns["time_s"]))
+    past = await core.replica_past(core.cluster().replicas[0].replica_id)
+    assert columns["tokens_per_s"][0] > past[0].tokens_per_s, "the sum of all replicas"
+    assert columns["attainment"][0] is None
+
+
 async def test_a_full_record_has_every_candidate_and_term(http: httpx.AsyncClient, core: CountedCore) -> None:
     (body,) = (await http.get("/dashboard/routes/req-1007")).json()
     (record,) = core.explain("req-1007")

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
-import time
 import uuid
 
-import httpx
 import pytest
 from fixtures.browser import browser_page
 from fixtures.live_cluster import LiveCluster
@@ -17,7 +13,6 @@ from playwright.async_api import Page, expect
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.serve.call import ClusterRow, GenerateCall
-from shoal_cluster.serve.replica_past import PAST_BUCKET_S
 from shoal_replica import SamplingParams
 from shoal_replica.request import FinishReason
 
@@ -134,49 +129,3 @@ async def test_a_scale_up_and_a_drain_are_seen_as_they_happen(cluster: LiveClust
         kinds = set(await page.locator("#event-list .kind").all_inner_texts())
         assert {"starting", "ready", "draining", "changed"} <= {kind.split()[0] for kind in kinds}
         assert watched.errors == []
-
-
-async def test_a_new_gateway_knows_what_the_replicas_and_the_autoscaler_remember(cluster: LiveCluster) -> None:
-    """The decisions and the timelines from before it; replicas remember whole buckets of twenty seconds."""
-    async with (
-        GatewayClient(cluster.grpc_address) as client,
-        browser_page(f"http://{cluster.http_address}/dashboard") as watched,
-        asyncio.timeout(240),
-    ):
-        page = watched.page
-        expect.set_options(timeout=DEADLINE_MS)
-        await expect(page.locator("#connection")).to_have_text("live")
-        decisions = [record.seq for record in (await client.scaling()).records]
-        await run(client, call(64))
-        ended = bucket(await idle(client))
-        while bucket(await client.cluster()) == ended:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.2)
-        os.kill(gateway_pid(cluster), signal.SIGKILL)
-        killed_s = time.time()
-        await expect(page.locator("#connection")).to_have_text("reconnecting")
-        await expect(page.locator("#connection")).to_have_text("live")
-        await expect(page.locator("#replica-count")).to_have_text("2 of 2 ready")
-        async with httpx.AsyncClient(base_url=f"http://{cluster.http_address}/dashboard") as http:
-            columns: dict[str, list[float | None]] = {"time_s": []}
-            while not columns["time_s"] or (columns["time_s"][0] or 0.0) > killed_s - PAST_BUCKET_S:
-                columns = (await http.get("/history")).json()
-                await asyncio.sleep(0.2)
-            before = [i for i, time_s in enumerate(columns["time_s"]) if time_s is not None and time_s < killed_s]
-            assert max(columns["tokens_per_s"][i] or 0.0 for i in before) > 0.0
-            assert {columns["ttft_p50_s"][i] for i in before} == {None}, "that was the old gateway's to know"
-            told = [mark["seq"] for mark in (await http.get("/decisions")).json()]
-        assert told == decisions
-
-
-def bucket(cluster: ClusterRow) -> float:
-    """The number of the twenty seconds that every replica is in."""
-    return min(row.stats.time_s // PAST_BUCKET_S for row in cluster.replicas if row.stats is not None)
-
-
-def gateway_pid(cluster: LiveCluster) -> int:
-    """The gateway's process, as Ray's dashboard knows it."""
-    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
-
-    details = ServeSubmissionClient(cluster.dashboard_url).get_serve_details()
-    (replica,) = details["applications"]["shoal"]["deployments"]["Gateway"]["replicas"]
-    return int(replica["pid"])

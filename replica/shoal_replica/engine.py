@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from shoal_replica.errors import EngineDead, Unavailable
-from shoal_replica.executor import Executor
+from shoal_replica.executor import Executor, SchedulerOutput, StepResult
 from shoal_replica.prefill_pace import PrefillPace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, Request, TokenDelta
@@ -39,13 +39,32 @@ class StepReport:
     step_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """A step that was executed, as it was: one planned ahead may have lost sequences on the way."""
+
+    output: SchedulerOutput
+    result: StepResult
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step in the worker thread's hands. ``future`` gives None when it was planned ahead and was not executed."""
+
+    planned: SchedulerOutput
+    future: Future[_Landed | None]
+    is_ahead: bool
+
+
 Subscriber = Callable[[StepReport], None]
 
 
 class Engine:
     """Runs a scheduler and an executor. All methods belong to the event loop that called ``start``.
 
-    Steps run in one worker thread. Subscribers are called on the loop after each step, after each abort, and every
+    Steps run in one worker thread, which goes from one to the next by itself where ``Lookahead`` could plan it: the loop
+    takes in and tells of a step while the next one runs. Subscribers are called on the loop after each step, after each abort, and every
     ``BEAT_S`` when idle or in a long step, so that they know how old their picture is. The stats of such a report are
     the very ones of the last report while nothing has changed and they are not older than ``heartbeat_s``.
     A step longer than ``step_timeout_s`` counts as failed.
@@ -72,7 +91,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._draining = False
-        self._held: StepReport | None = None  # of the last step, until the next one runs
+        self._flight: _Flight | None = None  # the step that follows the one that runs
         self._is_checked = False  # the books, since the last step
         self._step_s = self._busy_s = 0.0
         self._pace = PrefillPace()
@@ -160,7 +179,7 @@ class Engine:
             await asyncio.wait([self._task])
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                await asyncio.to_thread(self._thread.shutdown)
+                await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
         except TimeoutError:
             logger.error("a step still runs %g s after the engine was stopped", STOP_TIMEOUT_S)
             return  # its thread still uses the executor
@@ -174,18 +193,56 @@ class Engine:
             self._die(error)
 
     async def _step(self) -> None:
-        output = self._scheduler.schedule(time.monotonic())
-        if output is None:
-            self._publish_held()
+        """See one step to its end. The next one follows it at once, in the worker thread, if it could be planned."""
+        flight = self._flight or self._depart()
+        if flight is None:
             await self._rest()
             return
         self._is_checked = False
         self._is_changed = True
         self._rested_s = 0.0
+        self._flight = self._depart_after(flight)
+        landed = await self._land(flight)
+        if landed is None:  # it was planned ahead, and something has come between
+            self._flight = None  # so has what was to follow it
+            return
+        if flight.is_ahead:
+            self._scheduler.lookahead.note_told(landed.output)
+        self._step_s = landed.step_s
+        self._busy_s += landed.step_s
+        scheduled = landed.output.scheduled
+        self._pace.take(sum(share.num_new_tokens for share in scheduled), len(scheduled), landed.step_s)
+        self._is_changed = True
+        self._publish(self._scheduler.update(landed.output, landed.result), landed.step_s)
+
+    def _depart(self) -> _Flight | None:
+        output = self._scheduler.schedule(time.monotonic())
+        if output is None:
+            return None
+        return _Flight(output, self._thread.submit(self._execute, output), is_ahead=False)
+
+    def _depart_after(self, flight: _Flight) -> _Flight | None:
+        output = self._scheduler.lookahead.plan(flight.planned)
+        if output is None:
+            return None
+        return _Flight(output, self._thread.submit(self._execute_after, flight.future, output), is_ahead=True)
+
+    def _execute(self, output: SchedulerOutput) -> _Landed:
+        """In the worker thread."""
         started = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        step = loop.run_in_executor(self._thread, self._executor.execute, output)
-        self._publish_held()  # the last step's tokens, while this one runs
+        result = self._executor.execute(output)
+        return _Landed(output, result, time.perf_counter() - started)
+
+    def _execute_after(self, before: Future[_Landed | None], planned: SchedulerOutput) -> _Landed | None:
+        """In the worker thread, right after ``before``. None: not as planned, and nothing was executed."""
+        landed = before.result(0.0)
+        output = self._scheduler.lookahead.confirm(planned, landed.result) if landed is not None else None
+        return None if output is None else self._execute(output)
+
+    async def _land(self, flight: _Flight) -> _Landed | None:
+        """The end of a step, with signs of life until then. Raises what the step raised."""
+        started = time.perf_counter()
+        step = asyncio.wrap_future(flight.future)
         try:
             while not (await asyncio.wait([step], timeout=self._beat_s))[0]:
                 if time.perf_counter() - started > self._step_timeout_s:
@@ -193,17 +250,7 @@ class Engine:
                 self._publish(())  # a long step is not taken for a death
         finally:
             step.cancel()
-        self._step_s = time.perf_counter() - started
-        self._busy_s += self._step_s
-        self._pace.take(sum(share.num_new_tokens for share in output.scheduled), len(output.scheduled), self._step_s)
-        self._is_changed = True
-        self._held = self._report(self._scheduler.update(output, step.result()), self._step_s)
-
-    def _publish_held(self) -> None:
-        """Tell of the last step. Nothing is held while the loop does anything else, so nobody is told out of order."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            self._tell(held)
+        return step.result()
 
     async def _rest(self) -> None:
         """Wait for work; after each beat without any say that we live, after a heartbeat's time look the books over."""
@@ -221,19 +268,14 @@ class Engine:
             self._executor.check_health()
             self._publish(())
 
-    def _publish(self, deltas: Iterable[TokenDelta]) -> None:
-        self._tell(self._report(deltas))
-
-    def _report(self, deltas: Iterable[TokenDelta], step_s: float | None = None) -> StepReport:
-        """What has changed since the last report; ``step_s`` is the length of the step that made the change."""
+    def _publish(self, deltas: Iterable[TokenDelta], step_s: float | None = None) -> None:
+        deltas = tuple(deltas)
         stored, removed = self._scheduler.take_block_events()
         if self._is_changed or time.time() - self._told.time_s >= self._heartbeat_s:
             self._told = self.stats()
             self._is_changed = False
-        return StepReport(tuple(deltas), tuple(stored), tuple(removed), self._told, step_s)
-
-    def _tell(self, report: StepReport) -> None:
-        for delta in report.deltas:
+        report = StepReport(deltas, tuple(stored), tuple(removed), self._told, step_s)
+        for delta in deltas:
             if delta.finish_reason is not None:
                 self._note_end(delta.request_id)
         for subscriber in tuple(self._subscribers):
@@ -253,7 +295,6 @@ class Engine:
         """Fail every request: nobody may wait on an engine that has stopped."""
         self._failure = error
         logger.error("the engine stopped: a step failed", exc_info=error)
-        self._publish_held()
         self._end_all(FinishReason.ERROR)
 
     def _end_all(self, reason: FinishReason) -> None:

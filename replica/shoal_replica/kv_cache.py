@@ -71,6 +71,10 @@ class KVCacheManager:
             self._read_by_others(table, num_computed_tokens, num_tokens)
         )
 
+    def reads_shared(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> bool:
+        """Whether ``append`` with the same arguments would copy a block."""
+        return bool(self._read_by_others(self._tables[seq_id], num_computed_tokens, num_tokens))
+
     def block_table(self, seq_id: int) -> BlockTable:
         return self._tables[seq_id]
 

@@ -108,6 +108,13 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
+    @property
+    def unstarted_indexes(self) -> range:
+        """Indexes of the siblings that this sequence starts when it draws its first token."""
+        if self.index != self.request.index or self.num_output_tokens:
+            return range(0)
+        return range(self.request.index + 1, self.request.index + self.request.sampling_params.n)
+
     def move(self, status: SequenceStatus) -> None:
         """Change status along TRANSITIONS; anything else is a bug."""
         if status not in TRANSITIONS[self.status]:
@@ -158,19 +165,25 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
 
 
-def finish_reason(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
-    """Why ``sequence`` ends with its last token; None if it goes on."""
-    request, token_ids = sequence.request, sequence.token_ids
-    params = request.sampling_params
-    if token_ids[-1] in eos_token_ids and not params.ignore_eos:
-        return FinishReason.STOP
-    if token_ids[-1] in params.stop_token_ids:
-        return FinishReason.STOP
-    if params.max_tokens is not None and len(token_ids) - len(request.prompt_token_ids) >= params.max_tokens:
-        return FinishReason.LENGTH
-    if len(token_ids) >= max_model_len:
-        return FinishReason.LENGTH
-    return None
+@dataclass(frozen=True, slots=True)
+class FinishRule:
+    """What ends a sequence of a model, beside its own parameters."""
+
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+
+    def reason(self, request: Request, token_id: int, num_tokens: int) -> FinishReason | None:
+        """Why a sequence ends with ``token_id``, the last of its ``num_tokens`` tokens; None if it goes on."""
+        params = request.sampling_params
+        if token_id in self.eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        if params.max_tokens is not None and num_tokens - len(request.prompt_token_ids) >= params.max_tokens:
+            return FinishReason.LENGTH
+        if num_tokens >= self.max_model_len:
+            return FinishReason.LENGTH
+        return None
 
 
 def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int) -> None:

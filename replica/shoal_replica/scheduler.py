@@ -12,8 +12,9 @@ from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ResourceExhausted
 from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.lookahead import Lookahead
 from shoal_replica.prefix_cache import BlockHash
-from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatus, TokenDelta, finish_reason
+from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduling_policy import choose_victim, due_profile, rank
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
@@ -35,8 +36,7 @@ class Scheduler:
             raise ValueError("max_model_len does not fit the block pool")
         self._config = config
         self._kv = KVCacheManager(cache_config)
-        self._max_model_len = max_model_len
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._finish_rule = FinishRule(frozenset(eos_token_ids), max_model_len)
         self._requests: dict[str, list[Sequence]] = {}
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.policy)
@@ -46,6 +46,8 @@ class Scheduler:
         self._next_seq_id = 0
         self._totals = Totals()
         self._now = 0.0
+        rule, limit = self._finish_rule, config.max_num_seqs
+        self.lookahead = Lookahead(self._kv, self._by_id, self._running, self._waiting, limit, rule)
 
     @property
     def has_work(self) -> bool:
@@ -68,7 +70,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already here")
-        if request.num_prompt_tokens + len(request.output_token_ids) >= self._max_model_len:
+        if request.num_prompt_tokens + len(request.output_token_ids) >= self._finish_rule.max_model_len:
             raise ValueError(f"request {request.request_id!r} does not fit the model")
         if request.output_token_ids and request.sampling_params.n > 1:
             raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
@@ -99,6 +101,7 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
         """Take a step's tokens: advance sequences, commit full blocks, end those that are done."""
         deltas: list[TokenDelta] = []
+        self._totals.num_steps = output.step
         sampled = {token.seq_id: token for token in result.sampled}
         for share in output.scheduled:
             sequence = self._by_id.get(share.seq_id)
@@ -115,7 +118,7 @@ class Scheduler:
                 self._fork_siblings(sequence)
             sequence.token_ids.append(token.token_id)
             self._totals.num_generated_tokens += 1
-            reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)
+            reason = self._finish_rule.reason(sequence.request, token.token_id, sequence.num_tokens)
             deltas.append(sequence.delta(sequence.index, token, reason))
             if reason is not None:
                 self._finish(sequence, reason)
@@ -131,7 +134,7 @@ class Scheduler:
         deltas: list[TokenDelta] = []
         for sequence in list(self._requests.get(request_id, ())):
             if index is None or sequence.index == index:
-                deltas += [sequence.delta(i, None, reason) for i in (sequence.index, *self._unstarted(sequence))]
+                deltas += [sequence.delta(i, None, reason) for i in (sequence.index, *sequence.unstarted_indexes)]
                 self._finish(sequence, reason)
         return deltas
 
@@ -180,7 +183,7 @@ class Scheduler:
             assert sequence.status is SequenceStatus.RUNNING
             table = self._kv.block_table(sequence.seq_id)
             assert len(table) >= self._kv.num_blocks_for(sequence.num_computed_tokens)
-            assert sequence.num_computed_tokens < sequence.num_tokens <= self._max_model_len
+            assert sequence.num_computed_tokens < sequence.num_tokens <= self._finish_rule.max_model_len
         for sequence in self._waiting:
             assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
         live = {s.seq_id for s in self._running} | {s.seq_id for s in self._waiting}
@@ -222,17 +225,19 @@ class Scheduler:
                 continue  # preempted by one before it
             start = sequence.num_computed_tokens
             end = start + plan.share(sequence)
-            change = None
+            changes = self.lookahead.take_untold(sequence.seq_id)
             if not self._kv.fits_last_block(sequence.seq_id, start, end):
                 if not self._make_room(sequence, end):
                     continue
                 change = self._kv.append(sequence.seq_id, start, end)
                 if change is not None:
                     plan.copy_blocks(change)
+                    changes.append(change)
             if sequence.seq_id not in self._held_by_executor:
                 self._introduce(plan, sequence)
-            elif change is not None:
-                plan.update_blocks(sequence, change)
+            else:
+                for change in changes:
+                    plan.update_blocks(sequence, change)
             plan.compute(sequence, self._kv.block_size)
 
     def _admit_waiting(self, plan: StepPlan, now: float, before: Sequence | None = None) -> None:
@@ -295,6 +300,7 @@ class Scheduler:
         plan.introduce(sequence, self._kv.block_table(sequence.seq_id))
 
     def _drop(self, sequence: Sequence) -> None:
+        self.lookahead.take_untold(sequence.seq_id)
         if sequence.seq_id in self._held_by_executor:
             self._held_by_executor.remove(sequence.seq_id)
             self._dropped.append(sequence.seq_id)
@@ -307,19 +313,12 @@ class Scheduler:
         self._totals.num_prompt_tokens += sequence.num_prompt_tokens
         self._totals.num_cached_tokens += sequence.num_cached_tokens
 
-    def _unstarted(self, sequence: Sequence) -> range:
-        """Indexes of the siblings that ``sequence`` starts when it draws its first token."""
-        request = sequence.request
-        if sequence.index != request.index or sequence.num_output_tokens:
-            return range(0)
-        return range(request.index + 1, request.index + request.sampling_params.n)
-
     def _fork_siblings(self, parent: Sequence) -> None:
         """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks.
 
         Each computes the last prompt token again, which is what its own first token is drawn from.
         """
-        for index in self._unstarted(parent):
+        for index in parent.unstarted_indexes:
             child = self._new_sequence(parent.request, index, ())
             child.num_cached_tokens = parent.num_cached_tokens
             child.first_scheduled_s = parent.first_scheduled_s

@@ -32,9 +32,10 @@ events = st.lists(
     max_num_batched_tokens=st.integers(6, 40),
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+    looks_ahead=st.booleans(),
 )
 def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
-    events, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching, policy
+    events, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching, policy, looks_ahead
 ):
     scheduler, executor = make_scheduler(
         num_blocks=num_blocks * 4 // block_size,
@@ -70,17 +71,31 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         assert stats.num_allocated_blocks + stats.num_free_blocks == stats.num_total_blocks
         assert stats.num_cached_blocks <= stats.num_free_blocks
 
+    running = None  # planned ahead and executed, not taken in: what was planned, what was executed, the result
+
     def step(aborted: tuple[str, int | None] | None = None) -> bool:
-        output = scheduler.schedule(0.0)
-        scheduler.check_invariants()
-        if output is None:
-            assert not scheduler.has_work
-            return False
+        """One step as the engine runs it; with lookahead the next one is executed before this one is taken in."""
+        nonlocal running
+        if running is None:
+            planned = output = scheduler.schedule(0.0)
+            scheduler.check_invariants()
+            if output is None:
+                assert not scheduler.has_work
+                return False
+            result = executor.execute(output)
+        else:
+            planned, output, result = running
+            scheduler.lookahead.note_told(output)
         assert 0 < output.num_tokens <= max_num_batched_tokens
         assert len(output.scheduled) <= max_num_seqs
+        following = scheduler.lookahead.plan(planned) if looks_ahead else None
+        if aborted is not None and aborted[1] is None:
+            take(scheduler.abort(*aborted))
+        confirmed = scheduler.lookahead.confirm(following, result) if following is not None else None
+        running = (following, confirmed, executor.execute(confirmed)) if confirmed is not None else None
         if aborted is not None:
             take(scheduler.abort(*aborted))
-        take(scheduler.update(output, executor.execute(output)))
+        take(scheduler.update(output, result))
         return True
 
     for number, event in enumerate(events):

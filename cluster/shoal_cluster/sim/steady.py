@@ -36,11 +36,11 @@ class SteadyScheduler(Scheduler):
             limit = min(
                 limit,
                 block_size - 1 - share.num_computed_tokens % block_size,
-                self._max_model_len - sequence.num_tokens - 1,
+                self._finish_rule.max_model_len - sequence.num_tokens - 1,
             )
             if max_tokens is not None:
                 limit = min(limit, max_tokens - sequence.num_output_tokens - 1)
-            if limit <= 1 or (not sequence.num_output_tokens and self._unstarted(sequence)):
+            if limit <= 1 or sequence.unstarted_indexes:
                 return 1
         return limit
 

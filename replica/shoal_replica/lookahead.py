@@ -1,0 +1,108 @@
+"""The step after the one that runs, planned while it runs.
+
+Between two steps that only decode, little is left to decide: each sequence goes on by one token unless the running step
+ends it. So that much is planned ahead, and the executor goes on at once when the step ends; its tokens are taken in
+while the next step runs. Whatever needs a decision (a request that waits and has room, blocks that run out, siblings to
+start) is left to the scheduler, which then plans the next step as if nothing had been planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from collections.abc import Sequence as Items
+
+from shoal_replica.executor import ScheduledSequence, SchedulerOutput, StepResult
+from shoal_replica.kv_cache import KVCacheManager, TableChange
+from shoal_replica.request import FinishRule, Sequence
+
+
+class Lookahead:
+    """Reads the scheduler's books, and takes blocks for the tokens to come. Blocks are a sequence's from then on.
+
+    Args:
+        by_id, running, waiting: the scheduler's own, as they change.
+        finish: what ends a sequence.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        by_id: Mapping[int, Sequence],
+        running: Items[Sequence],
+        waiting: Sized,
+        max_num_seqs: int,
+        finish: FinishRule,
+    ) -> None:
+        self._kv = kv
+        self._by_id = by_id
+        self._running = running
+        self._waiting = waiting
+        self._max_num_seqs = max_num_seqs
+        self._finish = finish
+        self._untold: dict[int, list[TableChange]] = {}  # of sequences whose planned step may yet be dropped
+
+    def plan(self, before: SchedulerOutput) -> SchedulerOutput | None:
+        """The step after ``before``, whose result is not known yet. None where that is for the scheduler to decide."""
+        if self._has_candidates():
+            return None
+        shares = {share.seq_id: share for share in before.scheduled}
+        scheduled: list[ScheduledSequence] = []
+        growing: list[tuple[int, int]] = []
+        for sequence in self._running:
+            share = shares.get(sequence.seq_id)
+            if share is None or not share.samples or sequence.unstarted_indexes:
+                return None
+            start = share.num_computed_tokens + share.num_new_tokens
+            scheduled.append(ScheduledSequence(sequence.seq_id, start, 1, True))
+            if not self._kv.fits_last_block(sequence.seq_id, start, start + 1):
+                growing.append((sequence.seq_id, start))
+        if not scheduled or not self._can_grow(growing):
+            return None
+        updates = []
+        for seq_id, start in growing:
+            change = self._kv.append(seq_id, start, start + 1)
+            if change is not None:
+                self._untold.setdefault(seq_id, []).append(change)
+                updates.append((seq_id, change.first_index, change.block_ids))
+        return SchedulerOutput(before.step + 1, tuple(scheduled), block_updates=tuple(updates))
+
+    def confirm(self, ahead: SchedulerOutput, result: StepResult) -> SchedulerOutput | None:
+        """``ahead`` without those that the step before it ends by ``result``. None if there is more to decide.
+
+        Changes nothing and may be called in the executor's thread, before ``result`` is taken in or after.
+        """
+        starts = {share.seq_id: share.num_computed_tokens for share in ahead.scheduled}
+        gone = set()
+        for token in result.sampled:
+            sequence, start = self._by_id.get(token.seq_id), starts.get(token.seq_id)
+            if sequence is None or (
+                start is not None and self._finish.reason(sequence.request, token.token_id, start + 1) is not None
+            ):
+                gone.add(token.seq_id)
+        if (self._waiting and gone) or self._has_candidates():
+            return None
+        kept = tuple(share for share in ahead.scheduled if share.seq_id not in gone)
+        if not kept:
+            return None
+        updates = tuple(update for update in ahead.block_updates if update[0] not in gone)
+        return SchedulerOutput(ahead.step, kept, block_updates=updates)
+
+    def note_told(self, ahead: SchedulerOutput) -> None:
+        """A planned step has run: the executor knows its blocks."""
+        for seq_id, _, _ in ahead.block_updates:
+            if seq_id in self._untold:
+                self._untold[seq_id].pop(0)
+
+    def take_untold(self, seq_id: int) -> list[TableChange]:
+        """Blocks that a sequence was given for steps that did not run."""
+        return self._untold.pop(seq_id, [])
+
+    def _has_candidates(self) -> bool:
+        """Whether the scheduler could start somebody, but for blocks."""
+        return len(self._waiting) > 0 and len(self._running) < self._max_num_seqs
+
+    def _can_grow(self, growing: list[tuple[int, int]]) -> bool:
+        """Whether each takes a free block at most, and no copy of one that others read."""
+        if len(growing) > self._kv.pool.num_free:
+            return False
+        return not any(self._kv.reads_shared(seq_id, start, start + 1) for seq_id, start in growing)

@@ -1,0 +1,115 @@
+"""Steps planned while another runs: what goes on by itself, and what is left to the scheduler."""
+
+from __future__ import annotations
+
+import time
+
+from fixtures.engines import finished, running_engine
+from fixtures.waiting import DEADLINE_S
+
+from shoal_replica.engine import StepReport
+from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
+from shoal_replica.request import Request
+from shoal_replica.scheduler import Scheduler
+from shoal_replica.testing import FakeExecutor, make_request, make_scheduler
+
+
+def started(*requests: Request, **settings: int) -> tuple[Scheduler, FakeExecutor, SchedulerOutput]:
+    """A scheduler whose requests' first step, a whole prompt each, is handed out."""
+    scheduler, executor = make_scheduler(**settings)  # type: ignore[arg-type]
+    for request in requests:
+        scheduler.add(request)
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    return scheduler, executor, output
+
+
+def test_every_sequence_goes_on_by_a_token() -> None:
+    scheduler, executor, output = started(make_request("a", range(4)), make_request("b", range(10, 16)))
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    assert [(s.num_computed_tokens, s.num_new_tokens, s.samples) for s in ahead.scheduled] == [
+        (4, 1, True),
+        (6, 1, True),
+    ]
+    assert [seq_id for seq_id, _, _ in ahead.block_updates] == [0]  # the other's last block has room
+    result = executor.execute(output)
+    assert scheduler.lookahead.confirm(ahead, result) == ahead
+    scheduler.update(output, result)
+    assert scheduler.lookahead.confirm(ahead, result) == ahead  # as well afterwards
+    assert scheduler.lookahead.plan(ahead) is not None
+
+
+def test_a_sequence_that_ends_is_left_out() -> None:
+    last = make_request("last", range(3), max_tokens=1)
+    scheduler, executor, output = started(last, make_request("b", range(10, 16)))
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    confirmed = scheduler.lookahead.confirm(ahead, executor.execute(output))
+    assert confirmed is not None
+    assert [share.seq_id for share in confirmed.scheduled] == [1]
+
+
+def test_nothing_is_left_to_go_on() -> None:
+    scheduler, executor, output = started(make_request(max_tokens=1))
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    assert scheduler.lookahead.confirm(ahead, executor.execute(output)) is None
+
+
+def test_an_arrival_is_not_kept_waiting_for_a_planned_step() -> None:
+    """The planned step is dropped, and the one that starts the arrival tells of the blocks that were given ahead."""
+    scheduler, executor, output = started(make_request("a", range(4)))
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    scheduler.add(make_request("late", range(5)))
+    result = executor.execute(output)
+    assert scheduler.lookahead.confirm(ahead, result) is None
+    scheduler.update(output, result)
+    following = scheduler.schedule(0.0)
+    assert following is not None
+    assert [new.token_ids for new in following.new_sequences] == [tuple(range(5))]
+    assert following.block_updates == ahead.block_updates
+    executor.execute(following)
+
+
+def test_a_full_house_goes_on_until_somebody_leaves() -> None:
+    scheduler, _, output = started(*(make_request(str(i), range(3)) for i in range(3)), max_num_seqs=2)
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    going_on = StepResult((SampledToken(0, 7), SampledToken(1, 7)))
+    assert scheduler.lookahead.confirm(ahead, going_on) == ahead
+    scheduler.abort("0")
+    assert scheduler.lookahead.confirm(ahead, going_on) is None
+
+
+def test_when_blocks_run_out_the_scheduler_decides() -> None:
+    scheduler, _, output = started(make_request("a", range(4)), make_request("b", range(10, 18)), num_blocks=4)
+    assert scheduler.lookahead.plan(output) is None
+    assert scheduler.stats(0.0).num_free_blocks == 1  # none was taken
+
+
+def test_prompts_in_chunks_and_siblings_are_the_schedulers() -> None:
+    for request in (make_request(prompt_token_ids=range(40)), make_request(n=2)):
+        scheduler, _, output = started(request)
+        assert scheduler.lookahead.plan(output) is None
+
+
+async def test_the_next_step_starts_before_the_last_one_is_told() -> None:
+    async with running_engine() as (engine, executor, _):
+        num_started: list[int] = []
+
+        def slow_reader(report: StepReport) -> None:
+            """Holds up the loop until the next step has started without it."""
+            if not report.deltas:
+                return
+            deadline = time.monotonic() + DEADLINE_S
+            wanted = min(len(num_started) + 2, 6)
+            while executor.num_started < wanted:
+                assert time.monotonic() < deadline
+            num_started.append(executor.num_started)
+
+        engine.subscribe(slow_reader)
+        await finished(engine.add(make_request(max_tokens=6)))
+        assert num_started == [2, 3, 4, 5, 6, 6]
+        assert engine.stats().num_steps == 6

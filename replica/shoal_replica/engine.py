@@ -63,7 +63,7 @@ Subscriber = Callable[[StepReport], None]
 class Engine:
     """Runs a scheduler and an executor. All methods belong to the event loop that called ``start``.
 
-    Steps run in one worker thread, which goes from one to the next by itself where ``Lookahead`` could plan it: the loop
+    Steps run in one worker thread, which goes on by itself where ``Lookahead`` could plan the next step: the loop
     takes in and tells of a step while the next one runs. Subscribers are called on the loop after each step, after each
     abort, and every ``BEAT_S`` when idle or in a long step, so that they know how old their picture is. The stats of
     such a report are the very ones of the last report while nothing has changed and they are not older than

@@ -136,7 +136,7 @@ async def test_a_refusal_by_the_engine_is_not_announced() -> None:
     async with replica() as one, gateway("g", one) as g:
         await one.engine.drain(5.0)
         assert await one.run("r", "g") == Outcome(refused=True, reason="the replica is draining")
-        await until(lambda: g.updates and g.updates[-1].stats.draining)
+        await until(lambda: any(update.stats and update.stats.draining for update in g.updates))
         assert g.accepted == []
 
 

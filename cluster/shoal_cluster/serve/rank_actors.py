@@ -3,6 +3,9 @@ the channel of ``shoal_replica.ranks``."""
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -28,6 +31,9 @@ def replica_bundles(settings: ReplicaSettings) -> list[dict[str, float]]:
 
 class RankActor:
     """The process of one rank. ``serve`` returns when the rank has ended."""
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def serve(self, address: RankAddress, is_one_node: bool) -> None:
         from shoal_replica.model.rank_runner import DistributedRunner
@@ -61,13 +67,17 @@ class RayRanks:
         )
         handle = actor.remote()
         address = RankAddress(self.host, port, key, rank, rank_host="")
-        return _ActorProcess(handle, handle.serve.remote(address, self._is_one_node))
+        pid = handle.pid.remote() if self._is_one_node else None
+        return _ActorProcess(handle, handle.serve.remote(address, self._is_one_node), pid)
 
 
 class _ActorProcess:
-    def __init__(self, actor: Any, end: Any) -> None:
+    """An actor, what its ``serve`` will return, and on this very node its process id to come."""
+
+    def __init__(self, actor: Any, end: Any, pid: Any) -> None:
         self._actor = actor
         self._end = end
+        self._pid = pid
 
     def exit_reason(self, timeout_s: float) -> str | None:
         try:
@@ -81,5 +91,9 @@ class _ActorProcess:
         return "ended"
 
     def kill(self) -> None:
+        if self._pid is not None and self.exit_reason(0.0) is None:
+            # Ray asks the process to end, and waits some seconds for one that is stopped.
+            with suppress(GetTimeoutError, RayActorError, ProcessLookupError):
+                os.kill(ray.get(self._pid, timeout=0.0), signal.SIGKILL)
         ray.kill(self._actor)
         self.exit_reason(KILL_TIMEOUT_S)

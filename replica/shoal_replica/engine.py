@@ -209,6 +209,7 @@ class Engine:
             return
         if flight.is_ahead:
             self._scheduler.lookahead.note_told(landed.output)
+            self._scheduler.now = time.monotonic()
         self._step_s = landed.step_s
         self._busy_s += landed.step_s
         scheduled = landed.output.scheduled

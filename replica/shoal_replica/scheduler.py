@@ -45,7 +45,7 @@ class Scheduler:
         self._dropped: list[int] = []
         self._next_seq_id = 0
         self._totals = Totals()
-        self._now = 0.0
+        self.now = 0.0  # of the last step, by the caller's clock
         rule, limit = self._finish_rule, config.max_num_seqs
         self.lookahead = Lookahead(self._kv, self._by_id, self._running, self._waiting, limit, rule)
 
@@ -84,7 +84,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
-        self._now = now
+        self.now = now
         plan = StepPlan(self._config.max_num_batched_tokens)
         behind = [s for s in self._running if s.num_behind > 1]
         self._advance(plan, [s for s in self._running if s.num_behind == 1])
@@ -173,7 +173,7 @@ class Scheduler:
             busy_s=busy_s,
             **self._totals.as_dict(),
             draining=draining,
-            due_tokens=due_profile((*self._running, *self._waiting), self._now, self._config.policy),
+            due_tokens=due_profile((*self._running, *self._waiting), self.now, self._config.policy),
         )
 
     def check_invariants(self) -> None:

@@ -52,7 +52,7 @@ def cluster(nodes: Cluster) -> LiveCluster:
     args["replica"].update(dtype="float32", num_blocks=512)
     deploy(document, nodes.dashboard_url, lambda progress: None)
     return LiveCluster(
-        grpc_address, http_address, nodes.dashboard_url, settings.name, Path(nodes.head_node.get_temp_dir_path())
+        grpc_address, http_address, nodes.dashboard_url, settings.name, Path(nodes.head_node.get_temp_dir_path()), ""
     )
 
 

@@ -87,6 +87,15 @@ def test_nothing_goes_to_a_replica_that_cannot_start_it(stats: ReplicaStats) -> 
     assert send(queue, view_of(only=stats, other=make_stats())) == [("r", "other")]
 
 
+def test_a_replica_that_lost_a_request_does_not_get_it_again() -> None:
+    lost = pending("lost")
+    lost = replace(lost, query=replace(lost.query, excluded=frozenset({"old"})))
+    queue = queue_of(lost, pending("other"))
+    assert send(queue, view_of(old=make_stats())) == [("other", "old")]
+    assert [p.query.request_id for p in queue] == ["lost"]
+    assert send(queue, view_of(old=make_stats(), new=make_stats())) == [("lost", "new")]
+
+
 def test_what_is_due_later_is_not_in_the_way_of_what_is_due_sooner() -> None:
     """3 000 tokens of a prompt due in 20 s: one due in 2.3 s goes before the rest of it, one due in 34 s waits."""
     stats = make_stats(num_waiting_tokens=3000, due_tokens=(0, 0, 0, 0, 0, 3000, 3000), num_total_blocks=2000)

@@ -51,6 +51,9 @@ class Plan:
         self._costs = work(self._snapshot, uncached, self._weights)
         self._costs[:, ~self._takes] = np.inf
         self._costs[size[:, 1:] > self._snapshot.told["num_total_blocks"]] = np.inf
+        for number, query in enumerate(queries):
+            if query.excluded:
+                self._costs[number, np.isin(self._snapshot.replica_ids, list(query.excluded))] = np.inf
         self._blocks = np.maximum(0, size[:, 1:] - matched)
 
     def best(self, number: int) -> tuple[int, bool]:

@@ -44,7 +44,7 @@ class RouteWeights:
             cached blocks its KV will displace. Replays of real traces are flat and best between 3 and 5.
         decode_price: cost of each sequence that runs, waits or is on its way there: what it and the newcomer take of
             each other's steps while both decode. 512 is two tokens' compute in each of 128 steps, for either of them.
-        max_age_s: stats older than this are stale: still used, at a price. Idle replicas report once a second.
+        max_age_s: stats older than this are stale: still used, at a price. Replicas report tens of times a second.
         stale_tokens_per_s: work assumed to have reached a replica, unseen, for each second past ``max_age_s``.
     """
 

@@ -85,7 +85,7 @@ async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: C
             async for chunk in client.generate(call(f"{number} is the number of", 100)):
                 tokens.extend(chunk.token_ids)
                 usage = chunk.usage or usage
-                if len(tokens) == 10:
+                if len(tokens) >= 10:  # a message may carry several
                     reached.add(number)
                     if len(reached) == 6:
                         all_reached.set()

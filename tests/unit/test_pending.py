@@ -13,6 +13,7 @@ from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, P
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.tenants import BURST_TOKENS, FairShares
 from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.policies.wishes import Wish
 from shoal_replica.errors import ConfigError
 from shoal_replica.prefix_cache import BlockHash, hash_blocks
 from shoal_replica.stats import ReplicaStats
@@ -42,8 +43,8 @@ def pending(
     return PendingRequest(query=query, arrival_s=arrival_s, **more)  # type: ignore[arg-type]
 
 
-def queue_of(*requests: PendingRequest, config: HoldConfig = CONFIG) -> PendingQueue:
-    queue = PendingQueue(config)
+def queue_of(*requests: PendingRequest, config: HoldConfig = CONFIG, is_one_of_many: bool = False) -> PendingQueue:
+    queue = PendingQueue(config, is_one_of_many)
     for request in requests:
         queue.push(request)
     return queue
@@ -207,3 +208,42 @@ def test_bad_settings_are_named(wrong: dict[str, int]) -> None:
         PrefillTime(tokens_per_s=0)
     with pytest.raises(ConfigError, match="ttft_s"):
         LatencyObjective(ttft_s=0)
+
+
+def test_gateways_that_know_each_others_wishes_keep_one_order() -> None:
+    """A replica that can start one request gets the one that is due first, whoever holds it."""
+    view = view_of(only=make_stats(num_waiting_tokens=200))
+    view.set_wishes("only", [Wish((0, 0, 1.5), 10, 160)])
+    queue = queue_of(pending("mine"), is_one_of_many=True)
+    assert send(queue, view) == [], "another gateway's is due at 1.5 s, this one at 2.3 s"
+    assert queue.wishes() == {"only": (Wish((0, 0, pytest.approx(2.32)), 11, 160),)}
+    view.set_wishes("only", [Wish((0, 0, 3.0), 10, 160)])
+    assert send(queue, view) == [("mine", "only")]
+    assert queue.wishes() == {}
+
+
+def test_a_wish_for_one_replica_leaves_the_others_free() -> None:
+    view = view_of(wanted=make_stats(num_waiting_tokens=200), other=make_stats(num_waiting_tokens=240))
+    view.set_wishes("wanted", [Wish((0, 0, 1.5), 10, 160)])
+    assert send(queue_of(pending("mine"), is_one_of_many=True), view) == [("mine", "other")]
+
+
+def test_an_overdue_wish_and_one_for_a_replica_that_has_left_hold_nobody_up() -> None:
+    view = view_of(only=make_stats(num_waiting_tokens=200), gone=make_stats())
+    view.set_wishes("only", [Wish((0, 0, 1.5), 10, 160)])
+    view.set_wishes("gone", [Wish((0, 0, 1.5), 10, 160)])
+    view.leave("gone")
+    assert [placed.place for placed in view.wishes(0.0)] == [0]
+    queue = queue_of(pending("mine"), is_one_of_many=True)
+    assert send(queue, view, now=1.0) == []
+    assert send(queue, view, now=1.6) == [("mine", "only")]
+
+
+def test_whoever_is_alone_does_not_wait_for_a_turn() -> None:
+    view, rng = view_of(only=make_stats()), Random(0)
+    queue = queue_of(pending("one"), is_one_of_many=True)
+    assert queue.turn(view, 8, 0.0, rng) == 0
+    assert queue.turn(view_of(only=make_stats(num_waiting_tokens=9)), 8, 0.0, rng) > 0, "others may wait for it too"
+    view.set_wishes("only", [Wish((0, 0, 1.5), 10, 160)])
+    assert queue.turn(view, 8, 0.0, rng) > 0
+    assert queue.turn(view, 1, 0.0, rng) == 0

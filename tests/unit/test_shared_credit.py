@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import pytest
 from fixtures.replicas import Replica, replica
 from fixtures.waiting import until
 
 from shoal_cluster.policies.candidates import ReplicaView
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
+from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.gateway_ledger import Follower, GatewayLedger, Member
 
 
@@ -35,7 +38,7 @@ def row(ledger: GatewayLedger, replica_id: str) -> ReplicaView:
 async def two_gateways(*names: str) -> AsyncIterator[tuple[GatewayLedger, GatewayLedger, dict[str, Replica]]]:
     async with AsyncExitStack() as stack:
         replicas = {name: await stack.enter_async_context(replica()) for name in names}
-        ledgers = [GatewayLedger(name, RouteWeights(), is_one_of_many=True) for name in ("left", "right")]
+        ledgers = [GatewayLedger(name, RouteWeights(), num_gateways=2) for name in ("left", "right")]
         for ledger in ledgers:
             stack.push_async_callback(ledger.close)
             ledger.set_members([Member(name, "node", made.address) for name, made in replicas.items()])
@@ -97,3 +100,19 @@ async def test_gateways_that_share_credit_do_not_all_choose_the_same() -> None:
             expected = row(ledger, chosen).num_reserved
             await until(lambda: row(other, chosen).num_reserved == expected)  # noqa: B023
         assert row(left, "one").num_reserved == row(left, "two").num_reserved == 4
+
+
+async def test_what_one_gateway_holds_the_other_knows_until_it_is_gone() -> None:
+    async with two_gateways("one", "two") as (left, right, _):
+        now = time.monotonic()
+        left.wish({"one": (Wish((0, 1, now + 3.0), 4, 40), Wish((0, 0, now + 5.0), 2, 20))})
+        await until(lambda: len(right.view.wishes(now)) == 2)
+        sooner, later = (placed.wish for placed in right.view.wishes(now))
+        assert (sooner.rank[:2], sooner.num_blocks, sooner.num_tokens) == ((0, 0), 2, 20)
+        assert sooner.rank[2] == pytest.approx(now + 5.0, abs=1.0), "the way there takes a little"
+        assert later.rank[:2] == (0, 1)
+        assert not left.view.wishes(now), "its own are known to its queue"
+        left.wish({"two": (Wish((0, 0, now + 3.0), 4, 40),)})
+        await until(lambda: [placed.place for placed in right.view.wishes(now)] == [1])
+        await left.close()
+        await until(lambda: not right.view.wishes(now))

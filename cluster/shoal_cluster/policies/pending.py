@@ -17,10 +17,11 @@ import numpy as np
 from shoal_cluster.policies.candidates import Candidates, Ints
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.plan import Plan
-from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_tokens
+from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.policies.wishes import Rank, Wish
 from shoal_replica.errors import ConfigError
 
 MAX_MATCH_AGE_S = 0.5
@@ -89,6 +90,7 @@ class _Held:
     matched: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # blocks cached by replica,
     matched_s: float = -math.inf  # as of then,
     matched_of: tuple[str, ...] = ()  # of these replicas
+    wish: tuple[str, int, int] | None = None  # where it was planned last: replica, blocks, tokens
 
 
 class PendingQueue:
@@ -99,8 +101,10 @@ class PendingQueue:
     nobody starves.
     """
 
-    def __init__(self, config: HoldConfig) -> None:
+    def __init__(self, config: HoldConfig, is_one_of_many: bool = False) -> None:
         self._config = config
+        self._is_one_of_many = is_one_of_many
+        self._has_unplanned = False
         self._held: dict[str, _Held] = {}
         self._shares = FairShares()
 
@@ -122,6 +126,7 @@ class PendingQueue:
         held = self._held[request_id] = _Held(pending)
         self._note_cost(held, 0, pending.arrival_s)
         self._shares.enter(pending.tenant)
+        self._has_unplanned = self._is_one_of_many
 
     def remove(self, request_id: str) -> PendingRequest | None:
         """Give a request up: its client has left or its deadline has passed. None if it is not held."""
@@ -131,12 +136,15 @@ class PendingQueue:
         self._shares.leave(held.pending.tenant)
         return held.pending
 
-    def turn(self, num_gateways: int, now: float, rng: Random) -> float:
+    def turn(self, view: ClusterView, num_gateways: int, now: float, rng: Random) -> float:
         """How many feed delays to wait before the next look, where several gateways look at the same replicas: whoever
         is later sees what those before it have promised. Who has the least time left comes first, as far as chance
-        allows: equals must not meet.
+        allows: equals must not meet. Nobody waits where there is no contest: a replica stands idle, and no more than
+        one request is known to want it.
         """
         if num_gateways == 1 or not self._held:
+            return 0.0
+        if len(self._held) == 1 and view.has_idle() and not view.wishes(now):
             return 0.0
         left_s = min(held.due_s - held.prefill_s for held in self._held.values()) - now
         urgency_share = min(1.0, max(0.0, left_s / self._config.objective.ttft_s))
@@ -153,13 +161,18 @@ class PendingQueue:
         if not self._held:
             return None
         plan = Plan(view.candidates((), now), weights, self._config.max_steps_ahead)
-        if not plan.may_start.any():
+        if not (plan.may_start.any() or self._has_unplanned):
             return None
         urgent = self._most_urgent(now)
         matched = np.stack([self._matched(held, view, now) for held in urgent])
         plan.consider([held.pending.query for held in urgent], matched)
+        foreign = iter(view.wishes(now) if self._is_one_of_many else ())
+        other = next(foreign, None)
         for number, held in enumerate(urgent):
             query = held.pending.query
+            while other is not None and other.wish.rank < self._rank(held):
+                plan.set_aside(other.place, other.wish.num_blocks, other.wish.num_tokens)
+                other = next(foreign, None)
             best, has_room = plan.best(number)
             if best < 0:
                 continue
@@ -178,9 +191,23 @@ class PendingQueue:
                     return Dispatch(held.pending, decision.ranked[0], held.due_s, candidates, seed, decision)
             self._note_cost(held, num_matched, now)
             plan.give(query, best, num_matched)
-            if not plan.may_start.any():
+            if self._is_one_of_many:
+                size = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
+                held.wish = (view.replica_ids[best], *size)
+            if not (plan.may_start.any() or self._has_unplanned):
                 return None
+        self._has_unplanned = False
         return None
+
+    def wishes(self) -> dict[str, tuple[Wish, ...]]:
+        """What is held and where it was planned last, by replica, the most urgent first: for other gateways."""
+        wishes: dict[str, list[Wish]] = {}
+        planned = [held for held in self._held.values() if held.wish is not None]
+        for held in nsmallest(self._config.max_considered, planned, key=self._rank):
+            if held.wish is not None:
+                replica_id, num_blocks, num_tokens = held.wish
+                wishes.setdefault(replica_id, []).append(Wish(self._rank(held), num_blocks, num_tokens))
+        return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
 
     def _matched(self, held: _Held, view: ClusterView, now: float) -> Ints:
         """Cached blocks by replica, looked up when they were not lately: the one who goes is looked up again."""
@@ -196,8 +223,11 @@ class PendingQueue:
         return nsmallest(
             self._config.max_considered,
             self._held.values(),
-            key=lambda held: (held.pending.priority, self._shares.excess(held.pending.tenant), held.due_s),
+            key=self._rank,
         )
+
+    def _rank(self, held: _Held) -> Rank:
+        return held.pending.priority, self._shares.excess(held.pending.tenant), held.due_s
 
     def _note_cost(self, held: _Held, num_matched_blocks: int, now: float) -> None:
         query = held.pending.query

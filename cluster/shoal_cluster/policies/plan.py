@@ -76,7 +76,10 @@ class Plan:
 
     def give(self, query: RouteQuery, place: int, num_matched_blocks: int) -> None:
         """The replica at ``place`` is to take ``query``, now or later: what comes after counts on the rest."""
-        num_blocks, num_tokens = uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks)
+        self.set_aside(place, uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks))
+
+    def set_aside(self, place: int, num_blocks: int, num_tokens: int) -> None:
+        """The same for a request of which only its size is known."""
         self._promised[:, place] += (1, num_blocks, num_tokens)
         self.may_start[place] &= self._due[place][0] + self._promised[2, place] <= self._limits[place]
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import PROMISED, Candidates, Ints, ReplicaView, told_row, unknown_rows
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex, Tier
+from shoal_cluster.policies.wishes import ForeignWishes, PlacedWish, Wish
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
 
@@ -37,6 +38,7 @@ class ClusterView:
     def __init__(self, max_index_entries: int = DEFAULT_MAX_ENTRIES) -> None:
         self._reservations: dict[str, Reservation] = {}
         self._expected: dict[str, tuple[str, Sequence[BlockHash]]] = {}
+        self._wishes = ForeignWishes()
         self.index = PrefixIndex(max_index_entries)
         # Members in order of their ids, and the columns of ``Candidates``, one element a member.
         self._place_of: dict[str, int] = {}
@@ -83,6 +85,7 @@ class ClusterView:
         self._expected = {i: expected for i, expected in self._expected.items() if expected[0] != replica_id}
         self._set_members(member for member in self._replica_ids if member != replica_id)
         self.index.drop(replica_id)
+        self._wishes.set(replica_id, ())
 
     def apply_snapshot(
         self, replica_id: str, stats: ReplicaStats, block_hashes: Iterable[BlockHash], now: float
@@ -183,6 +186,21 @@ class ClusterView:
         place = self._place_of.get(replica_id)
         if place is not None:
             self._foreign[:, place] = (num_requests, num_blocks, num_tokens)
+
+    def set_wishes(self, replica_id: str, wishes: Sequence[Wish]) -> None:
+        """What other gateways mean to send to ``replica_id``, as it says itself; due dates are on our clock."""
+        if replica_id in self._place_of or not wishes:
+            self._wishes.set(replica_id, wishes)
+
+    def wishes(self, now: float) -> Sequence[PlacedWish]:
+        """What other gateways mean to send, the most urgent first."""
+        return self._wishes.in_order(self._place_of, now)
+
+    def has_idle(self) -> bool:
+        """Whether a replica has no prompt to compute, and none coming that is known of."""
+        told = self._told
+        idle = told["connected"] & ~told["draining"] & (told["num_waiting_tokens"] == 0)
+        return bool((idle & (self._promised[0] + self._foreign[0] == 0)).any())
 
     def reservation(self, request_id: str) -> Reservation | None:
         """The promise a request holds, if any."""

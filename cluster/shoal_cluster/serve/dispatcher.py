@@ -18,6 +18,9 @@ from shoal_replica.errors import InvalidArgument, ResourceExhausted, Unavailable
 RESUMED_PRIORITY = -(2**31)
 """Of a stream that goes on elsewhere: its client is in the middle of an answer."""
 
+FEED_DELAY_S = 0.005
+"""From a gateway's promise to the others' knowing it: a hop to the replica, ``feed.GATHER_S``, and a hop back."""
+
 
 @dataclass(slots=True)
 class Waiter:
@@ -45,12 +48,13 @@ class Dispatcher:
     ) -> None:
         self.limits = limits
         self._ledger = ledger
-        self._queue = PendingQueue(hold)
+        self._queue = PendingQueue(hold, ledger.num_gateways > 1)
+        self._turn: asyncio.TimerHandle | None = None
         self._holding = holding
         self._patience_s = patience_s
         self._rng = random.Random()
         self._waiters: dict[str, Waiter] = {}
-        ledger.on_news = self.dispatch
+        ledger.on_news = self.take_turn
 
     @property
     def num_held(self) -> int:
@@ -80,21 +84,38 @@ class Dispatcher:
                     self._admit(pending, waiter)
                 return await self._until(waiter.turn, pending)
         finally:
-            self._queue.remove(query.request_id)
+            if self._queue.remove(query.request_id) is not None:
+                self._ledger.wish(self._queue.wishes())
             self._waiters.pop(query.request_id, None)
 
     def enter(self, pending: PendingRequest) -> Waiter:
-        """Put a request in the queue; if a replica can start it, it is its turn at once."""
+        """Put a request in the queue; if a replica can start it, it is its turn at once, or after other gateways."""
         waiter = Waiter(asyncio.get_running_loop().create_future(), pending.query.num_prompt_tokens)
         self._queue.push(pending)
         self._waiters[pending.query.request_id] = waiter
-        self.dispatch()
+        self.take_turn()
         return waiter
 
+    def take_turn(self) -> None:
+        """Look what can start now, but where there are other gateways not all at once."""
+        ledger = self._ledger
+        if self._turn is not None:
+            return
+        num_delays = self._queue.turn(ledger.view, ledger.num_gateways, time.monotonic(), self._rng)
+        if num_delays == 0:
+            self.dispatch()
+        else:
+            self._turn = asyncio.get_running_loop().call_later(num_delays * FEED_DELAY_S, self.dispatch)
+
     def dispatch(self) -> None:
-        """Send what can start now."""
+        """Send what can start now, and tell the other gateways what is left."""
+        self._turn = None
+        self._send_startable()
+        self._ledger.wish(self._queue.wishes())
+
+    def _send_startable(self) -> None:
+        ledger = self._ledger
         while self._waiters:
-            ledger = self._ledger
             dispatch = self._queue.next(ledger.view, ledger.weights, time.monotonic(), self._rng)
             if dispatch is None:
                 return

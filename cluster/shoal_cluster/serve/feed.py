@@ -1,17 +1,19 @@
 """The feed: one socket from a replica to each gateway, written once per engine step.
 
 A replica sends a ``Snapshot`` when a gateway dials, then ``Update``s numbered without a gap. A gateway that sees a gap,
-or hears nothing for ``SILENCE_S``, dials again. What gateways promise a replica, it passes on to the others, so that
-they do not all send their next request to the same one.
+or hears nothing for ``SILENCE_S``, dials again. What gateways promise a replica and mean to send it, it passes on to
+the others, so that they do not all send their next request to the same one, and the most urgent goes first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 
+from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve import feed_messages
 from shoal_cluster.serve.feed_messages import (
     LENGTH_BYTES,
@@ -24,7 +26,9 @@ from shoal_cluster.serve.feed_messages import (
     Promised,
     Snapshot,
     Subscribe,
+    ToldWish,
     Update,
+    Wishes,
     Withdraw,
     decode_from_gateway,
     frame,
@@ -39,7 +43,7 @@ GATHER_S = 0.002  # how long promises are gathered before the other gateways are
 
 
 class _Subscriber:
-    """A connected gateway: its place in the numbering, its requests, and what it has promised to send."""
+    """A connected gateway: its place in the numbering, its requests, what it has promised and what it means to send."""
 
     def __init__(self, gateway_id: str, writer: asyncio.StreamWriter) -> None:
         self.gateway_id = gateway_id
@@ -48,16 +52,24 @@ class _Subscriber:
         self.request_ids: set[str] = set()
         self.accepted: list[str] = []
         self.promises: dict[str, Promise] = {}
+        self.wishes: tuple[Wish, ...] = ()  # due on this replica's monotonic clock
+        self.told_wishes = 0  # how often wishes had changed when it was told
         self.told: tuple[ReplicaStats | None, Promised] = (None, Promised())  # the stats and promises that it knows
 
     def send(
-        self, report: StepReport, deltas: tuple[TokenDelta, ...], accepted: tuple[str, ...], promised: Promised
+        self,
+        report: StepReport,
+        deltas: tuple[TokenDelta, ...],
+        accepted: tuple[str, ...],
+        promised: Promised,
+        wishes: tuple[ToldWish, ...] | None,
     ) -> None:
         """One update; what the gateway knows already is left out."""
         self.seq += 1
         stats = None if report.stats is self.told[0] else report.stats
         self.told = (report.stats, promised)
-        self.writer.write(frame(Update(self.seq, stats, report.stored, report.removed, deltas, accepted, promised)))
+        update = Update(self.seq, stats, report.stored, report.removed, deltas, accepted, promised, wishes)
+        self.writer.write(frame(update))
 
 
 class FeedServer:
@@ -74,6 +86,7 @@ class FeedServer:
         self._unsubscribe: Callable[[], None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._telling: asyncio.TimerHandle | None = None
+        self._num_wished = 0  # how often a gateway's wishes have changed
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listen on a free port of ``host``; returns the address."""
@@ -129,7 +142,8 @@ class FeedServer:
             hashes = self._engine.cache_hashes()
             subscriber = _Subscriber(first.gateway_id, writer)
             self._subscribers[first.gateway_id] = subscriber
-            writer.write(frame(Snapshot(0, self._engine.stats(), hashes, self._promised_by_others(subscriber))))
+            promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber) or ()
+            writer.write(frame(Snapshot(0, self._engine.stats(), hashes, promised, wishes)))
             while True:
                 self._take(subscriber, await _read(reader))
         except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError):
@@ -149,6 +163,11 @@ class FeedServer:
                 self._tell_others()
             case Withdraw() if subscriber.promises.pop(message.request_id, None) is not None:
                 self._tell_others()
+            case Wishes():
+                now = time.monotonic()
+                subscriber.wishes = tuple(told.wish(now) for told in message.wishes)
+                self._num_wished += 1
+                self._tell_others()
             case Ask():
                 answer = self._answers.get(message.question, bytes)
                 subscriber.writer.write(frame(Answer(message.number, answer())))
@@ -156,7 +175,8 @@ class FeedServer:
     def _forget(self, subscriber: _Subscriber) -> None:
         for request_id in tuple(subscriber.request_ids):
             self._engine.abort(request_id)
-        if subscriber.promises:
+        self._num_wished += bool(subscriber.wishes)
+        if subscriber.promises or subscriber.wishes:
             self._tell_others()
 
     def _publish(self, report: StepReport) -> None:
@@ -166,10 +186,11 @@ class FeedServer:
                 continue
             accepted, subscriber.accepted = tuple(subscriber.accepted), []
             deltas = tuple(d for d in report.deltas if d.request_id in subscriber.request_ids)
-            subscriber.send(report, deltas, accepted, self._promised_by_others(subscriber))
+            promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber)
+            subscriber.send(report, deltas, accepted, promised, wishes)
 
     def _tell_others(self) -> None:
-        """Some promise has changed: the next report says so, or an update of its own, whichever comes first."""
+        """Some promise or wish has changed: the next report says so, or an update of its own, whichever comes first."""
         if self._telling is None and len(self._subscribers) > 1:
             self._telling = asyncio.get_running_loop().call_later(GATHER_S, self._tell)
 
@@ -177,15 +198,26 @@ class FeedServer:
         self._telling = None
         for subscriber in tuple(self._subscribers.values()):
             stats, known = subscriber.told
-            promised = self._promised_by_others(subscriber)
-            if promised != known and stats is not None:
-                subscriber.send(StepReport((), (), (), stats), (), (), promised)
+            if stats is None:
+                continue  # its first report is to come
+            promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber)
+            if promised != known or wishes is not None:
+                subscriber.send(StepReport((), (), (), stats), (), (), promised, wishes)
 
     def _promised_by_others(self, subscriber: _Subscriber) -> Promised:
         if len(self._subscribers) == 1:
             return Promised()
         promises = [p for s in self._subscribers.values() if s is not subscriber for p in s.promises.values()]
         return Promised(len(promises), sum(p.num_blocks for p in promises), sum(p.num_tokens for p in promises))
+
+    def _news_of_wishes(self, subscriber: _Subscriber) -> tuple[ToldWish, ...] | None:
+        """All that the others mean to send, unless ``subscriber`` knows it."""
+        if subscriber.told_wishes == self._num_wished:
+            return None
+        subscriber.told_wishes = self._num_wished
+        now = time.monotonic()
+        others = (s for s in self._subscribers.values() if s is not subscriber)
+        return tuple(ToldWish.at(wish, now) for other in others for wish in other.wishes)
 
 
 async def _read(reader: asyncio.StreamReader) -> FromGateway:

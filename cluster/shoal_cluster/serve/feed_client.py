@@ -18,7 +18,9 @@ from shoal_cluster.serve.feed_messages import (
     Promise,
     Snapshot,
     Subscribe,
+    ToldWish,
     Update,
+    Wishes,
     Withdraw,
     frame,
 )
@@ -59,6 +61,10 @@ class FeedClient:
     def withdraw(self, request_id: str) -> None:
         """The promised request goes elsewhere."""
         self._send(Withdraw(request_id))
+
+    def wish(self, wishes: tuple[ToldWish, ...]) -> None:
+        """Tell the replica, and by it the other gateways, all that this one means to send there."""
+        self._send(Wishes(wishes))
 
     async def ask(self, question: str, timeout_s: float) -> bytes:
         """The replica's answer.

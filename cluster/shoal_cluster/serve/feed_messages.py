@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from shoal_cluster.policies.wishes import Wish
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import TokenDelta
 from shoal_replica.stats import ReplicaStats
@@ -48,6 +49,30 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     request_id: str
 
 
+class ToldWish(msgspec.Struct, frozen=True, array_like=True):
+    """A Wish on its way: clocks of hosts differ, so its first token is due in seconds from when it is told."""
+
+    priority: int
+    excess: int
+    due_in_s: float
+    num_blocks: int
+    num_tokens: int
+
+    @classmethod
+    def at(cls, wish: Wish, now: float) -> ToldWish:
+        priority, excess, due_s = wish.rank
+        return cls(priority, excess, due_s - now, wish.num_blocks, wish.num_tokens)
+
+    def wish(self, now: float) -> Wish:
+        return Wish((self.priority, self.excess, now + self.due_in_s), self.num_blocks, self.num_tokens)
+
+
+class Wishes(msgspec.Struct, frozen=True, tag="wishes"):
+    """All requests that a gateway holds and means to send to this replica when their turn comes."""
+
+    wishes: tuple[ToldWish, ...]
+
+
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """A gateway asks for something that updates do not carry. Questions are those of ``FeedServer``'s ``answers``."""
 
@@ -70,13 +95,14 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     stats: ReplicaStats
     hashes: tuple[BlockHash, ...]
     promised: Promised = Promised()
+    wishes: tuple[ToldWish, ...] | None = ()
 
 
 class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
     """One step, or what else has changed: blocks stored and removed, stats after it, the gateway's own tokens and newly
-    accepted requests, and what other gateways have promised.
+    accepted requests, and what other gateways have promised and mean to send.
 
-    ``stats`` is None when nothing has changed since the last ones: they are as true now as they were then.
+    ``stats`` and ``wishes`` are None when nothing has changed since the last ones: they are as true now as then.
     """
 
     seq: int
@@ -86,6 +112,7 @@ class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
     deltas: tuple[TokenDelta, ...] = ()
     accepted: tuple[str, ...] = ()
     promised: Promised = Promised()
+    wishes: tuple[ToldWish, ...] | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -95,7 +122,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     body: bytes
 
 
-FromGateway = Subscribe | Abort | Promise | Withdraw | Ask
+FromGateway = Subscribe | Abort | Promise | Withdraw | Wishes | Ask
 FromReplica = Snapshot | Update | Answer
 
 _encoder = msgspec.msgpack.Encoder()

@@ -67,7 +67,7 @@ class Gateway:
         self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len, replica.quantization)
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         self._created_s = int(time.time())
-        self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), self._settings.num_replicas > 1)
+        self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), self._settings.num_replicas)
         install(self._ledger)
         self._replicas = replicas
         if not replicas.is_initialized:

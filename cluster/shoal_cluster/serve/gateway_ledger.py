@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from shoal_cluster.policies.pending import Dispatch
@@ -23,10 +23,12 @@ from shoal_cluster.policies.routing import (
     uncached_tokens,
 )
 from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.feed_client import FeedClient
-from shoal_cluster.serve.feed_messages import Promised, Snapshot, Update
+from shoal_cluster.serve.feed_messages import Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.route_log import RouteLog
+from shoal_cluster.serve.shared_credit import SharedCredit
 from shoal_cluster.serve.view_tally import ViewTally
 from shoal_replica.errors import InvalidArgument, NotFound
 from shoal_replica.request import TokenDelta
@@ -56,19 +58,20 @@ class GatewayLedger:
     """Everything here happens on one event loop.
 
     Args:
-        is_one_of_many: other gateways place requests on the same replicas, so promises are shared.
+        num_gateways: how many place requests on the same replicas; several share what they promise and hold.
     """
 
-    def __init__(self, gateway_id: str, weights: RouteWeights, is_one_of_many: bool = False) -> None:
+    def __init__(self, gateway_id: str, weights: RouteWeights, num_gateways: int = 1) -> None:
         self.gateway_id = gateway_id
         self.weights = weights
-        self._is_one_of_many = is_one_of_many
+        self.num_gateways = num_gateways
         self.view = ClusterView()
         self.journal = Journal()
         self.on_decision: Callable[[RouteRecord], None] = lambda record: None
         self._seeds = random.Random()
         self._members: dict[str, Member] = {}
         self._feeds: dict[str, FeedClient] = {}
+        self._credit = SharedCredit(self.view, self._feeds, num_gateways > 1)
         self._draining: set[str] = set()  # no members any more; their last requests are followed
         self._followers: dict[str, Follower] = {}
         self._dispatched: dict[str, RouteRecord] = {}
@@ -146,7 +149,7 @@ class GatewayLedger:
     def unfollow(self, request_id: str) -> None:
         """The request is over for us: drop its reservation. Unknown ids are ignored."""
         self._followers.pop(request_id, None)
-        self._withdraw(request_id)
+        self._credit.withdraw(request_id)
         self.view.release(request_id)
         self.view.computed(request_id)
         self.tally.forget(request_id)
@@ -155,8 +158,12 @@ class GatewayLedger:
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
             self._close_unused_feed(replica_id)
-        elif replica_id is not None and self._is_one_of_many:
-            self._feeds[replica_id].withdraw(request_id)  # a promise that came after its request would stay for ever
+        elif replica_id is not None:
+            self._credit.end(request_id, replica_id)
+
+    def wish(self, wishes: Mapping[str, tuple[Wish, ...]]) -> None:
+        """What is held here and where it is to go, by replica: the other gateways are to know."""
+        self._credit.wish(wishes, time.monotonic())
 
     def abort(self, request_id: str, index: int) -> None:
         """End one sequence at its replica."""
@@ -193,11 +200,11 @@ class GatewayLedger:
         place = candidates.replica_ids.index(best)
         num_matched = int(candidates.num_matched_blocks[place])
         num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
-        self._withdraw(query.request_id, best)
+        self._credit.withdraw(query.request_id, best)
         self.view.reserve(query.request_id, best, num_blocks, num_tokens, now, query.block_hashes[:num_matched])
         self.view.expect(query.request_id, best, query.block_hashes[num_matched:])
         self.tally.expect(query, candidates, place)
-        self._promise(query.request_id)
+        self._credit.promise(query.request_id)
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return when a replica has joined, left, connected or been lost, or after ``timeout_s``."""
@@ -235,11 +242,11 @@ class GatewayLedger:
             if replica_id in self.view:
                 self.journal.note(EventKind.READY, "its feed is open: requests may go there", replica_id=replica_id)
             self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
-            self._take_foreign(replica_id, message.promised)
+            self._credit.take(replica_id, message, now)
             self._changed.set()
             self.on_news()
             return
-        self._take_foreign(replica_id, message.promised)
+        self._credit.take(replica_id, message, now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
         for request_id in message.accepted:  # this may come before Serve's word
             self._note_replica(request_id, replica_id)
@@ -254,31 +261,16 @@ class GatewayLedger:
     def _note_replica(self, request_id: str, replica_id: str) -> None:
         """A request is at ``replica_id``: its reservation too, and what it may want to say goes there."""
         if (follower := self._followers.get(request_id)) is None:
-            self._withdraw(request_id, replica_id)
+            self._credit.withdraw(request_id, replica_id)
             self.view.release(request_id)  # the client has left meanwhile
             return
         self._replica_of[request_id] = replica_id
         held = self.view.reservation(request_id)
         if held is not None and held.replica_id != replica_id:
-            self._withdraw(request_id, replica_id)
+            self._credit.withdraw(request_id, replica_id)
             self.view.move(request_id, replica_id, time.monotonic())
-            self._promise(request_id)
+            self._credit.promise(request_id)
         follower.on_routed(replica_id)
-
-    def _promise(self, request_id: str) -> None:
-        """Tell the replica, and so the other gateways, what this gateway has reserved there."""
-        held = self.view.reservation(request_id) if self._is_one_of_many else None
-        if held is not None and (feed := self._feeds.get(held.replica_id)) is not None:
-            feed.promise(request_id, held.num_blocks, held.num_tokens)
-
-    def _withdraw(self, request_id: str, replica_id: str = "") -> None:
-        """The request's promise is about to end, or to move to ``replica_id``: nobody is to count on it any more."""
-        held = self.view.reservation(request_id) if self._is_one_of_many else None
-        if held is not None and held.replica_id != replica_id and (feed := self._feeds.get(held.replica_id)):
-            feed.withdraw(request_id)
-
-    def _take_foreign(self, replica_id: str, promised: Promised) -> None:
-        self.view.set_foreign(replica_id, promised.num_requests, promised.num_blocks, promised.num_tokens)
 
     def _lost(self, replica_id: str) -> None:
         if self.view.is_connected(replica_id):

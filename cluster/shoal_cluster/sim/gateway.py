@@ -13,6 +13,7 @@ from shoal_cluster.policies.memory import RoutingMemory
 from shoal_cluster.policies.pending import PendingQueue, PendingRequest
 from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
@@ -41,9 +42,10 @@ class SimGateway:
         rng: Random,
     ) -> None:
         self.view = view
-        self.queue = PendingQueue(config.hold) if config.hold is not None else None
         self._gateway_id = gateway_id
         self._is_one_of_many = config.num_gateways > 1
+        self.queue = PendingQueue(config.hold, self._is_one_of_many) if config.hold is not None else None
+        self._told: dict[str, tuple[Wish, ...]] = {}  # wishes, by replica
         self._is_due = False  # a turn to dispatch is set
         self._config = config
         self._loop = loop
@@ -103,24 +105,35 @@ class SimGateway:
             others = [p for p in message.promised if p.gateway_id != self._gateway_id]
             num_blocks, num_tokens = sum(p.num_blocks for p in others), sum(p.num_tokens for p in others)
             self.view.set_foreign(replica.replica_id, len(others), num_blocks, num_tokens)
+            wishes = [wish for of, wish in message.wishes if of != self._gateway_id]
+            self.view.set_wishes(replica.replica_id, wishes)
         if self.queue:
             self._take_turn()
 
     def _take_turn(self) -> None:
         """Dispatch, but where there are many gateways not all at once: whoever comes later sees what was promised."""
-        if not self._is_one_of_many:
+        if self.queue is None or self._is_due:
+            return
+        num_delays = self.queue.turn(self.view, self._config.num_gateways, self._loop.now, self._rng)
+        if num_delays == 0:
             self._dispatch()
-        elif not self._is_due:
+        else:
             self._is_due = True
-            num_delays = self.queue.turn(self._config.num_gateways, self._loop.now, self._rng) if self.queue else 0.0
             self._loop.after(num_delays * self._config.feed_delay_s, self._dispatch)
 
     def _dispatch(self) -> None:
-        """Send what can start now."""
+        """Send what can start now, and tell the other gateways what is left."""
         self._is_due = False
+        if self.queue is None:
+            return
+        self._send_startable(self.queue)
+        if self._is_one_of_many:
+            self._wish(self.queue.wishes())
+
+    def _send_startable(self, queue: PendingQueue) -> None:
         config, now = self._config, self._loop.now
-        while self.queue:
-            dispatch = self.queue.next(self.view, config.weights, now, self._rng)
+        while queue:
+            dispatch = queue.next(self.view, config.weights, now, self._rng)
             if dispatch is None:
                 return
             self._book.num_decisions += 1
@@ -128,6 +141,14 @@ class SimGateway:
             num_matched = dispatch.candidates.view(dispatch.replica_id).num_matched_blocks
             if not self._send(query, dispatch.replica_id, num_matched, dispatch.due_s):
                 self._place(query, dispatch.candidates)  # it has begun to drain: whoever else takes it
+
+    def _wish(self, wishes: dict[str, tuple[Wish, ...]]) -> None:
+        """Tell each replica what this gateway means to send it, as far as it is news."""
+        for replica_id in {**self._told, **wishes}:
+            of_it = wishes.get(replica_id, ())
+            if of_it != self._told.get(replica_id, ()) and (replica := self._replicas.get(replica_id)) is not None:
+                replica.wish(self._gateway_id, of_it)
+        self._told = wishes
 
     def _place(self, query: RouteQuery, candidates: Candidates) -> None:
         config = self._config

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.steady import SteadyScheduler
@@ -15,6 +16,7 @@ from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
 
+GATHER_S = 0.005  # how long wishes are gathered before the gateways are told
 MAX_STRETCH_S = 1.0  # replicas report at least as often
 FIRST_OUTPUT_TOKEN_ID = 2**31  # above every token id of a simulated prompt: outputs never look like prompts
 
@@ -33,6 +35,7 @@ class FeedMessage:
     added: tuple[str, ...]
     deltas: tuple[TokenDelta, ...]
     promised: tuple[Promise, ...] = ()
+    wishes: tuple[tuple[str, Wish], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class SimReplica:
         self._publish = publish
         self._added: list[str] = []
         self._promised: list[Promise] = []  # of those
+        self._wishes: tuple[tuple[str, Wish], ...] = ()  # with their gateways
+        self._is_telling = False
         self._step_s = 0.0
         self._is_stepping = False
         self._stretch: _Stretch | None = None
@@ -89,11 +94,23 @@ class SimReplica:
         self._added.append(request.request_id)
         if promise is not None:
             self._promised.append(promise)
-            self._publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised)))
+            self._tell_promises()
         self._cut_stretch()
         if not self._is_stepping:
             self._is_stepping = True
             self._loop.at(self._loop.now, self._start_step)
+
+    def wish(self, gateway_id: str, wishes: tuple[Wish, ...]) -> None:
+        """A gateway means to send these: the others are to know soon."""
+        others = tuple((of, wish) for of, wish in self._wishes if of != gateway_id)
+        self._wishes = (*others, *((gateway_id, wish) for wish in wishes))
+        if not self._is_telling:
+            self._is_telling = True
+            self._loop.after(GATHER_S, self._tell_promises)
+
+    def _tell_promises(self) -> None:
+        self._is_telling = False
+        self._publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes))
 
     def drain(self) -> None:
         """Take nothing new; finish what is here."""
@@ -115,7 +132,7 @@ class SimReplica:
         added, self._added = tuple(self._added), []
         self._promised.clear()
         stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s)
-        self._publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas))
+        self._publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas, (), self._wishes))
 
     def _abort_all(self) -> None:
         request_ids = self.scheduler.request_ids()

@@ -1,0 +1,65 @@
+"""What gateways tell each other by way of the replicas: what each has promised, and what it means to send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.policies.wishes import Wish
+from shoal_cluster.serve.feed_client import FeedClient
+from shoal_cluster.serve.feed_messages import Snapshot, ToldWish, Update
+
+
+class SharedCredit:
+    """One gateway's part in it; where it is the only one, nothing is told.
+
+    Args:
+        view: whose reservations are the promises.
+        feeds: to the replicas, by id; the ledger's own mapping.
+    """
+
+    def __init__(self, view: ClusterView, feeds: Mapping[str, FeedClient], is_one_of_many: bool) -> None:
+        self._view = view
+        self._feeds = feeds
+        self._is_one_of_many = is_one_of_many
+        self._told: dict[str, tuple[Wish, ...]] = {}  # wishes, by replica
+
+    def promise(self, request_id: str) -> None:
+        """Tell what this gateway has reserved for a request."""
+        held = self._view.reservation(request_id) if self._is_one_of_many else None
+        if held is not None and (feed := self._feeds.get(held.replica_id)) is not None:
+            feed.promise(request_id, held.num_blocks, held.num_tokens)
+
+    def withdraw(self, request_id: str, replica_id: str = "") -> None:
+        """A promise is about to end, or to move to ``replica_id``: nobody is to count on it any more."""
+        held = self._view.reservation(request_id) if self._is_one_of_many else None
+        if held is not None and held.replica_id != replica_id and (feed := self._feeds.get(held.replica_id)):
+            feed.withdraw(request_id)
+
+    def end(self, request_id: str, replica_id: str) -> None:
+        """A request that was at ``replica_id`` is over: a promise that came after it would stay for ever."""
+        if self._is_one_of_many and (feed := self._feeds.get(replica_id)) is not None:
+            feed.withdraw(request_id)
+
+    def wish(self, wishes: Mapping[str, tuple[Wish, ...]], now: float) -> None:
+        """Tell what this gateway means to send, by replica, as far as it is news."""
+        if not self._is_one_of_many:
+            return
+        told = {}
+        for replica_id in {**self._told, **wishes}:
+            of_it = wishes.get(replica_id, ())
+            if (feed := self._feeds.get(replica_id)) is None:
+                continue
+            told[replica_id] = of_it
+            if of_it != self._told.get(replica_id, ()):
+                feed.wish(tuple(ToldWish.at(wish, now) for wish in of_it))
+        self._told = {replica_id: of_it for replica_id, of_it in told.items() if of_it}
+
+    def take(self, replica_id: str, message: Snapshot | Update, now: float) -> None:
+        """What a replica passes on of the others."""
+        promised = message.promised
+        self._view.set_foreign(replica_id, promised.num_requests, promised.num_blocks, promised.num_tokens)
+        if isinstance(message, Snapshot):
+            self._told.pop(replica_id, None)  # a feed that is new knows nothing
+        if message.wishes is not None:
+            self._view.set_wishes(replica_id, [told.wish(now) for told in message.wishes])

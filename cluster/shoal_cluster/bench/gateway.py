@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from typing import cast
 
-from shoal_cluster.commands.client import GatewayClient
+import uvicorn
+
+from shoal_cluster.bench.stream_clients import Face, read_streams, stream_id
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
-from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall
+from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, ModelCard
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.feed_messages import LENGTH_BYTES, Snapshot, Update, frame
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, Member
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
+from shoal_cluster.serve.http_api import HttpCore, http_config
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.request import FinishReason, Request, TokenDelta
-from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.stats import ReplicaStats
 from shoal_replica.tokenizer import Tokenizer
 
@@ -42,12 +45,14 @@ class StreamLoad:
     num_tokens: int = 400
     steps_per_s: float = 100.0
     model: str = "smollm2-135m-instruct"
+    face: Face = "grpc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCost:
     """``core_share`` is the gateway's processor time over the run's; a message may hold several tokens."""
 
+    face: Face
     num_streams: int
     offered_tokens_per_s: float
     tokens_per_s: float
@@ -71,21 +76,21 @@ async def _measure(load: StreamLoad) -> StreamCost:
     replica.start()
     ledger = GatewayLedger("bench", RouteWeights())
     ledger.set_members([Member("replica", "node", await asyncio.to_thread(addresses.get, timeout=60))])
-    core = _Core(ledger, tokenizer)
-    server, port = await start_grpc_server(cast("GatewayCore", core), "127.0.0.1:0")
-    clients = spawn.Process(target=_run_clients, args=(load, f"127.0.0.1:{port}", results), daemon=True)
-    clients.start()
-    async with asyncio.timeout(60):
-        while len(core.outcomes) < load.num_streams or not ledger.view.is_connected("replica"):
-            await ledger.wait_for_change(0.05)
-    started_s, started_cpu_s = time.perf_counter(), time.process_time()
-    start.set()
-    num_tokens, num_messages = await asyncio.to_thread(results.get, timeout=LONGEST_S)
-    wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
-    await server.stop(0)
+    core = _Core(ledger, tokenizer, load.num_tokens)
+    async with _open(core, load.face) as port:
+        asked = (load.face, port, load.num_streams, load.num_tokens, results)
+        spawn.Process(target=read_streams, args=asked, daemon=True).start()
+        async with asyncio.timeout(60):
+            while len(core.outcomes) < load.num_streams or not ledger.view.is_connected("replica"):
+                await ledger.wait_for_change(0.05)
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        start.set()
+        num_tokens, num_messages = await asyncio.to_thread(results.get, timeout=LONGEST_S)
+        wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
     await ledger.close()
     replica.terminate()
     return StreamCost(
+        face=load.face,
         num_streams=load.num_streams,
         offered_tokens_per_s=load.num_streams * load.steps_per_s,
         tokens_per_s=num_tokens / wall_s,
@@ -96,11 +101,28 @@ async def _measure(load: StreamLoad) -> StreamCost:
     )
 
 
+@asynccontextmanager
+async def _open(core: _Core, face: Face) -> AsyncIterator[int]:
+    """One face over ``core``, on the port that it gives."""
+    if face == "grpc":
+        grpc_server, port = await start_grpc_server(cast("GatewayCore", core), "127.0.0.1:0")
+        yield port
+        await grpc_server.stop(0)
+        return
+    listener = socket.create_server(("127.0.0.1", 0))
+    http_server = uvicorn.Server(http_config(cast("HttpCore", core)))
+    serving = asyncio.create_task(http_server.serve(sockets=[listener]))
+    yield listener.getsockname()[1]
+    http_server.should_exit = True
+    await serving
+
+
 class _Core:
     """A gateway without Serve: calls go to the one replica at once, all else is the real thing."""
 
-    def __init__(self, ledger: GatewayLedger, tokenizer: Tokenizer) -> None:
+    def __init__(self, ledger: GatewayLedger, tokenizer: Tokenizer, num_tokens: int) -> None:
         self._ledger = ledger
+        self._num_tokens = num_tokens
         self._tokenizer = tokenizer
         metrics = GatewayMetrics("bench", LatencyWindow(LatencyObjective()))
         self._observer = CallObserver(metrics, ledger.journal)
@@ -123,6 +145,24 @@ class _Core:
 
     def is_ready(self) -> bool:
         return True
+
+    def check_model(self, name: str) -> None:
+        """Every name is served."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+    def model_card(self) -> ModelCard:
+        return ModelCard(
+            name="bench",
+            max_model_len=self._num_tokens + BLOCK_SIZE,
+            vocab_size=2**16,
+            block_size=BLOCK_SIZE,
+            dtype="bfloat16",
+            eos_token_ids=(),
+            has_chat_template=False,
+            created_s=0,
+        )
 
     def _place(self, request: Request, query: RouteQuery) -> _Placement:
         placement = _Placement()
@@ -169,7 +209,7 @@ def _run_replica(load: StreamLoad, text_ids: tuple[int, ...], addresses: Queue[t
         reason = FinishReason.LENGTH if position == load.num_tokens - 1 else None
         deltas = tuple(
             TokenDelta(
-                request_id=f"stream-{number}",
+                request_id=stream_id(number),
                 index=0,
                 position=position,
                 token_ids=(text_ids[position],),
@@ -195,25 +235,5 @@ def _run_replica(load: StreamLoad, text_ids: tuple[int, ...], addresses: Queue[t
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         addresses.put(server.sockets[0].getsockname()[:2])
         await server.serve_forever()
-
-    asyncio.run(main())
-
-
-def _run_clients(load: StreamLoad, address: str, results: Queue[tuple[int, int]]) -> None:
-    """All streams over one channel; tells how many tokens and messages came."""
-
-    async def read(client: GatewayClient, number: int) -> tuple[int, int]:
-        call = GenerateCall(
-            request_id=f"stream-{number}",
-            token_ids=(1, 2, 3),
-            sampling_params=SamplingParams(max_tokens=load.num_tokens, temperature=0.0),
-        )
-        sizes = [len(chunk.token_ids) async for chunk in client.generate(call)]
-        return sum(sizes), len(sizes)
-
-    async def main() -> None:
-        async with GatewayClient(address) as client:
-            counts = await asyncio.gather(*(read(client, number) for number in range(load.num_streams)))
-        results.put((sum(tokens for tokens, _ in counts), sum(messages for _, messages in counts)))
 
     asyncio.run(main())

@@ -10,6 +10,7 @@ import typer
 
 from shoal_cluster.commands.bench_engine import engine
 from shoal_cluster.commands.bench_scaling import scaling
+from shoal_cluster.commands.bench_serving import serving
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Measure what a part of Shoal costs on this machine."
@@ -25,6 +26,7 @@ def _bench() -> None:
 
 app.command()(engine)
 app.command()(scaling)
+app.command()(serving)
 
 
 @app.command()
@@ -48,12 +50,15 @@ def gateway(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 400,
     steps: Annotated[float, typer.Option(min=1, help="Steps a second; each gives every stream a token.")] = 100.0,
     model: Annotated[str, typer.Option(help="Whose tokenizer spells the tokens.")] = "smollm2-135m-instruct",
+    http: Annotated[bool, typer.Option("--http", help="By server-sent events, not gRPC.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stream tokens from a paced feed through a gateway and its gRPC face: what one gateway core carries."""
+    """Stream tokens from a paced feed through a gateway and one of its faces: what one gateway core carries."""
     from shoal_cluster.bench.gateway import StreamLoad, measure_streams
+    from shoal_cluster.bench.stream_clients import Face
 
-    load = StreamLoad(num_streams=streams, num_tokens=tokens, steps_per_s=steps, model=model)
+    face: Face = "http" if http else "grpc"
+    load = StreamLoad(num_streams=streams, num_tokens=tokens, steps_per_s=steps, model=model, face=face)
     _say(asdict(measure_streams(load)), as_json)
 
 
@@ -62,4 +67,5 @@ def _say(cost: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(cost, indent=2))
         return
     for name, value in cost.items():
-        typer.echo(f"{name:24} {value:,.4g}" if isinstance(value, float) else f"{name:24} {value:,}")
+        shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        typer.echo(f"{name:24} {shown}")

@@ -39,7 +39,7 @@ class LocalRay:
 
     def __init__(self, num_cpus: float, resources: Mapping[str, float] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shoal-"))
-        self.gcs_port, self.dashboard_port = _free_ports(2)
+        self.gcs_port, self.dashboard_port = free_ports(2)
         self.environment = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": os.environ.get("RAY_AUTH_TOKEN_PATH") or str(make_token(self.folder)),
@@ -124,7 +124,8 @@ def make_token(folder: Path) -> Path:
     return path
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listens on."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:

@@ -31,7 +31,7 @@ from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
-from shoal_cluster.serve.http_api import build_http_app
+from shoal_cluster.serve.http_api import SHUTDOWN_S, http_config
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.logs import log_call, set_up_logs
@@ -51,7 +51,6 @@ from shoal_replica.llm import with_seed
 from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
 
-SHUTDOWN_S = 5
 LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer ones are tokenised beside the event loop
 
 
@@ -115,15 +114,7 @@ class Gateway:
         except OSError as error:
             raise ConfigError(f"http_address: cannot listen on {settings.http_address!r}: {error.strerror}") from None
         self._http_port: int = listener.getsockname()[1]
-        self._http_server = uvicorn.Server(
-            uvicorn.Config(
-                build_http_app(self, settings.max_request_bytes),
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=SHUTDOWN_S,
-            )
-        )
+        self._http_server = uvicorn.Server(http_config(self, settings.max_request_bytes))
         self._http_task = asyncio.get_running_loop().create_task(
             self._http_server.serve(sockets=[listener]), name="shoal-http"
         )

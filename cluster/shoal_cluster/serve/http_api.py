@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, Completio
 from shoal_cluster.serve.openai_types import ChatRequest, CompletionRequest
 from shoal_cluster.serve.trace_context import trace_context
 
+SHUTDOWN_S = 5
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 TENANT_HEADER = "x-tenant"  # goes before the body's `user`
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
@@ -74,6 +76,17 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
         return Response(render(core.metrics()), headers={"content-type": CONTENT_TYPE})
 
     return app
+
+
+def http_config(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> uvicorn.Config:
+    """How the application is served."""
+    return uvicorn.Config(
+        build_http_app(core, max_body_bytes),
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
 
 
 async def _answer(

@@ -13,6 +13,7 @@ from ray import serve
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_map import encode_block_map
+from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.feed import FeedServer
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
 from shoal_cluster.serve.logs import set_up_logs
@@ -22,7 +23,7 @@ from shoal_cluster.serve.outcome import Outcome, run_to_end
 from shoal_cluster.serve.rank_actors import RayRanks
 from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.request_router import FEED_KEY
-from shoal_replica.build import build_executor, build_scheduler, resolve_config
+from shoal_replica.build import build_executor, build_scheduler
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine, StepReport
 from shoal_replica.errors import Unavailable
@@ -40,18 +41,7 @@ class ReplicaServer:
         replica_id = serve.get_replica_context().replica_id.unique_id
         set_up_logs(config.logs.format, config.logs.level, process="replica", replica_id=replica_id)
         settings = config.replica
-        resolved: EngineConfig = await asyncio.to_thread(
-            resolve_config,
-            config.model,
-            dtype=settings.dtype,
-            quantization=settings.quantization,
-            max_model_len=settings.max_model_len,
-            block_size=settings.block_size,
-            num_blocks=settings.num_blocks,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            scheduler=settings.scheduler_config(),
-            parallel=settings.parallel_config(),
-        )
+        resolved: EngineConfig = await asyncio.to_thread(engine_config, config)
         launcher = None
         if settings.num_ranks > 1:
             launcher = RayRanks(settings, ray.util.get_current_placement_group())

@@ -1,0 +1,63 @@
+"""``shoal bench serving``: what a gateway costs beside the bare engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal_replica.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal_cluster.bench.serving import ServingCost
+
+HEADER = "clients  ttft p50: engine    served      added  tokens/s: engine   served  ratio"
+
+
+def serving(
+    config: Annotated[Path | None, typer.Option(help="A Serve YAML; the local one by default.")] = None,
+    concurrency: Annotated[str, typer.Option(help="Numbers of clients, with commas.")] = "1,4,16,64",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; every prompt is new.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Each arm's turns at each number of clients, after one.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run one replica behind a gateway and the same engine alone in turns: time to first token, tokens a second."""
+    from shoal_cluster.bench.serving import ServingLoad, measure_serving
+    from shoal_cluster.commands.demo import local_yaml
+
+    load = ServingLoad(
+        path=config or local_yaml(),
+        concurrencies=_numbers(concurrency),
+        num_prompt_tokens=prompt_tokens,
+        num_output_tokens=output_tokens,
+        num_rounds=rounds,
+    )
+    costs = measure_serving(load, lambda progress: typer.echo(progress, err=True))
+    if as_json:
+        typer.echo(json.dumps([asdict(cost) for cost in costs], indent=2))
+        return
+    typer.echo(HEADER)
+    for cost in costs:
+        typer.echo(_line(cost))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"concurrency: got {text!r}; must be numbers of at least 1 with commas, such as 1,8,64")
+    return numbers
+
+
+def _line(cost: ServingCost) -> str:
+    return (
+        f"{cost.concurrency:7} {cost.engine_ttft_p50_ms:14.1f} ms {cost.served_ttft_p50_ms:6.1f} ms "
+        f"{cost.added_ttft_ms:+6.1f} ms {cost.engine_tokens_per_s:17.1f} {cost.served_tokens_per_s:8.1f} "
+        f"{cost.throughput_ratio:6.3f}"
+    )

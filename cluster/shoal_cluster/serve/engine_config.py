@@ -1,0 +1,27 @@
+"""From a cluster's configuration to that of one replica's engine."""
+
+from __future__ import annotations
+
+from shoal_cluster.config import ClusterConfig
+from shoal_replica.build import resolve_config
+from shoal_replica.config import EngineConfig
+
+
+def engine_config(config: ClusterConfig) -> EngineConfig:
+    """What every replica of ``config`` runs. Reads the checkpoint's folder, and makes it where it is missing.
+
+    Raises:
+        ConfigError, NotFound: as ``resolve_config`` does.
+    """
+    settings = config.replica
+    return resolve_config(
+        config.model,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        max_model_len=settings.max_model_len,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        scheduler=settings.scheduler_config(),
+        parallel=settings.parallel_config(),
+    )

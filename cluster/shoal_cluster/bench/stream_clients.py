@@ -46,14 +46,14 @@ async def _read_grpc(port: int, num_streams: int, num_tokens: int) -> tuple[int,
 async def _read_http(port: int, num_streams: int, num_tokens: int) -> tuple[int, int]:
     """Each on a connection of its own. Events are counted; only the last but one is read: it has the usage."""
     loop = asyncio.get_running_loop()
-    streams = [_EventCounter(stream_id(number), num_tokens) for number in range(num_streams)]
+    streams = [EventCounter(stream_id(number), num_tokens) for number in range(num_streams)]
     for stream in streams:
         await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", port)  # type: ignore[misc]
     await asyncio.gather(*(stream.ended for stream in streams))
     return sum(stream.num_tokens for stream in streams), sum(stream.num_events for stream in streams)
 
 
-class _EventCounter(asyncio.Protocol):
+class EventCounter(asyncio.Protocol):
     """One streamed completion, as cheaply as it can be read."""
 
     def __init__(self, request_id: str, max_tokens: int) -> None:

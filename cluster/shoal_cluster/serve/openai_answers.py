@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from shoal_cluster.serve.call import GatewayCore, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
@@ -15,6 +16,8 @@ from shoal_replica.request import FinishReason
 
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
+
+_encoder = msgspec.json.Encoder()
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # OpenAI's word for minus infinity, which JSON cannot say
@@ -166,7 +169,7 @@ async def answer_events(
     model: str,
     include_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
-    """Run ``calls``; server-sent events as chunks come. Closing the generator cancels the calls."""
+    """Run ``calls``; server-sent events as chunks come, some at a time. Closing the generator cancels the calls."""
     params = calls[0].sampling_params
     head = _head(shape.event_object, shape, request_id, model)
     if include_usage:
@@ -176,26 +179,27 @@ async def answer_events(
     async with open_merged_chunks(core, calls) as chunks:
         async for number, chunk in chunks:
             index = number * params.n + chunk.index
+            events = b""
             if index not in offsets:
                 offsets[index] = 0
                 opening = shape.opening(index)
                 if opening is not None:
-                    yield event(head | {"choices": [opening]})
+                    events = event(head | {"choices": [opening]})
             logprobs = None
             if chunk.logprobs:
                 logprobs, offsets[index] = shape.logprobs(chunk.logprobs, offsets[index])
             if chunk.text or logprobs or chunk.finish_reason:
-                yield event(head | {"choices": [shape.delta(index, chunk.text, logprobs, chunk.finish_reason)]})
+                events += event(head | {"choices": [shape.delta(index, chunk.text, logprobs, chunk.finish_reason)]})
+            if events:
+                yield events  # a write for each piece costs more than all else here
             if chunk.usage is not None:
                 usage.usages.append(chunk.usage)
-    if include_usage:
-        yield event(head | {"choices": [], "usage": usage.body()})
-    yield DONE
+    yield (event(head | {"choices": [], "usage": usage.body()}) if include_usage else b"") + DONE
 
 
 def event(body: Json) -> bytes:
     """One server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return b"data: " + _encoder.encode(body) + b"\n\n"
 
 
 def _head(kind: str, shape: AnswerShape, request_id: str, model: str) -> Json:

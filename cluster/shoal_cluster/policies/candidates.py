@@ -9,7 +9,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_replica.stats import ReplicaStats
+from shoal_replica.stats import DUE_WITHIN_S, ReplicaStats
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -29,11 +29,16 @@ COUNTS = (  # of ReplicaStats, under the same names in ``Candidates.told``
     "draining",
 )
 DERIVED = ("num_open_blocks", "num_open_slots")  # free, less what the replica's own queue will take
+DUE = tuple(f"num_due_tokens_{place}" for place in range(len(DUE_WITHIN_S)))
+"""To compute before a newcomer that is due within each of ``DUE_WITHIN_S``."""
 TOLD = np.dtype(
     [
         ("connected", "?"),
         ("known", "?"),
-        *((name, {"step_s": "f8", "token_s": "f8", "draining": "?"}.get(name, "i8")) for name in (*COUNTS, *DERIVED)),
+        *(
+            (name, {"step_s": "f8", "token_s": "f8", "draining": "?"}.get(name, "i8"))
+            for name in (*COUNTS, *DERIVED, *DUE)
+        ),
     ]
 )
 PROMISED = ("num_reserved", "num_reserved_blocks", "num_reserved_tokens")
@@ -74,7 +79,7 @@ class Candidates:
 
     Attributes:
         stats: what each replica said last; None until it has spoken.
-        told: the same in columns [n], under the same names but for ``known`` (there are stats) and ``DERIVED``.
+        told: the same in columns [n], under the same names but for ``known`` (there are stats), ``DERIVED``, ``DUE``.
         promised: rows ``PROMISED``, [3, n].
         age_s, num_matched_blocks: as in ReplicaView, [n].
     """
@@ -103,6 +108,12 @@ class Candidates:
             np.array([row.age_s for row in rows], np.float64),
             np.array([row.num_matched_blocks for row in rows], np.int64),
         )
+
+    def matching(self, num_matched_blocks: Ints, promised: Ints | None = None) -> Candidates:
+        """The same for another prompt, and with other promises if given."""
+        promised = self.promised if promised is None else promised
+        told, age_s = self.told, self.age_s
+        return Candidates(self.replica_ids, self.node_ids, self.stats, told, promised, age_s, num_matched_blocks)
 
     def __len__(self) -> int:
         return len(self.replica_ids)
@@ -161,13 +172,14 @@ def told_row(stats: ReplicaStats | None, connected: bool) -> tuple[object, ...]:
         return (
             connected,
             False,
-            *(int(name in ("block_size", "max_num_batched_tokens")) for name in (*COUNTS, *DERIVED)),
+            *(int(name in ("block_size", "max_num_batched_tokens")) for name in (*COUNTS, *DERIVED, *DUE)),
         )
     # A queued prompt's blocks are still counted free: they are taken, all at once, when its first step is scheduled.
     num_queued_blocks = -(-stats.num_waiting_tokens // stats.block_size) if stats.num_waiting else 0
     num_open_blocks = stats.num_free_blocks - num_queued_blocks
     num_open_slots = stats.max_num_seqs - stats.num_running - stats.num_waiting
-    return (connected, True, *_counts_of(stats), num_open_blocks, num_open_slots)
+    due = stats.due_tokens if len(stats.due_tokens) == len(DUE) else (stats.num_waiting_tokens,) * len(DUE)
+    return (connected, True, *_counts_of(stats), num_open_blocks, num_open_slots, *due)
 
 
 def unknown_rows(count: int) -> NDArray[np.void]:

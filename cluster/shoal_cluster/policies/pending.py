@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from random import Random
 
@@ -18,7 +18,7 @@ from shoal_cluster.policies.candidates import Candidates, Ints
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteWeights, route
+from shoal_cluster.policies.routing import RouteWeights, choose
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Rank, Wish
@@ -160,7 +160,8 @@ class PendingQueue:
         """
         if not self._held:
             return None
-        plan = Plan(view.candidates((), now), weights, self._config.max_steps_ahead)
+        snapshot = view.candidates((), now)
+        plan = Plan(snapshot, weights, self._config.max_steps_ahead)
         if not (plan.may_start.any() or self._has_unplanned):
             return None
         urgent = self._most_urgent(now)
@@ -179,16 +180,16 @@ class PendingQueue:
             num_matched = int(matched[number, best])
             due_in_s = held.due_s - now
             if has_room and plan.can_start(query, best, num_matched, due_in_s):
-                candidates = replace(view.candidates(query.block_hashes, now), promised=plan.promised())
+                candidates = snapshot.matching(view.match(query.block_hashes), plan.promised())
                 seed = rng.getrandbits(32)
-                decision = route(query, candidates, weights, Random(seed))
-                best = candidates.replica_ids.index(decision.ranked[0])
+                decision = choose(query, candidates, weights, seed)
+                best = candidates.replica_ids.index(decision.best)
                 num_matched = int(candidates.num_matched_blocks[best])
                 if plan.can_start(query, best, num_matched, due_in_s):
                     self.remove(query.request_id)
                     self._note_cost(held, num_matched, now)
                     self._shares.charge(held.pending.tenant, uncached_tokens(query, num_matched))
-                    return Dispatch(held.pending, decision.ranked[0], held.due_s, candidates, seed, decision)
+                    return Dispatch(held.pending, decision.best, held.due_s, candidates, seed, decision)
             self._note_cost(held, num_matched, now)
             plan.give(query, best, num_matched)
             if self._is_one_of_many:
@@ -212,7 +213,7 @@ class PendingQueue:
     def _matched(self, held: _Held, view: ClusterView, now: float) -> Ints:
         """Cached blocks by replica, looked up when they were not lately: the one who goes is looked up again."""
         if held.matched_s < now - MAX_MATCH_AGE_S or held.matched_of is not view.replica_ids:
-            held.matched = view.candidates(held.pending.query.block_hashes, now).num_matched_blocks
+            held.matched = view.match(held.pending.query.block_hashes)
             held.matched_s, held.matched_of = now, view.replica_ids
         return held.matched
 

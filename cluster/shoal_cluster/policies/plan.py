@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_cluster.policies.candidates import Candidates, Floats, Ints
+from shoal_cluster.policies.candidates import DUE, Candidates, Floats, Ints
 from shoal_cluster.policies.ranking import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, work
 from shoal_replica.stats import DUE_WITHIN_S
@@ -35,44 +35,40 @@ class Plan:
         self._takes: Bools = told["connected"] & told["known"] & ~told["draining"]
         self._promised: Ints = snapshot.promised.copy()
         self._limits: Floats = max_steps_ahead * told["max_num_batched_tokens"]
-        self._due = [
-            (stats.due_tokens if stats else ()) or (num_tokens,) * len(DUE_WITHIN_S)
-            for stats, num_tokens in zip(snapshot.stats, told["num_waiting_tokens"].tolist(), strict=True)
-        ]
-        soonest = np.array([due[0] for due in self._due])
-        self.may_start: Bools = self._takes & (soonest + self._promised[2] <= self._limits)
+        self.may_start: Bools = self._takes & (told[DUE[0]] + self._promised[2] <= self._limits)
         self._costs: Floats = np.zeros((0, 0))
         self._blocks: Ints = np.zeros((0, 0), np.int64)
+        self._free_blocks: Ints = told["num_open_blocks"] - self._promised[1]
+        self._has_slot: Bools = told["num_open_slots"] > self._promised[0]
 
     def consider(self, queries: Sequence[RouteQuery], matched: Ints) -> None:
         """Price ``queries`` [q] on every replica; ``matched`` are the blocks cached there [q, n]."""
         size = np.array([[query.num_prompt_tokens, query.num_blocks_needed] for query in queries])
         uncached = np.maximum(1, size[:, :1] - matched * queries[0].block_size)
-        self._costs = work(self._snapshot, uncached, self._weights)
-        self._costs[:, ~self._takes] = np.inf
-        self._costs[size[:, 1:] > self._snapshot.told["num_total_blocks"]] = np.inf
+        can_take = self._takes & (size[:, 1:] <= self._snapshot.told["num_total_blocks"])
+        self._costs = np.where(can_take, work(self._snapshot, uncached, self._weights), np.inf)
         for number, query in enumerate(queries):
             if query.excluded:
                 self._costs[number, np.isin(self._snapshot.replica_ids, list(query.excluded))] = np.inf
-        self._blocks = np.maximum(0, size[:, 1:] - matched)
+        self._blocks = np.maximum(1, size[:, 1:] - matched)
 
     def best(self, number: int) -> tuple[int, bool]:
         """The replica for the query of that number, and whether it has room for it now. -1: none takes it."""
-        given = self._promised - self._snapshot.promised
-        costs = self._costs[number] + given[2] + self._weights.decode_price * given[0]
-        with_room = np.where(self._has_room(self._blocks[number]), costs, np.inf)
+        costs = self._costs[number]
+        has_room = self._has_slot & (self._free_blocks >= self._blocks[number])
+        with_room = np.where(has_room, costs, np.inf)
         place = int(with_room.argmin())
-        if np.isfinite(with_room[place]):
+        if with_room[place] < np.inf:
             return place, True
         place = int(costs.argmin())
-        return (place if np.isfinite(costs[place]) else -1), False
+        return (place if costs[place] < np.inf else -1), False
 
     def can_start(self, query: RouteQuery, place: int, num_matched_blocks: int, due_in_s: float) -> bool:
         """Whether the replica at ``place`` has time and room now for ``query``, due in so many seconds."""
-        ahead = self._due[place][bisect_left(DUE_WITHIN_S, due_in_s)] + self._promised[2, place]
-        if not (self._takes[place] and ahead <= self._limits[place]):
-            return False
-        return bool(self._has_room(uncached_blocks(query, num_matched_blocks))[place])
+        ahead = self._snapshot.told[DUE[bisect_left(DUE_WITHIN_S, due_in_s)]][place] + self._promised[2, place]
+        num_blocks = max(1, uncached_blocks(query, num_matched_blocks))
+        has_room = self._has_slot[place] and self._free_blocks[place] >= num_blocks
+        return bool(self._takes[place] and ahead <= self._limits[place] and has_room)
 
     def give(self, query: RouteQuery, place: int, num_matched_blocks: int) -> None:
         """The replica at ``place`` is to take ``query``, now or later: what comes after counts on the rest."""
@@ -81,14 +77,13 @@ class Plan:
     def set_aside(self, place: int, num_blocks: int, num_tokens: int) -> None:
         """The same for a request of which only its size is known."""
         self._promised[:, place] += (1, num_blocks, num_tokens)
-        self.may_start[place] &= self._due[place][0] + self._promised[2, place] <= self._limits[place]
+        self._costs[:, place] += num_tokens
+        self._costs[:, place] += self._weights.decode_price
+        told = self._snapshot.told[place]
+        self._free_blocks[place] -= num_blocks
+        self._has_slot[place] = told["num_open_slots"] > self._promised[0, place]
+        self.may_start[place] &= told[DUE[0]] + self._promised[2, place] <= self._limits[place]
 
     def promised(self) -> Ints:
         """What the snapshot had promised, and what was given."""
         return self._promised.copy()
-
-    def _has_room(self, num_blocks: Ints | int) -> Bools:
-        told = self._snapshot.told
-        has: Bools = told["num_open_blocks"] - self._promised[1] >= np.maximum(1, num_blocks)
-        has &= told["num_open_slots"] > self._promised[0]
-        return has

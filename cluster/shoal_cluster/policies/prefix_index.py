@@ -49,7 +49,7 @@ class PrefixIndex:
         num_sets = 1 << (-(-max_entries // NUM_WAYS) - 1).bit_length()
         self.max_entries = num_sets * NUM_WAYS
         self.num_evicted = 0
-        self.num_changes = 0  # while it stays the same, so do the answers
+        self._num_changes = 0
         self._num_entries = 0
         self._set_mask = np.uint64(num_sets - 1)
         # The system gives pages of zeros when they are first written, so an empty index takes no memory.
@@ -62,6 +62,11 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return self._num_entries
+
+    @property
+    def version(self) -> int:
+        """While it stays the same, so do the answers."""
+        return self._num_changes
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +89,7 @@ class PrefixIndex:
         if not keys.size:
             return
         word, bit = slot // WORD_BITS, _bit(slot)
-        self.num_changes += 1
+        self._num_changes += 1
         ticks = self._next_ticks(keys.size)
         rows, entries = self._find(keys)
         held = self._holders[entries, tier, word]
@@ -219,7 +224,7 @@ class PrefixIndex:
 
     def _clear(self, entries: Ints, slot: int, tier: Tier) -> None:
         """``slot`` holds ``entries`` in this tier no longer; those that nobody holds are free."""
-        self.num_changes += 1
+        self._num_changes += 1
         word, bit = slot // WORD_BITS, _bit(slot)
         held = self._holders[entries, tier, word]
         self._num_held[tier, slot] -= np.count_nonzero(held & bit)

@@ -65,13 +65,54 @@ class CandidateTerms:
     terms: Terms = ()
 
 
-@dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """Eligible replicas, best first (none: nobody can take the request), why, and every candidate's terms."""
+    """Eligible replicas, best first (none: nobody can take the request), why, and every candidate's terms.
 
-    ranked: tuple[str, ...]
-    reason: str
-    candidates: Sequence[CandidateTerms]
+    One that is ``deferred`` knows only its ``best``, "" for none, and ``num_ranked``; the rest is worked out when it is
+    first read.
+    """
+
+    __slots__ = ("_parts", "_work_out", "best", "num_ranked")
+
+    def __init__(self, ranked: tuple[str, ...], reason: str, candidates: Sequence[CandidateTerms]) -> None:
+        self.best = ranked[0] if ranked else ""
+        self.num_ranked = len(ranked)
+        self._parts: tuple[tuple[str, ...], str, Sequence[CandidateTerms]] | None = (ranked, reason, candidates)
+        self._work_out: Callable[[], RouteDecision] | None = None
+
+    @classmethod
+    def deferred(cls, best: str, num_ranked: int, work_out: Callable[[], RouteDecision]) -> RouteDecision:
+        """A decision for ``best`` of so many; ``work_out`` gives the whole of it, and must agree."""
+        decision = cls.__new__(cls)
+        decision.best, decision.num_ranked = best, num_ranked
+        decision._parts, decision._work_out = None, work_out
+        return decision
+
+    @property
+    def ranked(self) -> tuple[str, ...]:
+        return self._whole()[0]
+
+    @property
+    def reason(self) -> str:
+        return self._whole()[1]
+
+    @property
+    def candidates(self) -> Sequence[CandidateTerms]:
+        return self._whole()[2]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RouteDecision) and self.best == other.best and self._whole() == other._whole()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"RouteDecision(best={self.best!r}, reason={self.reason!r})"
+
+    def _whole(self) -> tuple[tuple[str, ...], str, Sequence[CandidateTerms]]:
+        if self._parts is None:
+            assert self._work_out is not None
+            self._parts, self._work_out = self._work_out()._whole(), None
+        return self._parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +139,7 @@ def rank(query: RouteQuery, candidates: Candidates, rng: Random, score: Score) -
         why = [f"{candidate.replica_id}: {candidate.rejected}" for candidate in explained]
         return RouteDecision((), f"no replica can take it: {some(why)}" if why else "no replica is known", explained)
     scores = score(query, candidates)
-    shuffle = np.frombuffer(rng.randbytes(4 * len(candidates)), np.uint32)
-    keys: list[NDArray[Any]] = [shuffle, scores.cost]
+    keys: list[NDArray[Any]] = [shuffle(rng, len(candidates)), scores.cost]
     must_wait = scores.must_wait is not None and scores.must_wait.any()
     if scores.must_wait is not None and must_wait:
         keys.append(scores.must_wait)
@@ -116,6 +156,30 @@ def rank(query: RouteQuery, candidates: Candidates, rng: Random, score: Score) -
         elif (scores.cost < cost)[eligible].any():
             reason += "; cheaper ones have no room now"
     return RouteDecision(tuple([ids[place] for place in order]), reason, explained)
+
+
+def best_of(query: RouteQuery, candidates: Candidates, scores: Scores, seed: int) -> tuple[int, int]:
+    """The place of the one that ``rank`` puts first with a generator of ``seed``; how many are eligible. -1: none."""
+    eligible = is_eligible(query, candidates)
+    num_eligible = int(np.count_nonzero(eligible))
+    cost = np.where(eligible, scores.cost, np.inf)
+    if scores.must_wait is not None:
+        at_once = np.where(scores.must_wait, np.inf, cost)
+        if at_once.min(initial=np.inf) < np.inf:
+            cost = at_once
+    least = cost.min(initial=np.inf)
+    if not num_eligible:
+        return -1, 0
+    equals = (cost == least).nonzero()[0]
+    if equals.size == 1:
+        return int(equals[0]), num_eligible
+    dice = shuffle(Random(seed), len(candidates))
+    return int(equals[dice[equals].argmin()]), num_eligible
+
+
+def shuffle(rng: Random, count: int) -> NDArray[np.uint32]:
+    """Dice for that many replicas: among equals the lowest comes first."""
+    return np.frombuffer(rng.randbytes(4 * count), np.uint32)
 
 
 def uncached_tokens(query: RouteQuery, num_matched_blocks: int) -> int:

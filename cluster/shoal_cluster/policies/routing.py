@@ -15,6 +15,7 @@ from shoal_cluster.policies.ranking import (
     RouteDecision,
     RouteQuery,
     Scores,
+    best_of,
     rank,
     some,
     uncached_blocks,
@@ -28,6 +29,7 @@ __all__ = [
     "RouteQuery",
     "RouteRecord",
     "RouteWeights",
+    "choose",
     "decide",
     "route",
     "uncached_blocks",
@@ -83,17 +85,24 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     return RouteDecision(decision.ranked, reason, decision.candidates)
 
 
+def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, seed: int) -> RouteDecision:
+    """``route`` with a fresh generator of ``seed``, of which only the best is worked out now."""
+    place, num_eligible = best_of(query, candidates, _price(query, candidates, weights), seed)
+    best = "" if place < 0 else candidates.replica_ids[place]
+    return RouteDecision.deferred(best, num_eligible, lambda: route(query, candidates, weights, Random(seed)))
+
+
 def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
     """The scores behind ``route``, in prompt tokens of compute."""
     told, matched = candidates.told, candidates.num_matched_blocks
-    uncached: Ints = np.maximum(1, query.num_prompt_tokens - matched * query.block_size)
-    free_blocks: Ints = told["num_open_blocks"] - candidates.num_reserved_blocks
-    prefill: Floats = np.multiply(weights.prefill_price, uncached)
+    scores = _price(query, candidates, weights)
+    prefill: Floats = np.multiply(weights.prefill_price, _uncached(query, matched))
     running: Floats = np.multiply(weights.decode_price, _num_sequences(candidates))
+    free_blocks: Ints = told["num_open_blocks"] - candidates.num_reserved_blocks
     free_slots: Ints = told["num_open_slots"] - candidates.num_reserved
     return Scores(
-        cost=work(candidates, uncached, weights),
-        must_wait=(free_slots < 1) | (free_blocks < np.maximum(0, query.num_blocks_needed - matched)),
+        cost=scores.cost,
+        must_wait=scores.must_wait,
         terms=(
             ("waiting", told["num_waiting_tokens"]),
             ("reserved", candidates.num_reserved_tokens),
@@ -107,18 +116,34 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
     )
 
 
+def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
+    """The same without its terms."""
+    told, matched = candidates.told, candidates.num_matched_blocks
+    num_reserved, num_reserved_blocks, _ = candidates.promised
+    has_no_slot = told["num_open_slots"] <= num_reserved
+    num_new_blocks = np.maximum(0, query.num_blocks_needed - matched)
+    return Scores(
+        cost=work(candidates, _uncached(query, matched), weights),
+        must_wait=has_no_slot | (told["num_open_blocks"] < num_reserved_blocks + num_new_blocks),
+    )
+
+
 def work(candidates: Candidates, uncached: Ints, weights: RouteWeights) -> Floats:
     """The cost behind ``route`` for a prompt with so many ``uncached`` tokens on each replica [n], or many prompts
     [q, n].
     """
-    ahead = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
-    total: Floats = (
-        weights.prefill_price * uncached
-        + ahead
-        + weights.decode_price * _num_sequences(candidates)
-        + _stale(candidates, weights)
-    )
+    total: Floats = np.multiply(weights.prefill_price, uncached, dtype=np.float64)
+    total += candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
+    total += weights.decode_price * _num_sequences(candidates)
+    if candidates.age_s.max(initial=0.0) > weights.max_age_s:
+        total += _stale(candidates, weights)
     return total
+
+
+def _uncached(query: RouteQuery, num_matched_blocks: Ints) -> Ints:
+    """Prompt tokens to compute on each replica [n]."""
+    uncached: Ints = np.maximum(1, query.num_prompt_tokens - num_matched_blocks * query.block_size)
+    return uncached
 
 
 def _num_sequences(candidates: Candidates) -> Ints:
@@ -152,4 +177,4 @@ def decide(
     query: RouteQuery, candidates: Candidates, weights: RouteWeights, *, seed: int, time_s: float
 ) -> RouteRecord:
     """``route`` with a fresh generator of ``seed``, recorded."""
-    return RouteRecord(time_s, query, candidates, weights, seed, route(query, candidates, weights, Random(seed)))
+    return RouteRecord(time_s, query, candidates, weights, seed, choose(query, candidates, weights, seed))

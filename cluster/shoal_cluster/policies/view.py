@@ -50,6 +50,7 @@ class ClusterView:
         self._foreign = np.zeros((len(PROMISED), 0), np.int64)  # what other gateways have promised
         self._updated_s = np.zeros(0)
         self._slots = np.zeros(0, np.int64)
+        self._known: tuple[float, Candidates] | None = None  # the last snapshot for no prompt, until something changes
         self._asked: tuple[Sequence[BlockHash], tuple[str, ...], int] = ((), (), -1)
         self._matched = np.zeros(0, np.int64)
 
@@ -75,6 +76,7 @@ class ClusterView:
             self._set_members((*self._replica_ids, replica_id))
         if node_id:
             self._node_ids[self._place_of[replica_id]] = node_id
+            self._known = None
 
     def leave(self, replica_id: str) -> None:
         """A replica is gone: forget its blocks, its stats and what was promised on it. Idempotent."""
@@ -126,6 +128,7 @@ class ClusterView:
         place = self._place_of.get(replica_id)
         if place is not None:
             self._told["connected"][place] = False
+            self._known = None
 
     def reserve(
         self,
@@ -186,6 +189,7 @@ class ClusterView:
         place = self._place_of.get(replica_id)
         if place is not None:
             self._foreign[:, place] = (num_requests, num_blocks, num_tokens)
+            self._known = None
 
     def set_wishes(self, replica_id: str, wishes: Sequence[Wish]) -> None:
         """What other gateways mean to send to ``replica_id``, as it says itself; due dates are on our clock."""
@@ -208,15 +212,19 @@ class ClusterView:
 
     def candidates(self, block_hashes: Sequence[BlockHash], now: float) -> Candidates:
         """A snapshot for one prompt: every member. ``block_hashes`` may be empty."""
-        return Candidates(
-            self._replica_ids,
-            tuple(self._node_ids),
-            tuple(self._stats),
-            np.frombuffer(self._told.tobytes(), self._told.dtype),  # a copy, faster than ``copy`` for records
-            self._promised + self._foreign,
-            np.where(self._told["known"], np.maximum(0.0, now - self._updated_s), 0.0),
-            self._match(block_hashes),
-        )
+        if self._known is None or self._known[0] != now:
+            snapshot = Candidates(
+                self._replica_ids,
+                tuple(self._node_ids),
+                tuple(self._stats),
+                np.frombuffer(self._told.tobytes(), self._told.dtype),  # a copy, faster than ``copy`` for records
+                self._promised + self._foreign,
+                np.where(self._told["known"], np.maximum(0.0, now - self._updated_s), 0.0),
+                np.zeros(len(self), np.int64),
+            )
+            self._known = (now, snapshot)
+        snapshot = self._known[1]
+        return snapshot.matching(self.match(block_hashes)) if block_hashes else snapshot
 
     def replicas_for(self, block_hashes: Sequence[BlockHash], now: float) -> tuple[ReplicaView, ...]:
         """``candidates`` as rows."""
@@ -238,9 +246,11 @@ class ClusterView:
             hashes = {h for where, expected in self._expected.values() if where == replica_id for h in expected}
             assert self.index.num_held(replica_id, Tier.EXPECTED) <= len(hashes)
 
-    def _match(self, block_hashes: Sequence[BlockHash]) -> Ints:
-        """Cached blocks by member. A placement asks more than once: the same question is looked up once."""
-        asked = (block_hashes, self._replica_ids, self.index.num_changes)
+    def match(self, block_hashes: Sequence[BlockHash]) -> Ints:
+        """Leading blocks of a prompt that each member caches [n]. A placement asks more than once: the same question is
+        looked up once.
+        """
+        asked = (block_hashes, self._replica_ids, self.index.version)
         before = self._asked
         if block_hashes is not before[0] or self._replica_ids is not before[1] or asked[2] != before[2]:
             self._matched = self.index.match_slots(block_hashes)[self._slots]
@@ -252,10 +262,12 @@ class ClusterView:
             self._stats[place] = stats
             self._told[place] = told_row(stats, True)
         self._updated_s[place] = now
+        self._known = None
 
     def _count(self, reservation: Reservation, sign: int) -> None:
         place = self._place_of[reservation.replica_id]
         self._promised[:, place] += (sign, sign * reservation.num_blocks, sign * reservation.num_tokens)
+        self._known = None
 
     def _set_members(self, replica_ids: Iterable[str]) -> None:
         """Make the columns those of ``replica_ids``; who was here keeps what is known of it."""
@@ -268,7 +280,7 @@ class ClusterView:
         for new, old in kept:
             told[new], promised[:, new], updated_s[new] = self._told[old], self._promised[:, old], self._updated_s[old]
             node_ids[new], stats[new], foreign[:, new] = self._node_ids[old], self._stats[old], self._foreign[:, old]
-        self._foreign = foreign
+        self._foreign, self._known = foreign, None
         self._told, self._promised, self._updated_s = told, promised, updated_s
         self._node_ids, self._stats, self._replica_ids = node_ids, stats, members
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}

@@ -194,9 +194,9 @@ class GatewayLedger:
         query, candidates, now = record.query, record.replicas, time.monotonic()
         self.routes.add(record)
         self.on_decision(record)
-        if not record.decision.ranked or query.request_id not in self._followers:  # its client has left
+        best = record.decision.best
+        if not best or query.request_id not in self._followers:  # its client has left
             return
-        best = record.decision.ranked[0]
         place = candidates.replica_ids.index(best)
         num_matched = int(candidates.num_matched_blocks[place])
         num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)

@@ -18,9 +18,11 @@ class SharedPool:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._hashes: OrderedDict[BlockHash, None] = OrderedDict()
+        self.num_changes = 0
 
     def store(self, block_hashes: Iterable[BlockHash]) -> None:
         """These are cached from now on."""
+        self.num_changes += 1
         for block_hash in block_hashes:
             self._hashes[block_hash] = None
             self._hashes.move_to_end(block_hash)
@@ -48,6 +50,10 @@ class SharedIndex(PrefixIndex):
     def __init__(self, pool: SharedPool) -> None:
         super().__init__()
         self._pool = pool
+
+    @property
+    def version(self) -> int:
+        return super().version + self._pool.num_changes
 
     def match_slots(self, block_hashes: Sequence[BlockHash]) -> Ints:
         return np.full_like(super().match_slots(()), self._pool.match(block_hashes))

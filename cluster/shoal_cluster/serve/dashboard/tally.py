@@ -36,9 +36,9 @@ class Tally:
             records = recent(NUM_COUNTED)
         new = list(takewhile(lambda record: _key(record) != self._last, records))
         for record in reversed(new):
-            if record.decision.ranked:
+            if record.decision.best:
                 num_cached, num_blocks = cached_blocks(record)
-                self._counted.append((record.decision.ranked[0], num_cached, num_blocks))
+                self._counted.append((record.decision.best, num_cached, num_blocks))
         if records:
             self._last = _key(records[0])
         return records
@@ -65,8 +65,8 @@ def _key(record: RouteRecord) -> tuple[float, str]:
 
 def cached_blocks(record: RouteRecord) -> tuple[int, int]:
     """Of a decision: full blocks of the prompt that the chosen replica had, and all of them."""
-    ranked, replicas = record.decision.ranked, record.replicas
+    best, replicas = record.decision.best, record.replicas
     num_blocks = len(record.query.block_hashes)
-    if not ranked:
+    if not best:
         return 0, num_blocks
-    return int(replicas.num_matched_blocks[replicas.replica_ids.index(ranked[0])]), num_blocks
+    return int(replicas.num_matched_blocks[replicas.replica_ids.index(best)]), num_blocks

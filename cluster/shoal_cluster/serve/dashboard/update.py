@@ -227,7 +227,7 @@ def _route(record: RouteRecord) -> Route:
     return Route(
         request_id=record.query.request_id,
         time_s=round(record.time_s, 3),
-        replica_id=record.decision.ranked[0] if record.decision.ranked else "",
+        replica_id=record.decision.best,
         num_prompt_tokens=record.query.num_prompt_tokens,
         num_cached_blocks=num_cached,
         num_prompt_blocks=num_blocks,

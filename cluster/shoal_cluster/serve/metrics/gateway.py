@@ -100,12 +100,12 @@ class GatewayMetrics:
 
 def decision_reason(record: RouteRecord) -> d.DecisionReason:
     """The one word for a decision; its record tells the whole."""
-    ranked = record.decision.ranked
-    if not ranked:
+    best = record.decision.best
+    if not best:
         return d.DecisionReason.UNPLACED
-    if len(ranked) == 1:
+    if record.decision.num_ranked == 1:
         return d.DecisionReason.ONLY
     matched = record.replicas.num_matched_blocks
-    chosen = matched[record.replicas.replica_ids.index(ranked[0])]
+    chosen = matched[record.replicas.replica_ids.index(best)]
     told_apart = chosen == matched.max() > matched.min()
     return d.DecisionReason.PREFIX if told_apart else d.DecisionReason.LOAD

@@ -9,7 +9,7 @@ from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_need import Load, measure, needs, predicted_ttft
 from shoal_cluster.policies.autoscaling_observe import observe, reporting
 from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
-from shoal_cluster.policies.autoscaling_view import ScaleView
+from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 
 SLACK = 0.85  # fewer replicas must do with this share of the target: what sufficed by a hair is not given up ...
 REGRET_S = 300.0  # ... nor, once given up, taken back for a hair; going up again this soon was a mistake
@@ -45,6 +45,38 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
         reason = f"{kind}: {_bounds(config, floor)}; the load alone: {reason}"
     terms = _terms(view, state, load, needed, num_careful, now)
     return ScaleDecision(bounded, reason, terms, _remember(state, view.num_target, bounded, now))
+
+
+def scale_record(
+    view: ScaleView, state: ScaleState, config: ScaleConfig, now: float, decision: ScaleDecision
+) -> ScaleRecord:
+    """``decision`` with what made it: the arguments of ``desired_replicas``."""
+    return ScaleRecord(
+        seq=0,
+        time_s=now,
+        num_before=view.num_target,
+        num_after=decision.num_replicas,
+        num_running=len(view.replicas),
+        num_starting=max(0, view.num_target - len(view.replicas)),
+        reason=decision.reason,
+        terms=decision.terms,
+        replicas=view.replicas,
+        config=config,
+        demand=view.demand,
+        state=state,
+    )
+
+
+def replay(record: ScaleRecord) -> ScaleDecision:
+    """Decide again from a record that has its state: the same count, reason and terms.
+
+    Raises:
+        ValueError: the state was left out.
+    """
+    if record.state is None:
+        raise ValueError(f"state: record {record.seq} has none; only records of changes keep it")
+    view = ScaleView(replicas=record.replicas, num_target=record.num_before, demand=record.demand)
+    return desired_replicas(view, record.state, record.config, record.time_s)
 
 
 def _whole(needed: dict[str, float], load: Load, view: ScaleView) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_state import ScaleState
 from shoal_cluster.policies.view import ReplicaView
 
 
@@ -52,7 +53,7 @@ class ScaleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRecord:
-    """One decision as it was taken, to be shown.
+    """One decision as it was taken, to be shown, and with all that made it: ``autoscaling.replay`` takes it again.
 
     Attributes:
         seq: counts the decisions that changed the target, from 1; a look that changed nothing has the last one's.
@@ -63,6 +64,8 @@ class ScaleRecord:
         terms: what the decision weighed, by name.
         replicas: every running replica as the decision saw it.
         config: the settings then.
+        demand: what the gateways had seen come.
+        state: what was remembered before. None where it was left out: at the faces, and of looks that changed nothing.
     """
 
     seq: int
@@ -75,3 +78,5 @@ class ScaleRecord:
     terms: tuple[tuple[str, float], ...]
     replicas: tuple[ReplicaView, ...]
     config: ScaleConfig
+    demand: Demand | None = None
+    state: ScaleState | None = None

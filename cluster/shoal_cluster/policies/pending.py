@@ -7,7 +7,7 @@ free first, and to the best of them. Replicas therefore get only what they can s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from random import Random
@@ -15,13 +15,14 @@ from random import Random
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates, Ints
+from shoal_cluster.policies.look import Considered, Draw, Look, look
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteWeights, choose
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
-from shoal_cluster.policies.wishes import Rank, Wish
+from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
 from shoal_replica.errors import ConfigError
 
 MAX_MATCH_AGE_S = 0.5
@@ -70,6 +71,7 @@ class Dispatch:
     Attributes:
         candidates: what the decision saw. Promised there: also what more urgent requests, still held, will take.
         due_s: when its first token is due; the replica's ``deadline`` policy goes by it.
+        look: what was considered before it and held, and why this one is next.
     """
 
     pending: PendingRequest
@@ -78,6 +80,7 @@ class Dispatch:
     candidates: Candidates
     seed: int
     decision: RouteDecision
+    look: Look
 
 
 @dataclass(slots=True, eq=False)
@@ -165,40 +168,47 @@ class PendingQueue:
         if not (plan.may_start.any() or self._has_unplanned):
             return None
         urgent = self._most_urgent(now)
-        matched = np.stack([self._matched(held, view, now) for held in urgent])
-        plan.consider([held.pending.query for held in urgent], matched)
+        considered = self._considered(urgent, view, now)
+        draws: dict[int, Draw] = {}
+
+        def draw(number: int) -> Draw:
+            draws[number] = view.match(considered[number].query.block_hashes), rng.getrandbits(32)
+            return draws[number]
+
+        plans_all, self._has_unplanned = self._has_unplanned, False
+        steps, sent = look(plan, considered, plans_all, draw)
+        for held, step in zip(urgent, steps, strict=False):
+            if step.place < 0:
+                continue
+            query = held.pending.query
+            self._note_cost(held, step.num_matched_blocks, now)
+            size = uncached_blocks(query, step.num_matched_blocks), uncached_tokens(query, step.num_matched_blocks)
+            if step.is_sent and sent is not None:
+                self._has_unplanned = plans_all
+                self.remove(query.request_id)
+                self._shares.charge(held.pending.tenant, size[1])
+                seen, max_steps = tuple(considered[: len(steps)]), self._config.max_steps_ahead
+                record = Look(snapshot, weights, max_steps, plans_all, seen, draws, steps)
+                return Dispatch(
+                    held.pending, sent.decision.best, held.due_s, sent.candidates, sent.seed, sent.decision, record
+                )
+            if self._is_one_of_many:
+                held.wish = (view.replica_ids[step.place], *size)
+        return None
+
+    def _considered(self, urgent: Sequence[_Held], view: ClusterView, now: float) -> list[Considered]:
+        """As a look sees them, with the other gateways' wishes between them."""
+        considered: list[Considered] = []
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
         other = next(foreign, None)
-        for number, held in enumerate(urgent):
-            query = held.pending.query
+        for held in urgent:
+            before: list[PlacedWish] = []
             while other is not None and other.wish.rank < self._rank(held):
-                plan.set_aside(other.place, other.wish.num_blocks, other.wish.num_tokens)
+                before.append(other)
                 other = next(foreign, None)
-            best, has_room = plan.best(number)
-            if best < 0:
-                continue
-            num_matched = int(matched[number, best])
-            due_in_s = held.due_s - now
-            if has_room and plan.can_start(query, best, num_matched, due_in_s):
-                candidates = snapshot.matching(view.match(query.block_hashes), plan.promised())
-                seed = rng.getrandbits(32)
-                decision = choose(query, candidates, weights, seed)
-                best = candidates.replica_ids.index(decision.best)
-                num_matched = int(candidates.num_matched_blocks[best])
-                if plan.can_start(query, best, num_matched, due_in_s):
-                    self.remove(query.request_id)
-                    self._note_cost(held, num_matched, now)
-                    self._shares.charge(held.pending.tenant, uncached_tokens(query, num_matched))
-                    return Dispatch(held.pending, decision.best, held.due_s, candidates, seed, decision)
-            self._note_cost(held, num_matched, now)
-            plan.give(query, best, num_matched)
-            if self._is_one_of_many:
-                size = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
-                held.wish = (view.replica_ids[best], *size)
-            if not (plan.may_start.any() or self._has_unplanned):
-                return None
-        self._has_unplanned = False
-        return None
+            matched = self._matched(held, view, now)
+            considered.append(Considered(held.pending.query, held.due_s - now, matched, tuple(before)))
+        return considered
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
         """What is held and where it was planned last, by replica, the most urgent first: for other gateways."""

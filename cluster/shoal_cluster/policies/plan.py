@@ -31,7 +31,7 @@ class Plan:
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
         told = snapshot.told
         self._snapshot = snapshot
-        self._weights = weights
+        self.weights = weights
         self._takes: Bools = told["connected"] & told["known"] & ~told["draining"]
         self._promised: Ints = snapshot.promised.copy()
         self._limits: Floats = max_steps_ahead * told["max_num_batched_tokens"]
@@ -46,7 +46,7 @@ class Plan:
         size = np.array([[query.num_prompt_tokens, query.num_blocks_needed] for query in queries])
         uncached = np.maximum(1, size[:, :1] - matched * queries[0].block_size)
         can_take = self._takes & (size[:, 1:] <= self._snapshot.told["num_total_blocks"])
-        self._costs = np.where(can_take, work(self._snapshot, uncached, self._weights), np.inf)
+        self._costs = np.where(can_take, work(self._snapshot, uncached, self.weights), np.inf)
         for number, query in enumerate(queries):
             if query.excluded:
                 self._costs[number, np.isin(self._snapshot.replica_ids, list(query.excluded))] = np.inf
@@ -78,12 +78,12 @@ class Plan:
         """The same for a request of which only its size is known."""
         self._promised[:, place] += (1, num_blocks, num_tokens)
         self._costs[:, place] += num_tokens
-        self._costs[:, place] += self._weights.decode_price
+        self._costs[:, place] += self.weights.decode_price
         told = self._snapshot.told[place]
         self._free_blocks[place] -= num_blocks
         self._has_slot[place] = told["num_open_slots"] > self._promised[0, place]
         self.may_start[place] &= told[DUE[0]] + self._promised[2, place] <= self._limits[place]
 
-    def promised(self) -> Ints:
-        """What the snapshot had promised, and what was given."""
-        return self._promised.copy()
+    def candidates(self, num_matched_blocks: Ints) -> Candidates:
+        """The snapshot for a prompt with these blocks cached [n]. Promised there is also what was given."""
+        return self._snapshot.matching(num_matched_blocks, self._promised.copy())

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from ray.serve.config import AutoscalingContext
 
-from shoal_cluster.policies.autoscaling import desired_replicas
+from shoal_cluster.policies.autoscaling import desired_replicas, scale_record
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
-from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
+from shoal_cluster.policies.autoscaling_state import ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord, ScaleView
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
@@ -75,9 +75,10 @@ class BlockScaling:
             num_target=context.target_num_replicas,
             demand=_demand(reports),
         )
-        decision = desired_replicas(view, self._state, config, now)
+        before = self._state
+        decision = desired_replicas(view, before, config, now)
         self._state = decision.state
-        self._tell(view, decision, config, now)
+        self._tell(scale_record(view, before, config, now, decision))
         self._metrics.take(view.num_target, decision.num_replicas, len(view.replicas))
         self._export.publish_if_due(self._metrics.points, time.monotonic())
         return decision.num_replicas, {}
@@ -103,24 +104,12 @@ class BlockScaling:
             config = replace(config, min_replicas=math.ceil(config.min_replicas * share), max_replicas=high)
         return config
 
-    def _tell(self, view: ScaleView, decision: ScaleDecision, config: ScaleConfig, now: float) -> None:
-        changes = decision.num_replicas != view.num_target
-        record = ScaleRecord(
-            seq=0,
-            time_s=now,
-            num_before=view.num_target,
-            num_after=decision.num_replicas,
-            num_running=len(view.replicas),
-            num_starting=max(0, view.num_target - len(view.replicas)),
-            reason=decision.reason,
-            terms=decision.terms,
-            replicas=view.replicas,
-            config=config,
-        )
+    def _tell(self, record: ScaleRecord) -> None:
+        changes = record.num_after != record.num_before
         assert self._link is not None
         self._link.tell(record, changes=changes)
         if changes:
-            logger.info("scaling %d -> %d: %s", view.num_target, decision.num_replicas, decision.reason)
+            logger.info("scaling %d -> %d: %s", record.num_before, record.num_after, record.reason)
 
 
 def _demand(reports: list[GatewayReport]) -> Demand | None:

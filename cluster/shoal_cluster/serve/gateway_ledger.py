@@ -128,6 +128,7 @@ class GatewayLedger:
         record = RouteRecord(time.time(), query, dispatch.candidates, self.weights, dispatch.seed, dispatch.decision)
         if query.request_id in self._followers:
             self._dispatched[query.request_id] = record
+            self.routes.add_look(query.request_id, dispatch.look)
         self._commit(record)
 
     def routed(self, request_id: str, replica_id: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 
+from shoal_cluster.policies.look import Look
 from shoal_cluster.policies.routing import RouteRecord
 
 MAX_REQUESTS = 4096
 MAX_BYTES = 128 * 2**20
+MAX_LOOK_BYTES = 32 * 2**20
 MAX_RECORDS_PER_REQUEST = 16
 BYTES_PER_HASH = 57  # a bytes object of 16 and its place in a tuple
 
@@ -20,6 +22,8 @@ class RouteLog:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
+        self._looks: OrderedDict[str, Look] = OrderedDict()  # by request id
+        self._num_look_bytes = 0
         self.num_bytes = 0  # about
 
     def __len__(self) -> int:
@@ -37,6 +41,19 @@ class RouteLog:
         while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
             _, oldest = self._records.popitem(last=False)
             self.num_bytes -= sum(map(_size, oldest))
+
+    def add_look(self, request_id: str, look: Look) -> None:
+        """Keep the look that sent a request; those of the requests sent longest ago are forgotten first."""
+        if (before := self._looks.pop(request_id, None)) is not None:
+            self._num_look_bytes -= before.num_bytes
+        self._looks[request_id] = look
+        self._num_look_bytes += look.num_bytes
+        while len(self._looks) > self._max_requests or (self._num_look_bytes > MAX_LOOK_BYTES and len(self._looks) > 1):
+            self._num_look_bytes -= self._looks.popitem(last=False)[1].num_bytes
+
+    def look_of(self, request_id: str) -> Look | None:
+        """The look that sent a request, the last if several did: who came before it, and where they are to wait."""
+        return self._looks.get(request_id)
 
     def of_call(self, call_id: str) -> list[RouteRecord]:
         """Those kept for a call, oldest first: the first and the last few."""

@@ -7,6 +7,7 @@ a restart of either. Every call blocks for about half a millisecond, as long as 
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -103,7 +104,7 @@ class ScalingBoard:
         return [record for record in found if record is not None and after_seq < record.seq <= until_seq]
 
     def _put(self, key: str, value: object) -> None:
-        self._store.put(self._prefix + key, msgspec.msgpack.encode(value))
+        self._store.put(self._prefix + key, msgspec.msgpack.encode(value, enc_hook=_plain))
 
     def _get(self, key: str, kind: type[T]) -> T | None:
         raw = self._store.get(self._prefix + key)
@@ -113,3 +114,10 @@ class ScalingBoard:
             return msgspec.msgpack.decode(raw, type=kind)
         except (msgspec.DecodeError, ConfigError):
             return None
+
+
+def _plain(value: object) -> object:
+    """What a record's memory has that msgpack lacks."""
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    raise NotImplementedError(f"a {type(value).__name__} cannot be kept at the board")

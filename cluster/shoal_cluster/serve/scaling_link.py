@@ -40,7 +40,7 @@ class BoardLink:
 
     def tell(self, record: ScaleRecord, *, changes: bool) -> None:
         """Leave the last look at the board; when it changed the count, among the records too."""
-        self._last = record
+        self._last = replace(record, state=None)  # the board gets it twice a second
         if changes:
             try:
                 self._unsent.put_nowait(record)

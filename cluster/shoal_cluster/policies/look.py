@@ -1,0 +1,118 @@
+"""One look over the held requests: who is sent, where, and where the others are planned. A pure function, recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal_cluster.policies.candidates import Candidates, Ints
+from shoal_cluster.policies.plan import Plan
+from shoal_cluster.policies.ranking import RouteDecision, RouteQuery
+from shoal_cluster.policies.routing import RouteWeights, choose
+from shoal_cluster.policies.wishes import PlacedWish
+
+Draw = tuple[Ints, int]
+"""By what a request is placed once it seems that it can go: blocks cached on each replica by now [n], and a seed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Considered:
+    """A held request as a look sees it.
+
+    Attributes:
+        due_in_s: seconds until its first token is due.
+        matched: blocks cached on each replica, as looked up lately [n].
+        before: what other gateways hold that comes before it and after the one considered before it.
+    """
+
+    query: RouteQuery
+    due_in_s: float
+    matched: Ints
+    before: tuple[PlacedWish, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a look decided of one request: the place of the replica it is sent to, or is to wait for; -1: for none."""
+
+    place: int
+    num_matched_blocks: int
+    is_sent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The request that goes: ``route`` with these candidates and ``seed`` decides the same again."""
+
+    candidates: Candidates
+    seed: int
+    decision: RouteDecision
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """A look with all that made it.
+
+    Attributes:
+        snapshot: the cluster, for no prompt in particular.
+        plans_all: whether those are planned too that come when no replica may start anything more.
+        considered: the most urgent first, as far as the look went.
+        draws: by number of the request.
+        steps: what was decided of each.
+    """
+
+    snapshot: Candidates
+    weights: RouteWeights
+    max_steps_ahead: float
+    plans_all: bool
+    considered: tuple[Considered, ...]
+    draws: dict[int, Draw]
+    steps: tuple[Step, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the arrays, but for those of the snapshot."""
+        return sum(one.matched.nbytes for one in self.considered)
+
+    def replay(self) -> tuple[Step, ...]:
+        """Decide again from the record: equal to ``steps``."""
+        plan = Plan(self.snapshot, self.weights, self.max_steps_ahead)
+        return look(plan, self.considered, self.plans_all, self.draws.__getitem__)[0]
+
+
+def look(
+    plan: Plan, considered: Sequence[Considered], plans_all: bool, draw: Callable[[int], Draw]
+) -> tuple[tuple[Step, ...], Sent | None]:
+    """Decide of ``considered`` in order, up to the first that is sent or until no replica may start anything more.
+
+    Each is placed, busy replicas included; if the best one cannot start it, it is planned there before the next is
+    considered.
+    """
+    steps: list[Step] = []
+    matched = np.stack([one.matched for one in considered])
+    plan.consider([one.query for one in considered], matched)
+    for number, one in enumerate(considered):
+        for other in one.before:
+            plan.set_aside(other.place, other.wish.num_blocks, other.wish.num_tokens)
+        query = one.query
+        place, has_room = plan.best(number)
+        if place < 0:
+            steps.append(Step(place, 0))
+            continue
+        num_matched = int(matched[number, place])
+        if has_room and plan.can_start(query, place, num_matched, one.due_in_s):
+            now_matched, seed = draw(number)
+            candidates = plan.candidates(now_matched)
+            decision = choose(query, candidates, plan.weights, seed)
+            place = candidates.replica_ids.index(decision.best)
+            num_matched = int(now_matched[place])
+            if plan.can_start(query, place, num_matched, one.due_in_s):
+                steps.append(Step(place, num_matched, is_sent=True))
+                return tuple(steps), Sent(candidates, seed, decision)
+        steps.append(Step(place, num_matched))
+        plan.give(query, place, num_matched)
+        if not (plans_all or plan.may_start.any()):
+            break
+    return tuple(steps), None

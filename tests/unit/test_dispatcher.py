@@ -42,6 +42,12 @@ async def test_held_requests_all_get_their_answers_and_each_decision_replays() -
         records = [record for name in prompts for record in serve.ledger.routes.of_call(name)]
         assert len(records) == 12
         assert all(record.replay() == record.decision for record in records)
+        for record in records:
+            look = serve.ledger.routes.look_of(record.query.request_id)
+            assert look is not None
+            assert look.replay() == look.steps
+            assert look.steps[-1].is_sent
+            assert look.snapshot.replica_ids[look.steps[-1].place] == record.decision.best
 
 
 async def test_a_replica_gets_only_what_it_can_start() -> None:

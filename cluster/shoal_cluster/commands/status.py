@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,6 +87,10 @@ def _table(cluster: ClusterRow) -> Table:
             f"\nprefix hits: {quality.predicted_rate:.1%} predicted, {quality.actual_rate:.1%} found; "
             f"ledger age at decisions: p99 {1000 * quality.age_p99_s:.0f} ms"
         )
+    if cluster.recent_ttft_s:
+        recent = sorted(cluster.recent_ttft_s)
+        p50, p99 = (recent[math.ceil(share * len(recent)) - 1] for share in (0.5, 0.99))
+        title += f"\nfirst token, last {len(recent)} requests: p50 {p50:.2f} s, p99 {p99:.2f} s"
     table = Table(title=title, title_justify="left", show_footer=True, box=box.SIMPLE, padding=(0, 1, 0, 0))
     sums = [
         *_blocks(sum_blocks(cluster.replicas)),

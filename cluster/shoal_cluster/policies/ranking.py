@@ -111,7 +111,9 @@ class RouteDecision:
     def _whole(self) -> tuple[tuple[str, ...], str, Sequence[CandidateTerms]]:
         if self._parts is None:
             assert self._work_out is not None
-            self._parts, self._work_out = self._work_out()._whole(), None
+            whole = self._work_out()
+            assert whole.best == self.best, f"{self.best} was chosen, {whole.best} is the best"
+            self._parts, self._work_out = whole._whole(), None
         return self._parts
 
 

@@ -30,11 +30,11 @@ os.environ.update(  # before Ray is imported
     RAY_USAGE_STATS_ENABLED="0",
 )
 
-from fixtures.live_cluster import free_address  # noqa: E402
+from fixtures.live_cluster import LOOK_S, free_address, num_connected, until_cluster  # noqa: E402
 
 from shoal_cluster.commands.client import GatewayClient  # noqa: E402
 from shoal_cluster.commands.deploy import deploy, read_config  # noqa: E402
-from shoal_cluster.serve.call import GenerateCall  # noqa: E402
+from shoal_cluster.serve.call import ClusterRow, GenerateCall  # noqa: E402
 from shoal_replica import SamplingParams  # noqa: E402
 from shoal_replica.errors import ShoalError  # noqa: E402
 
@@ -78,29 +78,32 @@ async def measure(address: str, num_downs: int, width: int, num_tokens: int) -> 
                     continue
                 seen["whole" if got == expected[prompt] else "cut" if len(got) < num_tokens else "different"] += 1
 
-        async def until_running(count: int) -> None:
-            async with asyncio.timeout(TIMEOUT_S):
-                while sum(row.connected for row in (await client.cluster()).replicas) != count:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-
         async def count_downs() -> int:
             records = (await client.scaling()).records
             return sum(max(0, record.num_before - record.num_after) for record in records)
+
+        async def until_counted(num: int) -> None:
+            async with asyncio.timeout(TIMEOUT_S):
+                while await count_downs() < num:  # noqa: ASYNC110 - the gateway does not call us
+                    await asyncio.sleep(LOOK_S)
 
         keepers = [asyncio.create_task(keep(number)) for number in range(width)]
         while (downs := await count_downs()) < num_downs:
             print(f"{downs} down, {dict(seen)}, {(await client.cluster()).num_resumes} resumed", flush=True)
             await client.tune({"min_replicas": 3, "max_replicas": 3}, reset=False, admin_key=ADMIN_KEY)
-            await until_running(3)
-            await asyncio.sleep(1.0)  # let streams spread
+            await until_cluster(client, lambda row: num_busy(row) == 3)
             await client.tune({"min_replicas": 1, "max_replicas": 1}, reset=False, admin_key=ADMIN_KEY)
-            await until_running(1)
-            await asyncio.sleep(1.5)  # let the gateway read of it
+            await until_cluster(client, lambda row: num_connected(row) == 1)
+            await until_counted(downs + 2)
         done.set()
         await asyncio.gather(*keepers)
         seen["downs"] = await count_downs()
         seen["resumed"] = (await client.cluster()).num_resumes
     return seen
+
+
+def num_busy(row: ClusterRow) -> int:
+    return sum(r.connected and r.stats is not None and r.stats.num_running > 0 for r in row.replicas)
 
 
 def main() -> None:

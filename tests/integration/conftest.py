@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.live_cluster import LiveCluster, free_address
+from fixtures.live_cluster import LiveCluster, free_address, num_connected, until_cluster
 from fixtures.otlp_collector import collecting
 
+from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay, make_token
 
@@ -26,7 +28,15 @@ os.environ.update(
 )
 
 ADMIN_KEY = "session"
-LOCAL_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "local.yaml"
+HERE = Path(__file__).parent
+LOCAL_YAML = HERE.parents[1] / "deploy" / "serve" / "local.yaml"
+TIMEOUT_S = 900  # a test's time includes the start of its cluster, and machines that do much else are slow
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +56,14 @@ def cluster() -> Iterator[LiveCluster]:
         args["traces"] = {"otlp_endpoint": collector.endpoint}
         ray.wait_until_up()
         deploy(document, ray.dashboard_url, lambda progress: None)
+        asyncio.run(_all_connected(grpc_address, settings.scaling.min_replicas))
         folder = ray.folder / "ray"
         yield LiveCluster(
             grpc_address, http_address, ray.dashboard_url, settings.name, folder, ADMIN_KEY, collector=collector
         )
+
+
+async def _all_connected(address: str, num_replicas: int) -> None:
+    """Serve calls a replica running before the gateway has heard of it."""
+    async with GatewayClient(address) as client:
+        await until_cluster(client, lambda row: num_connected(row) == num_replicas)

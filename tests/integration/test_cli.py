@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from fixtures.fake_gateway import ADMIN_KEY, FakeGateway
+from fixtures.live_cluster import free_address
 from typer.testing import CliRunner
 
 from shoal_cluster.cli import LATER, app
@@ -143,8 +143,7 @@ def test_an_error_of_the_core_is_one_line(core: FakeGateway, address: str) -> No
 
 @pytest.mark.parametrize("arguments", [["generate", "hi"], ["status"], ["explain", "x"]])
 def test_no_gateway_is_said_plainly(arguments: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    address = free_address()
     result = CliRunner().invoke(app, [*arguments, "--address", address])
     assert result.exit_code == 1
     assert result.stderr == f"no Shoal gateway at {address}; start one with `make demo`\n"

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 
 import grpc
 import httpx
 import openai
 import pytest
-from fixtures.live_cluster import LiveCluster
+from fixtures.live_cluster import LiveCluster, is_idle, num_connected, pid_of, until_cluster
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shoal_cluster.commands.client import GatewayClient
@@ -55,25 +54,8 @@ def text(chunks: list[Chunk], index: int = 0) -> str:
     return "".join(chunk.text for chunk in chunks if chunk.index == index)
 
 
-async def until(client: GatewayClient, condition: Callable[[ClusterRow], bool], timeout_s: float = 60.0) -> None:
-    """Ask for the cluster's state until ``condition`` holds of it."""
-    async with asyncio.timeout(timeout_s):
-        while not condition(await client.cluster()):
-            pass  # each look is a round trip
-
-
 def num_generated(row: ClusterRow) -> int:
     return sum(replica.stats.num_generated_tokens for replica in row.replicas if replica.stats)
-
-
-def is_idle(row: ClusterRow) -> bool:
-    """No replica runs, holds or has been promised anything."""
-    return row.num_active == 0 and all(
-        r.stats is not None
-        and not (r.stats.num_running or r.stats.num_waiting or r.stats.num_allocated_blocks)
-        and not r.num_reserved_blocks
-        for r in row.replicas
-    )
 
 
 async def test_a_call_says_who_ran_it_and_what_was_cached(cluster: LiveCluster):
@@ -134,7 +116,7 @@ async def test_a_stop_string_ends_the_text_and_frees_the_blocks(cluster: LiveClu
         stopped = await collect(client, call(max_tokens=24, stop=(stop,)))
         assert text(stopped) == whole[: whole.index(stop)]
         assert stopped[-1].finish_reason is FinishReason.STOP
-        await until(client, is_idle)
+        await until_cluster(client, is_idle)
 
 
 async def test_thirty_cancels_in_a_row_free_everything(cluster: LiveCluster):
@@ -148,10 +130,10 @@ async def test_thirty_cancels_in_a_row_free_everything(cluster: LiveCluster):
                     break
             before = num_generated(await client.cluster())
             await stream.aclose()  # type: ignore[attr-defined]
-            await until(client, is_idle)
+            await until_cluster(client, is_idle)
             # The step that runs, and those within the 50 ms that a cancel may take: never on to max_tokens.
             assert num_generated(await client.cluster()) - before <= MAX_TOKENS_AFTER_CANCEL
-        await until(client, is_idle)
+        await until_cluster(client, is_idle)
 
 
 async def test_explain_gives_the_recorded_decision_and_it_replays(cluster: LiveCluster):
@@ -226,13 +208,13 @@ async def test_a_long_prompt_is_refused_while_a_stream_goes_on(cluster: LiveClus
         await anext(stream)
         posted = asyncio.create_task(http.post(url, json={"model": cluster.model, "prompt": "word " * 1_400_000}))
         num_meanwhile = 0
-        async for _ in stream:
+        async for chunk in stream:
             if posted.done():
                 break
-            num_meanwhile += 1
+            num_meanwhile += len(chunk.token_ids)
         await stream.aclose()  # type: ignore[attr-defined]
         refused = await posted
-        await until(client, is_idle)
+        await until_cluster(client, is_idle)
     assert refused.status_code == 400
     assert "1400001 tokens" in refused.json()["error"]["message"]
     assert num_meanwhile >= 10  # they came while the text was being tokenised, not after
@@ -276,22 +258,14 @@ def test_the_command_line(cluster: LiveCluster):
     assert len(status["replicas"]) == 2
 
 
-def replica_pid(cluster: LiveCluster, replica_id: str) -> int:
-    """The process of a replica, as Ray's dashboard knows it."""
-    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
-
-    details = ServeSubmissionClient(cluster.dashboard_url).get_serve_details()
-    replicas = details["applications"]["shoal"]["deployments"]["ReplicaServer"]["replicas"]
-    (pid,) = [r["pid"] for r in replicas if r["replica_id"] == replica_id]
-    return int(pid)
-
-
 async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cluster: LiveCluster):
     """Eight streams, four of them on a replica that is killed: each gets the tokens of an undisturbed run."""
     params = {"max_tokens": 120, "ignore_eos": True}
     # Different from the first block on, so that they spread over both replicas.
     requests = [replace(call(seed=i, **params), messages=(Message("user", f"{i}: tell a story."),)) for i in range(8)]
     async with GatewayClient(cluster.grpc_address) as client:
+        rows = (await until_cluster(client, is_idle)).replicas
+        pids = {r.replica_id: pid_of(cluster, "ReplicaServer", r.replica_id) for r in rows}
         streams: list[list[Chunk]] = [[] for _ in requests]
         started = asyncio.Event()
 
@@ -306,7 +280,7 @@ async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cl
             await started.wait()
         row = await client.cluster()
         victim = max(row.replicas, key=lambda r: r.stats.num_running if r.stats else 0)
-        os.kill(replica_pid(cluster, victim.replica_id), signal.SIGKILL)
+        os.kill(pids[victim.replica_id], signal.SIGKILL)
         await asyncio.gather(*tasks)
         num_resumes = [stream[-1].usage.num_resumes for stream in streams if stream[-1].usage]
         assert sum(num_resumes) >= 1
@@ -314,8 +288,8 @@ async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cl
         for stream, output in zip(streams, undisturbed(cluster, requests), strict=True):
             assert tokens(stream) == output.token_ids
             assert text(stream) == output.text
-        await until(client, lambda row: sum(r.connected for r in row.replicas) == 2)  # the capacity comes back
-        await until(client, is_idle)
+        await until_cluster(client, lambda row: num_connected(row) == 2)  # the capacity comes back
+        await until_cluster(client, is_idle)
 
 
 def test_no_errors_leak_tracebacks(cluster: LiveCluster):

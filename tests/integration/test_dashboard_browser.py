@@ -93,6 +93,7 @@ async def test_what_the_page_shows_is_what_the_cluster_says(core: FakeCore, url:
 
 
 async def test_full_records_open_by_keyboard(core: FakeCore, url: str) -> None:
+    stand_still(core)
     async with browser_page(url) as watched:
         page = watched.page
         await is_live(page)

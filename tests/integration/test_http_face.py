@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -15,13 +15,13 @@ import pytest
 import pytest_asyncio
 import uvicorn
 from fixtures.fake_gateway import MODEL, TOKENIZER, FakeGateway
+from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
 
 MAX_BODY_BYTES = 64 * 1024
-DEADLINE_S = 10.0
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -66,12 +66,6 @@ async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as http:
         yield http
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  (what is waited for is on the other side of a socket)
-            await asyncio.sleep(0.001)
 
 
 async def test_chat(client: openai.AsyncOpenAI, core: FakeGateway) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.live_cluster import LiveCluster, free_address
+from fixtures.live_cluster import LiveCluster, free_address, num_connected, until_cluster
 from ray.cluster_utils import Cluster
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
-from shoal_cluster.serve.call import ClusterRow, GenerateCall
+from shoal_cluster.serve.call import GenerateCall
 from shoal_replica import SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -61,20 +61,9 @@ def call(text: str, max_tokens: int) -> GenerateCall:
     return GenerateCall(request_id=uuid.uuid4().hex, text=text, sampling_params=params, timeout_s=120)
 
 
-async def until(client: GatewayClient, condition: Callable[[ClusterRow], bool]) -> ClusterRow:
-    async with asyncio.timeout(90):
-        while not condition(row := await client.cluster()):
-            pass  # each look is a round trip
-    return row
-
-
-def num_connected(row: ClusterRow) -> int:
-    return sum(replica.connected for replica in row.replicas)
-
-
 async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: Cluster, cluster: LiveCluster):
     async with GatewayClient(cluster.grpc_address) as client:
-        row = await until(client, lambda row: num_connected(row) == 2)
+        row = await until_cluster(client, lambda row: num_connected(row) == 2)
         node_ids = {replica.node_id for replica in row.replicas}
         assert len(node_ids) == 2
         assert nodes.head_node.node_id not in node_ids
@@ -103,7 +92,7 @@ async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: C
         assert sum(num_resumes for _, _, num_resumes in disturbed) >= 1
 
         nodes.add_node(**WORKER)  # in this thread: Ray sets signal handlers
-        row = await until(client, lambda row: num_connected(row) == 2)
+        row = await until_cluster(client, lambda row: num_connected(row) == 2)
         assert lost_node.node_id not in {r.node_id for r in row.replicas if r.connected}
         undisturbed = await asyncio.gather(*(run(number) for number in range(6)))
         assert [tokens for tokens, _, _ in disturbed] == [tokens for tokens, _, _ in undisturbed]

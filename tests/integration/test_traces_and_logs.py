@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import httpx
 import pytest
 from fixtures.live_cluster import LiveCluster
 from fixtures.otlp_collector import attributes
+from fixtures.waiting import until
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.serve.call import GenerateCall, Message
@@ -22,14 +21,8 @@ from shoal_replica import SamplingParams
 
 pytestmark = pytest.mark.integration
 
-ARRIVAL_S = 30.0
+LOOK_S = 0.2  # a look reads files
 SECRET = "zanzibarquartz"  # no word of the code's or of anybody else's prompts
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(ARRIVAL_S):
-        while not condition():  # noqa: ASYNC110 - files and other threads have no event of their own
-            await asyncio.sleep(0.2)
 
 
 def new_trace() -> TraceContext:
@@ -40,8 +33,8 @@ def lines_of(ray_folder: Path, request_id: str) -> list[dict[str, Any]]:
     """What the cluster's processes have logged of a request."""
     found: dict[str, dict[str, Any]] = {}
     for path in (ray_folder / "session_latest" / "logs").rglob("*.err"):
-        for line in path.read_text(errors="replace").splitlines():
-            if request_id in line and line.startswith("{"):
+        for line in path.read_text(errors="replace").splitlines(keepends=True):
+            if request_id in line and line.startswith("{") and line.endswith("\n"):  # else it is being written
                 found[line] = json.loads(line)
     return list(found.values())
 
@@ -71,7 +64,7 @@ async def test_both_faces_take_the_callers_trace_and_log_one_line(cluster: LiveC
         assert (await http.post("/v1/chat/completions", json=long)).status_code == 400
 
     for trace, request_id in ((by_grpc, call.request_id), (by_http, http_id)):
-        await until(lambda trace=trace: len(cluster.collector.trace(trace.trace_id)) >= 6)
+        await until(lambda trace=trace: len(cluster.collector.trace(trace.trace_id)) >= 6, LOOK_S)
         spans = {span.name: span for span in cluster.collector.trace(trace.trace_id)}
         assert set(spans) == {"generate", "admit", "route", "queue", "prefill", "decode"}
         assert spans["generate"].parent_span_id.hex() == trace.span_id
@@ -82,7 +75,7 @@ async def test_both_faces_take_the_callers_trace_and_log_one_line(cluster: LiveC
     assert attributes(spans["decode"])["shoal.replica_id"]
     assert SECRET.encode() not in b"".join(r.SerializeToString() for r in cluster.collector.requests)
 
-    await until(lambda: lines_of(cluster.ray_folder, call.request_id) and lines_of(cluster.ray_folder, http_id))
+    await until(lambda: lines_of(cluster.ray_folder, call.request_id) and lines_of(cluster.ray_folder, http_id), LOOK_S)
     (line,) = lines_of(cluster.ray_folder, call.request_id)
     assert line["outcome"] == "finished"
     assert line["trace_id"] == by_grpc.trace_id

@@ -8,6 +8,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
+import pytest
 from fixtures.live_cluster import free_address
 from npu_models import GREEDY, NUM_TOKENS, Expected, make_folder
 
@@ -27,6 +28,8 @@ from shoal_cluster.commands.client import GatewayClient  # noqa: E402 (brings ra
 from shoal_cluster.commands.deploy import deploy, read_config  # noqa: E402
 from shoal_cluster.serve.call import Chunk, GenerateCall  # noqa: E402
 from shoal_replica.llm import RequestOutput, SequenceOutput  # noqa: E402
+
+pytestmark = pytest.mark.timeout(900)  # it includes the start of the cluster
 
 NPU_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "npu.yaml"
 PROMPTS = [f"{start} the sea is deep, and the wind is on the water" * 3 for start in ("When", "Why", "Now", "If")]

@@ -95,7 +95,10 @@ class BlockMachine(RuleBasedStateMachine):
         shared = [i for i in written if table[i] in read_by_others]
         num_needed = max(0, -(-end // self.block_size) - len(table)) + len(shared)
         assert self.kv.num_blocks_to_append(seq_id, start, end) == num_needed
-        assert not (num_needed and self.kv.fits_last_block(seq_id, start, end))
+        assert self.kv.reads_shared(seq_id, start, end) is bool(shared)
+        if start < end:
+            in_last = start >= (len(table) - 1) * self.block_size and end <= len(table) * self.block_size
+            assert self.kv.fits_last_block(seq_id, start, end) is (in_last and num_needed == 0)
         free = self.free_blocks
         if num_needed > len(free):
             return

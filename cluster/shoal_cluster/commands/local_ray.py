@@ -14,16 +14,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
+from random import SystemRandom
 from types import TracebackType
 
 import psutil
 
 from shoal_replica.errors import Unavailable
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 STOP_GRACE_S = 3.0
 LOG_LINES = 10
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+USUAL_EPHEMERAL = 32_768
+FIRST_PORT = 20_000  # Ray's workers have those from 10002 to 19999
 
 
 class LocalRay:
@@ -125,9 +130,23 @@ def make_token(folder: Path) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """Ports of loopback that nobody listens on and, where there are such, that no outgoing connection is given.
+
+    They are used some time later, and a cluster that starts opens connections by the hundred.
+    """
+    try:
+        end = int(EPHEMERAL_RANGE.read_text().split()[0])
+    except OSError:  # not Linux
+        end = 0
+    if end <= FIRST_PORT:
+        end = USUAL_EPHEMERAL
+    shuffled = SystemRandom().sample(range(FIRST_PORT, end), end - FIRST_PORT)
+    return list(islice(filter(_is_free, shuffled), count))
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

@@ -262,7 +262,14 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_bad_input_has_openais_error_body(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str | None, words: str, stream: bool
+    http: httpx.AsyncClient,
+    core: FakeGateway,
+    path: str,
+    body: dict[str, Any],
+    status: int,
+    param: str | None,
+    words: str,
+    stream: bool,
 ) -> None:
     answer = await http.post(path, json={**body, "stream": stream})
     assert answer.status_code == status
@@ -272,6 +279,8 @@ async def test_bad_input_has_openais_error_body(
     assert words in error["message"]
     assert "\n" not in error["message"]
     assert answer.headers["x-request-id"]
+    # The core counts what it was asked; what it was not is told to it, once.
+    assert core.num_unread == (path in (CHAT, COMPLETION) and not core.num_refused)
 
 
 @pytest.mark.parametrize(
@@ -285,11 +294,12 @@ async def test_bad_input_has_openais_error_body(
         b'{"messages": [], "cache_salt": "\\udfff"}',
     ],
 )
-async def test_a_body_that_is_no_json_is_a_bad_request(http: httpx.AsyncClient, raw: bytes) -> None:
+async def test_a_body_that_is_no_json_is_a_bad_request(http: httpx.AsyncClient, core: FakeGateway, raw: bytes) -> None:
     answer = await http.post(CHAT, content=raw, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
     assert "Traceback" not in answer.text
+    assert core.num_unread == 1
 
 
 async def test_wrong_method_and_wrong_model(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 ALERTS = Path(__file__).parents[1] / "fixtures" / "alerts.yaml"
 BOARD = RULES.parent / "grafana" / "shoal.json"
 ARRIVAL_S = 90.0  # Ray's agents are some seconds behind
-MOVING = (d.FEED_AGE, d.GATEWAY_MEMORY)  # never the same at two looks
+MOVING = (d.FEED_AGE, d.GATEWAY_MEMORY, d.REPLICA_MEMORY)  # never the same at two looks
 
 
 def test_promtool_accepts_the_configuration_and_the_alerts_fire():
@@ -41,6 +41,18 @@ def test_promtool_accepts_the_configuration_and_the_alerts_fire():
     assert {case["alertname"] for case in cases if not case["exp_alerts"]} == alerts
 
 
+def test_every_expression_of_the_board_parses(tmp_path: Path):
+    require_prometheus()
+    exprs = [target["expr"] for panel in json.loads(BOARD.read_text())["panels"] for target in panel["targets"]]
+    rules = [{"record": f"board:{number}", "expr": expr} for number, expr in enumerate(exprs)]
+    path = tmp_path / "rules.yaml"
+    for broken in ("", ")"):
+        rules[-1]["expr"] += broken
+        path.write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": rules}]}))
+        done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == (1 if broken else 0), done.stderr
+
+
 async def arrives(look: Callable[[], bool], meanwhile: Callable[[], Awaitable[object]]) -> None:
     """Do something again and again until ``look`` is true."""
     async with asyncio.timeout(ARRIVAL_S):
@@ -48,9 +60,13 @@ async def arrives(look: Callable[[], bool], meanwhile: Callable[[], Awaitable[ob
             await meanwhile()
 
 
+def page_text(address: str) -> str:
+    return httpx.get(f"http://{address}/metrics", timeout=60).text
+
+
 def gateway_series(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """What the gateway's own page says now, but for what moves by itself."""
-    text = httpx.get(f"http://{address}/metrics", timeout=30).text
+    text = page_text(address)
     moving = {family.name for family in MOVING}
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -109,7 +125,11 @@ async def test_prometheus_scrapes_a_running_cluster(cluster: LiveCluster, tmp_pa
                 return not differences(server, page)
 
             await arrives(agrees, lambda: asyncio.sleep(0.5))
-        assert len(page) > 100
+        assert len(page) > 150
+        told = {family.name: family for family in text_string_to_metric_families(page_text(cluster.http_address))}
+        assert {name: family.type for name, family in told.items()} == {
+            f.name.removesuffix("_total"): f.kind for f in d.FAMILIES
+        }, "the gateway's page has every metric, with its type"
         names = {sample["metric"]["__name__"] for sample in server.query('{__name__=~"shoal_.+",job="ray"}')}
         suffixes = {d.Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
         assert names == {f.name + suffix for f in d.FAMILIES for suffix in suffixes.get(f.kind, ("",))}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
+from collections.abc import Callable
+from contextlib import aclosing
 
 import pytest
-from fixtures.live_cluster import free_address
+from fixtures.live_cluster import CHANGE_TIMEOUT_S, LOOK_S, free_address, num_connected, until_cluster
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay
-from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve.call import ClusterRow, GenerateCall
 from shoal_replica import SamplingParams
 from shoal_replica.request import FinishReason
 
@@ -42,15 +44,26 @@ class Load:
         self.reasons += await asyncio.gather(*self._open)
 
 
+def call(text: str, max_tokens: int) -> GenerateCall:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateCall(request_id=uuid.uuid4().hex, text=text, sampling_params=params, timeout_s=300)
+
+
 async def run(client: GatewayClient, number: int) -> FinishReason | None:
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    text = f"{number} " * 400
-    call = GenerateCall(request_id=uuid.uuid4().hex, text=text, sampling_params=params, timeout_s=120)
-    return [chunk.finish_reason async for chunk in client.generate(call)][-1]
+    return [chunk.finish_reason async for chunk in client.generate(call(f"{number} " * 400, 8))][-1]
 
 
-async def num_connected(client: GatewayClient) -> int:
-    return sum(replica.connected for replica in (await client.cluster()).replicas)
+async def stream_until(client: GatewayClient, condition: Callable[[ClusterRow], bool]) -> None:
+    """Keep one long stream open, which is hardly any load, and every one of them whole."""
+    while True:
+        num_tokens = 0
+        stream = client.generate(call("Once upon a time", 1000))
+        async with aclosing(stream):  # type: ignore[type-var]
+            async for chunk in stream:
+                num_tokens += len(chunk.token_ids)
+                if condition(await client.cluster()):
+                    return
+        assert num_tokens == 1000
 
 
 async def test_none_one_three_one_none(local_yaml):
@@ -59,30 +72,29 @@ async def test_none_one_three_one_none(local_yaml):
     grpc_address = free_address()
     args["gateway"].update(grpc_address=grpc_address, http_address=free_address(), admin_key=ADMIN_KEY)
     args["scaling"] = {"min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3}
+    args["replica"]["drain_timeout_s"] = 2  # what lasts longer goes on elsewhere
     with LocalRay(num_cpus=4) as ray:
         ray.wait_until_up()
         deploy(document, ray.dashboard_url, lambda progress: None)
         async with GatewayClient(grpc_address) as client:
-            assert await num_connected(client) == 0
+            assert num_connected(await client.cluster()) == 0
             assert await run(client, 0) is FinishReason.LENGTH  # held until there is one
 
             await client.tune({"max_replicas": 3, "min_replicas": 1}, reset=False, admin_key=ADMIN_KEY)
             load = Load(client, 16)
-            async with asyncio.timeout(180):
-                while await num_connected(client) < 3:
+            async with asyncio.timeout(CHANGE_TIMEOUT_S):
+                while num_connected(await client.cluster()) < 3:
                     await load.turn()
                 await load.finish()
             assert set(load.reasons) == {FinishReason.LENGTH}
-            async with asyncio.timeout(120):
-                while await num_connected(client) > 1:
-                    assert await run(client, 0) is FinishReason.LENGTH
+            async with asyncio.timeout(CHANGE_TIMEOUT_S):
+                await stream_until(client, lambda row: num_connected(row) == 1)
 
             await client.tune({}, reset=True, admin_key=ADMIN_KEY)
-            async with asyncio.timeout(60):
-                while await num_connected(client) > 0:  # noqa: ASYNC110 - nothing tells of it
-                    await asyncio.sleep(0.2)
-                while (await client.scaling()).records[-1].num_after != 0:  # noqa: ASYNC110 - as above
-                    await asyncio.sleep(0.2)
+            await until_cluster(client, lambda row: num_connected(row) == 0)
+            async with asyncio.timeout(CHANGE_TIMEOUT_S):
+                while (await client.scaling()).records[-1].num_after != 0:  # noqa: ASYNC110 - it does not call us
+                    await asyncio.sleep(LOOK_S)
             steps = [(record.num_before, record.num_after) for record in (await client.scaling()).records]
             assert steps[0] == (0, 1)
             assert all(after == before for (_, after), (before, _) in itertools.pairwise(steps))

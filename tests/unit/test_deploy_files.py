@@ -67,6 +67,31 @@ def test_every_metric_named_is_defined(exported: dict[str, Family]) -> None:
     assert named - exported.keys() == set()
 
 
+# What in an expression is no metric's name: texts, label matchers, ranges, lists of labels, functions, operators.
+NO_NAMES = re.compile(
+    r'"(?:[^"\\]|\\.)*"|\{[^}]*\}|\[[^\]]*\]|\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)'
+    r"|\b[a-z_0-9]+\s*(?=\(|\b(?:by|without)\b)|\b(?:and|or|unless|bool|offset|by|without)\b|\b[\d.]+(?:[smhd]\b)?"
+)
+
+
+def metric_names(expression: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z_:][\w:]*", NO_NAMES.sub(" ", expression)))
+
+
+def test_names_are_found_in_expressions() -> None:
+    asked = (
+        'sum by (a) (rate(b_total{c="d", e!~"f|g{"}[5m] offset 1h)) / on(h) (k:l > bool 0.5) or absent(m) and up == 1'
+    )
+    assert metric_names(asked) == {"b_total", "k:l", "m", "up"}
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_an_expression_names_metrics_of_the_table_only(expression: str, exported: dict[str, Family]) -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    assert metric_names(expression)
+    assert metric_names(expression) - exported.keys() - recorded - {"up"} == set()
+
+
 def test_every_metric_is_on_the_board_or_in_a_rule(exported: dict[str, Family]) -> None:
     """One that nobody looks at need not be counted."""
     used = {exported[name] for expr in expressions() for name in re.findall(r"\bshoal_\w+", expr)}

@@ -23,10 +23,19 @@ from shoal_cluster.serve.metrics import definitions as d
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
 from shoal_cluster.serve.metrics.exposition import render
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics, decision_reason
+from shoal_cluster.serve.metrics.gathered import decode_points, encode_points, replica_points
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.metrics.tally import Histogram, Point, Tally
+from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_replica.engine import StepReport
-from shoal_replica.errors import DeadlineExceeded, EngineDead, InvalidArgument, NotFound, ResourceExhausted
+from shoal_replica.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from shoal_replica.sampling_params import SamplingParams
 
 MAX_SERIES_PER_GATEWAY, MAX_SERIES_PER_REPLICA = 200, 100
@@ -67,7 +76,7 @@ def test_names_follow_the_rules() -> None:
 
 def test_every_definition_is_told_with_its_labels() -> None:
     told = [
-        *gateway_metrics().points(CLUSTER.replicas),
+        *gateway_metrics().points(CLUSTER.replicas, ViewQuality()),
         *replica_metrics().points(STATS),
         *AutoscalerMetrics().points(),
     ]
@@ -80,12 +89,53 @@ def test_every_definition_is_told_with_its_labels() -> None:
             assert label.values is None or value in label.values
 
 
-def test_a_gateways_page_has_what_its_definitions_promise() -> None:
-    told = {point.family for point in gateway_metrics().all_points(CLUSTER.replicas)}
-    assert told == {family for family in d.FAMILIES if family.at_gateway}
-    parsed = text_string_to_metric_families(render(gateway_metrics().all_points(CLUSTER.replicas)).decode())
-    types = {family.name: family.type for family in parsed}
-    assert types == {f.name.removesuffix("_total"): f.kind for f in d.FAMILIES if f.at_gateway}
+async def test_a_gateways_page_has_every_metric_with_its_type() -> None:
+    replica = replica_metrics()
+    replica.take(StepReport((), (), (), STATS, step_s=0.02))
+
+    async def ask(replica_id: str) -> bytes:
+        assert replica_id == "r0", "the other is not connected"
+        return encode_points(replica.own_points())
+
+    told = await replica_points(CLUSTER.replicas, ask)
+    assert _still(series(told)) == _still(series(replica.points(STATS)))
+    page = [*gateway_metrics().points(CLUSTER.replicas, ViewQuality()), *told, *AutoscalerMetrics().points()]
+    types = {family.name: family.type for family in text_string_to_metric_families(render(page).decode())}
+    assert types == {f.name.removesuffix("_total"): f.kind for f in d.FAMILIES}
+
+
+def _still(told: dict[tuple[str, tuple[str, ...]], float]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """All but the memory of this process, which moves."""
+    return {key: value for key, value in told.items() if "resident" not in key[1]}
+
+
+async def test_a_replica_that_does_not_answer_leaves_its_stats() -> None:
+    async def ask(replica_id: str) -> bytes:
+        raise Unavailable(f"{replica_id} does not answer")
+
+    told = await replica_points(CLUSTER.replicas, ask)
+    assert {point.labels[0] for point in told} == {"r0"}
+    assert d.STEP_TIME not in {point.family for point in told}
+
+
+def test_points_of_another_version_are_left_out() -> None:
+    odd = Histogram((1.0,))
+    odd.observe(2.0)
+    mine = Point(d.REPLICA_MEMORY, ("r0", "weights"), 5.0)
+    kept = [mine, Point(d.STEP_TIME, ("r0",), odd), Point(replace(d.STEPS, name="shoal_replica_new"), ("r0",), 1.0)]
+    assert decode_points(encode_points(kept)) == [mine]
+
+
+def test_what_the_view_predicted_and_its_age_are_told() -> None:
+    metrics = gateway_metrics()
+    metrics.add_decision(example_record())
+    quality = ViewQuality(num_requests=2, num_prompt_tokens=90, num_predicted_tokens=48, num_cached_tokens=32)
+    told = series(metrics.points((), quality))
+    assert told["shoal_gateway_view_age_seconds_count", ("g0",)] == 1
+    age_s = example_record().replicas.age_s[0]
+    assert told["shoal_gateway_view_age_seconds_sum", ("g0",)] == pytest.approx(age_s)
+    names = ("placed_prompt", "predicted_cached", "found_cached")
+    assert [told[f"shoal_gateway_{name}_tokens_total", ("g0",)] for name in names] == [90, 48, 32]
 
 
 def test_blocks_add_up_to_the_pool() -> None:
@@ -111,7 +161,8 @@ def test_series_are_bounded_whatever_clients_and_replicas_do() -> None:
             )
         )
         living = [ReplicaRow(replica_id=f"replica-{number}-{i}", stats=STATS) for i in range(3)]
-        assert len(series(metrics.points(living))) <= MAX_SERIES_PER_GATEWAY
+        if number % 100 == 0:
+            assert len(series(metrics.points(living, ViewQuality()))) <= MAX_SERIES_PER_GATEWAY
     assert len(series(replica_metrics().points(STATS))) <= MAX_SERIES_PER_REPLICA
 
 
@@ -186,7 +237,7 @@ def test_each_end_of_a_call_is_counted_once(error: BaseException | None, outcome
     else:
         with pytest.raises(type(error)):
             run()
-    counted = series(metrics.points(()))
+    counted = series(metrics.points((), ViewQuality()))
     assert counted["shoal_gateway_requests_total", ("g0", outcome)] == 1
     assert metrics.tally.count(d.REQUESTS) == metrics.num_requests == 1
     assert metrics.num_active == 0

@@ -164,8 +164,12 @@ class GatewayCore(Protocol):
 
     def cluster(self) -> ClusterRow: ...
 
-    def metrics(self) -> Iterable[Point]:
-        """What is counted here, and what the replicas have told."""
+    async def metrics(self) -> Iterable[Point]:
+        """What is counted here, and what replicas and the autoscaler tell."""
+        ...
+
+    def refuse_unread(self) -> None:
+        """Count a call that a face could not read."""
         ...
 
     def explain(self, request_id: str) -> Sequence[RouteRecord]:

@@ -11,8 +11,8 @@ from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import TokenDelta
 from shoal_replica.stats import ReplicaStats
 
-# What a gateway may ask: a BlockMap; the replica's PastSamples; that it takes nothing new and is replaced.
-BLOCKS, PAST, DRAIN = "blocks", "past", "drain"
+# What a gateway may ask: a BlockMap; PastSamples; metrics' points; that the replica takes nothing new and is replaced.
+BLOCKS, PAST, METRICS, DRAIN = "blocks", "past", "metrics", "drain"
 SILENCE_S = 5.0
 MAX_FRAME_BYTES = 256 * 2**20  # a snapshot of millions of blocks
 MAX_REQUEST_BYTES = 64 * 2**10  # what a gateway sends is short

@@ -27,7 +27,7 @@ from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, M
 from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
 from shoal_cluster.serve.dispatcher import RESUMED_PRIORITY, Dispatcher
-from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
+from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
@@ -36,6 +36,7 @@ from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.logs import log_call, set_up_logs
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
+from shoal_cluster.serve.metrics.gathered import replica_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.tally import Point
 from shoal_cluster.serve.ray_store import RayStore
@@ -88,7 +89,7 @@ class Gateway:
         self._tracer = open_tracer(config.traces, config.name, self._ledger.gateway_id)
         listeners = (self._scaling.meter.take, log_call, *([self._tracer.take] if self._tracer is not None else ()))
         self._observer = CallObserver(self._metrics, self._ledger.journal, listeners)
-        export = RayExport().run(lambda: self._metrics.points(self._rows()))
+        export = RayExport().run(lambda: self._metrics.points(self._rows(), self._ledger.tally.quality()))
         self._export_task = loop.create_task(export, name="shoal-metrics")
         due = DueDates(ttft_s=config.objective.ttft_s)
         limits = AdmissionLimits(
@@ -210,8 +211,13 @@ class Gateway:
             for view in self._ledger.view.replicas_for((), time.monotonic())
         )
 
-    def metrics(self) -> Iterable[Point]:
-        return self._metrics.all_points(self._rows())
+    async def metrics(self) -> Iterable[Point]:
+        rows = self._rows()
+        told = await replica_points(rows, lambda replica_id: self._ledger.ask(replica_id, METRICS))
+        return [*self._metrics.points(rows, self._ledger.tally.quality()), *told, *self._scaling.points()]
+
+    def refuse_unread(self) -> None:
+        self._metrics.add_unread()
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)

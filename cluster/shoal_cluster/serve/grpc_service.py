@@ -26,7 +26,7 @@ from shoal_cluster.serve.logs import error_fields, fields
 from shoal_cluster.serve.request_id import new_request_id
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_protos import control_pb2, generation_pb2
-from shoal_replica.errors import ConfigError
+from shoal_replica.errors import ConfigError, InvalidArgument
 
 GENERATION = "shoal.v1.Generation"
 CONTROL = "shoal.v1.Control"
@@ -53,10 +53,14 @@ class GenerationService:
         """Stream a call; whatever ends it early, a cancel included, closes the core's stream at once."""
         fresh_id = new_request_id()
         async with _errors_as_status(context, fresh_id):
-            request = codec.parse(generation_pb2.GenerateRequest, raw)
             headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
             tenant = headers.get(TENANT_KEY, "")
-            call = codec.call_from_proto(request, fresh_id, context.time_remaining(), tenant)
+            try:
+                request = codec.parse(generation_pb2.GenerateRequest, raw)
+                call = codec.call_from_proto(request, fresh_id, context.time_remaining(), tenant)
+            except InvalidArgument:
+                self._core.refuse_unread()
+                raise
             call = replace(call, trace=trace_context(headers))
         async with _errors_as_status(context, call.request_id):
             await context.send_initial_metadata((("x-request-id", call.request_id),))

@@ -21,9 +21,12 @@ from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, CompletionShape, answer_events, whole_answer
 from shoal_cluster.serve.openai_types import ChatRequest, CompletionRequest
 from shoal_cluster.serve.trace_context import trace_context
+from shoal_replica.errors import ShoalError
 
 SHUTDOWN_S = 5
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH)
 TENANT_HEADER = "x-tenant"  # goes before the body's `user`
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
 
@@ -40,17 +43,26 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
     """The ASGI application. A body above ``max_body_bytes`` gets 413."""
     app = FastAPI(title="Shoal", docs_url="/docs", redoc_url=None)
     app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes)
-    app.add_exception_handler(RequestValidationError, _on_invalid_body)
-    app.add_exception_handler(HTTPException, _on_http_error)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if request.method == "POST" and request.url.path in GENERATE_PATHS:
+            core.refuse_unread()
+        if isinstance(error, HTTPException):
+            return _http_error(error)
+        assert isinstance(error, RequestValidationError)
+        return _invalid_body(error)
+
+    app.add_exception_handler(RequestValidationError, refuse)
+    app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.include_router(dashboard_router(core))
     chat_shape, completion_shape = ChatShape(core.token_bytes), CompletionShape(core.token_bytes)
 
-    @app.post("/v1/chat/completions")
+    @app.post(CHAT_PATH)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         return await _answer(core, body, request, chat_shape)
 
-    @app.post("/v1/completions")
+    @app.post(COMPLETION_PATH)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         return await _answer(core, body, request, completion_shape)
 
@@ -73,7 +85,7 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(render(core.metrics()), headers={"content-type": CONTENT_TYPE})
+        return Response(render(await core.metrics()), headers={"content-type": CONTENT_TYPE})
 
     return app
 
@@ -101,6 +113,10 @@ async def _answer(
             replace(call, trace=trace, tenant=call.tenant if tenant is None else tenant)
             for call in body.to_calls(request_id)
         ]
+    except ShoalError as error:
+        core.refuse_unread()
+        return error_response(error, request_id)
+    try:
         model = core.model_card().name
         if body.stream:
             events = answer_events(core, calls, shape, request_id, model, body.include_usage)
@@ -124,9 +140,8 @@ def _model_body(card: ModelCard) -> dict[str, Any]:
     }
 
 
-async def _on_invalid_body(_: Request, error: Exception) -> Response:
+def _invalid_body(error: RequestValidationError) -> Response:
     """One line for the first wrong field, under its path in the body."""
-    assert isinstance(error, RequestValidationError)
     errors = error.errors()
     field = _path(errors[0]["loc"])
     same = [e for e in errors if _path(e["loc"]) == field]  # a union complains once per alternative
@@ -137,9 +152,8 @@ async def _on_invalid_body(_: Request, error: Exception) -> Response:
     return _refusal(400, "invalid_request_error", "invalid_value", message, field)
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+def _http_error(error: HTTPException) -> Response:
     """What the router itself refuses: unknown paths, wrong methods, bodies too large."""
-    assert isinstance(error, HTTPException)
     return _refusal(error.status_code, "invalid_request_error", f"http_{error.status_code}", str(error.detail), None)
 
 

@@ -15,8 +15,9 @@ from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_map import encode_block_map
 from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.feed import FeedServer
-from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, PAST
+from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST
 from shoal_cluster.serve.logs import set_up_logs
+from shoal_cluster.serve.metrics.gathered import encode_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.outcome import Outcome, run_to_end
@@ -61,6 +62,7 @@ class ReplicaServer:
             answers={
                 BLOCKS: lambda: encode_block_map(self._engine.block_heat()),
                 PAST: past.encoded,
+                METRICS: lambda: encode_points(self._metrics.own_points()),
                 DRAIN: self._begin_drain,
             },
         )

@@ -14,6 +14,8 @@ from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
 from shoal_cluster.serve.call import ScalingRow
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
+from shoal_cluster.serve.metrics.tally import Point
 from shoal_cluster.serve.scaling_board import RECORDS_KEPT, GatewayReport, ScalingBoard, Tuning
 from shoal_replica.errors import Unavailable
 
@@ -62,6 +64,7 @@ class ScalingDesk:
         self._base = base
         self._changes: dict[str, float] = {}
         self._current: ScaleRecord | None = None
+        self._metrics = AutoscalerMetrics()
         self._records: deque[ScaleRecord] = deque(maxlen=RECORDS_KEPT)
         self._hurry = asyncio.Event()
         self._meeting = asyncio.Lock()  # what a meeting has read does not undo a change made meanwhile
@@ -75,6 +78,11 @@ class ScalingDesk:
             current=self._current,
             records=tuple(self._records),
         )
+
+    def points(self) -> Iterator[Point]:
+        """The autoscaler's series; none before it has spoken."""
+        if self._current is not None:
+            yield from self._metrics.points()
 
     @contextmanager
     def holding(self, num_prompt_tokens: int) -> Iterator[None]:
@@ -151,6 +159,10 @@ class ScalingDesk:
         current, records, tuning = await asyncio.to_thread(self._exchange, report, last_seq)
         self._current = current
         self._records.extend(records)
+        for record in records:
+            self._metrics.take(record.num_before, record.num_after, record.num_running)
+        if current is not None:
+            self._metrics.take(current.num_after, current.num_after, current.num_running)
         if tuning is not None and report.base == self._base:
             self._changes = tuning.changes if tuning.base == self._base else {}
 

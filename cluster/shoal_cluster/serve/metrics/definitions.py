@@ -46,10 +46,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
-    """One metric. ``unit`` is what a value counts; ``buckets`` are a histogram's upper bounds.
-
-    ``at_gateway`` says whether a gateway's ``/metrics`` has it: its own counts, and what replicas tell by their feeds.
-    """
+    """One metric. ``unit`` is what a value counts; ``buckets`` are a histogram's upper bounds."""
 
     name: str
     kind: Kind
@@ -58,7 +55,6 @@ class Family:
     help: str
     labels: tuple[Label, ...]
     buckets: tuple[float, ...] = ()
-    at_gateway: bool = True
 
 
 GATEWAY_ID = Label("gateway_id")
@@ -67,6 +63,7 @@ TIER = Label("tier", ("device",))
 STATE = Label("state", ("running", "cached", "free"))
 
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0)
+AGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 STEP_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
@@ -86,15 +83,7 @@ def _gateway(name: str, kind: Kind, unit: str, words: str, *labels: Label, bucke
     )
 
 
-def _replica(
-    name: str,
-    kind: Kind,
-    unit: str,
-    words: str,
-    *labels: Label,
-    buckets: tuple[float, ...] = (),
-    at_gateway: bool = True,
-) -> Family:
+def _replica(name: str, kind: Kind, unit: str, words: str, *labels: Label, buckets: tuple[float, ...] = ()) -> Family:
     return Family(
         name=f"shoal_replica_{name}",
         kind=kind,
@@ -103,7 +92,6 @@ def _replica(
         help=words,
         labels=(REPLICA_ID, *labels),
         buckets=buckets,
-        at_gateway=at_gateway,
     )
 
 
@@ -115,7 +103,6 @@ def _autoscaler(name: str, kind: Kind, unit: str, words: str, *labels: Label) ->
         source=Source.AUTOSCALER,
         help=words,
         labels=labels,
-        at_gateway=False,
     )
 
 
@@ -147,6 +134,16 @@ PLACEMENT = _gateway(
 DECISIONS = _gateway(
     "routing_decisions_total", _C, "decisions", "Routing decisions", Label("reason", tuple(DecisionReason))
 )
+VIEW_AGE = _gateway(
+    "view_age_seconds", _H, "seconds", "Age of the chosen replica's stats when it was chosen", buckets=AGE_BUCKETS
+)
+PLACED_TOKENS = _gateway(
+    "placed_prompt_tokens_total", _C, "tokens", "Prompt tokens of requests whose first token has come"
+)
+PREDICTED_TOKENS = _gateway(
+    "predicted_cached_tokens_total", _C, "tokens", "Of those, tokens predicted to be cached when the replica was chosen"
+)
+FOUND_TOKENS = _gateway("found_cached_tokens_total", _C, "tokens", "Of those, tokens that the replica found cached")
 CONNECTED = _gateway("feed_connected", _G, "0 or 1", "1 when the replica's feed is open", REPLICA_ID)
 FEED_AGE = _gateway("feed_age_seconds", _G, "seconds", "Age of the replica's stats at the gateway", REPLICA_ID)
 RESERVED = _gateway(
@@ -167,14 +164,13 @@ GENERATED_TOKENS = _replica("generated_tokens_total", _C, "tokens", "Tokens gene
 FINISHED = _replica("requests_total", _C, "requests", "Requests that have ended")
 PREEMPTIONS = _replica("preemptions_total", _C, "sequences", "Sequences whose blocks were taken and computed again")
 REFUSALS = _replica("refusals_total", _C, "requests", "Requests refused because too many wait")
-STEP_TIME = _replica("step_seconds", _H, "seconds", "Length of a step", buckets=STEP_BUCKETS, at_gateway=False)
+STEP_TIME = _replica("step_seconds", _H, "seconds", "Length of a step", buckets=STEP_BUCKETS)
 QUEUE_TIME = _replica(
     "queue_seconds",
     _H,
     "seconds",
     "From a request's arrival at the replica to its first step",
     buckets=WAIT_BUCKETS,
-    at_gateway=False,
 )
 REPLICA_MEMORY = _replica(
     "memory_bytes",
@@ -182,7 +178,6 @@ REPLICA_MEMORY = _replica(
     "bytes",
     "Memory: all that is resident, and the shares of it that weights and KV blocks were given",
     Label("kind", ("resident", "weights", "kv_blocks")),
-    at_gateway=False,
 )
 
 DESIRED = _autoscaler("desired_replicas", _G, "replicas", "Replicas that the autoscaler asks for")
@@ -190,5 +185,7 @@ RUNNING = _autoscaler("running_replicas", _G, "replicas", "Replicas that run")
 SCALINGS = _autoscaler(
     "decisions_total", _C, "decisions", "Changes of the desired count", Label("direction", ("up", "down"))
 )
+
+BY_VIEW = (PLACED_TOKENS, PREDICTED_TOKENS, FOUND_TOKENS)  # what a gateway's ViewTally counts
 
 FAMILIES: tuple[Family, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Family))

@@ -57,8 +57,7 @@ def markdown_table() -> str:
         labels = ", ".join(
             f"`{label.name}`" + (f" ({', '.join(label.values)})" if label.values else "") for label in family.labels
         )
-        where = "" if family.at_gateway else " †"
-        lines.append(f"| `{family.name}`{where} | {family.kind} | {family.unit} | {labels} | {family.help} |")
+        lines.append(f"| `{family.name}` | {family.kind} | {family.unit} | {labels} | {family.help} |")
     return "\n".join(lines) + "\n"
 
 

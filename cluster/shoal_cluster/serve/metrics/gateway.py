@@ -12,8 +12,8 @@ from shoal_cluster.serve.call import ReplicaRow
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.latency_window import LatencyWindow
 from shoal_cluster.serve.metrics import definitions as d
-from shoal_cluster.serve.metrics.replica import stats_points
 from shoal_cluster.serve.metrics.tally import Point, Tally
+from shoal_cluster.serve.view_tally import ViewQuality
 
 NUM_RECENT = 512
 
@@ -22,7 +22,8 @@ class GatewayMetrics:
     """Told of each token, each end and each decision, as they happen, by one event loop. Implements TokenWatch."""
 
     def __init__(self, gateway_id: str, window: LatencyWindow) -> None:
-        self.tally = Tally((f for f in d.FAMILIES if f.source is d.Source.GATEWAY), gateway_id)
+        own = (f for f in d.FAMILIES if f.source is d.Source.GATEWAY and f not in d.BY_VIEW)
+        self.tally = Tally(own, gateway_id)
         self.window = window
         self.num_active = 0
         self._gateway_id = gateway_id
@@ -57,6 +58,10 @@ class GatewayMetrics:
         self._inter_token.observe(seconds, num_tokens)
         self.window.add_tokens(seconds, num_tokens, now)
 
+    def add_unread(self) -> None:
+        """A call that could not be read, so that there is nothing to observe."""
+        self.tally.inc(d.REQUESTS, RequestOutcome.INVALID)
+
     def add_call(self, record: CallRecord) -> None:
         """A call is over. Those that ended by the client's doing say nothing of the objective."""
         outcome = record.outcome
@@ -76,11 +81,17 @@ class GatewayMetrics:
 
     def add_decision(self, record: RouteRecord) -> None:
         self.tally.inc(d.DECISIONS, decision_reason(record))
+        if ranked := record.decision.ranked:
+            age_s = record.replicas.age_s[record.replicas.replica_ids.index(ranked[0])]
+            self.tally.histogram(d.VIEW_AGE).observe(float(age_s))
 
-    def points(self, replicas: Iterable[ReplicaRow]) -> Iterator[Point]:
+    def points(self, replicas: Iterable[ReplicaRow], quality: ViewQuality) -> Iterator[Point]:
         """The gateway's own series, those of its view of the replicas included."""
         own = (self._gateway_id,)
         yield from self.tally.points()
+        yield Point(d.PLACED_TOKENS, own, quality.num_prompt_tokens)
+        yield Point(d.PREDICTED_TOKENS, own, quality.num_predicted_tokens)
+        yield Point(d.FOUND_TOKENS, own, quality.num_cached_tokens)
         yield Point(d.ACTIVE, own, self.num_active)
         yield Point(d.GATEWAY_MEMORY, own, self._process.memory_info().rss)
         for row in replicas:
@@ -88,14 +99,6 @@ class GatewayMetrics:
             yield Point(d.CONNECTED, labels, row.connected)
             yield Point(d.FEED_AGE, labels, row.age_s)
             yield Point(d.RESERVED, labels, row.num_reserved_blocks)
-
-    def all_points(self, replicas: Iterable[ReplicaRow]) -> Iterator[Point]:
-        """The same, and the replicas' own counts as their feeds have told them."""
-        rows = tuple(replicas)
-        yield from self.points(rows)
-        for row in rows:
-            if row.stats is not None:
-                yield from stats_points(row.replica_id, row.stats)
 
 
 def decision_reason(record: RouteRecord) -> d.DecisionReason:

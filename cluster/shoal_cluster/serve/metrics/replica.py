@@ -58,6 +58,10 @@ class ReplicaMetrics:
     def points(self, stats: ReplicaStats) -> Iterator[Point]:
         """Every series of this replica."""
         yield from stats_points(self._replica_id, stats)
+        yield from self.own_points()
+
+    def own_points(self) -> Iterator[Point]:
+        """Those that its stats do not hold."""
         yield from self._tally.points()
         yield Point(d.REPLICA_MEMORY, (self._replica_id, "resident"), self._process.memory_info().rss)
         for kind, num_bytes in self._memory.items():

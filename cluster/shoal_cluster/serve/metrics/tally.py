@@ -29,6 +29,15 @@ class Histogram:
     def num(self) -> int:
         return sum(self.counts)
 
+    @classmethod
+    def of(cls, bounds: tuple[float, ...], counts: list[int], total: float) -> Histogram:
+        """One that was counted elsewhere. Raises ValueError: it has other buckets."""
+        if len(counts) != len(bounds) + 1:
+            raise ValueError(f"{len(counts)} counts for {len(bounds)} bounds")
+        histogram = cls(bounds)
+        histogram.counts, histogram.sum = counts, total
+        return histogram
+
     def buckets(self) -> list[tuple[str, int]]:
         """(upper bound, values up to it), the last for all values."""
         names = (*(str(bound) for bound in self.bounds), "+Inf")

@@ -215,7 +215,7 @@ class Engine:
         scheduled = landed.output.scheduled
         self._pace.take(sum(share.num_new_tokens for share in scheduled), len(scheduled), landed.step_s)
         self._is_changed = True
-        self._publish(self._scheduler.update(landed.output, landed.result), landed.step_s)
+        self._publish(self._scheduler.update(landed.output, landed.result, time.monotonic()), landed.step_s)
 
     def _depart(self) -> _Flight | None:
         output = self._scheduler.schedule(time.monotonic())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import NamedTuple
 
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import SampledToken, TokenLogprobs
@@ -125,8 +126,10 @@ class Sequence:
         """Hash the blocks that ``token_ids`` has filled since the last call."""
         extend_block_hashes(self.block_hashes, self.token_ids, block_size, self.request.cache_salt)
 
-    def delta(self, index: int, token: SampledToken | None, finish_reason: FinishReason | None) -> TokenDelta:
-        """What the client hears: ``token``, which was appended last, or an end without one.
+    def delta(
+        self, index: int, token: SampledToken | None, finish_reason: FinishReason | None, now: float = 0.0
+    ) -> TokenDelta:
+        """What the client hears: ``token``, which was appended last and came at ``now``, or an end without one.
 
         ``index`` is the sequence's own, or that of a sibling which ends without having started.
         """
@@ -136,23 +139,30 @@ class Sequence:
             position=self.num_output_tokens - (token is not None),
             token_ids=() if token is None else (token.token_id,),
             num_cached_tokens=self.num_cached_tokens,
-            queue_s=self._queue_s(index, token),
+            start=self._start(index, token, now),
             logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
             finish_reason=finish_reason,
         )
 
-    def _queue_s(self, index: int, token: SampledToken | None) -> float | None:
+    def _start(self, index: int, token: SampledToken | None, now: float) -> StartTimes | None:
         first = self.num_output_tokens == len(self.request.output_token_ids) + 1
         if token is None or not first or index != self.request.index or self.first_scheduled_s is None:
             return None
-        return self.first_scheduled_s - self.request.arrival_s
+        return StartTimes(self.first_scheduled_s - self.request.arrival_s, max(0.0, now - self.first_scheduled_s))
+
+
+class StartTimes(NamedTuple):
+    """Of a request at a replica, by its engine's clock: seconds to its first step, then to its first token."""
+
+    queue_s: float
+    prefill_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
     """New tokens of one sequence. ``position`` counts the output tokens before these.
 
-    ``queue_s`` comes with the first token of a request at a replica: seconds from its arrival there to its first step.
+    ``start`` comes with the first token of a request at a replica.
     """
 
     request_id: str
@@ -160,7 +170,7 @@ class TokenDelta:
     position: int
     token_ids: tuple[int, ...]
     num_cached_tokens: int
-    queue_s: float | None = None
+    start: StartTimes | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
 

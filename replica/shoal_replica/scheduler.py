@@ -98,9 +98,9 @@ class Scheduler:
         dropped, self._dropped = tuple(self._dropped), []
         return plan.output(self._totals.num_steps, dropped)
 
-    def update(self, output: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
-        """Take a step's tokens: advance sequences, commit full blocks, end those that are done."""
-        deltas: list[TokenDelta] = []
+    def update(self, output: SchedulerOutput, result: StepResult, now: float = 0.0) -> list[TokenDelta]:
+        """Take a step's tokens, at ``now``: advance sequences, commit full blocks, end those that are done."""
+        deltas, self.now = list[TokenDelta](), max(self.now, now)
         self._totals.num_steps = output.step
         sampled = {token.seq_id: token for token in result.sampled}
         for share in output.scheduled:
@@ -119,7 +119,7 @@ class Scheduler:
             sequence.token_ids.append(token.token_id)
             self._totals.num_generated_tokens += 1
             reason = self._finish_rule.reason(sequence.request, token.token_id, sequence.num_tokens)
-            deltas.append(sequence.delta(sequence.index, token, reason))
+            deltas.append(sequence.delta(sequence.index, token, reason, self.now))
             if reason is not None:
                 self._finish(sequence, reason)
         return deltas

@@ -17,7 +17,7 @@ from shoal_cluster.serve.logs import ROOTS, LineFormatter, fields, log_call, set
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
-from shoal_replica.request import FinishReason
+from shoal_replica.request import FinishReason, StartTimes
 from shoal_replica.sampling_params import SamplingParams
 
 SECRET = "the-treasure-is-under-the-old-oak"
@@ -57,7 +57,7 @@ def test_a_finished_request_is_one_line_with_its_numbers(capsys: pytest.CaptureF
         start_s = watch.times.arrived_s
         leg = watch.times.start_leg(start_s + 0.1)
         leg.route("r1", start_s + 0.25)
-        leg.take(0.5, start_s + 1.0)
+        leg.take(StartTimes(0.5, 0.25), start_s + 1.0)
         for moment_s in (1.0, 1.2, 1.4):
             watch.times.take(0, 1, start_s + moment_s)
         watch.finish_reasons.append(FinishReason.STOP)

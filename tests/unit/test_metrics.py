@@ -280,7 +280,11 @@ async def test_a_call_leaves_its_legs_and_decisions() -> None:
     assert leg.last_token_s is not None
     assert leg.first_token_s == times.first_token_s
     assert times.arrived_s <= leg.placed_s <= leg.routed_s <= times.first_token_s < leg.last_token_s
-    assert 0 <= leg.queue_s <= leg.first_token_s - leg.placed_s
+    assert leg.queue_s is not None
+    assert leg.prefill_s is not None
+    assert leg.queue_s >= 0
+    assert leg.prefill_s > 0
+    assert leg.queue_s + leg.prefill_s <= leg.first_token_s - leg.placed_s
 
 
 def test_an_autoscaler_counts_changes_by_direction() -> None:

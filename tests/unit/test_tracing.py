@@ -37,8 +37,17 @@ RESUMED = CallRecord(
     is_chat=True,
     trace=PARENT,
     legs=(
-        LegTimes(100.25, "a", routed_s=100.5, queue_s=0.25, first_token_s=101.0, last_token_s=101.5, end="lost"),
-        LegTimes(101.75, "b", routed_s=102.0, queue_s=9.0, first_token_s=102.5, last_token_s=103.0),
+        LegTimes(
+            100.25,
+            "a",
+            routed_s=100.5,
+            queue_s=0.25,
+            prefill_s=0.125,
+            first_token_s=101.0,
+            last_token_s=101.5,
+            end="lost",
+        ),
+        LegTimes(101.75, "b", routed_s=102.0, queue_s=9.0, prefill_s=9.0, first_token_s=102.5, last_token_s=103.0),
     ),
 )
 
@@ -94,7 +103,7 @@ def test_a_resumed_call_shows_both_placements(collector: Collector) -> None:
         ("admit", 0.0, 0.25, {}),
         ("route", 0.25, 0.5, leg_a),
         ("queue", 0.5, 0.75, leg_a),
-        ("prefill", 0.75, 1.0, leg_a),
+        ("prefill", 0.75, 0.875, leg_a),  # then its token travelled
         ("decode", 1.0, 1.5, leg_a),
         ("route", 1.75, 2.0, leg_b),
         ("queue", 2.0, 2.5, leg_b),  # it cannot have waited longer than until its first token

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal_replica.request import StartTimes
+
 
 class TokenWatch(Protocol):
     """Who counts waiting times as they happen. Called for every chunk: it must cost a microsecond, not more."""
@@ -25,7 +27,8 @@ class LegTimes:
     Attributes:
         placed_s: handed to Serve.
         routed_s: a replica took it.
-        queue_s: how long it waited there for its first step, by the replica's own clock.
+        queue_s, prefill_s: how long it waited there for its first step, and from then to its first token, by the
+            replica's own clock.
         first_token_s, last_token_s: of those that went on to the client.
         end: why it did not finish there; empty when it did, or still runs.
     """
@@ -34,6 +37,7 @@ class LegTimes:
     replica_id: str = ""
     routed_s: float | None = None
     queue_s: float | None = None
+    prefill_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     end: str = ""
@@ -44,13 +48,13 @@ class LegTimes:
         if self.routed_s is None:
             self.routed_s = now
 
-    def take(self, queue_s: float | None, now: float) -> None:
+    def take(self, start: StartTimes | None, now: float) -> None:
         """A token came."""
         self.last_token_s = now
         if self.first_token_s is None:
             self.first_token_s = now
-        if queue_s is not None:
-            self.queue_s = queue_s
+        if start is not None:
+            self.queue_s, self.prefill_s = start
 
 
 class CallTimes:

@@ -210,7 +210,7 @@ class Generation:
         if self._times.first_token_s is None:
             self._num_cached_tokens = delta.num_cached_tokens
         now = time.monotonic()
-        leg.take(delta.queue_s, now)
+        leg.take(delta.start, now)
         self._times.take(delta.index, len(delta.token_ids), now)
         output.token_ids.extend(delta.token_ids)
         text, stopped = output.text_stream.push(delta.token_ids)

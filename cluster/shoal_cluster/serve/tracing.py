@@ -97,11 +97,12 @@ def _steps(record: CallRecord) -> Iterator[tuple[str, float, float, Attributes]]
         yield "route", leg.placed_s, record.ended_s if routed_s is None else routed_s, attributes
         if routed_s is None or leg.first_token_s is None or leg.last_token_s is None:
             continue
-        # It queued by the replica's clock and was routed by ours: the wait may not outlast the first token.
+        # It queued and was computed by the replica's clock and was routed by ours: neither may outlast the first token.
         started_s = min(routed_s + (leg.queue_s or 0.0), leg.first_token_s)
+        computed_s = min(started_s + (leg.prefill_s or 0.0), leg.first_token_s)
         yield "queue", routed_s, started_s, attributes
-        yield "prefill", started_s, leg.first_token_s, attributes
-        yield "decode", leg.first_token_s, leg.last_token_s, attributes
+        yield "prefill", started_s, computed_s, attributes
+        yield "decode", leg.first_token_s, leg.last_token_s, attributes  # what is between the two is the feed's
 
 
 def _parent(trace: TraceContext | None) -> Context:

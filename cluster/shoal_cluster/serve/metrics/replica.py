@@ -52,8 +52,8 @@ class ReplicaMetrics:
         if report.step_s is not None:
             self._steps.observe(report.step_s)
         for delta in report.deltas:
-            if delta.queue_s is not None:
-                self._queue.observe(delta.queue_s)
+            if delta.start is not None:
+                self._queue.observe(delta.start.queue_s)
 
     def points(self, stats: ReplicaStats) -> Iterator[Point]:
         """Every series of this replica."""

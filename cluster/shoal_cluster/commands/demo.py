@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -12,6 +13,7 @@ import uuid
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,8 +22,9 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from shoal_cluster.commands.deploy import deploy, read_config
+from shoal_cluster.commands.deploy import arguments_of, deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay
+from shoal_cluster.serve.admin import ADMIN_KEY_VARIABLE
 from shoal_cluster.serve.call import GenerateCall, Message, Usage
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.sampling_params import SamplingParams
@@ -56,18 +59,20 @@ class Chat:
     seconds: float = 0.0
 
 
-def demo(config: Path | None = None, once: bool = False) -> None:
-    """Start Ray, apply the YAML, ask eight questions that share one system prompt, and stay up until Ctrl-C.
-
-    Args:
-        config: a Serve YAML; the local one by default.
-        once: stop everything after the answers.
-    """
+def demo(
+    config: Annotated[Path | None, typer.Option(help="A Serve YAML; the local one by default.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Stop everything after the answers.")] = False,
+) -> None:
+    """Start Ray, apply the YAML, ask eight questions that share one system prompt, and stay up until Ctrl-C."""
     for stop in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is ended
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))
     console = Console(highlight=False)
     path = config or local_yaml()
     document, settings = read_config(path)
+    new_key = None if settings.gateway.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) else secrets.token_hex(4)
+    if new_key is not None:  # else the dashboard's controls and `shoal tune` would be off
+        arguments = arguments_of(document) or {}
+        arguments["gateway"] = arguments.get("gateway", {}) | {"admin_key": new_key}
     with console.status(f"model [b]{settings.model}[/b]: fetching and converting, once") as status:
         ensure_checkpoint(settings.model)
         status.update("starting Ray")
@@ -81,7 +86,7 @@ def demo(config: Path | None = None, once: bool = False) -> None:
             chats = [Chat(question, f"demo-{uuid.uuid4().hex[:4]}") for question in QUESTIONS]
             asyncio.run(_ask_all(settings.gateway.grpc_address, chats, console))
             console.print(_summary(chats))
-            console.print(_addresses(settings.gateway.grpc_address, settings.gateway.http_address, chats[0]))
+            console.print(_addresses(settings.gateway.grpc_address, settings.gateway.http_address, chats[0], new_key))
             if not once:
                 _wait_for_interrupt()
             console.print("stopping")
@@ -160,15 +165,20 @@ def _summary(chats: list[Chat]) -> Table:
     return table
 
 
-def _addresses(grpc_address: str, http_address: str, chat: Chat) -> str:
+def _addresses(grpc_address: str, http_address: str, chat: Chat, new_key: str | None) -> str:
     shoal = "shoal" if shutil.which("shoal") else sys.argv[0]  # as the reader can call it: `make` changes no PATH
+    tune = f"{shoal} tune --max-replicas 3"
+    controls = (
+        f"{ADMIN_KEY_VARIABLE}={new_key} {tune}\n           {new_key} is this demo's admin key" if new_key else tune
+    )
     return f"""
 gRPC       {grpc_address}     {shoal} generate "Why is the sky blue?"
-                              {shoal} chat   {shoal} status
+                              {shoal} chat   {shoal} status   {shoal} top
                               grpcurl -plaintext {grpc_address} list
 HTTP       http://{http_address}/v1   any OpenAI client
 dashboard  http://{http_address}/dashboard
 why there  {shoal} explain {chat.request_id}
+controls   {controls}
 """
 
 

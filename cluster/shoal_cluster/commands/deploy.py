@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 import yaml
@@ -38,11 +38,20 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    arguments = arguments_of(document)
+    if arguments is None:
+        raise ConfigError(f"{path}: no application with import_path {APP_IMPORT_PATH!r}")
+    return document, ClusterConfig.from_args(arguments)
+
+
+def arguments_of(document: object) -> dict[str, Any] | None:
+    """The ``args`` of the Shoal application in a Serve document, to be read or changed; None where there is none."""
     applications = document.get("applications") if isinstance(document, dict) else None
     for application in applications if isinstance(applications, list) else ():
         if isinstance(application, dict) and application.get("import_path") == APP_IMPORT_PATH:
-            return document, ClusterConfig.from_args(application.get("args") or {})
-    raise ConfigError(f"{path}: no application with import_path {APP_IMPORT_PATH!r}")
+            application["args"] = application.get("args") or {}
+            return cast("dict[str, Any]", application["args"])
+    return None
 
 
 def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[str], None]) -> None:

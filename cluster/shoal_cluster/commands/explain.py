@@ -12,11 +12,13 @@ from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from shoal_cluster.policies.autoscaling_view import ScaleRecord
     from shoal_cluster.policies.routing import RouteRecord
     from shoal_cluster.serve.call import ScalingRow
+
+REJECTED = "rejected"
+COLUMN_WIDTH = 13  # of a replica's numbers, and of why it was rejected
 
 
 def explain(
@@ -43,7 +45,7 @@ def explain(
             f"{query.num_blocks_needed} blocks of {query.block_size}",
             markup=False,
         )
-        console.print(_table(record))
+        _print_candidates(console, record)
         console.print(record.decision.reason, markup=False)
 
 
@@ -70,26 +72,27 @@ def _print_scaling(console: Console, record: ScaleRecord) -> None:
     console.print(f"          {record.num_running} run, {record.num_starting} start; {terms}", markup=False)
 
 
-def _table(record: RouteRecord) -> Table:
-    """One row a candidate, the best first; one column a term."""
+def _print_candidates(console: Console, record: RouteRecord) -> None:
+    """One column a candidate, the best first, as many as the terminal has room for; one row a term."""
     from rich.table import Table
 
     decision = record.decision
     rank = {replica_id: place for place, replica_id in enumerate(decision.ranked, start=1)}
     names = list(dict.fromkeys(name for candidate in decision.candidates for name, _ in candidate.terms))
-    table = Table()
-    table.add_column("rank", justify="right")
-    table.add_column("replica", no_wrap=True)
-    for name in ("score", *names):
-        table.add_column(name, justify="right")
-    table.add_column("rejected")
-    for candidate in sorted(decision.candidates, key=lambda c: rank.get(c.replica_id, len(rank) + 1)):
-        terms = dict(candidate.terms)
-        table.add_row(
-            str(rank.get(candidate.replica_id, "-")),
-            candidate.replica_id,
-            f"{candidate.score:.1f}" if candidate.eligible else "-",
-            *(f"{terms[name]:g}" if name in terms else "-" for name in names),
-            candidate.rejected,
-        )
-    return table
+    candidates = sorted(decision.candidates, key=lambda c: rank.get(c.replica_id, len(rank) + 1))
+    widest = max((len(c.replica_id) for c in candidates), default=0)
+    room = max(1, (console.width - max(map(len, (*names, REJECTED))) - 4) // (max(widest, COLUMN_WIDTH) + 3))
+    shown = candidates[:room]
+    table = Table("rank", *(str(rank.get(c.replica_id, "-")) for c in shown))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("replica", *(c.replica_id for c in shown))
+    table.add_row("score", *(f"{c.score:.1f}" if c.eligible else "-" for c in shown))
+    terms = [dict(c.terms) for c in shown]
+    for name in names:
+        table.add_row(name, *(f"{each[name]:g}" if name in each else "-" for each in terms))
+    if any(c.rejected for c in shown):
+        table.add_row(REJECTED, *(c.rejected for c in shown))
+    console.print(table)
+    if len(shown) < len(candidates):
+        console.print(f"and {len(candidates) - len(shown)} more; a wider terminal shows them")

@@ -91,7 +91,9 @@ def _table(cluster: ClusterRow) -> Table:
         recent = sorted(cluster.recent_ttft_s)
         p50, p99 = (recent[math.ceil(share * len(recent)) - 1] for share in (0.5, 0.99))
         title += f"\nfirst token, last {len(recent)} requests: p50 {p50:.2f} s, p99 {p99:.2f} s"
-    table = Table(title=title, title_justify="left", show_footer=True, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, title_justify="left", show_footer=True, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False
+    )
     sums = [
         *_blocks(sum_blocks(cluster.replicas)),
         str(sum(row.num_reserved_blocks for row in cluster.replicas)),
@@ -125,7 +127,7 @@ def _cells(row: ReplicaRow) -> list[str]:
         str(stats.num_running),
         str(stats.num_waiting),
         f"{stats.hit_rate:.0%}",
-        f"{row.age_s:.1f} s",
+        f"{row.age_s:.1f}s",
     ]
 
 

@@ -135,6 +135,18 @@ class Engine:
             self._is_changed = True
             self._publish(deltas)
 
+    def hand_back(self, request_id: str) -> bool:
+        """Give a request up if nothing of it has been computed, so that another replica may run it: its future raises
+        Unavailable, and nobody is told of its end. False if it has started or is not here.
+        """
+        if request_id not in self._scheduler.request_ids(only_unstarted=True):
+            return False
+        self._scheduler.abort(request_id)
+        self._is_changed = True
+        self._note_end(request_id, Unavailable("the replica has handed the request back before it started"))
+        self._publish(())
+        return True
+
     def stats(self) -> ReplicaStats:
         stats = self._scheduler.stats(time.time(), self._step_s, self._draining, self._busy_s)
         return replace(stats, token_s=self._pace.token_s)
@@ -283,12 +295,14 @@ class Engine:
         for subscriber in tuple(self._subscribers):
             subscriber(report)
 
-    def _note_end(self, request_id: str) -> None:
-        """A sequence has ended; when it was its request's last, whoever awaits the request goes on."""
+    def _note_end(self, request_id: str, error: Exception | None = None) -> None:
+        """A sequence has ended; when it was its request's last, whoever awaits it goes on, or gets ``error``."""
         if request_id in self._scheduler or request_id not in self._finished:
             return
         finished = self._finished.pop(request_id)
-        if not finished.done():
+        if not finished.done() and error is not None:
+            finished.set_exception(error)
+        elif not finished.done():
             finished.set_result(None)
         if not self._finished:
             self._idle.set()

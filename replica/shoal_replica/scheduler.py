@@ -138,9 +138,9 @@ class Scheduler:
                 self._finish(sequence, reason)
         return deltas
 
-    def request_ids(self) -> list[str]:
-        """Requests that have not ended."""
-        return list(self._requests)
+    def request_ids(self, only_unstarted: bool = False) -> list[str]:
+        """Requests that have not ended, or only those of which nothing has been computed."""
+        return [r for r, own in self._requests.items() if not only_unstarted or own[0].first_scheduled_s is None]
 
     def take_block_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """Net (stored, removed) block hashes since the last call."""

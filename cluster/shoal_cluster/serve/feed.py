@@ -24,6 +24,7 @@ from shoal_cluster.serve.feed_messages import (
     FromGateway,
     Promise,
     Promised,
+    Recall,
     Snapshot,
     Subscribe,
     ToldWish,
@@ -158,6 +159,8 @@ class FeedServer:
         match message:
             case Abort() if message.request_id in subscriber.request_ids:
                 self._engine.abort(message.request_id, message.index)
+            case Recall() if message.request_id in subscriber.request_ids:
+                self._engine.hand_back(message.request_id)
             case Promise() if message.request_id not in subscriber.request_ids:  # else it has overtaken its promise
                 subscriber.promises[message.request_id] = message
                 self._tell_others()

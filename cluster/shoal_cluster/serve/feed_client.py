@@ -16,6 +16,7 @@ from shoal_cluster.serve.feed_messages import (
     FrameReader,
     FromReplica,
     Promise,
+    Recall,
     Snapshot,
     Subscribe,
     ToldWish,
@@ -53,6 +54,10 @@ class FeedClient:
     def abort(self, request_id: str, index: int) -> None:
         """Ask the replica to end one sequence; when the feed is down it is ended anyway."""
         self._send(Abort(request_id, index))
+
+    def recall(self, request_id: str) -> None:
+        """Ask for a request back, unless it has started."""
+        self._send(Recall(request_id))
 
     def promise(self, request_id: str, num_blocks: int, num_tokens: int) -> None:
         """Tell the replica, and by it the other gateways, what a request will take there."""

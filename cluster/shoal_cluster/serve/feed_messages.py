@@ -32,6 +32,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     index: int
 
 
+class Recall(msgspec.Struct, frozen=True, tag="recall"):
+    """A gateway wants a request back that has not started, to place it elsewhere; one that has started stays."""
+
+    request_id: str
+
+
 class Promise(msgspec.Struct, frozen=True, tag="promise"):
     """A gateway is about to send a request: free blocks it will take, prompt tokens it will make the replica compute.
 
@@ -122,7 +128,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     body: bytes
 
 
-FromGateway = Subscribe | Abort | Promise | Withdraw | Wishes | Ask
+FromGateway = Subscribe | Abort | Recall | Promise | Withdraw | Wishes | Ask
 FromReplica = Snapshot | Update | Answer
 
 _encoder = msgspec.msgpack.Encoder()

@@ -76,6 +76,7 @@ class GatewayLedger:
         self._followers: dict[str, Follower] = {}
         self._dispatched: dict[str, RouteRecord] = {}
         self._asked: set[str] = set()  # of those, whose ranks Serve knows
+        self._recalled: set[str] = set()  # asked back from replicas that leave
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
         self._replica_of: dict[str, str] = {}
         self.routes = RouteLog()
@@ -93,6 +94,7 @@ class GatewayLedger:
             del self._members[replica_id]
             self._note_leaving(replica_id)
             self.view.leave(replica_id)
+            self._recall(replica_id)
             self._close_unused_feed(replica_id)
         for replica_id, member in wanted.items():
             if replica_id not in self._members:
@@ -156,6 +158,7 @@ class GatewayLedger:
         self.tally.forget(request_id)
         self._dispatched.pop(request_id, None)
         self._asked.discard(request_id)
+        self._recalled.discard(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
             self._close_unused_feed(replica_id)
@@ -249,6 +252,8 @@ class GatewayLedger:
             return
         self._credit.take(replica_id, message, now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
+        if message.stats is not None and message.stats.draining:
+            self._recall(replica_id)
         for request_id in message.accepted:  # this may come before Serve's word
             self._note_replica(request_id, replica_id)
         self.view.settle(message.accepted)
@@ -272,6 +277,15 @@ class GatewayLedger:
             self.view.move(request_id, replica_id, time.monotonic())
             self._credit.promise(request_id)
         follower.on_routed(replica_id)
+
+    def _recall(self, replica_id: str) -> None:
+        """A replica takes nothing new any more: what waits there and has not started goes elsewhere, if it can."""
+        if (feed := self._feeds.get(replica_id)) is None or not self.can_place({replica_id}):
+            return
+        for request_id, where in self._replica_of.items():
+            if where == replica_id and request_id not in self._recalled:
+                self._recalled.add(request_id)
+                feed.recall(request_id)
 
     def _lost(self, replica_id: str) -> None:
         if self.view.is_connected(replica_id):

@@ -32,6 +32,8 @@ async def run_to_end(engine: Engine, feed: FeedServer, request: Request, gateway
         if not feed.own(request.request_id, gateway_id):
             return Outcome(refused=True, reason="the gateway's feed is not connected")
         await finished
+    except Unavailable as error:  # it was handed back
+        return Outcome(refused=True, reason=str(error))
     finally:
         engine.abort(request.request_id)
         feed.disown(request.request_id, gateway_id)

@@ -1,0 +1,72 @@
+"""Requests that were sent and have not started go elsewhere when their replica takes nothing new any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from fixtures.fake_serve import Answer, FakeServe, ask, serving
+from fixtures.replicas import Replica, replica
+from fixtures.waiting import until
+
+from shoal_replica.testing import expected_tokens
+
+RUNNING, WAITING = range(10, 31), range(40, 61)
+
+
+@asynccontextmanager
+async def one_runs_and_one_waits() -> AsyncIterator[
+    tuple[FakeServe, Replica, asyncio.Task[Answer], asyncio.Task[Answer]]
+]:
+    """Replica a holds its only slot's step back; a second request waits there."""
+    async with serving("a", max_num_seqs=1) as serve:
+        made = serve.replicas["a"]
+        made.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=RUNNING))
+        await until(lambda: made.executor.is_held)
+        waiting = asyncio.create_task(ask(serve, "waiting", prompt_token_ids=WAITING))
+        await until(lambda: made.engine.stats().num_waiting == 1 and "waiting" in serve.ledger._replica_of)
+        yield serve, made, running, waiting
+        made.executor.gate.set()
+        assert (await running).tokens == [expected_tokens(RUNNING, 4)]
+        await waiting
+
+
+@pytest.mark.parametrize("how", ["told to drain", "taken out by Serve"])
+async def test_what_waits_at_a_leaving_replica_goes_elsewhere_and_what_runs_stays(how: str) -> None:
+    async with one_runs_and_one_waits() as (serve, made, running, waiting), replica() as other:
+        serve.join("b", other)
+        await until(lambda: serve.ledger.view.is_connected("b"))
+        if how == "told to drain":
+            drained = asyncio.create_task(made.engine.drain(30.0))
+        else:
+            serve.leave("a")
+        answer = await waiting
+        assert not running.done()
+        assert answer.tokens == [expected_tokens(WAITING, 4)]
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == ("b", 0)
+        made.executor.gate.set()
+        await running
+        if how == "told to drain":
+            assert await drained
+        serve.leave("b")
+
+
+async def test_what_waits_stays_where_nobody_else_could_take_it() -> None:
+    async with one_runs_and_one_waits() as (serve, made, running, waiting):
+        drained = asyncio.create_task(made.engine.drain(30.0))
+        await until(lambda: not serve.ledger.can_place(frozenset()))
+        made.executor.gate.set()
+        assert (await waiting).usage.replica_id == "a"
+        await running
+        assert await drained
+
+
+async def test_a_request_is_handed_back_only_before_it_starts() -> None:
+    async with one_runs_and_one_waits() as (_, made, running, waiting):
+        assert not made.engine.hand_back("running")
+        assert not made.engine.hand_back("unknown")
+        assert not running.done()
+        assert not waiting.done()

@@ -12,6 +12,7 @@ import pytest_asyncio
 from fixtures.fake_gateway import ADMIN_KEY, CLUSTER, MODEL, SCALING, TOKENIZER, FakeGateway, example_record
 from fixtures.waiting import DEADLINE_S, until
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -228,6 +229,14 @@ async def test_errors_of_the_core_have_their_status(
     assert (caught.value.code().name, caught.value.details()) == (status, words)
     hint = dict(caught.value.trailing_metadata()).get("retry-after")
     assert hint == ("1.5" if status == "RESOURCE_EXHAUSTED" else None)
+    details = dict(caught.value.trailing_metadata()).get("grpc-status-details-bin")
+    assert (details is not None) == (status == "RESOURCE_EXHAUSTED")
+    if details is not None:
+        told = status_pb2.Status.FromString(details)
+        info = error_details_pb2.RetryInfo()
+        assert told.details[0].Unpack(info)
+        assert (told.code, told.message) == (caught.value.code().value[0], words)
+        assert info.retry_delay.ToMilliseconds() == 1500
     assert core.num_open == 0
 
 

@@ -123,6 +123,22 @@ async def test_sheds_what_cannot_be_in_time_once_the_pace_is_known() -> None:
         await asyncio.gather(running, held)
 
 
+async def test_sheds_what_was_held_until_its_objective_was_lost() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold(AdmissionLimits(objective=LatencyObjective(ttft_s=0.3, prefill_factor=2.0)))
+        serve.replicas["a"].engine._pace.take(64, 1, 0.0064)
+        close_gates(serve)
+        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=range(5)))
+        await until(lambda: serve.replicas["a"].executor.is_held)
+        await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] > 0)
+        with pytest.raises(ResourceExhausted, match="its objective is lost") as refused:
+            await ask(serve, "held", prompt_token_ids=range(100, 120))
+        assert refused.value.retry_after_s is not None
+        assert dispatcher.num_held == 0
+        open_gates(serve)
+        await running
+
+
 async def test_a_light_tenant_does_not_wait_behind_a_heavy_one() -> None:
     async with serving("a", max_num_seqs=1) as serve:
         dispatcher = serve.hold()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +79,24 @@ def admit(
             )
             return Admission(False, reason, _retry_after_s(late_s))
     return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
+
+
+def lateness_s(query: RouteQuery, candidates: Candidates, objective: LatencyObjective, waited_s: float) -> float:
+    """By how much the first token of a request that has ``waited_s`` would miss its objective, if it started now where
+    that is best; below 0 while it can be met, minus infinity while a replica's pace is unknown.
+    """
+    eligible = is_eligible(query, candidates)
+    if not (candidates.told["token_s"][eligible] > 0).all() or not eligible.any():
+        return -math.inf
+    due_s, first_token_s = _dates(query, candidates, np.zeros(len(candidates)), objective)
+    return waited_s + float((first_token_s - due_s)[eligible].min())
+
+
+def late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float:
+    """When a request that was held too long may try again: what waits is worked off by then."""
+    ahead = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
+    total_s = float((ahead * _token_s(candidates)).sum()) + num_held_tokens * float(_token_s(candidates).mean())
+    return _retry_after_s(total_s / max(1, len(candidates)))
 
 
 def _dates(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from shoal_cluster.policies.admission import AdmissionLimits, admit
+from shoal_cluster.policies.admission import AdmissionLimits, admit, late_retry_after_s, lateness_s
 from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import uncached_tokens
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
@@ -17,6 +18,9 @@ from shoal_replica.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 RESUMED_PRIORITY = -(2**31)
 """Of a stream that goes on elsewhere: its client is in the middle of an answer."""
+
+MIN_WAKE_S = 0.001
+"""How far past a date to look whether it is past."""
 
 FEED_DELAY_S = 0.005
 """From a gateway's promise to the others' knowing it: a hop to the replica, ``feed.GATHER_S``, and a hop back."""
@@ -71,7 +75,8 @@ class Dispatcher:
 
         Raises:
             InvalidArgument: no replica has blocks enough.
-            ResourceExhausted: every replica has too much to do; not for one that is resumed.
+            ResourceExhausted: every replica has too much to do, or none could start it within the objective, where
+                the limits have one; not for one that is resumed.
             Unavailable: there was no replica for ``patience_s``.
         """
         query = pending.query
@@ -135,10 +140,32 @@ class Dispatcher:
             raise ResourceExhausted(admission.reason, admission.retry_after_s)
 
     async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
-        excluded = pending.query.excluded
+        """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
+        excluded, loop = pending.query.excluded, asyncio.get_running_loop()
+        patience_ends_s = loop.time() + self._patience_s
         while True:
-            await asyncio.wait([turn], timeout=self._patience_s)
+            left_s = self._time_left_s(pending)
+            await asyncio.wait([turn], timeout=min(left_s + MIN_WAKE_S, patience_ends_s - loop.time()))
             if turn.done():
                 return turn.result()
+            if loop.time() < patience_ends_s:
+                continue
+            patience_ends_s = loop.time() + self._patience_s
             if not self._ledger.can_place(excluded):
                 raise Unavailable("no replica became ready in time")
+
+    def _time_left_s(self, pending: PendingRequest) -> float:
+        """Until the request's objective is lost; raises ResourceExhausted when it is."""
+        objective = self.limits.objective
+        if objective is None or pending.priority == RESUMED_PRIORITY:
+            return math.inf
+        now = time.monotonic()
+        candidates = self._ledger.view.candidates(pending.query.block_hashes, now)
+        waited_s = now - pending.arrival_s
+        late_s = lateness_s(pending.query, candidates, objective, waited_s)
+        if late_s > 0:
+            raise ResourceExhausted(
+                f"no replica could start it in time: it has waited {waited_s:.1f} s and its objective is lost",
+                late_retry_after_s(candidates, self.num_held_tokens),
+            )
+        return -late_s

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -204,13 +205,25 @@ async def _errors_as_status(context: grpc.aio.ServicerContext, request_id: str) 
         report = report_error(error, request_id)
         if report.kind is INTERNAL:
             _log.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
-        metadata: tuple[tuple[str, str], ...] = ()
-        if report.retry_after_s is not None:
-            metadata = (("retry-after", f"{report.retry_after_s:g}"),)
         status = grpc.StatusCode[report.kind.grpc_status]
+        metadata: tuple[tuple[str, str | bytes], ...] = ()
+        if report.retry_after_s is not None:
+            metadata = (
+                ("retry-after", f"{report.retry_after_s:g}"),
+                ("grpc-status-details-bin", _retry_details(status, report.message, report.retry_after_s)),
+            )
     else:
         return
     await context.abort(status, report.message, trailing_metadata=metadata)
+
+
+def _retry_details(status: grpc.StatusCode, message: str, retry_after_s: float) -> bytes:
+    """A google.rpc.Status with a RetryInfo: what clients that retry by themselves read."""
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.FromNanoseconds(round(retry_after_s * 1e9))
+    details = status_pb2.Status(code=status.value[0], message=message)
+    details.details.add().Pack(info)
+    return bytes(details.SerializeToString())
 
 
 def _admin_key(context: grpc.aio.ServicerContext) -> str | None:

@@ -247,3 +247,19 @@ def test_whoever_is_alone_does_not_wait_for_a_turn() -> None:
     view.set_wishes("only", [Wish((0, 0, 1.5), 10, 160)])
     assert queue.turn(view, 8, 0.0, rng) > 0
     assert queue.turn(view, 1, 0.0, rng) == 0
+
+
+def test_who_goes_first_by_its_share_goes_first_at_the_replica_too() -> None:
+    """The light tenant's request is due later than the heavy one's: told so, the replica would let that one pass."""
+    heavy = [pending(f"heavy{i}", 2500, tenant="heavy") for i in range(3)]
+    queue = queue_of(*heavy, pending("light", 2500, tenant="light", arrival_s=1.0))
+    view = view_of(one=make_stats(num_total_blocks=2000, num_free_blocks=2000))
+    first = queue.next(view, WEIGHTS, 1.0, Random(0))
+    second = queue.next(view, WEIGHTS, 1.0, Random(0))
+    third = queue.next(view, WEIGHTS, 1.0, Random(0))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    sent = [dispatch.pending for dispatch in (first, second, third)]
+    assert [request.tenant for request in sent] == ["heavy", "heavy", "light"], "two bursts are equal shares"
+    assert third.due_s == pytest.approx(first.due_s) == pytest.approx(7.0)

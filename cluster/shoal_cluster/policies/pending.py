@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from itertools import accumulate
 from random import Random
 
 import numpy as np
@@ -70,7 +71,8 @@ class Dispatch:
 
     Attributes:
         candidates: what the decision saw. Promised there: also what more urgent requests, still held, will take.
-        due_s: when its first token is due; the replica's ``deadline`` policy goes by it.
+        due_s: when its first token is due, or sooner: not after what it went before here. The replica's ``deadline``
+            policy goes by it, so that it keeps the order of the queue, shares of tenants included.
         look: what was considered before it and held, and why this one is next.
     """
 
@@ -189,8 +191,9 @@ class PendingQueue:
                 self._shares.charge(held.pending.tenant, size[1])
                 seen, max_steps = tuple(considered[: len(steps)]), self._config.max_steps_ahead
                 record = Look(snapshot, weights, max_steps, plans_all, seen, draws, steps)
+                due_s = min(held.due_s, now + seen[-1].due_in_s)
                 return Dispatch(
-                    held.pending, sent.decision.best, held.due_s, sent.candidates, sent.seed, sent.decision, record
+                    held.pending, sent.decision.best, due_s, sent.candidates, sent.seed, sent.decision, record
                 )
             if self._is_one_of_many:
                 held.wish = (view.replica_ids[step.place], *size)
@@ -201,13 +204,14 @@ class PendingQueue:
         considered: list[Considered] = []
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
         other = next(foreign, None)
-        for held in urgent:
+        due_s = list(accumulate((held.due_s for held in reversed(urgent)), min))[::-1]
+        for number, held in enumerate(urgent):
             before: list[PlacedWish] = []
             while other is not None and other.wish.rank < self._rank(held):
                 before.append(other)
                 other = next(foreign, None)
             matched = self._matched(held, view, now)
-            considered.append(Considered(held.pending.query, held.due_s - now, matched, tuple(before)))
+            considered.append(Considered(held.pending.query, due_s[number] - now, matched, tuple(before)))
         return considered
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:

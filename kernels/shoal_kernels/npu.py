@@ -219,9 +219,11 @@ def apply_experts(
         quant_mode=-1,
     )
     y = _per_expert(silu_and_mul(_per_expert(rows, gate_up, counts)), down, counts)
-    # Rows in no group were not computed and their place is -1, which here is a row of zeros at the end.
-    y = torch.cat((y, y.new_zeros(1, y.shape[1])))
-    places = torch.where(places < 0, len(rows), places)
+    # Rows in no group are memory that nobody has written; they become zeros. Where a place is -1 there is such a row,
+    # and the last is one.
+    is_written = torch.arange(len(y), device=y.device) < counts.sum()
+    y = torch.where(is_written.unsqueeze(1), y, 0)
+    places = torch.where(places < 0, len(y) - 1, places)
     return cast(Tensor, torch_npu.npu_moe_token_unpermute(y, places, probs=weights))
 
 

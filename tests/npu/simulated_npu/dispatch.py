@@ -7,9 +7,10 @@ shapes and dtypes that it promises must be those that the reference returned.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,15 +105,18 @@ class _Wrapped:
             self._check_capture(bound, to_host)
         promise = self._promise(args, kwargs) if self._has_meta else None
         aliases = {k: map_tensors(v, _to_host_value) for k, v in bound.items()}
+        given = aliases
         if graphs.is_recording():
-            # Nothing runs now: results come from copies, so that what is written stays as it was.
-            result = self._run({k: _copies(v) if k in self._written else v for k, v in aliases.items()})
+            # Nothing runs now. Only the results' shapes are wanted: they come from copies, and from zeros in place of
+            # what the graph itself will have made.
+            given = {k: map_tensors(v, _zeros_if_unknown) for k, v in aliases.items()}
+            result = self._run({k: _copies(v) if k in self._written else v for k, v in given.items()})
         else:
             written = [t for k in self._written for t in _tensors(bound.get(k)) if is_npu(t)]
             ordering.operator(self._name, ordering.addresses(on_device), ordering.addresses(written))
             result = self._run(aliases)
             self._order_host(bound, to_host)
-        outputs, fresh = self._outputs(result, bound, aliases, device if not to_host else None)
+        outputs, fresh = self._outputs(result, bound, given, device if not to_host else None)
         if promise is not None and not graphs.state.is_updating:
             _compare(self._name, promise, outputs)
         if graphs.is_recording():
@@ -121,6 +125,9 @@ class _Wrapped:
             touched = ordering.addresses([*on_device, *fresh.values()])
             written = ordering.addresses([t for k in self._written for t in _tensors(bound.get(k)) if is_npu(t)])
             graphs.record(lambda: self._replay(aliases, targets, touched, written))
+            if graphs.is_capturing():
+                _take_value([*targets.values()])
+                graphs.state.unknown |= written | ordering.addresses(fresh.values())
         return None if not self._returned else outputs[0] if len(self._returned) == 1 else tuple(outputs)
 
     def _run(self, arguments: dict[str, Any]) -> Any:
@@ -229,6 +236,21 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _pairs(aliased: Any, original: Any) -> list[tuple[Tensor, Tensor]]:
     return [(a, t) for a, t in zip(_tensors(aliased), _tensors(original), strict=True) if is_npu(t) and a.numel()]
+
+
+def _zeros_if_unknown(value: Any) -> Any:
+    """In place of what has no value while a graph is captured: zeros, which any operator takes, in the same layout."""
+    if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() not in graphs.state.unknown:
+        return value
+    zeros = torch.zeros(value.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=value.dtype).set_(zeros, value.storage_offset(), value.shape, value.stride())
+
+
+def _take_value(tensors: Sequence[Tensor]) -> None:
+    """Make them what memory is that nobody has written."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        ctypes.memset(storage.data_ptr(), ordering.POISON, storage.nbytes())
 
 
 def _copies(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Graph capture, replay and update, as lists of recorded calls.
 
-As on a device, nothing runs while a graph is captured: the calls compute shapes on copies, and what they would change
-stays as it was. Replay repeats them on the captured addresses.
+As on a device, nothing runs while a graph is captured: what a call of the graph makes or changes has no value until the
+graph is replayed. Replay repeats the calls on the captured addresses.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class _State:
     capturing: list[list[Thunk]] | None = None
     open_group: list[Thunk] | None = None  # of a capture or of an update
     is_updating: bool = False
+    unknown: set[int] = field(default_factory=set)  # addresses that calls of the graph being captured write
     num_replays: int = 0
 
 
@@ -64,6 +65,7 @@ def observe(what: int, a: int, b: int) -> None:
     """What the runtime tells of graphs; see ``runtime.c`` for a and b."""
     if what == CAPTURE_BEGIN:
         state.capturing = state.graphs[b] = []
+        state.unknown.clear()
     elif what == CAPTURE_END:
         state.capturing = state.open_group = None
     elif what == REPLAY:

@@ -47,7 +47,9 @@ def moe_init_routing_v2(
     places[order] = torch.arange(num_rows)
     places = torch.where(local, places, -1)
     counts = torch.bincount(flat[local] - first, minlength=last - first)
-    return x[order // expert_idx.shape[1]], places.int(), counts.long(), torch.zeros(num_rows)
+    rows = x[order // expert_idx.shape[1]]
+    rows[int(local.sum()) :] = torch.nan  # not written either
+    return rows, places.int(), counts.long(), torch.zeros(num_rows)
 
 
 def grouped_matmul(
@@ -72,7 +74,7 @@ def grouped_matmul(
     assert group_list is not None
     counts = group_list if group_list_type == 1 else group_list.diff(prepend=group_list.new_zeros(1))
     need(len(counts) == len(weight[0]) and int(counts.sum()) <= len(x[0]), "a group for each expert, within the rows")
-    out = x[0].new_zeros(len(x[0]), weight[0].shape[2])
+    out = x[0].new_full((len(x[0]), weight[0].shape[2]), torch.nan)  # rows in no group are not written
     start = 0
     for expert, count in enumerate(counts.tolist()):
         out[start : start + count] = x[0][start : start + count] @ weight[0][expert]
@@ -88,6 +90,7 @@ def moe_token_unpermute(
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
     need(sorted_indices.dtype == torch.int32, "sorted_indices is int32")
+    need(permuted_tokens.shape[0] == sorted_indices.numel(), "a row of permuted_tokens for each of sorted_indices")
     need(bool((sorted_indices >= 0).all()), "sorted_indices are not negative")
     rows = permuted_tokens[sorted_indices.long()]
     if probs is None:

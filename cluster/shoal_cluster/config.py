@@ -48,6 +48,7 @@ class ReplicaSettings(_Settings):
     block_size: int = Field(DEFAULT_BLOCK_SIZES["cpu"], ge=1, description="128 on an NPU")
     num_blocks: int | None = Field(None, ge=1, description="None sizes the pool to max_num_seqs, or fills the NPU")
     enable_prefix_caching: bool = True
+    num_host_blocks: int = Field(0, ge=0, description="in host memory, for what the pool gives up of its prefix cache")
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
     max_num_waiting: int = Field(1024, ge=1)

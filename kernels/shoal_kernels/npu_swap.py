@@ -1,58 +1,81 @@
-"""KV blocks between an NPU and the host: one transfer for any number of blocks, beside the computation."""
+"""KV blocks between an NPU and the host: a few transfers for many blocks, beside the computation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch_npu
 from torch import Tensor
 
+Move = tuple[int, int]
+
 
 class BlockSwap:
-    """Moves blocks of one cache to rows of pinned host memory and back, on a stream of its own.
+    """Moves blocks of all ``caches`` to rows of pinned host memory and back, on a stream of its own.
 
-    Both directions go through one staging tensor, so a call waits on the device, never on the host, for the one before.
+    Both directions go through staging tensors on the device, so that neighbouring rows are one transfer wherever their
+    blocks are, and blocks may be overwritten at once. A call waits on the device, never on the host, for the one
+    before.
 
     Args:
-        cache: [num_blocks, ...], contiguous; see ``ops.cache_shape``.
+        caches: each [num_blocks, ...], contiguous; see ``ops.cache_shape``.
         num_rows: blocks that the host holds.
-        num_at_once: the most that one call moves.
+        num_at_once: blocks that the staging tensors hold; more are moved in turns.
     """
 
-    def __init__(self, cache: Tensor, num_rows: int, num_at_once: int) -> None:
-        self._cache = cache
-        self._host = torch.empty(num_rows, *cache.shape[1:], dtype=cache.dtype, pin_memory=True)
-        self._staging = torch.empty(num_at_once, *cache.shape[1:], dtype=cache.dtype, device=cache.device)
+    def __init__(self, caches: Sequence[Tensor], num_rows: int, num_at_once: int) -> None:
+        self._caches = caches
+        self._host = [torch.empty(num_rows, *c.shape[1:], dtype=c.dtype, pin_memory=True) for c in caches]
+        self._staging = [torch.empty(num_at_once, *c.shape[1:], dtype=c.dtype, device=c.device) for c in caches]
+        self._num_at_once = num_at_once
         self._stream = torch_npu.npu.Stream()
         self._moved = torch_npu.npu.Event()
 
-    @property
-    def rows(self) -> Tensor:
-        """The host's blocks [num_rows, ...]; what a swap out wrote is there once its event has been waited for."""
-        return self._host
+    def move_out(self, moves: Sequence[Move]) -> None:
+        """Copy blocks to rows, pairs of (block, row), after all work queued so far."""
+        compute = torch_npu.npu.current_stream()
+        for part in self._parts([(row, block) for block, row in moves]):
+            ids, runs = self._ids(part), list(_runs(part))
+            compute.wait_event(self._moved)  # the last transfer may not be done with the staging tensors
+            for cache, staging in zip(self._caches, self._staging, strict=True):
+                torch.index_select(cache, 0, ids, out=staging[: len(part)])
+            self._stream.wait_stream(compute)
+            with torch_npu.npu.stream(self._stream):
+                for host, staging in zip(self._host, self._staging, strict=True):
+                    for start, row, count in runs:
+                        host[row : row + count].copy_(staging[start : start + count], non_blocking=True)
+                self._moved.record()
 
-    def swap_out(self, block_ids: Sequence[int], first_row: int) -> torch_npu.npu.Event:
-        """Copy blocks to rows ``first_row`` and on, after all work queued so far. They may be overwritten at once."""
-        count, compute = len(block_ids), torch_npu.npu.current_stream()
-        compute.wait_event(self._moved)
-        torch.index_select(self._cache, 0, self._ids(block_ids), out=self._staging[:count])
-        self._stream.wait_stream(compute)
-        with torch_npu.npu.stream(self._stream):
-            self._host[first_row : first_row + count].copy_(self._staging[:count], non_blocking=True)
-            self._moved.record()
-        return self._moved
+    def move_in(self, moves: Sequence[Move]) -> None:
+        """Copy rows to blocks, pairs of (row, block); work queued later finds them there."""
+        compute = torch_npu.npu.current_stream()
+        for part in self._parts(moves):
+            ids, runs = self._ids(part), list(_runs(part))
+            self._stream.wait_stream(compute)  # the staging tensors' last reader may be there
+            with torch_npu.npu.stream(self._stream):
+                for host, staging in zip(self._host, self._staging, strict=True):
+                    for start, row, count in runs:
+                        staging[start : start + count].copy_(host[row : row + count], non_blocking=True)
+                self._moved.record()
+            compute.wait_event(self._moved)
+            for cache, staging in zip(self._caches, self._staging, strict=True):
+                cache.index_copy_(0, ids, staging[: len(part)])
 
-    def swap_in(self, first_row: int, block_ids: Sequence[int]) -> None:
-        """Copy rows ``first_row`` and on to blocks; work queued later finds them there."""
-        count, compute = len(block_ids), torch_npu.npu.current_stream()
-        ids = self._ids(block_ids)
-        self._stream.wait_stream(compute)  # the staging tensor's last reader may be there
-        with torch_npu.npu.stream(self._stream):
-            self._staging[:count].copy_(self._host[first_row : first_row + count], non_blocking=True)
-            self._moved.record()
-        compute.wait_event(self._moved)
-        self._cache.index_copy_(0, ids, self._staging[:count])
+    def _parts(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
+        """Moves in the order of their rows, as many at a time as the staging tensors hold."""
+        ordered = sorted(moves)
+        for start in range(0, len(ordered), self._num_at_once):
+            yield ordered[start : start + self._num_at_once]
 
-    def _ids(self, block_ids: Sequence[int]) -> Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64).to(self._cache.device)
+    def _ids(self, part: Sequence[Move]) -> Tensor:
+        return torch.tensor([block for _, block in part], dtype=torch.int64).to(self._caches[0].device)
+
+
+def _runs(part: Sequence[Move]) -> Iterator[tuple[int, int, int]]:
+    """Neighbouring rows: (place of the first in ``part``, the first, how many)."""
+    start = 0
+    for end in range(1, len(part) + 1):
+        if end == len(part) or part[end][0] != part[end - 1][0] + 1:
+            yield start, part[start][0], end - start
+            start = end

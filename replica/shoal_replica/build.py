@@ -37,6 +37,7 @@ def resolve_config(
     block_size: int | None = None,
     num_blocks: int | None = None,
     enable_prefix_caching: bool = True,
+    num_host_blocks: int = 0,
     scheduler: SchedulerConfig | None = None,
     parallel: ParallelConfig | None = None,
     memory_bytes: int | None = None,
@@ -47,6 +48,7 @@ def resolve_config(
         model: a Hugging Face folder, a hub id, or the demo model's name.
         block_size: None is 16 on the CPU, 128 on an NPU.
         num_blocks: None takes enough for ordinary traffic on the CPU, and all that is left of an NPU.
+        num_host_blocks: blocks in host memory, for what the pool has to give up of its prefix cache.
         memory_bytes: what weights and pool may take; None asks this host, or the NPU that this process sees.
 
     Raises:
@@ -63,10 +65,13 @@ def resolve_config(
     if parallel.graph_sizes is None:
         sizes = default_graph_sizes(scheduler.max_num_seqs) if on_npu else ()
         parallel = replace(parallel, graph_sizes=sizes)
+    cache = CacheConfig(
+        num_blocks=num_blocks or 1,
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+    )
     if on_npu:
-        cache = CacheConfig(
-            num_blocks=num_blocks or 1, block_size=block_size, enable_prefix_caching=enable_prefix_caching
-        )
         if num_blocks is None:
             cache = replace(cache, num_blocks=_fill_npu(shape, cache, scheduler, parallel, memory_bytes))
         config = EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
@@ -75,10 +80,8 @@ def resolve_config(
     if memory_bytes is None:
         memory_bytes = available_bytes()
     if num_blocks is None:
-        least = CacheConfig(num_blocks=1, block_size=block_size)
-        plan = plan_host(shape, scheduler, parallel, least, memory_bytes)
-        num_blocks = default_num_blocks(shape, plan, block_size, scheduler.max_num_seqs)
-    cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+        plan = plan_host(shape, scheduler, parallel, cache, memory_bytes)
+        cache = replace(cache, num_blocks=default_num_blocks(shape, plan, block_size, scheduler.max_num_seqs))
     plan_host(shape, scheduler, parallel, cache, memory_bytes).check()
     return EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
 

@@ -201,15 +201,21 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The block pool: ``num_blocks`` blocks of ``block_size`` tokens."""
+    """The block pool: ``num_blocks`` blocks of ``block_size`` tokens; ``num_host_blocks`` more in host memory keep what
+    the pool has to give up of its prefix cache.
+    """
 
     num_blocks: int
     block_size: int = 16
     enable_prefix_caching: bool = True
+    num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
         _at_least("num_blocks", self.num_blocks, 1)
+        _at_least("num_host_blocks", self.num_host_blocks, 0)
+        if self.num_host_blocks and not self.enable_prefix_caching:
+            raise ConfigError(f"num_host_blocks: got {self.num_host_blocks}; must be 0 without enable_prefix_caching")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step.
 
-    Order of execution: drop ``dropped_seq_ids``; apply ``block_copies`` (source, destination); take ``new_sequences``;
-    apply ``block_updates``; compute ``scheduled``.
+    Order of execution: drop ``dropped_seq_ids``; copy ``moves_out`` (block, row of host memory); apply ``block_copies``
+    (source, destination); copy ``moves_in`` (row, block); take ``new_sequences``; apply ``block_updates``; compute
+    ``scheduled``.
     """
 
     step: int
@@ -52,6 +53,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     block_updates: tuple[tuple[int, int, tuple[int, ...]], ...] = ()  # (seq_id, first index, block ids from there on)
     block_copies: tuple[tuple[int, int], ...] = ()
     dropped_seq_ids: tuple[int, ...] = ()  # finished or preempted
+    moves_out: tuple[tuple[int, int], ...] = ()
+    moves_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

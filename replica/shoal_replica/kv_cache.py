@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal_replica.block_pool import BlockPool
 from shoal_replica.config import CacheConfig
+from shoal_replica.host_blocks import HostBlocks
 from shoal_replica.prefix_cache import BlockHash, PrefixCache
 
 BlockTable = list[int]
+Cached = int | BlockHash
+"""A cached block: its id, or its hash where only host memory has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,8 @@ class KVCacheManager:
     def __init__(self, config: CacheConfig) -> None:
         self.block_size = config.block_size
         self.prefix_cache = PrefixCache()
-        self.pool = BlockPool(config.num_blocks, self.prefix_cache.holds, self.prefix_cache.evict)
+        self.host = HostBlocks(config.num_host_blocks, self.prefix_cache.note_forgotten)
+        self.pool = BlockPool(config.num_blocks, self.prefix_cache.holds, self._evict)
         self.is_caching = config.enable_prefix_caching
         self._tables: dict[int, BlockTable] = {}
         self._num_committed: dict[int, int] = {}
@@ -39,17 +43,29 @@ class KVCacheManager:
         """Blocks that ``num_tokens`` tokens fill."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> list[int]:
+    def match(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> list[Cached]:
         """Cached blocks a sequence of ``num_tokens`` may reuse; its last token is always computed anew."""
         if not self.is_caching:
             return []
-        return self.prefix_cache.match(block_hashes[: (num_tokens - 1) // self.block_size])
+        wanted = block_hashes[: (num_tokens - 1) // self.block_size]
+        found: list[Cached] = [*self.prefix_cache.match(wanted)]
+        if len(self.host):
+            for block_hash in wanted[len(found) :]:
+                block_id = self.prefix_cache.block_of(block_hash)
+                if block_id is None and block_hash not in self.host:
+                    break
+                found.append(block_hash if block_id is None else block_id)
+        return found
 
-    def can_allocate(self, matched_block_ids: Sequence[int], num_tokens: int) -> bool:
-        """Whether ``num_tokens`` tokens fit when ``matched_block_ids`` are reused."""
-        num_new = self.num_blocks_for(num_tokens) - len(matched_block_ids)
-        num_reclaimed = sum(1 for b in matched_block_ids if self.pool.num_refs(b) == 0)
-        return num_new + num_reclaimed <= self.pool.num_free
+    def can_allocate(self, matched: Sequence[Cached], num_tokens: int) -> bool:
+        """Whether ``num_tokens`` tokens fit when ``matched`` are reused."""
+        num_held = sum(1 for block in matched if isinstance(block, int) and self.pool.num_refs(block))
+        return self.num_blocks_for(num_tokens) - num_held <= self.pool.num_free
+
+    def cached_hashes(self) -> Iterable[BlockHash]:
+        """Every block hash that is cached, on the device or the host."""
+        yield from self.prefix_cache.hashes()
+        yield from (block_hash for block_hash in self.host.hashes() if block_hash not in self.prefix_cache)
 
     def fits_last_block(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> bool:
         """Whether the tokens between go to the last block of the table, and it is this sequence's alone: ``append``
@@ -80,15 +96,21 @@ class KVCacheManager:
 
     # Commands
 
-    def allocate(self, seq_id: int, matched_block_ids: Sequence[int], num_tokens: int) -> BlockTable:
-        """Give a sequence its first block table: the matched blocks, then fresh ones up to ``num_tokens`` tokens."""
+    def allocate(self, seq_id: int, matched: Sequence[Cached], num_tokens: int) -> BlockTable:
+        """Give a sequence its first block table: the matched blocks, then fresh ones up to ``num_tokens`` tokens.
+
+        What is matched on the host alone gets a fresh block, to which the next step brings it.
+        """
         if seq_id in self._tables:
             raise RuntimeError(f"sequence {seq_id} already has a block table")
-        self.pool.touch(matched_block_ids)
-        num_new = self.num_blocks_for(num_tokens) - len(matched_block_ids)
-        table = [*matched_block_ids, *self.pool.allocate(num_new)]
+        on_device = [block for block in matched if isinstance(block, int)]
+        self.pool.touch(on_device)
+        self.host.hold(block for block in matched if not isinstance(block, int))
+        fresh = iter(self.pool.allocate(self.num_blocks_for(num_tokens) - len(on_device)))
+        table = [block if isinstance(block, int) else self._bring(block, next(fresh)) for block in matched]
+        table.extend(fresh)
         self._tables[seq_id] = table
-        self._num_committed[seq_id] = len(matched_block_ids)
+        self._num_committed[seq_id] = len(matched)
         return table
 
     def append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> TableChange | None:
@@ -128,7 +150,7 @@ class KVCacheManager:
         first, last = self._num_committed[seq_id], num_computed_tokens // self.block_size
         table = self._tables[seq_id]
         for index in range(first, last):
-            self.prefix_cache.insert(block_hashes[index], table[index])
+            self.prefix_cache.insert(block_hashes[index], table[index], block_hashes[index] in self.host)
         self._num_committed[seq_id] = max(first, last)
 
     def free(self, seq_id: int) -> None:
@@ -140,10 +162,21 @@ class KVCacheManager:
         """Reference counts are exactly the tables' uses of each block."""
         self.pool.check_invariants()
         self.prefix_cache.check_invariants()
+        self.host.check_invariants()
         uses = Counter(b for table in self._tables.values() for b in table)
         for block_id in range(self.pool.num_blocks):
             assert self.pool.num_refs(block_id) == uses[block_id], (block_id, uses[block_id])
         assert self._tables.keys() == self._num_committed.keys()
+
+    def _evict(self, block_id: int) -> None:
+        """A block with a prefix is given out again: host memory keeps it if it can."""
+        on_host = self.host.keep(self.prefix_cache.hash_of(block_id), block_id)
+        self.prefix_cache.evict(block_id, on_host)
+
+    def _bring(self, block_hash: BlockHash, block_id: int) -> int:
+        self.host.bring(block_hash, block_id)
+        self.prefix_cache.insert(block_hash, block_id, on_host=True)
+        return block_id
 
     def _read_by_others(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> list[int]:
         """Indices of the blocks of the tokens between that are not this sequence's alone: another one uses them, or

@@ -64,6 +64,7 @@ class LLM:
         model: a Hugging Face folder, a hub id, or the demo model's name.
         block_size: tokens of a KV block; None is 16 on the CPU, 128 on an NPU.
         num_blocks: the KV block pool; None sizes it to what ``max_num_seqs`` and memory allow.
+        num_host_blocks: more blocks in host memory, for what the pool has to give up of its prefix cache.
         max_num_seqs, max_num_batched_tokens: limits of one step.
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
         quantization: "none", or "int8" or "int4" to round weights when they are loaded.
@@ -90,6 +91,7 @@ class LLM:
         quantization: str = "none",
         num_threads: int = 1,
         enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
         max_model_len: int | None = None,
         device: str = "cpu",
         tensor_parallel_size: int = 1,
@@ -104,6 +106,7 @@ class LLM:
             block_size=block_size,
             num_blocks=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
             parallel=ParallelConfig(
                 device=device,

@@ -64,7 +64,8 @@ class Lookahead:
             if change is not None:
                 self._untold.setdefault(seq_id, []).append(change)
                 updates.append((seq_id, change.first_index, change.block_ids))
-        return SchedulerOutput(before.step + 1, tuple(scheduled), block_updates=tuple(updates))
+        moves = self._kv.host.moves_ahead()
+        return SchedulerOutput(before.step + 1, tuple(scheduled), block_updates=tuple(updates), moves_out=moves)
 
     def confirm(self, ahead: SchedulerOutput, result: StepResult) -> SchedulerOutput | None:
         """``ahead`` without those that the step before it ends by ``result``. None if there is more to decide.
@@ -85,10 +86,11 @@ class Lookahead:
         if not kept:
             return None
         updates = tuple(update for update in ahead.block_updates if update[0] not in gone)
-        return SchedulerOutput(ahead.step, kept, block_updates=updates)
+        return SchedulerOutput(ahead.step, kept, block_updates=updates, moves_out=ahead.moves_out)
 
     def note_told(self, ahead: SchedulerOutput) -> None:
         """A planned step has run: the executor knows its blocks."""
+        self._kv.host.note_moved(len(ahead.moves_out))
         for seq_id, _, _ in ahead.block_updates:
             if seq_id in self._untold:
                 self._untold[seq_id].pop(0)

@@ -17,13 +17,16 @@ COMMUNICATOR_BYTES = 2 * 200 * MIB
 # Operators' workspaces, and for each graph what it holds beside the activations that all graphs share.
 WORKSPACE_BYTES = 256 * MIB
 GRAPH_BYTES = 16 * MIB
+# Blocks on an NPU through which transfers from and to host memory go.
+STAGING_BLOCKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes of one rank on an NPU, or of all ranks on a CPU's host. ``usable`` is what may be taken.
 
-    ``block`` is what one KV block takes there.
+    ``block`` is what one KV block takes there. ``num_other_blocks`` are beside the pool: on an NPU, what transfers to
+    host memory go through; on a CPU the ``num_host_blocks`` themselves.
     """
 
     device: str
@@ -35,23 +38,34 @@ class MemoryPlan:
     graphs: int
     block: int
     num_blocks: int
+    num_host_blocks: int = 0
+    num_other_blocks: int = 0
 
     @property
     def room_for_blocks(self) -> int:
         """How many KV blocks fit beside the rest; below 0 where the rest alone does not."""
-        return (self.usable - self.weights - self.activations - self.communication - self.graphs) // self.block
+        rest = self.weights + self.activations + self.communication + self.graphs
+        return (self.usable - rest) // self.block - self.num_other_blocks
 
     def report(self) -> str:
         """One line for the log."""
-        parts = (
+        parts = [
             ("weights", self.weights),
             ("activations", self.activations),
             ("communication", self.communication),
             ("graphs", self.graphs),
             (f"{self.num_blocks} KV blocks", self.num_blocks * self.block),
-        )
+        ]
+        on_host = ""
+        if self.num_host_blocks and self.device == "cpu":
+            parts.append((f"{self.num_host_blocks} host blocks", self.num_host_blocks * self.block))
+        elif self.num_host_blocks:
+            parts.append(("transfers", self.num_other_blocks * self.block))
+            on_host = (
+                f"; {self.num_host_blocks} host blocks {self.num_host_blocks * self.block / GIB:.2f} GiB on the host"
+            )
         shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts)
-        return f"{self.device}, {self.dtype}: {shown} of {self.usable / GIB:.2f} GiB"
+        return f"{self.device}, {self.dtype}: {shown} of {self.usable / GIB:.2f} GiB{on_host}"
 
     def check(self) -> None:
         """Raise ConfigError where it does not fit, naming the smallest change that does."""
@@ -60,6 +74,9 @@ class MemoryPlan:
             return
         if room > 0:
             raise ConfigError(f"num_blocks: got {self.num_blocks}; {self.report()}; num_blocks={room} fits")
+        if self.num_other_blocks + room >= self.num_blocks:
+            fitting = self.num_other_blocks + room - self.num_blocks if self.device == "cpu" else 0
+            raise ConfigError(f"num_host_blocks: {self.report()}; num_host_blocks={fitting} fits")
         if self.device == "cpu":
             what = "not one block fits" if self.weights <= self.usable else "the weights alone do not fit"
             raise ConfigError(f"num_blocks: {self.report()}; {what}")
@@ -92,6 +109,8 @@ def plan_memory(
         graphs=GRAPH_BYTES * len(parallel.graph_sizes or ()),
         block=shard.block_bytes(model, cache.block_size),
         num_blocks=cache.num_blocks,
+        num_host_blocks=cache.num_host_blocks,
+        num_other_blocks=num_staging_blocks(cache),
     )
 
 
@@ -116,7 +135,14 @@ def plan_host(
         graphs=0,
         block=sum(shard.block_bytes(model, cache.block_size) for shard in shards),
         num_blocks=cache.num_blocks,
+        num_host_blocks=cache.num_host_blocks,
+        num_other_blocks=cache.num_host_blocks,
     )
+
+
+def num_staging_blocks(cache: CacheConfig) -> int:
+    """Blocks of an NPU through which transfers go."""
+    return min(STAGING_BLOCKS, cache.num_host_blocks)
 
 
 def shard_weight_bytes(model: ModelConfig, shard: Shard) -> int:

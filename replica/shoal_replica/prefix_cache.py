@@ -43,7 +43,8 @@ def extend_block_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block
 class PrefixCache:
     """Which blocks hold which prefix. Knows nothing of reference counts or eviction order.
 
-    Changes are also noted as events (hashes stored, hashes removed) for whoever mirrors the cache.
+    Changes are also noted as events (hashes stored, hashes removed) for whoever mirrors the cache. Host memory may keep
+    a hash that has no block here: to those who mirror, it is cached all the same.
     """
 
     def __init__(self) -> None:
@@ -72,24 +73,40 @@ class PrefixCache:
             block_ids.append(block_id)
         return block_ids
 
-    def insert(self, block_hash: BlockHash, block_id: int) -> bool:
-        """Remember that ``block_id`` holds ``block_hash``. False if another block already does, or it holds another."""
+    def block_of(self, block_hash: BlockHash) -> int | None:
+        """The block that holds ``block_hash``."""
+        return self._block_of.get(block_hash)
+
+    def hash_of(self, block_id: int) -> BlockHash:
+        """What ``block_id`` holds; it holds a prefix."""
+        return self._hash_of[block_id]
+
+    def insert(self, block_hash: BlockHash, block_id: int, on_host: bool = False) -> bool:
+        """Remember that ``block_id`` holds ``block_hash``. False if another block already does, or it holds another.
+
+        ``on_host``: host memory has it, too, here and below.
+        """
         if block_hash in self._block_of or block_id in self._hash_of:
             return False
         self._block_of[block_hash] = block_id
         self._hash_of[block_id] = block_hash
-        if self._removed.pop(block_hash, self) is self:
+        if not on_host and self._removed.pop(block_hash, self) is self:
             self._stored[block_hash] = None
         return True
 
-    def evict(self, block_id: int) -> None:
+    def evict(self, block_id: int, on_host: bool = False) -> None:
         """Forget what ``block_id`` holds, if anything."""
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is None:
             return
         del self._block_of[block_hash]
-        if self._stored.pop(block_hash, self) is self:
-            self._removed[block_hash] = None
+        if not on_host:
+            self._note_removed(block_hash)
+
+    def note_forgotten(self, block_hash: BlockHash) -> None:
+        """Host memory has it no longer."""
+        if block_hash not in self._block_of:
+            self._note_removed(block_hash)
 
     def holds(self, block_id: int) -> bool:
         """Whether ``block_id`` holds a cached prefix."""
@@ -107,3 +124,7 @@ class PrefixCache:
         assert len(self._block_of) == len(self._hash_of)
         for block_hash, block_id in self._block_of.items():
             assert self._hash_of[block_id] == block_hash
+
+    def _note_removed(self, block_hash: BlockHash) -> None:
+        if self._stored.pop(block_hash, self) is self:
+            self._removed[block_hash] = None

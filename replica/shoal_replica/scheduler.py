@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ResourceExhausted
 from shoal_replica.executor import SchedulerOutput, StepResult
-from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.kv_cache import Cached, KVCacheManager
+from shoal_replica.ledger import Ledger
 from shoal_replica.lookahead import Lookahead
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
-from shoal_replica.scheduling_policy import choose_victim, due_profile, rank
+from shoal_replica.scheduling_policy import choose_victim, rank
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
 from shoal_replica.waiting_queue import WaitingQueue, expected_cached_tokens
@@ -48,6 +49,7 @@ class Scheduler:
         self.now = 0.0  # of the last step, by the caller's clock
         rule, limit = self._finish_rule, config.max_num_seqs
         self.lookahead = Lookahead(self._kv, self._by_id, self._running, self._waiting, limit, rule)
+        self._ledger = Ledger(config, self._kv, self._running, self._waiting, self._totals)
 
     @property
     def has_work(self) -> bool:
@@ -96,7 +98,7 @@ class Scheduler:
             return None
         self._totals.num_steps += 1
         dropped, self._dropped = tuple(self._dropped), []
-        return plan.output(self._totals.num_steps, dropped)
+        return plan.output(self._totals.num_steps, dropped, self._kv.host.take_moves())
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float = 0.0) -> list[TokenDelta]:
         """Take a step's tokens, at ``now``: advance sequences, commit full blocks, end those that are done."""
@@ -147,8 +149,8 @@ class Scheduler:
         return self._kv.prefix_cache.take_events()
 
     def cache_hashes(self) -> Iterable[BlockHash]:
-        """Every block hash in the prefix cache."""
-        return self._kv.prefix_cache.hashes()
+        """Every block hash in the prefix cache, on the device or the host."""
+        return self._kv.cached_hashes()
 
     def block_heat(self) -> bytes:
         """One byte a block; see BlockPool.heat."""
@@ -156,25 +158,7 @@ class Scheduler:
 
     def stats(self, time_s: float, step_s: float = 0.0, draining: bool = False, busy_s: float = 0.0) -> ReplicaStats:
         """The ledger as of now; ``time_s`` is the caller's wall clock."""
-        pool = self._kv.pool
-        return ReplicaStats(
-            time_s=time_s,
-            block_size=self._kv.block_size,
-            num_total_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_allocated_blocks=pool.num_allocated,
-            num_cached_blocks=pool.num_cached,
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_waiting_tokens=self._waiting.num_tokens + sum(s.num_behind for s in self._running),
-            max_num_seqs=self._config.max_num_seqs,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
-            step_s=step_s,
-            busy_s=busy_s,
-            **self._totals.as_dict(),
-            draining=draining,
-            due_tokens=due_profile((*self._running, *self._waiting), self.now, self._config.policy),
-        )
+        return self._ledger.stats(self.now, time_s, step_s, draining, busy_s)
 
     def check_invariants(self) -> None:
         """Queues, statuses and block tables tell one story; an idle scheduler holds no block."""
@@ -264,7 +248,7 @@ class Scheduler:
                 break
             self._kv.allocate(sequence.seq_id, matched, sequence.num_tokens)
             sequence.num_computed_tokens = len(matched) * self._kv.block_size
-            self._note_first_run(sequence, now)
+            self._note_first_run(sequence, matched, now)
             sequence.move(SequenceStatus.RUNNING)
             self._introduce(plan, sequence)
             plan.compute(sequence, self._kv.block_size)
@@ -305,13 +289,15 @@ class Scheduler:
             self._held_by_executor.remove(sequence.seq_id)
             self._dropped.append(sequence.seq_id)
 
-    def _note_first_run(self, sequence: Sequence, now: float) -> None:
+    def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
         if sequence.first_scheduled_s is not None:
             return
         sequence.first_scheduled_s = now
         sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         self._totals.num_prompt_tokens += sequence.num_prompt_tokens
         self._totals.num_cached_tokens += sequence.num_cached_tokens
+        num_from_host = sum(1 for block in matched if not isinstance(block, int)) * self._kv.block_size
+        self._totals.num_host_cached_tokens += min(sequence.num_cached_tokens, num_from_host)
 
     def _fork_siblings(self, parent: Sequence) -> None:
         """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks.

@@ -15,6 +15,7 @@ class Totals:
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_host_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_finished: int = 0
     num_preemptions: int = 0
@@ -26,6 +27,7 @@ class Totals:
             "num_steps": self.num_steps,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_cached_tokens": self.num_cached_tokens,
+            "num_host_cached_tokens": self.num_host_cached_tokens,
             "num_generated_tokens": self.num_generated_tokens,
             "num_finished": self.num_finished,
             "num_preemptions": self.num_preemptions,
@@ -44,10 +46,14 @@ class ReplicaStats:
         time_s: wall-clock time of the count (``time.time()`` of the replica's host).
         num_waiting_tokens: tokens of known prompts that steps have still to compute, of waiting and running requests,
             less what a waiting one is expected to find cached when its turn comes.
+        num_host_blocks, num_host_cached_blocks: rows of host memory, and those of them that hold a prefix, which the
+            device may hold, too.
+        num_blocks_out, num_blocks_in: blocks moved to host memory and back, totals since the replica started.
         step_s, busy_s: length of the last step, and of all since the replica started, seconds.
         token_s: seconds that a prompt token takes, a mean over steps that were mostly prefill; 0 until one was.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_steps: totals
             since the replica started.
+        num_host_cached_tokens: of ``num_cached_tokens``, those that came back from host memory.
     """
 
     time_s: float
@@ -73,6 +79,11 @@ class ReplicaStats:
     busy_s: float = 0.0
     draining: bool = False
     due_tokens: tuple[int, ...] = ()
+    num_host_blocks: int = 0
+    num_host_cached_blocks: int = 0
+    num_host_cached_tokens: int = 0
+    num_blocks_out: int = 0
+    num_blocks_in: int = 0
 
     @property
     def utilization(self) -> float:

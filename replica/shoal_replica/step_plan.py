@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
+from shoal_replica.host_blocks import Move
 from shoal_replica.kv_cache import BlockTable, TableChange
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Sequence
@@ -67,7 +68,10 @@ class StepPlan:
     def copy_blocks(self, change: TableChange) -> None:
         self._block_copies.extend(change.copies)
 
-    def output(self, step: int, dropped_seq_ids: tuple[int, ...]) -> SchedulerOutput:
+    def output(
+        self, step: int, dropped_seq_ids: tuple[int, ...], moves: tuple[tuple[Move, ...], tuple[Move, ...]]
+    ) -> SchedulerOutput:
+        """``moves`` are those out to host memory, and back in."""
         return SchedulerOutput(
             step=step,
             scheduled=tuple(self._scheduled),
@@ -75,4 +79,6 @@ class StepPlan:
             block_updates=tuple(self._block_updates),
             block_copies=tuple(self._block_copies),
             dropped_seq_ids=dropped_seq_ids,
+            moves_out=moves[0],
+            moves_in=moves[1],
         )

@@ -53,6 +53,7 @@ class FakeExecutor:
     def __init__(self, cache_config: CacheConfig) -> None:
         self._block_size = cache_config.block_size
         self._slots = [[0] * cache_config.block_size for _ in range(cache_config.num_blocks)]
+        self._rows = [[0] * cache_config.block_size for _ in range(cache_config.num_host_blocks)]
         self._sequences: dict[int, NewSequence] = {}
         self._tokens: dict[int, list[int]] = {}
         self._tables: dict[int, list[int]] = {}
@@ -61,8 +62,12 @@ class FakeExecutor:
     def execute(self, output: SchedulerOutput) -> StepResult:
         for seq_id in output.dropped_seq_ids:
             del self._sequences[seq_id], self._tokens[seq_id], self._tables[seq_id]
+        for block_id, row in output.moves_out:
+            self._rows[row][:] = self._slots[block_id]
         for source, destination in output.block_copies:
             self._slots[destination][:] = self._slots[source]
+        for row, block_id in output.moves_in:
+            self._slots[block_id][:] = self._rows[row]
         for new in output.new_sequences:
             self._sequences[new.seq_id] = new
             self._tokens[new.seq_id] = list(new.token_ids)
@@ -125,8 +130,14 @@ def make_scheduler(
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
     policy: str = "fcfs",
+    num_host_blocks: int = 0,
 ) -> tuple[Scheduler, FakeExecutor]:
     """A small scheduler and the fake executor that fits it."""
-    cache = CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+    cache = CacheConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+    )
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy)
     return Scheduler(config, cache, min(max_model_len, num_blocks * block_size), ()), FakeExecutor(cache)

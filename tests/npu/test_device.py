@@ -43,29 +43,33 @@ def test_what_was_never_written_reads_as_nan() -> None:
     assert torch.empty(5000, dtype=torch.float32, device=NPU).isnan().all()
 
 
-def test_swap_out_and_in() -> None:
-    cache = randn(12, 128, 2, 16)
-    on_device = cache.to(NPU)
-    swap = BlockSwap(on_device, num_rows=8, num_at_once=4)
-    first = swap.swap_out([3, 7, 1], 0)
-    on_device[3].zero_()  # after the gather, so that it does no harm
-    swap.swap_out([5], 3).synchronize()
-    first.synchronize()
-    assert torch.equal(swap.rows[:4], cache[[3, 7, 1, 5]])
-    on_device.zero_()
-    swap.swap_in(0, [2, 0, 9])
-    swap.swap_in(3, [11])
-    assert torch.equal(on_device.cpu()[[2, 0, 9, 11]], cache[[3, 7, 1, 5]])
-    assert on_device.count_nonzero() == cache[[3, 7, 1, 5]].count_nonzero()
+def test_blocks_go_to_host_memory_and_come_back() -> None:
+    """More of them than the staging tensors hold, to rows that are no neighbours, and some of them out again."""
+    blocks = [randn(12, 128, 2, 16, seed=seed) for seed in range(2)]
+    caches = [tensor.to(NPU) for tensor in blocks]
+    swap = BlockSwap(caches, num_rows=9, num_at_once=2)
+    swap.move_out([(3, 4), (7, 0), (1, 5), (5, 8), (2, 6)])
+    for cache in caches:
+        cache.zero_()  # after the gather, so that it does no harm
+    swap.move_in([(5, 2), (0, 9)])
+    swap.move_out([(2, 0)])  # over what has just been read
+    swap.move_in([(0, 11), (4, 0), (8, 10), (6, 4)])
+    sources = {2: 1, 9: 7, 11: 1, 0: 3, 10: 5, 4: 2}
+    for cache, expected in zip(caches, blocks, strict=True):
+        actual = cache.cpu()
+        for block in range(12):
+            assert torch.equal(actual[block], expected[sources[block]] if block in sources else torch.zeros(128, 2, 16))
 
 
-def test_swapped_blocks_are_not_there_before_they_are_waited_for() -> None:
-    on_device = torch.ones(4, 16, dtype=torch.int8, device=NPU)
-    swap = BlockSwap(on_device, num_rows=4, num_at_once=4)
-    event = swap.swap_out([0, 1], 0)
-    assert set(swap.rows[:2].flatten().view(torch.uint8).tolist()) == {POISON}
-    event.synchronize()
-    assert set(swap.rows[:2].flatten().tolist()) == {1}
+def test_what_is_copied_to_pinned_memory_is_not_there_before_it_is_waited_for() -> None:
+    host = torch.zeros(4, 16, dtype=torch.int8, pin_memory=True)
+    host.copy_(torch.ones(4, 16, dtype=torch.int8, device=NPU), non_blocking=True)
+    assert set(host.flatten().view(torch.uint8).tolist()) == {POISON}
+    other = torch_npu.npu.Stream()
+    with torch_npu.npu.stream(other), pytest.raises(Race, match="is not ordered after the copy into it"):
+        torch.empty(4, 16, dtype=torch.int8, device=NPU).copy_(host, non_blocking=True)
+    torch_npu.npu.synchronize()
+    assert set(host.flatten().tolist()) == {1}
 
 
 def test_a_missing_wait_between_streams_is_a_race() -> None:

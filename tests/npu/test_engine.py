@@ -83,6 +83,18 @@ def test_preempted_for_want_of_blocks(llama: Path) -> None:
         assert llm.stats().num_preemptions > 0
 
 
+def test_preempted_blocks_wait_in_host_memory(llama: Path) -> None:
+    """The same prompts twice, through a pool that holds one or two: what is pushed out comes back, and is right."""
+    prompts = [prompt for prompt in make_prompts() if len(prompt) > 128]
+    expected = Expected.of(llama, prompts)
+    with LLM(str(llama), device="npu", num_blocks=4, max_num_seqs=8, num_host_blocks=8) as llm:
+        for _ in range(2):
+            expected.check(llm.generate(prompts, GREEDY))
+        stats = llm.stats()
+        assert stats.num_blocks_out > 0
+        assert stats.num_blocks_in > 0
+
+
 def test_forks_copy_blocks(llama: Path) -> None:
     """Sequences of one request share the prompt's blocks, and copy the one that they go on writing.
 

@@ -47,6 +47,24 @@ def test_preempted_for_want_of_blocks(model):
         assert llm.stats().num_preemptions > 0
 
 
+def test_preempted_blocks_wait_in_host_memory(model):
+    """They come back as they were, and less is computed again than without."""
+    folder, prompts, expected = model
+    num_computed = []
+    for num_host_blocks in (0, 100):
+        with LLM(
+            str(folder), block_size=4, num_blocks=34, max_model_len=130, max_num_seqs=8, num_host_blocks=num_host_blocks
+        ) as llm:
+            steps = []
+            llm.subscribe(lambda timing, steps=steps: steps.append(timing.output.num_tokens))
+            assert [o.token_ids for o in llm.generate(prompts, GREEDY)] == expected
+            stats = llm.stats()
+            assert stats.num_preemptions > 0
+            assert (stats.num_blocks_in > 0) == (num_host_blocks > 0)
+            num_computed.append(sum(steps))
+    assert num_computed[1] < num_computed[0]
+
+
 def test_several_sequences_share_the_prompt_and_draw_apart(model):
     folder, prompts, _ = model
     params = SamplingParams(max_tokens=8, temperature=1.0, n=4, seed=3, ignore_eos=True)

@@ -32,6 +32,7 @@ def check_ranks(model: ModelConfig, sizes: list[tuple[int, int]]) -> None:
     stats = scheduler.stats(0.0)
     assert stats.num_preemptions > 0
     assert stats.num_cached_tokens > 0
+    assert stats.num_blocks_in > 0
     assert all(len(tokens) == NUM_NEW for tokens in expected.values())
     for tensor_size, num_stages in sizes:
         parallel = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)

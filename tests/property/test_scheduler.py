@@ -33,9 +33,10 @@ events = st.lists(
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority", "deadline"]),
     looks_ahead=st.booleans(),
+    num_host_blocks=st.sampled_from([0, 2, 8, 100]),
 )
 def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
-    events, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching, policy, looks_ahead
+    events, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching, policy, looks_ahead, num_host_blocks
 ):
     scheduler, executor = make_scheduler(
         num_blocks=num_blocks * 4 // block_size,
@@ -45,6 +46,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         max_model_len=43,
         enable_prefix_caching=caching,
         policy=policy,
+        num_host_blocks=num_host_blocks if caching else 0,
     )
     requests = {}
     resumed: dict[str, list[int]] = {}  # tokens that another replica has drawn

@@ -170,6 +170,14 @@ class TestEngineConfigs:
         [
             (lambda: CacheConfig(num_blocks=0), "num_blocks: got 0; must be an integer of at least 1"),
             (lambda: CacheConfig(num_blocks=1, block_size=0), "block_size: got 0"),
+            (
+                lambda: CacheConfig(num_blocks=1, num_host_blocks=-1),
+                "num_host_blocks: got -1; must be an integer of at least 0",
+            ),
+            (
+                lambda: CacheConfig(num_blocks=1, num_host_blocks=4, enable_prefix_caching=False),
+                "num_host_blocks: got 4; must be 0 without enable_prefix_caching",
+            ),
             (lambda: CacheConfig(num_blocks=1.5), "num_blocks: got 1.5"),  # type: ignore[arg-type]
             (lambda: CacheConfig(num_blocks=True), "num_blocks: got True"),
             (lambda: SchedulerConfig(max_num_seqs=0), "max_num_seqs: got 0"),

@@ -14,7 +14,7 @@ from shoal_replica.config import (
     default_graph_sizes,
 )
 from shoal_replica.errors import ConfigError
-from shoal_replica.memory_plan import GIB, MemoryPlan, plan_memory, shard_weight_bytes
+from shoal_replica.memory_plan import GIB, MemoryPlan, plan_host, plan_memory, shard_weight_bytes
 from shoal_replica.shard import make_shard, whole_shard
 
 EIGHT_B = ModelConfig(
@@ -42,11 +42,17 @@ EIGHT_B = ModelConfig(
 )
 
 
-def plan(num_blocks: int, free: float, tensor_parallel_size: int = 1, model: ModelConfig = EIGHT_B) -> MemoryPlan:
+def plan(
+    num_blocks: int,
+    free: float,
+    tensor_parallel_size: int = 1,
+    model: ModelConfig = EIGHT_B,
+    num_host_blocks: int = 0,
+) -> MemoryPlan:
     parallel = ParallelConfig(
         device="npu", tensor_parallel_size=tensor_parallel_size, graph_sizes=default_graph_sizes(64)
     )
-    cache = CacheConfig(num_blocks=num_blocks, block_size=128)
+    cache = CacheConfig(num_blocks=num_blocks, block_size=128, num_host_blocks=num_host_blocks)
     shard = make_shard(model, parallel, 0)
     return plan_memory(model, SchedulerConfig(), parallel, shard, cache, int(free * GIB))
 
@@ -83,6 +89,28 @@ def test_the_smallest_change_is_named() -> None:
         plan(1, 16.25).check()
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: .*more ranks"):
         plan(1, 15).check()
+
+
+def test_host_blocks_take_staging_of_an_npu_and_all_of_themselves_of_a_cpu() -> None:
+    without, room = plan(1, 60), plan(1, 60).room_for_blocks
+    on_npu = plan(1, 60, num_host_blocks=1000)
+    assert on_npu.room_for_blocks == room - 8
+    assert (
+        on_npu.report()
+        == without.report().replace(" of 57", ", transfers 0.12 of 57") + "; 1000 host blocks 15.62 GiB on the host"
+    )
+    cache = CacheConfig(num_blocks=10, block_size=128, num_host_blocks=1000)
+    on_cpu = plan_host(EIGHT_B, SchedulerConfig(), ParallelConfig(), cache, 40 * GIB)
+    assert on_cpu.room_for_blocks > 10
+    assert ", 1000 host blocks 15.62 of 40.00 GiB" in on_cpu.report()
+    with pytest.raises(ConfigError, match=r"num_host_blocks: .*; num_host_blocks=(\d+) fits") as refusal:
+        plan_host(EIGHT_B, SchedulerConfig(), ParallelConfig(), cache, 20 * GIB).check()
+    fitting = replace(cache, num_host_blocks=int(str(refusal.value).split("num_host_blocks=")[1].split()[0]))
+    plan_host(EIGHT_B, SchedulerConfig(), ParallelConfig(), fitting, 20 * GIB).check()
+    more = replace(fitting, num_host_blocks=fitting.num_host_blocks + 1)
+    too_much = plan_host(EIGHT_B, SchedulerConfig(), ParallelConfig(), more, 20 * GIB)
+    with pytest.raises(ConfigError, match="num_blocks: got 10; "):
+        too_much.check()
 
 
 def test_the_report_names_every_part() -> None:

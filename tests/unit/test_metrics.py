@@ -138,9 +138,12 @@ def test_what_the_view_predicted_and_its_age_are_told() -> None:
     assert [told[f"shoal_gateway_{name}_tokens_total", ("g0",)] for name in names] == [90, 48, 32]
 
 
-def test_blocks_add_up_to_the_pool() -> None:
-    blocks = [point.value for point in replica_metrics().points(STATS) if point.family is d.BLOCKS]
-    assert sum(blocks) == STATS.num_total_blocks
+def test_blocks_add_up_to_the_pool_and_to_the_hosts() -> None:
+    stats = replace(STATS, num_host_blocks=12, num_host_cached_blocks=5, num_blocks_out=9, num_blocks_in=4)
+    points = list(replica_metrics().points(stats))
+    for tier, total in zip(d.TIERS, (stats.num_total_blocks, 12), strict=True):
+        assert sum(p.value for p in points if p.family is d.BLOCKS and tier in p.labels) == total
+    assert [p.value for p in points if p.family is d.MOVED_BLOCKS] == [9, 4]
 
 
 def test_series_are_bounded_whatever_clients_and_replicas_do() -> None:

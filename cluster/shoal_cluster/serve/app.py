@@ -114,6 +114,8 @@ def _check_model(config: ClusterConfig) -> None:
         max_model_len=replica.max_model_len,
         block_size=replica.block_size,
         num_blocks=replica.num_blocks,
+        enable_prefix_caching=replica.enable_prefix_caching,
+        num_host_blocks=replica.num_host_blocks,
         scheduler=replica.scheduler_config(),
         parallel=replica.parallel_config(),
         memory_bytes=sys.maxsize if replica.device == "npu" else int(max(nodes)) if nodes else None,

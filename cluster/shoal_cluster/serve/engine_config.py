@@ -22,6 +22,7 @@ def engine_config(config: ClusterConfig) -> EngineConfig:
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         enable_prefix_caching=settings.enable_prefix_caching,
+        num_host_blocks=settings.num_host_blocks,
         scheduler=settings.scheduler_config(),
         parallel=settings.parallel_config(),
     )

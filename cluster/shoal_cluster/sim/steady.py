@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal_cluster.sim.shared_pool import SharedPool
 from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.kv_cache import Cached
 from shoal_replica.request import Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduler import Scheduler
 
@@ -68,7 +69,7 @@ class SteadyScheduler(Scheduler):
         self._totals.num_steps += num_steps - 1
         return deltas
 
-    def _note_first_run(self, sequence: Sequence, now: float) -> None:
+    def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
         if self.shared_pool is not None:
             block_size = self._kv.block_size
             reusable = sequence.block_hashes[: (sequence.num_tokens - 1) // block_size]
@@ -76,4 +77,4 @@ class SteadyScheduler(Scheduler):
             if num_tokens > sequence.num_computed_tokens:
                 sequence.num_computed_tokens = num_tokens
                 self._kv.commit(sequence.seq_id, sequence.block_hashes, num_tokens)
-        super()._note_first_run(sequence, now)
+        super()._note_first_run(sequence, matched, now)

@@ -23,7 +23,8 @@ from shoal_replica.shard import Shard, whole_shard
 
 
 class Decoder(Protocol):
-    """Computes steps over KV blocks of its own: the cache's ``num_blocks``, and one more that warm-up may write.
+    """Computes steps over KV blocks of its own: the cache's ``num_blocks``, and one more that warm-up may write. In
+    host memory it has ``num_host_blocks`` rows.
 
     On several ranks, each computes its shard of every step; the logits are whole on every rank of the last stage.
     """
@@ -34,6 +35,14 @@ class Decoder(Protocol):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Make each destination what its source was; ``pairs`` are (source, destination)."""
+        ...
+
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to rows, pairs of (block, row). They may be overwritten at once."""
+        ...
+
+    def move_in(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy rows to blocks, pairs of (row, block)."""
         ...
 
     def close(self) -> None:
@@ -68,7 +77,9 @@ def make_decoder(
 
 
 class TorchDecoder:
-    """``LlamaDecoder`` over zeroed blocks, [layers, 2, blocks, kv_heads, block_size, head_size] in one tensor."""
+    """``LlamaDecoder`` over zeroed blocks, [layers, 2, blocks, kv_heads, block_size, head_size] in one tensor. A CPU's
+    memory is the host's: the rows are the last of these blocks.
+    """
 
     def __init__(
         self,
@@ -86,7 +97,9 @@ class TorchDecoder:
         plain = {name: w.widen(dtype) if isinstance(w, IntegerWeight) else w for name, w in weights.items()}
         self._model = LlamaDecoder(model, plain, shard, group)
         num_heads = len(shard.kv_heads)
-        shape = (len(shard.layers), 2, cache.num_blocks + 1, num_heads, cache.block_size, model.head_size)
+        self._first_row = cache.num_blocks + 1
+        num_blocks = self._first_row + cache.num_host_blocks
+        shape = (len(shard.layers), 2, num_blocks, num_heads, cache.block_size, model.head_size)
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
         self._caches = [(layer[0], layer[1]) for layer in whole]
 
@@ -109,17 +122,24 @@ class TorchDecoder:
         for keys, values in self._caches:
             ops.copy_blocks(keys, values, pairs)
 
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.copy_blocks([(block, self._first_row + row) for block, row in moves])
+
+    def move_in(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.copy_blocks([(self._first_row + row, block) for row, block in moves])
+
     def close(self) -> None:
         self._caches = []
 
 
 class NativeCpuDecoder:
-    """``shoal_kernels.native``: a step is one call."""
+    """``shoal_kernels.native``: a step is one call. Rows as in ``TorchDecoder``."""
 
     def __init__(self, model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> None:
         cpu = torch.device("cpu")
         cos_sin = rotary_cache(model, torch.float32, cpu)
         shape = _native_shape(model, cache, parallel)
+        self._first_row = cache.num_blocks + 1
         self._native = native.NativeDecoder(shape, quantize(model, load_weights(model, cpu)), cos_sin)
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
@@ -135,6 +155,12 @@ class NativeCpuDecoder:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._native.copy_blocks(pairs)
+
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.copy_blocks([(block, self._first_row + row) for block, row in moves])
+
+    def move_in(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.copy_blocks([(self._first_row + row, block) for row, block in moves])
 
     def close(self) -> None:
         self._native.close()
@@ -155,6 +181,6 @@ def _native_shape(model: ModelConfig, cache: CacheConfig, parallel: ParallelConf
         sliding_window=model.sliding_window,
         max_positions=model.max_model_len,
         block_size=cache.block_size,
-        num_blocks=cache.num_blocks + 1,
+        num_blocks=cache.num_blocks + 1 + cache.num_host_blocks,
         num_threads=parallel.num_threads,
     )

@@ -59,8 +59,12 @@ class ModelRunner:
         for seq_id in output.dropped_seq_ids:
             self._sequences.drop(seq_id)
             self._sampler.forget(seq_id)
+        if output.moves_out:
+            self._decoder.move_out(output.moves_out)
         if output.block_copies:
             self._decoder.copy_blocks(output.block_copies)
+        if output.moves_in:
+            self._decoder.move_in(output.moves_in)
         for new in output.new_sequences:
             self._sequences.add(new)
         for seq_id, first, block_ids in output.block_updates:

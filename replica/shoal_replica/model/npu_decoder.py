@@ -16,8 +16,10 @@ from shoal_kernels import npu_limits, ops
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_graph import StepGraph
 from shoal_kernels.npu_int8 import round_weight
+from shoal_kernels.npu_swap import BlockSwap
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
+from shoal_replica.memory_plan import num_staging_blocks
 from shoal_replica.model.layers import Weights
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.npu_memory import EXTRA_BLOCKS, check_shape, open_device
@@ -60,6 +62,10 @@ class NpuDecoder:
         self._caches = [
             (self._zeros(shape, DTYPES[model.dtype]), self._zeros(shape, DTYPES[model.dtype])) for _ in shard.layers
         ]
+        self._swap: BlockSwap | None = None
+        if cache.num_host_blocks:
+            tensors = [tensor for layer in self._caches for tensor in layer]
+            self._swap = BlockSwap(tensors, cache.num_host_blocks, num_staging_blocks(cache))
         self._inputs = PackedInputs(self._device)
         self._group = self._model.group
         self._calls_of_graph = 0
@@ -95,12 +101,21 @@ class NpuDecoder:
         for keys, values in self._caches:
             ops.copy_blocks(keys, values, pairs)
 
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> None:
+        assert self._swap is not None
+        self._swap.move_out(moves)
+
+    def move_in(self, moves: Sequence[tuple[int, int]]) -> None:
+        assert self._swap is not None
+        self._swap.move_in(moves)
+
     def close(self) -> None:
         for graph in self._graphs.values():
             graph.close()
         self._graphs = {}
         self._graph_inputs = {}
         self._caches = []
+        self._swap = None
         del self._model
         torch_npu.npu.empty_cache()
 

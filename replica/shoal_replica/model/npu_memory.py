@@ -10,6 +10,7 @@ import torch
 from shoal_kernels import npu_limits
 from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig
 from shoal_replica.errors import ConfigError
+from shoal_replica.memory import available_bytes
 from shoal_replica.memory_plan import plan_memory
 from shoal_replica.shard import Shard, make_shard
 
@@ -73,3 +74,9 @@ def check_memory(config: EngineConfig, rank: int) -> None:
     plan = plan_memory(config.model, config.scheduler, config.parallel, shard, config.cache, free)
     logger.info("rank %d: %s", rank, plan.report())
     plan.check()
+    room = available_bytes() // plan.block
+    if config.cache.num_host_blocks > room:
+        raise ConfigError(
+            f"num_host_blocks: got {config.cache.num_host_blocks}; rank {rank}: {plan.report()}, "
+            f"which has room for {room}"
+        )

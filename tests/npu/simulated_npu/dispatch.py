@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -114,7 +115,8 @@ class _Wrapped:
         else:
             written = [t for k in self._written for t in _tensors(bound.get(k)) if is_npu(t)]
             ordering.operator(self._name, ordering.addresses(on_device), ordering.addresses(written))
-            result = self._run(aliases)
+            with self._pinned_source(bound):
+                result = self._run(aliases)
             self._order_host(bound, to_host)
         outputs, fresh = self._outputs(result, bound, given, device if not to_host else None)
         if promise is not None and not graphs.state.is_updating:
@@ -190,6 +192,12 @@ class _Wrapped:
             source = bound.get("src", bound.get("self"))
             if isinstance(source, Tensor) and source.device.type == "cpu":
                 raise RuntimeError(f"{self._name}: the host writes to the device while a graph is captured")
+
+    def _pinned_source(self, bound: dict[str, Any]) -> AbstractContextManager[None]:
+        source = bound.get("src")
+        if self._name == "aten::copy_" and isinstance(source, Tensor) and not is_npu(source) and source.is_pinned():
+            return ordering.seen_by_device(source)
+        return nullcontext()
 
     def _order_host(self, bound: dict[str, Any], to_host: bool) -> None:
         """Copies between host and device: asynchronous from and to pinned memory when asked, else waited for."""

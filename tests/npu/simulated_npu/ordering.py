@@ -12,7 +12,8 @@ not known to be over, still read.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -90,6 +91,27 @@ def host_waits() -> None:
     _host_learns(_clock(lane))
 
 
+@contextmanager
+def seen_by_device(source: Tensor) -> Iterator[None]:
+    """An asynchronous copy reads pinned memory: what earlier copies, ordered before it, have brought there is there for
+    the device, though not for the host.
+    """
+    clock, start, end = _clock(_current_lane()), source.data_ptr(), source.data_ptr() + _num_bytes(source)
+    arriving = [
+        (address, data)
+        for address, (_, _, data) in _state.arriving.items()
+        if address < end and start < address + len(data)
+    ]
+    for address, data in arriving:
+        lane, time, _ = _state.arriving[address]
+        if clock.get(lane, 0) < time:
+            raise Race("a copy out of pinned memory is not ordered after the copy into it")
+        ctypes.memmove(address, data, len(data))
+    yield
+    for address, data in arriving:
+        ctypes.memset(address, POISON, len(data))
+
+
 def copied_to_device(source: Tensor) -> None:
     """An asynchronous copy out of pinned memory has been queued. The host must not have changed what earlier ones, not
     known to be over, still read."""
@@ -97,16 +119,25 @@ def copied_to_device(source: Tensor) -> None:
         if ctypes.string_at(address, len(data)) != data:
             raise Race("the host has changed pinned memory before the copy out of it was known to be over")
     lane, address = _current_lane(), source.data_ptr()
-    data = ctypes.string_at(address, source.numel() * source.element_size())
+    data = ctypes.string_at(address, _num_bytes(source))
     _state.departing[address] = (lane, _tick(lane), data)
 
 
 def copied_to_host(target: Tensor) -> None:
     """An asynchronous copy into pinned memory has been queued: take its bytes away until the host has waited."""
-    lane, num_bytes = _current_lane(), target.numel() * target.element_size()
+    lane, num_bytes, start = _current_lane(), _num_bytes(target), target.data_ptr()
     now = _tick(lane)
+    for address, (other, time, data) in list(_state.departing.items()):
+        if address < start + num_bytes and start < address + len(data):
+            if _clock(lane).get(other, 0) < time:
+                raise Race("a copy into pinned memory is not ordered after the copy out of it")
+            del _state.departing[address]
     _state.arriving[target.data_ptr()] = (lane, now, ctypes.string_at(target.data_ptr(), num_bytes))
     ctypes.memset(target.data_ptr(), POISON, num_bytes)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _current_lane() -> int:

@@ -59,7 +59,8 @@ class Family:
 
 GATEWAY_ID = Label("gateway_id")
 REPLICA_ID = Label("replica_id")
-TIER = Label("tier", ("device",))
+DEVICE, HOST = TIERS = ("device", "host")
+TIER = Label("tier", TIERS)
 STATE = Label("state", ("running", "cached", "free"))
 
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0)
@@ -151,7 +152,14 @@ RESERVED = _gateway(
 )
 GATEWAY_MEMORY = _gateway("resident_bytes", _G, "bytes", "Resident memory of the gateway")
 
-BLOCKS = _replica("blocks", _G, "blocks", "KV blocks by state; they add up to the pool", STATE, TIER)
+BLOCKS = _replica("blocks", _G, "blocks", "KV blocks by state; those of a tier add up to it", STATE, TIER)
+MOVED_BLOCKS = _replica(
+    "moved_blocks_total",
+    _C,
+    "blocks",
+    "Blocks moved out to host memory, and in again",
+    Label("direction", ("out", "in")),
+)
 SEQUENCES_NOW = _replica(
     "sequences", _G, "sequences", "Sequences in the engine", Label("state", ("running", "waiting"))
 )
@@ -162,7 +170,9 @@ PROMPT_TOKENS = _replica("prompt_tokens_total", _C, "tokens", "Prompt tokens of 
 CACHED_TOKENS = _replica("cached_tokens_total", _C, "tokens", "Prompt tokens found in the prefix cache", TIER)
 GENERATED_TOKENS = _replica("generated_tokens_total", _C, "tokens", "Tokens generated")
 FINISHED = _replica("requests_total", _C, "requests", "Requests that have ended")
-PREEMPTIONS = _replica("preemptions_total", _C, "sequences", "Sequences whose blocks were taken and computed again")
+PREEMPTIONS = _replica(
+    "preemptions_total", _C, "sequences", "Sequences whose blocks were taken, to be found cached or computed again"
+)
 REFUSALS = _replica("refusals_total", _C, "requests", "Requests refused because too many wait")
 STEP_TIME = _replica("step_seconds", _H, "seconds", "Length of a step", buckets=STEP_BUCKETS)
 QUEUE_TIME = _replica(

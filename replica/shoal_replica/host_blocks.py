@@ -1,0 +1,113 @@
+"""The prefix cache's second tier: blocks in host memory, which come back by a transfer instead of a computation.
+
+A block that the pool gives out again while it holds a prefix goes to a row of host memory first. So what a preempted
+sequence has computed, and what ended requests have left, outlives its place on the device. Rows are given up in the
+order of their last use. Nothing is moved here: the moves are noted, and each step takes along those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from shoal_replica.prefix_cache import BlockHash
+
+Move = tuple[int, int]
+"""Block and row, or row and block: from, to."""
+
+
+class HostBlocks:
+    """``num_rows`` rows, each free or holding one full block. No rows is no second tier.
+
+    A row that a move still reads or writes is not given up: until a step has taken the move, the row is busy.
+
+    Args:
+        on_forget: called with a hash whose row is given to another.
+
+    Attributes:
+        num_out, num_in: blocks moved to rows and back since the start.
+    """
+
+    def __init__(self, num_rows: int, on_forget: Callable[[BlockHash], None]) -> None:
+        self.num_rows = num_rows
+        self.num_out = self.num_in = 0
+        self._on_forget = on_forget
+        self._rows: dict[BlockHash, int] = {}  # least recently used first
+        self._free = list(reversed(range(num_rows)))
+        self._out: list[tuple[BlockHash, int, int]] = []  # hash, block, row: not known to have been moved
+        self._num_sent = 0  # of these, with steps that were planned ahead and may yet be dropped
+        self._in: list[Move] = []
+        self._busy: set[BlockHash] = set()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._rows
+
+    def hashes(self) -> Iterable[BlockHash]:
+        """What rows hold, least recently used first."""
+        return self._rows.keys()
+
+    def keep(self, block_hash: BlockHash, block_id: int) -> bool:
+        """Move a block out, which is about to be overwritten, unless a row has it. False if no row can be had."""
+        if block_hash in self._rows:
+            self._rows[block_hash] = self._rows.pop(block_hash)
+            return True
+        row = self._take_row()
+        if row is None:
+            return False
+        self._rows[block_hash] = row
+        self._busy.add(block_hash)
+        self._out.append((block_hash, block_id, row))
+        self.num_out += 1
+        return True
+
+    def hold(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Their rows are about to be read: they stay until the next step takes its moves."""
+        for block_hash in block_hashes:
+            self._rows[block_hash] = self._rows.pop(block_hash)
+            self._busy.add(block_hash)
+
+    def bring(self, block_hash: BlockHash, block_id: int) -> None:
+        """Copy a row that is held to a block."""
+        self._in.append((self._rows[block_hash], block_id))
+        self.num_in += 1
+
+    def take_moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+        """All moves out (block, row), then in (row, block), for a step that will run."""
+        out, into = tuple((block, row) for _, block, row in self._out), tuple(self._in)
+        self._out, self._num_sent, self._in = [], 0, []
+        self._busy.clear()
+        return out, into
+
+    def moves_ahead(self) -> tuple[Move, ...]:
+        """Moves out for a step that is planned ahead: those that no such step before it has."""
+        moves = tuple((block, row) for _, block, row in self._out[self._num_sent :])
+        self._num_sent = len(self._out)
+        return moves
+
+    def note_moved(self, num_moves: int) -> None:
+        """The first step planned ahead has run, with ``num_moves`` moves out. One that is dropped leaves its moves."""
+        self._busy.difference_update(block_hash for block_hash, _, _ in self._out[:num_moves])
+        del self._out[:num_moves]
+        self._num_sent -= num_moves
+
+    def check_invariants(self) -> None:
+        """Every row is free or holds one block; what is to be moved has a row."""
+        rows = [*self._rows.values(), *self._free]
+        assert sorted(rows) == list(range(self.num_rows))
+        assert all(self._rows[block_hash] == row for block_hash, _, row in self._out)
+        assert len({row for _, _, row in self._out}) == len(self._out)
+        assert {block_hash for block_hash, _, _ in self._out} <= self._busy <= self._rows.keys()
+        assert 0 <= self._num_sent <= len(self._out)
+
+    def _take_row(self) -> int | None:
+        """A free row, or that of the least recently used hash, which is forgotten. None when that one is busy."""
+        if self._free:
+            return self._free.pop()
+        victim = next(iter(self._rows), None)
+        if victim is None or victim in self._busy:
+            return None
+        row = self._rows.pop(victim)
+        self._on_forget(victim)
+        return row

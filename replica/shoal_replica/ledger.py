@@ -1,0 +1,56 @@
+"""A replica's books in numbers: what its scheduler tells of blocks, sequences and waiting work after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from shoal_replica.config import SchedulerConfig
+from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.request import Sequence
+from shoal_replica.scheduling_policy import due_profile
+from shoal_replica.stats import ReplicaStats, Totals
+from shoal_replica.waiting_queue import WaitingQueue
+
+
+class Ledger:
+    """Reads the scheduler's books, which are the scheduler's own, as they change."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        running: Items[Sequence],
+        waiting: WaitingQueue,
+        totals: Totals,
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._running = running
+        self._waiting = waiting
+        self._totals = totals
+
+    def stats(self, now: float, time_s: float, step_s: float, draining: bool, busy_s: float) -> ReplicaStats:
+        """As of ``now`` on the engine's clock, which is ``time_s`` on the wall."""
+        pool, host = self._kv.pool, self._kv.host
+        return ReplicaStats(
+            time_s=time_s,
+            block_size=self._kv.block_size,
+            num_total_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_allocated_blocks=pool.num_allocated,
+            num_cached_blocks=pool.num_cached,
+            num_host_blocks=host.num_rows,
+            num_host_cached_blocks=len(host),
+            num_blocks_out=host.num_out,
+            num_blocks_in=host.num_in,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=self._waiting.num_tokens + sum(s.num_behind for s in self._running),
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            step_s=step_s,
+            busy_s=busy_s,
+            **self._totals.as_dict(),
+            draining=draining,
+            due_tokens=due_profile((*self._running, *self._waiting), now, self._config.policy),
+        )

@@ -73,7 +73,8 @@ class Lookahead:
         Changes nothing and may be called in the executor's thread, before ``result`` is taken in or after.
         """
         starts = {share.seq_id: share.num_computed_tokens for share in ahead.scheduled}
-        gone = set()
+        # One that the step before has left out, though it was planned, has been aborted in between.
+        gone = starts.keys() - {token.seq_id for token in result.sampled}
         for token in result.sampled:
             sequence, start = self._by_id.get(token.seq_id), starts.get(token.seq_id)
             if sequence is None or (

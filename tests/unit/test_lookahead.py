@@ -50,6 +50,24 @@ def test_a_sequence_that_ends_is_left_out() -> None:
     assert [share.seq_id for share in confirmed.scheduled] == [1]
 
 
+def test_who_was_left_out_of_a_step_is_left_out_of_the_next() -> None:
+    """An abort comes when the step after next has been planned, and before the next one starts."""
+    scheduler, executor, output = started(make_request("a", range(4)), make_request("b", range(10, 16)))
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    result = executor.execute(output)
+    scheduler.update(output, result)
+    following = scheduler.lookahead.plan(ahead)
+    assert following is not None
+    scheduler.abort("a")
+    confirmed = scheduler.lookahead.confirm(ahead, result)
+    assert confirmed is not None
+    after = scheduler.lookahead.confirm(following, executor.execute(confirmed))
+    assert after is not None
+    assert [share.seq_id for share in after.scheduled] == [1]
+    executor.execute(after)
+
+
 def test_nothing_is_left_to_go_on() -> None:
     scheduler, executor, output = started(make_request(max_tokens=1))
     ahead = scheduler.lookahead.plan(output)

@@ -32,6 +32,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "npu_rms_norm": ("epsilon",),
     "npu_add_rms_norm": ("epsilon",),
     "npu_swiglu": ("dim",),
+    "npu_rotary_mul": (),
+    "npu_top_k_top_p": ("p", "k"),
 }  # fmt: skip
 EXPERTS: dict[str, tuple[str, ...]] = {
     "npu_moe_gating_top_k_softmax": ("k",),

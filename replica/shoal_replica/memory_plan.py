@@ -100,7 +100,7 @@ def plan_memory(
     """The plan of the rank that holds ``shard``; ``free_bytes`` are free on its device before anything is loaded."""
     return MemoryPlan(
         device=parallel.device,
-        dtype=model.dtype,
+        dtype=_weights_of_npu(model),
         usable=int(free_bytes * DEVICE_SHARE),
         weights=shard_weight_bytes(model, shard),
         activations=WORKSPACE_BYTES + activation_bytes(model, shard, scheduler),
@@ -127,7 +127,7 @@ def plan_host(
     summed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * DTYPE_BYTES[model.dtype]
     return MemoryPlan(
         device=parallel.device,
-        dtype=model.dtype,
+        dtype=model.dtype if model.quantization == "none" else f"{model.dtype} with {model.quantization} weights",
         usable=free_bytes,
         weights=weights,
         activations=sum(activation_bytes(model, shard, scheduler) for shard in shards),
@@ -138,6 +138,13 @@ def plan_host(
         num_host_blocks=cache.num_host_blocks,
         num_other_blocks=cache.num_host_blocks,
     )
+
+
+def _weights_of_npu(model: ModelConfig) -> str:
+    """In which numbers an NPU holds the weights: not all become int8 there."""
+    if model.quantization == "none":
+        return model.dtype
+    return f"{model.dtype} with int8 projections (embedding, head{', experts' if model.moe else ''} not)"
 
 
 def num_staging_blocks(cache: CacheConfig) -> int:

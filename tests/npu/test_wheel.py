@@ -31,7 +31,7 @@ def test_operators_are_there_in_every_version(version: str) -> None:
     from shoal_kernels import npu_limits
 
     operators = SCHEMAS[version]
-    for name, wanted in {**npu_limits.REQUIRED, **npu_limits.EXPERTS}.items():
+    for name, wanted in {**npu_limits.REQUIRED, **npu_limits.EXPERTS, **npu_limits.INT8}.items():
         assert name in operators, name
         assert set(wanted) <= set(operators[name]), name
 
@@ -53,6 +53,7 @@ def test_what_is_missing_is_named(why_not: str | None) -> None:
 
     from shoal_kernels import npu_limits
 
-    assert npu_limits.missing_operators(torch.ops.npu, {**npu_limits.REQUIRED, **npu_limits.EXPERTS}) == []
+    required = {**npu_limits.REQUIRED, **npu_limits.EXPERTS, **npu_limits.INT8}
+    assert npu_limits.missing_operators(torch.ops.npu, required) == []
     wanted: dict[str, Any] = {"npu_swiglu": ("dim", "beta"), "npu_no_such_operator": ()}
     assert npu_limits.missing_operators(torch.ops.npu, wanted) == ["npu_swiglu(beta=)", "npu_no_such_operator"]

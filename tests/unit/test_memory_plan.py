@@ -9,6 +9,7 @@ import pytest
 from shoal_replica.config import (
     CacheConfig,
     ModelConfig,
+    MoeConfig,
     ParallelConfig,
     SchedulerConfig,
     default_graph_sizes,
@@ -89,6 +90,17 @@ def test_the_smallest_change_is_named() -> None:
         plan(1, 16.25).check()
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: .*more ranks"):
         plan(1, 15).check()
+
+
+def test_the_report_says_which_weights_stay_wide() -> None:
+    assert (
+        "npu, bfloat16 with int8 projections (embedding, head not): weights"
+        in plan(1, 60, model=replace(EIGHT_B, quantization="int8")).report()
+    )
+    moe = MoeConfig(num_experts=4, num_experts_per_token=2, intermediate_size=64, renormalize=True, layers=(0,))
+    assert (
+        "(embedding, head, experts not)" in plan(1, 60, model=replace(EIGHT_B, quantization="int8", moe=moe)).report()
+    )
 
 
 def test_host_blocks_take_staging_of_an_npu_and_all_of_themselves_of_a_cpu() -> None:

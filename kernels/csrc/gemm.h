@@ -35,11 +35,31 @@ SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane
     }
 }
 
+// Asks for a line of the next block at each step: the first two tiles of a block fetch all of it.
+struct FetchBlock {
+    const Word* words;
+    SHOAL_INLINE void operator()(int step) const { __builtin_prefetch(words + step * kPanel, 0, 2); }
+};
+
+// What a tile's sums will be added to or written over comes while they are being summed.
 template <class T, int MR>
-void gemm_tile(const GemmCall& call, int row, int block) {
+SHOAL_INLINE void fetch_out(const GemmCall& call, int row, int block) {
+    constexpr int line = 64;
+    const bool gated = call.finish == Finish::SwiGlu;
+    const int64_t size = gated ? sizeof(typename T::Scalar) : sizeof(float), columns = gated ? kPanel : kBlockColumns;
+    const char* out = static_cast<const char*>(call.out) + (row * call.out_stride + block * columns) * size;
+    for (int i = 0; i < MR; ++i, out += call.out_stride * size) {
+        __builtin_prefetch(out, 1);
+        if (columns * size > line) __builtin_prefetch(out + line, 1);
+    }
+}
+
+template <class T, int MR>
+void gemm_tile(const GemmCall& call, int row, int block, const Word* next) {
     const Linear& linear = *call.linear;
     const Word* words = linear.block(block);
     const Word* x = call.x + row * call.x_stride;
+    fetch_out<T, MR>(call, row, block);
     for (int lane = 0; lane < kPanel; lane += kLanes) {
         const Word* const right[2] = {words + lane, words + kPanel + lane};
         F32 acc[MR][2];
@@ -47,14 +67,17 @@ void gemm_tile(const GemmCall& call, int row, int block) {
             const F32 bias = bias_of(linear, block, j, lane);
             for (int i = 0; i < MR; ++i) acc[i][j] = bias;
         }
-        accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps());
+        if (next != nullptr)
+            accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps(), FetchBlock{next});
+        else
+            accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps());
         finish_tile<T>(call, row, block, lane, acc);
     }
 }
 
 // The same of integers: exact sums within a group, then one scale of the weight and one of the row.
 template <int Bits, int MR>
-void integer_tile(const GemmCall& call, int row, int block) {
+void integer_tile(const GemmCall& call, int row, int block, const Word*) {
     const Linear& linear = *call.linear;
     const int groups = linear.groups();
     const float* scales = call.integers.scales + static_cast<int64_t>(row) * groups;
@@ -122,7 +145,7 @@ void round_row(const Word* x, const IntegerRows& out, int row, int inputs) {
     }
 }
 
-using GemmTile = void (*)(const GemmCall&, int row, int block);
+using GemmTile = void (*)(const GemmCall&, int row, int block, const Word* next);
 
 template <class T, int... I>
 GemmTile gemm_tile_of(int rows, std::integer_sequence<int, I...>) {
@@ -144,12 +167,15 @@ GemmTile choose_tile(const Linear& linear, int rows) {
 }
 
 void gemm(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
-    const int tile_rows = call.linear->format == Format::Plain ? kTileRows : kIntegerTileRows;
+    const Linear& linear = *call.linear;
+    const int tile_rows = linear.format == Format::Plain ? kTileRows : kIntegerTileRows;
     for (int block = block_begin; block < block_end; ++block) {
         // Tiles of nearly equal height: a short last one would leave the dot product's latency bare.
-        for (int row = row_begin, left = row_end - row_begin; left > 0;) {
+        const bool fetches = row_end - row_begin > tile_rows && block + 1 < block_end;
+        for (int row = row_begin, left = row_end - row_begin, tile = 0; left > 0; ++tile) {
             const int rows = static_cast<int>(divide_up(left, divide_up(left, tile_rows)));
-            choose_tile(*call.linear, rows)(call, row, block);
+            const Word* next = fetches && tile < 2 ? linear.block(block + 1) + tile * linear.block_words() / 2 : nullptr;
+            choose_tile(linear, rows)(call, row, block, next);
             row += rows;
             left -= rows;
         }

@@ -213,12 +213,18 @@ SHOAL_INLINE void dot_pairs(I32& acc, const Word* left, I32 right) {
 #endif
 }
 
+// Nothing to fetch early.
+struct NoFetch {
+    SHOAL_INLINE void operator()(int) const {}
+};
+
 // acc[i][j] += sum over s of left row i, word s, times right vector j at step s. Every caller sums in this one order,
-// so a row's result does not depend on the rows that share its tile.
-template <class T, int MR, int NV>
+// so a row's result does not depend on the rows that share its tile. fetch(s) may ask early for what comes later.
+template <class T, int MR, int NV, class Fetch = NoFetch>
 SHOAL_INLINE void accumulate(F32 (&acc)[MR][NV], const Word* left, long left_stride, const Word* const (&right)[NV],
-                             long right_stride, int steps) {
+                             long right_stride, int steps, const Fetch& fetch = {}) {
     for (int s = 0; s < steps; ++s) {
+        fetch(s);
         typename T::Right r[NV];
 #pragma GCC unroll 8
         for (int j = 0; j < NV; ++j) r[j] = T::right(load(right[j] + s * right_stride));

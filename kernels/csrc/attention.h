@@ -15,9 +15,10 @@ namespace shoal {
 namespace SHOAL_ISA {
 
 constexpr int kTileKeys = 256;
-constexpr int kStreamedKeys = 128;  // of a tile whose pages are read once: what is fetched ahead must stay in L1
+constexpr int kStreamedKeys = 128;  // of a tile whose pages are read once, while those of the next are fetched
 constexpr int kTilePages = kTileKeys / kPanel;
-constexpr int kPagesAhead = 4;
+constexpr int kStreamedPages = kStreamedKeys / kPanel;
+static_assert(2 * kStreamedPages <= kTilePages);
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Softmax state of a unit's rows.
@@ -27,40 +28,40 @@ struct AttentionState {
     float denominator[kAttentionRows];
 };
 
-// The pages of one tile of keys.
+// The pages of one tile of keys; where it streams, those of the next follow.
 struct KeyTile {
-    const Word* pages[kTilePages + kPagesAhead];  // and the next ones, to fetch early
+    const Word* pages[kTilePages];
     int first_key;
     int count;
     bool streams;  // each page is read once: the unit has a single tile of rows
     int64_t page;  // words of the keys of a page; its values follow
 };
 
-// Pages lie anywhere, which the processor cannot foresee: ask for keys some pages ahead, and for this page's values.
-SHOAL_INLINE void fetch_ahead(const KeyTile& tile, int p) {
-    constexpr int line = 64 / sizeof(Word);
-    const Word* values = tile.pages[p] + tile.page;
-    const Word* keys = tile.pages[p + kPagesAhead];
-    for (int64_t at = 0; at < tile.page; at += line) {
-        __builtin_prefetch(keys + at);
-        __builtin_prefetch(values + at);
+// Pages lie anywhere, which the processor cannot foresee: as it reads a place of a page, it asks for the same place of the
+// page that comes a tile later. Into L2: waiting for all those lines, L1 would have no room for others.
+struct FetchPages {
+    const Word* places[2];
+    long stride;
+    SHOAL_INLINE void operator()(int step) const {
+        __builtin_prefetch(places[0] + step * stride, 0, 2);
+        __builtin_prefetch(places[1] + step * stride, 0, 2);
     }
-}
+};
 
 template <class T, int MR>
 SHOAL_INLINE void score_rows(const Word* queries, int steps, const KeyTile& tile, int first, int end,
                              float (&scores)[kTileRows][kTileKeys]) {
     for (int p = first; p < end; p += 2) {
-        const Word* even = tile.pages[p];
-        const Word* odd = tile.pages[std::min(p + 1, end - 1)];
-        if (tile.streams) {
-            fetch_ahead(tile, p);
-            fetch_ahead(tile, std::min(p + 1, end - 1));
-        }
+        const int q = std::min(p + 1, end - 1);
+        const Word *even = tile.pages[p], *odd = tile.pages[q];
         for (int lane = 0; lane < kPanel; lane += kLanes) {
             const Word* const right[2] = {even + lane, odd + lane};
             F32 acc[MR][2] = {};
-            accumulate<T>(acc, queries, steps, right, kPanel, steps);
+            if (tile.streams)
+                accumulate<T>(acc, queries, steps, right, kPanel, steps,
+                              FetchPages{{tile.pages[p + kStreamedPages] + lane, tile.pages[q + kStreamedPages] + lane}, kPanel});
+            else
+                accumulate<T>(acc, queries, steps, right, kPanel, steps);
             for (int i = 0; i < MR; ++i) {
                 store(&scores[i][p * kPanel + lane], acc[i][0]);
                 if (p + 1 < end) store(&scores[i][(p + 1) * kPanel + lane], acc[i][1]);
@@ -120,7 +121,13 @@ SHOAL_INLINE void sum_values(const Word (&weights)[kTileRows][kTileKeys], const 
         for (int p = first; p < end; ++p) {
             const Word* values = tile.pages[p] + tile.page;
             const Word* const right[2] = {values + column, values + other};
-            accumulate<T>(acc, &weights[0][p * steps], kTileKeys, right, head_size, steps);
+            if (tile.streams) {
+                const Word* later = tile.pages[p + kStreamedPages] + tile.page;
+                accumulate<T>(acc, &weights[0][p * steps], kTileKeys, right, head_size, steps,
+                              FetchPages{{later + column, later + other}, head_size});
+            } else {
+                accumulate<T>(acc, &weights[0][p * steps], kTileKeys, right, head_size, steps);
+            }
         }
         for (int i = 0; i < MR; ++i) {
             store(sums + i * head_size + column, acc[i][0]);
@@ -175,28 +182,33 @@ void store_normalised(const AttentionCall& call, const float* sums, float denomi
     for (int i = 0; i < size; i += kLanes) T::store_row(out + i, load(sums + i) * (1.0f / denominator));
 }
 
+// The page that holds a unit's keys [16 number, 16 number + 16).
+SHOAL_INLINE const Word* find_page(const AttentionCall& call, const AttentionUnit& unit, int number, int64_t page) {
+    const int per_block = call.block_size / kPanel;
+    const int64_t block = call.block_tables[unit.sequence * call.table_stride + number / per_block];
+    return call.pool + ((block * call.kv_heads + unit.kv_head) * per_block + number % per_block) * 2 * page;
+}
+
 template <class T>
-void attend(const AttentionCall& call, const AttentionUnit& unit) {
+void attend(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next) {
     const int group = call.heads / call.kv_heads, size = call.head_size, rows = unit.tokens * group;
-    const int pages_per_block = call.block_size / kPanel;
     AttentionState state;
     std::fill_n(state.sums, rows * size, 0.0f);
     std::fill_n(state.maximum, rows, kMinusInfinity);
     std::fill_n(state.denominator, rows, 0.0f);
-    const int32_t* table = call.block_tables + unit.sequence * call.table_stride;
     KeyTile tile;
     const int last_page = (unit.key_end - 1) / kPanel;
+    const int next_first = next.key_begin / kPanel, next_last = (next.key_end - 1) / kPanel;
     tile.streams = rows <= kTileRows;
     tile.page = static_cast<int64_t>(size) * kPanel / T::kPack;
     const int tile_keys = tile.streams ? kStreamedKeys : kTileKeys;
     for (int key = unit.key_begin / kPanel * kPanel; key < unit.key_end; key += tile_keys) {
         tile.first_key = key;
         tile.count = std::min(tile_keys, unit.key_end - key);
-        for (int p = 0; p < tile_keys / kPanel + kPagesAhead; ++p) {
-            const int number = std::min(key / kPanel + p, last_page);
-            const int64_t block = table[number / pages_per_block];
-            const int64_t place = (block * call.kv_heads + unit.kv_head) * pages_per_block + number % pages_per_block;
-            tile.pages[p] = call.pool + place * 2 * tile.page;
+        for (int p = 0; p < kTilePages; ++p) {
+            const int number = key / kPanel + p, beyond = number - last_page - 1;
+            tile.pages[p] = beyond < 0 ? find_page(call, unit, number, tile.page)
+                                       : find_page(call, next, std::min(next_first + beyond, next_last), tile.page);
         }
         for (int row = 0; row < rows;) {
             const int tiles = static_cast<int>(divide_up(rows - row, kTileRows));
@@ -219,11 +231,11 @@ void attend(const AttentionCall& call, const AttentionUnit& unit) {
                             unit.kv_head * group + row % group);
 }
 
-void attention(Dtype dtype, const AttentionCall& call, const AttentionUnit& unit) {
+void attention(Dtype dtype, const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next) {
     if (dtype == Dtype::Bf16)
-        attend<Bf16>(call, unit);
+        attend<Bf16>(call, unit, next);
     else
-        attend<Float32>(call, unit);
+        attend<Float32>(call, unit, next);
 }
 
 // Adds up the parts of one query token, in order of their keys (FlashDecoding: Dao et al. 2023).

@@ -244,7 +244,10 @@ void Decoder::attend(Team::Member& member, const ShoalStep& step, int index) {
                              partials_.data(), 1.0f / std::sqrt(static_cast<float>(shape_.head_size)), rows,
                              shape_.num_heads, shape_.num_kv_heads, shape_.head_size, shape_.block_size,
                              shape_.sliding_window};
-    member.parallel_for(static_cast<int>(units_.size()), [&](int i) { kernels_.attention(dtype_, call, units_[i]); });
+    const int units = static_cast<int>(units_.size()), threads = team_.size();
+    member.parallel_for(units, [&](int i) {
+        kernels_.attention(dtype_, call, units_[i], units_[std::min(i + threads, units - 1)]);
+    });
     if (split_.empty()) return;
     member.parallel_for(static_cast<int>(split_.size()), [&](int i) { kernels_.merge(dtype_, call, split_[i], parts_[i]); });
 }

@@ -125,7 +125,8 @@ struct Kernels {
     void (*round_row)(const Word* x, const IntegerRows& out, int row, int inputs);  // x: one row of bf16
     void (*rms_norm)(Dtype, const float* x, const float* weight, float eps, void* out, int size);
     void (*rotary)(Dtype, const RotaryCall&, int token_begin, int token_end);
-    void (*attention)(Dtype, const AttentionCall&, const AttentionUnit&);
+    // next: the unit that likely follows in this thread, whose first pages are fetched; or the same.
+    void (*attention)(Dtype, const AttentionCall&, const AttentionUnit&, const AttentionUnit& next);
     // The largest of a row and its first place; NaN, at its first place, when there is one.
     void (*row_maximum)(const float* row, int64_t size, float* value, int64_t* place);
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);

@@ -64,6 +64,12 @@ SHOAL_INLINE void clear_values(Word* values, int kept, int size) {
         for (int i = 0; i < size; ++i) v[((lane / T::kPack) * size + i) * T::kPack + lane % T::kPack] = 0;
 }
 
+// `size` values, a multiple of 16, in the dtype.
+template <class T>
+SHOAL_INLINE void narrow_row(const float* x, typename T::Scalar* out, int size) {
+    for (int i = 0; i < size; i += kLanes) T::store_row(out + i, load(x + i));
+}
+
 template <class T>
 void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
     constexpr int pack = T::kPack;
@@ -72,6 +78,7 @@ void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
     const int64_t page = static_cast<int64_t>(size) * kPanel / pack;
     const int pages_per_block = call.block_size / kPanel;
     float turned[kMaxHeadSize];
+    alignas(Word) Scalar narrowed[kMaxHeadSize];
     for (int token = token_begin; token < token_end; ++token) {
         const float* row = call.qkv + static_cast<int64_t>(token) * (call.heads + 2 * call.kv_heads) * size;
         const float* cos_sin = call.cos_sin + call.positions[token] * size;
@@ -79,7 +86,7 @@ void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
         for (int head = 0; head < call.heads; ++head) {
             rotate(row + head * size, call.query_norm, call.eps, cos_sin, turned, size);
             const int64_t at = (static_cast<int64_t>(head / group) * call.tokens + token) * group + head % group;
-            for (int i = 0; i < size; ++i) queries[at * size + i] = T::narrow(turned[i]);
+            narrow_row<T>(turned, queries + at * size, size);
         }
         const int64_t slot = call.slots[token], block = slot / call.block_size;
         const int offset = static_cast<int>(slot % call.block_size), lane = offset % kPanel;
@@ -90,10 +97,11 @@ void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
             Word* values = keys + page;
             if (lane == 0) clear_values<T>(values, tokens_ahead(call, token), size);
             rotate(key, call.key_norm, call.eps, cos_sin, turned, size);
-            auto* k = reinterpret_cast<Scalar*>(keys) + lane * pack;
-            for (int i = 0; i < size; ++i) k[(i / pack) * kPanel * pack + i % pack] = T::narrow(turned[i]);
+            narrow_row<T>(turned, narrowed, size);
+            for (int i = 0; i < size / pack; ++i) std::memcpy(keys + i * kPanel + lane, narrowed + i * pack, sizeof(Word));
+            narrow_row<T>(value, narrowed, size);
             auto* v = reinterpret_cast<Scalar*>(values) + (lane / pack) * size * pack + lane % pack;
-            for (int i = 0; i < size; ++i) v[i * pack] = T::narrow(value[i]);
+            for (int i = 0; i < size; ++i) v[i * pack] = narrowed[i];
         }
     }
 }

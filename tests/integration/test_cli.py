@@ -101,6 +101,16 @@ def test_explain_shows_terms_and_reason(address: str) -> None:
         assert words in result.stdout
 
 
+@pytest.mark.parametrize("columns", [40, 50, 80])
+def test_explain_fits_its_terminal(address: str, columns: int) -> None:
+    result = CliRunner().invoke(app, ["explain", "asked", "--address", address], env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0
+    table = [line for line in result.stdout.splitlines() if line[:1] in "┏│└"]
+    assert max(map(len, table)) <= columns
+    assert any("free_blocks" in line for line in table)
+    assert ("and 1 more" in result.stdout) == (columns < 50)
+
+
 def test_explain_scaling_shows_decisions_and_terms(address: str) -> None:
     result = CliRunner().invoke(app, ["explain", "--scaling", "--address", address], env=WIDE)
     assert result.exit_code == 0

@@ -51,8 +51,16 @@ def test_what_is_not_deployed_is_none(application: str, deployment: str) -> None
 
 def kinds(before: DeploymentRow | None, after: DeploymentRow) -> list[tuple[str, str]]:
     journal = Journal()
-    note_changes(before, after, journal)
+    note_changes(before, after, journal, now_s=15.0)
     return [(event.kind.value, event.replica_id) for event in journal.last(100)]
+
+
+def test_a_replica_that_runs_says_how_long_its_start_took() -> None:
+    journal = Journal()
+    running = replace(ROW, replicas=(A, replace(B, state="RUNNING", node_id="k" * 56)))
+    note_changes(replace(ROW, replicas=(A, B)), running, journal, now_s=15.4)
+    (event,) = journal.last(9)
+    assert event.text == f"it runs, 6 s after Serve began to start it, on node {'k' * 12}"
 
 
 def test_changes_become_events() -> None:
@@ -61,6 +69,8 @@ def test_changes_become_events() -> None:
     assert kinds(ROW, replace(ROW, replicas=(A, B))) == [("starting", "b")]
     assert kinds(replace(ROW, replicas=(A, B)), ROW) == [("died", "b")]
     assert kinds(replace(ROW, replicas=(A, replace(B, state="RUNNING"))), ROW) == [], "its feed tells the rest"
+    running = replace(ROW, replicas=(A, replace(B, state="RUNNING", node_id="k" * 56)))
+    assert kinds(replace(ROW, replicas=(A, B)), running) == [("starting", "b")]
     assert kinds(ROW, replace(ROW, deployed_s=2.0)) == [("deployed", "")]
     broken = replace(ROW, status="UNHEALTHY", message="no\n  memory")
     assert kinds(ROW, broken) == [("changed", "")]

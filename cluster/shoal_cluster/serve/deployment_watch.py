@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +81,10 @@ def _word(value: str) -> str:
     return str.__str__(value)
 
 
-def note_changes(before: DeploymentRow | None, after: DeploymentRow, journal: Journal) -> None:
-    """Write into ``journal`` what is new in ``after``. Of what a first look finds, starts and trouble are news."""
+def note_changes(before: DeploymentRow | None, after: DeploymentRow, journal: Journal, now_s: float) -> None:
+    """Write into ``journal`` what is new in ``after``, which is of ``now_s`` (Unix time). Of what a first look finds,
+    starts and trouble are news.
+    """
     known = {r.replica_id: r for r in before.replicas} if before is not None else {}
     now = {r.replica_id: r for r in after.replicas}
     if before is not None and after.deployed_s != before.deployed_s:
@@ -89,6 +92,10 @@ def note_changes(before: DeploymentRow | None, after: DeploymentRow, journal: Jo
     for replica_id, replica in now.items():
         if replica.state == "STARTING" and replica_id not in known:
             journal.note(EventKind.STARTING, "Serve has begun to start it", replica_id=replica_id)
+        elif replica.state == "RUNNING" and replica_id in known and known[replica_id].state == "STARTING":
+            took = f"it runs, {max(0.0, now_s - replica.started_s):.0f} s after Serve began to start it"
+            where = f", on node {replica.node_id[:12]}" if replica.node_id else ""
+            journal.note(EventKind.STARTING, took + where, replica_id=replica_id)
     for replica_id, replica in known.items():
         if replica.state == "STARTING" and replica_id not in now:
             journal.note(EventKind.DIED, "it never became ready", replica_id=replica_id)
@@ -125,6 +132,6 @@ class DeploymentWatch:
                 logger.warning("the deployment cannot be watched now: %s", error)
                 self.latest = None
             if self.latest is not None:
-                note_changes(self._noted, self.latest, self._journal)
+                note_changes(self._noted, self.latest, self._journal, time.time())
                 self._noted = self.latest
             await asyncio.sleep(PERIOD_S)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from shoal_replica.config import SchedulerConfig
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.request import Sequence
-from shoal_replica.scheduling_policy import due_profile
+from shoal_replica.scheduling_policy import by_progress, due_profile
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.waiting_queue import WaitingQueue
 
@@ -32,6 +32,7 @@ class Ledger:
     def stats(self, now: float, time_s: float, step_s: float, draining: bool, busy_s: float) -> ReplicaStats:
         """As of ``now`` on the engine's clock, which is ``time_s`` on the wall."""
         pool, host = self._kv.pool, self._kv.host
+        behind, level = by_progress(self._running)
         return ReplicaStats(
             time_s=time_s,
             block_size=self._kv.block_size,
@@ -45,12 +46,12 @@ class Ledger:
             num_blocks_in=host.num_in,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_waiting_tokens=self._waiting.num_tokens + sum(s.num_behind for s in self._running),
+            num_waiting_tokens=self._waiting.num_tokens + sum(s.num_behind for s in behind) + len(level),
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             step_s=step_s,
             busy_s=busy_s,
             **self._totals.as_dict(),
             draining=draining,
-            due_tokens=due_profile((*self._running, *self._waiting), now, self._config.policy),
+            due_tokens=due_profile((*behind, *self._waiting), now, self._config.policy),
         )

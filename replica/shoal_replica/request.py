@@ -133,22 +133,21 @@ class Sequence:
 
         ``index`` is the sequence's own, or that of a sibling which ends without having started.
         """
+        request, start, first_s = self.request, None, self.first_scheduled_s
+        position = len(self.token_ids) - len(request.prompt_token_ids) - (token is not None)
+        is_first = token is not None and position == len(request.output_token_ids) and index == request.index
+        if is_first and first_s is not None:
+            start = StartTimes(first_s - request.arrival_s, max(0.0, now - first_s))
         return TokenDelta(
-            request_id=self.request.request_id,
+            request_id=request.request_id,
             index=index,
-            position=self.num_output_tokens - (token is not None),
+            position=position,
             token_ids=() if token is None else (token.token_id,),
             num_cached_tokens=self.num_cached_tokens,
-            start=self._start(index, token, now),
+            start=start,
             logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
             finish_reason=finish_reason,
         )
-
-    def _start(self, index: int, token: SampledToken | None, now: float) -> StartTimes | None:
-        first = self.num_output_tokens == len(self.request.output_token_ids) + 1
-        if token is None or not first or index != self.request.index or self.first_scheduled_s is None:
-            return None
-        return StartTimes(self.first_scheduled_s - self.request.arrival_s, max(0.0, now - self.first_scheduled_s))
 
 
 class StartTimes(NamedTuple):

@@ -16,7 +16,7 @@ from shoal_replica.ledger import Ledger
 from shoal_replica.lookahead import Lookahead
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
-from shoal_replica.scheduling_policy import choose_victim, rank
+from shoal_replica.scheduling_policy import by_progress, choose_victim, rank
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
 from shoal_replica.waiting_queue import WaitingQueue, expected_cached_tokens
@@ -88,8 +88,8 @@ class Scheduler:
         """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
         self.now = now
         plan = StepPlan(self._config.max_num_batched_tokens)
-        behind = [s for s in self._running if s.num_behind > 1]
-        self._advance(plan, [s for s in self._running if s.num_behind == 1])
+        behind, level = by_progress(self._running)
+        self._advance(plan, level)
         for sequence in behind:
             self._admit_waiting(plan, now, before=sequence)
             self._advance(plan, [sequence])
@@ -116,7 +116,7 @@ class Scheduler:
             if not share.samples:
                 continue
             token = sampled[share.seq_id]
-            if not sequence.num_output_tokens:
+            if len(sequence.token_ids) == len(sequence.request.prompt_token_ids):
                 self._fork_siblings(sequence)
             sequence.token_ids.append(token.token_id)
             self._totals.num_generated_tokens += 1
@@ -207,8 +207,8 @@ class Scheduler:
                 return
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted by one before it
-            start = sequence.num_computed_tokens
-            end = start + plan.share(sequence)
+            start, num_new = sequence.num_computed_tokens, plan.share(sequence)
+            end = start + num_new
             changes = self.lookahead.take_untold(sequence.seq_id)
             if not self._kv.fits_last_block(sequence.seq_id, start, end):
                 if not self._make_room(sequence, end):
@@ -222,7 +222,7 @@ class Scheduler:
             else:
                 for change in changes:
                     plan.update_blocks(sequence, change)
-            plan.compute(sequence, self._kv.block_size)
+            plan.compute(sequence, num_new, self._kv.block_size)
 
     def _admit_waiting(self, plan: StepPlan, now: float, before: Sequence | None = None) -> None:
         """Start waiting sequences in order while budget, slots and blocks last; only those that rank ``before``.
@@ -251,7 +251,7 @@ class Scheduler:
             self._note_first_run(sequence, matched, now)
             sequence.move(SequenceStatus.RUNNING)
             self._introduce(plan, sequence)
-            plan.compute(sequence, self._kv.block_size)
+            plan.compute(sequence, plan.share(sequence), self._kv.block_size)
             admitted.append(sequence)
         if admitted:
             self._waiting.take(admitted)

@@ -30,6 +30,15 @@ def order_waiting(waiting: Iterable[Sequence], policy: str) -> list[Sequence]:
     return sorted(waiting, key=lambda s: (s.status is not SequenceStatus.PREEMPTED, rank(s, policy)))
 
 
+def by_progress(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Running sequences that have a prompt to compute yet, and those that decode. Written out: each step asks."""
+    behind: list[Sequence] = []
+    level: list[Sequence] = []
+    for sequence in running:
+        (level if len(sequence.token_ids) - sequence.num_computed_tokens == 1 else behind).append(sequence)
+    return behind, level
+
+
 def choose_victim(running: SequenceOf[Sequence], policy: str) -> Sequence:
     """The running sequence that gives its blocks to the others: the one that would run last."""
     return max(running, key=lambda s: rank(s, policy))

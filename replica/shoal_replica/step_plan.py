@@ -25,16 +25,14 @@ class StepPlan:
         """Tokens of ``sequence`` that the rest of the budget allows."""
         return min(sequence.num_behind, self.budget)
 
-    def compute(self, sequence: Sequence, block_size: int) -> None:
-        """Plan the sequence's share; it samples when that brings it up to its last token."""
-        num_new = self.share(sequence)
+    def compute(self, sequence: Sequence, num_new: int, block_size: int) -> None:
+        """Plan the sequence's share of ``num_new`` tokens; it samples when that brings it up to its last token."""
         start = sequence.num_computed_tokens
-        samples = num_new == sequence.num_behind
-        self._scheduled.append(ScheduledSequence(sequence.seq_id, start, num_new, samples))
+        end = start + num_new
+        self._scheduled.append(ScheduledSequence(sequence.seq_id, start, num_new, end == len(sequence.token_ids)))
         self.budget -= num_new
-        first, last = start // block_size, (start + num_new) // block_size
-        if first < last:
-            self._hashes.update(sequence.block_hashes[first:last])
+        if end % block_size < num_new:  # it fills a block
+            self._hashes.update(sequence.block_hashes[start // block_size : end // block_size])
         self.num_sequences += 1
 
     def computes_most_of(self, sequence: Sequence, num_matched_blocks: int, block_size: int) -> bool:

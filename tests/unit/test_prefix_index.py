@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from shoal_cluster.policies.prefix_index import PrefixIndex
-from shoal_replica.prefix_cache import BlockHash, hash_blocks
+from shoal_cluster.policies.prefix_index import PrefixIndex, Tier
+from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash, hash_blocks
 
 A, B, C, D = hash_blocks(range(16), 4)
 
@@ -145,3 +147,23 @@ def test_invariants_catch_a_wrong_count() -> None:
     index._holders[5] = 1
     with pytest.raises(AssertionError):
         index.check_invariants()
+
+
+@pytest.mark.parametrize("is_asked_before", [False, True])
+def test_extending_a_prompt_is_a_touch_and_a_store(is_asked_before: bool) -> None:
+    """On a small index, which crowds and evicts, with and without the question that it goes on from."""
+    rng = Random(5)
+    one, two = PrefixIndex(256), PrefixIndex(256)
+    prompts = [tuple(BlockHash(rng.randbytes(DIGEST_BYTES)) for _ in range(40)) for _ in range(30)]
+    for turn in range(200):
+        prompt, replica_id = rng.choice(prompts), rng.choice(("a", "b", "c"))
+        num_held = one.match(prompt).get(replica_id, 0)
+        if not is_asked_before:
+            one.match(rng.choice(prompts)[::-1])
+        one.extend(replica_id, prompt, num_held, Tier.EXPECTED)
+        two.touch(prompt[:num_held])
+        two.store(replica_id, prompt[num_held:], Tier.EXPECTED)
+        assert len(one) == len(two), turn
+        assert all(one.match(p) == two.match(p) for p in prompts), turn
+        one.check_invariants()
+    assert one.num_evicted == two.num_evicted > 0

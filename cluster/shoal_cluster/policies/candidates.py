@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -85,8 +85,8 @@ class Candidates:
     """
 
     replica_ids: tuple[str, ...]
-    node_ids: tuple[str, ...]
-    stats: tuple[ReplicaStats | None, ...]
+    node_ids: Sequence[str]
+    stats: Sequence[ReplicaStats | None]
     told: NDArray[np.void]
     promised: Ints
     age_s: Floats

@@ -13,8 +13,8 @@ from shoal_cluster.policies.ranking import RouteDecision, RouteQuery
 from shoal_cluster.policies.routing import RouteWeights, choose
 from shoal_cluster.policies.wishes import PlacedWish
 
-Draw = tuple[Ints, int]
-"""By what a request is placed once it seems that it can go: blocks cached on each replica by now [n], and a seed."""
+Draw = tuple[Candidates, int]
+"""By what a request is placed once it seems that it can go: the cluster for its prompt as of now, and a seed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,11 +103,11 @@ def look(
             continue
         num_matched = int(matched[number, place])
         if has_room and plan.can_start(query, place, num_matched, one.due_in_s):
-            now_matched, seed = draw(number)
-            candidates = plan.candidates(now_matched)
+            candidates, seed = draw(number)
+            candidates = candidates.matching(candidates.num_matched_blocks, plan.promised())
             decision = choose(query, candidates, plan.weights, seed)
             place = candidates.replica_ids.index(decision.best)
-            num_matched = int(now_matched[place])
+            num_matched = int(candidates.num_matched_blocks[place])
             if plan.can_start(query, place, num_matched, one.due_in_s):
                 steps.append(Step(place, num_matched, is_sent=True))
                 return tuple(steps), Sent(candidates, seed, decision)

@@ -165,8 +165,7 @@ class PendingQueue:
         """
         if not self._held:
             return None
-        snapshot = view.candidates((), now)
-        plan = Plan(snapshot, weights, self._config.max_steps_ahead)
+        plan = Plan(view.present(now), weights, self._config.max_steps_ahead)
         if not (plan.may_start.any() or self._has_unplanned):
             return None
         urgent = self._most_urgent(now)
@@ -174,7 +173,7 @@ class PendingQueue:
         draws: dict[int, Draw] = {}
 
         def draw(number: int) -> Draw:
-            draws[number] = view.match(considered[number].query.block_hashes), rng.getrandbits(32)
+            draws[number] = view.candidates(considered[number].query.block_hashes, now), rng.getrandbits(32)
             return draws[number]
 
         plans_all, self._has_unplanned = self._has_unplanned, False
@@ -190,7 +189,7 @@ class PendingQueue:
                 self.remove(query.request_id)
                 self._shares.charge(held.pending.tenant, size[1])
                 seen, max_steps = tuple(considered[: len(steps)]), self._config.max_steps_ahead
-                record = Look(snapshot, weights, max_steps, plans_all, seen, draws, steps)
+                record = Look(view.candidates((), now), weights, max_steps, plans_all, seen, draws, steps)
                 due_s = min(held.due_s, now + seen[-1].due_in_s)
                 return Dispatch(
                     held.pending, sent.decision.best, due_s, sent.candidates, sent.seed, sent.decision, record

@@ -84,6 +84,6 @@ class Plan:
         self._has_slot[place] = told["num_open_slots"] > self._promised[0, place]
         self.may_start[place] &= told[DUE[0]] + self._promised[2, place] <= self._limits[place]
 
-    def candidates(self, num_matched_blocks: Ints) -> Candidates:
-        """The snapshot for a prompt with these blocks cached [n]. Promised there is also what was given."""
-        return self._snapshot.matching(num_matched_blocks, self._promised.copy())
+    def promised(self) -> Ints:
+        """What the snapshot had promised, and what was given."""
+        return self._promised.copy()

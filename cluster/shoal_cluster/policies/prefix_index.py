@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -57,6 +58,7 @@ class PrefixIndex:
         self._used: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # the tick of the last use
         self._holders: Words = np.zeros((self.max_entries, len(Tier), 1), np.uint64)  # entry, tier, word of 64 slots
         self._tick = 0
+        self._found: _Found | None = None  # by the last question
         self._slot_of: dict[str, int] = {}
         self._num_held: Ints = np.zeros((len(Tier), WORD_BITS), np.int64)  # tier, slot
 
@@ -88,10 +90,30 @@ class PrefixIndex:
         keys = _keys_of(dict.fromkeys(block_hashes))
         if not keys.size:
             return
+        self._store(slot, tier, keys, *self._find(keys))
+
+    def extend(self, replica_id: str, block_hashes: Sequence[BlockHash], num_held: int, tier: Tier) -> None:
+        """A prompt goes to ``replica_id``, which holds its first ``num_held`` blocks: ``touch`` for these, ``store``
+        for the others. What ``match_slots`` has just found of the same prompt is not looked up again.
+        """
+        slot = self._take_slot(replica_id)
+        found = self._found
+        if found is None or found.block_hashes is not block_hashes or found.version != self.version:
+            keys = _keys_of(block_hashes)
+            found = _Found(block_hashes, self.version, keys, *self._find(keys))
+        is_head = found.rows < num_held
+        if num_held and self._num_entries >= CROWDED * self.max_entries:
+            ticks = self._next_ticks(num_held)
+            self._used.reshape(-1)[found.entries[is_head]] = ticks[found.rows[is_head]]
+        rest = found.keys[num_held:]
+        if rest.size:
+            self._store(slot, tier, rest, found.rows[~is_head] - num_held, found.entries[~is_head])
+
+    def _store(self, slot: int, tier: Tier, keys: Words, rows: Ints, entries: Ints) -> None:
+        """``keys``, all different, of which ``_find`` has found ``rows`` in ``entries``."""
         word, bit = slot // WORD_BITS, _bit(slot)
         self._num_changes += 1
         ticks = self._next_ticks(keys.size)
-        rows, entries = self._find(keys)
         held = self._holders[entries, tier, word]
         self._num_held[tier, slot] += keys.size - np.count_nonzero(held & bit)
         self._holders[entries, tier, word] = held | bit
@@ -133,6 +155,8 @@ class PrefixIndex:
         while start < keys.size:
             look = keys[start:stop]
             rows, entries = self._find(look)
+            if look.size == keys.size:
+                self._found = _Found(block_hashes, self.version, keys, rows, entries)
             if rows.size < look.size:
                 entries = entries[: _leading(rows)]  # up to the first hole
                 if not entries.size:
@@ -206,7 +230,12 @@ class PrefixIndex:
 
     def _put(self, sets: Ints, keys: Words, ticks: Words, place: tuple[int, int], bit: np.uint64) -> None:
         """Put one new key into each of ``sets``, in the place of what was used least recently."""
-        entries = sets * NUM_WAYS + self._used[sets].argmin(axis=1)  # a free way was never used
+        is_free = self._keys[sets] == 0
+        ways = is_free.argmax(axis=1)
+        is_full = ~is_free[np.arange(sets.size), ways]
+        if is_full.any():
+            ways[is_full] = self._used[sets[is_full]].argmin(axis=1)
+        entries = sets * NUM_WAYS + ways
         evicted = entries[self._keys.reshape(-1)[entries] != 0]
         if evicted.size:
             self._num_held -= _count_bits(self._holders[evicted])
@@ -249,6 +278,17 @@ class PrefixIndex:
                 self._holders = np.concatenate([self._holders, np.zeros_like(self._holders)], axis=2)
                 self._num_held = np.concatenate([self._num_held, np.zeros_like(self._num_held)], axis=1)
         return slot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """What ``_find`` found of a prompt's ``keys`` while the index was at ``version``."""
+
+    block_hashes: Sequence[BlockHash]
+    version: int
+    keys: Words
+    rows: Ints
+    entries: Ints
 
 
 def _keys_of(block_hashes: Iterable[BlockHash]) -> Words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -164,14 +164,16 @@ class ClusterView:
         if held is not None:
             self._count(held, -1)
 
-    def expect(self, request_id: str, replica_id: str, block_hashes: Sequence[BlockHash]) -> None:
+    def expect(
+        self, request_id: str, replica_id: str, block_hashes: Sequence[BlockHash], num_matched_blocks: int = 0
+    ) -> None:
         """A prompt is on its way to ``replica_id``: until ``computed``, its blocks count as cached there for others,
-        which will find them when it is their turn.
+        which will find them when it is their turn. The first ``num_matched_blocks`` are there already; they are used.
         """
         self.computed(request_id)
         if block_hashes and replica_id in self._place_of:
-            self._expected[request_id] = (replica_id, block_hashes)
-            self.index.store(replica_id, block_hashes, Tier.EXPECTED)
+            self._expected[request_id] = (replica_id, block_hashes[num_matched_blocks:])
+            self.index.extend(replica_id, block_hashes, num_matched_blocks, Tier.EXPECTED)
 
     def computed(self, request_id: str) -> None:
         """A prompt is computed, or will not be: what its replica says it caches is all that counts. Idempotent."""
@@ -213,18 +215,27 @@ class ClusterView:
     def candidates(self, block_hashes: Sequence[BlockHash], now: float) -> Candidates:
         """A snapshot for one prompt: every member. ``block_hashes`` may be empty."""
         if self._known is None or self._known[0] != now:
-            snapshot = Candidates(
-                self._replica_ids,
-                tuple(self._node_ids),
-                tuple(self._stats),
-                np.frombuffer(self._told.tobytes(), self._told.dtype),  # a copy, faster than ``copy`` for records
-                self._promised + self._foreign,
-                np.where(self._told["known"], np.maximum(0.0, now - self._updated_s), 0.0),
-                np.zeros(len(self), np.int64),
+            snapshot = replace(
+                self.present(now),
+                node_ids=tuple(self._node_ids),
+                stats=tuple(self._stats),
+                told=np.frombuffer(self._told.tobytes(), self._told.dtype),  # a copy, faster than ``copy`` for records
             )
             self._known = (now, snapshot)
         snapshot = self._known[1]
         return snapshot.matching(self.match(block_hashes)) if block_hashes else snapshot
+
+    def present(self, now: float) -> Candidates:
+        """``candidates`` for no prompt, true only until the view changes: nothing is copied."""
+        return Candidates(
+            self._replica_ids,
+            self._node_ids,
+            self._stats,
+            self._told,
+            self._promised + self._foreign,
+            np.where(self._told["known"], np.maximum(0.0, now - self._updated_s), 0.0),
+            np.zeros(len(self), np.int64),
+        )
 
     def replicas_for(self, block_hashes: Sequence[BlockHash], now: float) -> tuple[ReplicaView, ...]:
         """``candidates`` as rows."""

@@ -205,8 +205,8 @@ class GatewayLedger:
         num_matched = int(candidates.num_matched_blocks[place])
         num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
         self._credit.withdraw(query.request_id, best)
-        self.view.reserve(query.request_id, best, num_blocks, num_tokens, now, query.block_hashes[:num_matched])
-        self.view.expect(query.request_id, best, query.block_hashes[num_matched:])
+        self.view.reserve(query.request_id, best, num_blocks, num_tokens, now)
+        self.view.expect(query.request_id, best, query.block_hashes, num_matched)
         self.tally.expect(query, candidates, place)
         self._credit.promise(query.request_id)
 

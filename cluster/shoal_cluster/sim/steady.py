@@ -7,6 +7,7 @@ from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.kv_cache import Cached
 from shoal_replica.request import Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduler import Scheduler
+from shoal_replica.step_plan import StepPlan
 
 
 class SteadyScheduler(Scheduler):
@@ -68,6 +69,10 @@ class SteadyScheduler(Scheduler):
         self._totals.num_generated_tokens += num_steps * len(output.scheduled)
         self._totals.num_steps += num_steps - 1
         return deltas
+
+    def _introduce(self, plan: StepPlan, sequence: Sequence) -> None:
+        """No executor is to be told of the tokens and blocks."""
+        self._held_by_executor.add(sequence.seq_id)
 
     def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
         if self.shared_pool is not None:

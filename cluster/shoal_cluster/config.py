@@ -137,6 +137,8 @@ class ScalingSettings(_Settings):
     target_utilization: float = 0.7
     burst_window_s: float = 5.0
     downscale_delay_s: float = 300.0
+    headroom: float = 5.0
+    burst_memory_s: float = 3600.0
     schedules: tuple[ScheduleSettings, ...] = ()
 
 

@@ -259,20 +259,24 @@ class TuneRequest(_message.Message):
     def __init__(self, changes: _Optional[_Union[ScaleSettings, _Mapping]] = ..., reset: _Optional[bool] = ...) -> None: ...
 
 class ScaleSettings(_message.Message):
-    __slots__ = ("min_replicas", "max_replicas", "target_utilization", "ttft_objective_s", "burst_window_s", "downscale_delay_s")
+    __slots__ = ("min_replicas", "max_replicas", "target_utilization", "ttft_objective_s", "burst_window_s", "downscale_delay_s", "headroom", "burst_memory_s")
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     TARGET_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     TTFT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
     BURST_WINDOW_S_FIELD_NUMBER: _ClassVar[int]
     DOWNSCALE_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    HEADROOM_FIELD_NUMBER: _ClassVar[int]
+    BURST_MEMORY_S_FIELD_NUMBER: _ClassVar[int]
     min_replicas: int
     max_replicas: int
     target_utilization: float
     ttft_objective_s: float
     burst_window_s: float
     downscale_delay_s: float
-    def __init__(self, min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., target_utilization: _Optional[float] = ..., ttft_objective_s: _Optional[float] = ..., burst_window_s: _Optional[float] = ..., downscale_delay_s: _Optional[float] = ...) -> None: ...
+    headroom: float
+    burst_memory_s: float
+    def __init__(self, min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., target_utilization: _Optional[float] = ..., ttft_objective_s: _Optional[float] = ..., burst_window_s: _Optional[float] = ..., downscale_delay_s: _Optional[float] = ..., headroom: _Optional[float] = ..., burst_memory_s: _Optional[float] = ...) -> None: ...
 
 class ScaleRecord(_message.Message):
     __slots__ = ("seq", "time_s", "num_before", "num_after", "num_running", "num_starting", "reason", "terms", "replicas", "settings")

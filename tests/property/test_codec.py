@@ -183,6 +183,8 @@ configs = st.builds(
     ttft_objective_s=st.floats(0.01, 3600),
     burst_window_s=st.floats(1, 60),
     downscale_delay_s=st.floats(0, 86400),
+    headroom=st.floats(0, 100),
+    burst_memory_s=st.floats(0, 86400),
 )
 scale_records = st.builds(
     ScaleRecord,

@@ -22,6 +22,8 @@ def tune(
     ttft_objective_s: Annotated[float | None, typer.Option(help="Longest wait for a first token.")] = None,
     burst_window_s: Annotated[float | None, typer.Option(help="The short window of arrivals.")] = None,
     downscale_delay_s: Annotated[float | None, typer.Option(help="How long fewer must have been enough.")] = None,
+    headroom: Annotated[float | None, typer.Option(help="Held ready for a jump: times the root of the need.")] = None,
+    burst_memory_s: Annotated[float | None, typer.Option(help="How long a past peak is held ready for.")] = None,
     reset: Annotated[bool, typer.Option("--reset", help="Go back to the deployment's settings first.")] = False,
 ) -> None:
     """Change the autoscaler's settings in place, or show them when nothing is to change."""
@@ -32,6 +34,8 @@ def tune(
         "ttft_objective_s": ttft_objective_s,
         "burst_window_s": burst_window_s,
         "downscale_delay_s": downscale_delay_s,
+        "headroom": headroom,
+        "burst_memory_s": burst_memory_s,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     row = asyncio.run(_tune(address, changes, reset, admin_key))

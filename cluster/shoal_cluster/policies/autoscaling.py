@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
-from shoal_cluster.policies.autoscaling_need import Load, measure, needs, predicted_ttft
+from shoal_cluster.policies.autoscaling_need import Load, measure, needs, predicted_ttft, replica_rate
 from shoal_cluster.policies.autoscaling_observe import observe, reporting
+from shoal_cluster.policies.autoscaling_reserve import remember_offered
 from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
 from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 
@@ -28,6 +29,8 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
     """
     state = observe(view, state, now)
     load = measure(view, state, config, now)
+    if (served := replica_rate(load, state)) is not None:
+        state = replace(state, offered=remember_offered(load.rate_lasting / served, state, config, now))
     regrets = state.last_down_s is not None and now - state.last_down_s < REGRET_S
     needed = needs(load, state, config, min(1.0, config.target_utilization / (SLACK if regrets else 1.0)), now)
     num_needed = _whole(needed, load, view)
@@ -84,9 +87,7 @@ def _whole(needed: dict[str, float], load: Load, view: ScaleView) -> int:
     count = max((math.ceil(n - 1e-9) for n in needed.values()), default=0)
     if load.num_shed and view.num_target <= len(view.replicas):
         count = max(count, view.num_target + 1)  # it was refused, so what there is does not do, whatever the needs say
-    held = view.demand is None or view.demand.num_held
-    is_idle = not (held or load.num_waiting_tokens or load.num_sequences or load.rate)
-    return count if is_idle else max(1, count)
+    return count if load.is_idle and view.demand is not None else max(1, count)
 
 
 def _decide(

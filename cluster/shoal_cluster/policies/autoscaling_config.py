@@ -19,6 +19,8 @@ LIMITS: dict[str, tuple[float, float]] = {  # what may be tuned, and within what
     "ttft_objective_s": (0.01, 3600.0),
     "burst_window_s": (1.0, 60.0),
     "downscale_delay_s": (0.0, 86400.0),
+    "headroom": (0.0, 100.0),
+    "burst_memory_s": (0.0, 86400.0),
 }
 COUNTS = ("min_replicas", "max_replicas")
 
@@ -64,6 +66,9 @@ class ScaleConfig:
         ttft_objective_s: longest wait for a first token that the queues may predict.
         burst_window_s: the short window; a burst counts as soon as this much of it is certain.
         downscale_delay_s: how long fewer replicas must have been enough.
+        headroom: replicas held ready for a jump that has not been seen yet: so many times the square root of those that
+            the load fills. 0: none.
+        burst_memory_s: how long a peak that is over is held ready for. 0: not at all.
         schedules: minimums by the clock.
 
     Raises:
@@ -76,6 +81,8 @@ class ScaleConfig:
     ttft_objective_s: float = 2.0
     burst_window_s: float = 5.0
     downscale_delay_s: float = 300.0
+    headroom: float = 5.0
+    burst_memory_s: float = 3600.0
     schedules: tuple[Schedule, ...] = ()
 
     def __post_init__(self) -> None:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_observe import reporting, uncached_share
+from shoal_cluster.policies.autoscaling_reserve import reserve
 from shoal_cluster.policies.autoscaling_state import ScaleState, growth
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 
 LEVEL_S = 40.0  # a rate over this long is taken as it is; three such in a row show a trend
+PEAK_S = 20.0  # a rate counts as a peak when it is the mean of so long at least
 CERTAINTY = 2.0  # standard deviations by which a short window must stand out, or a trend
 SMOOTH_S = 10.0  # over which blocks and sequences are averaged
 SHORT_WINDOWS_S = (1.0, 2.0)
@@ -24,6 +26,8 @@ class Load:
 
     Attributes:
         rate, rate_ahead: requests arriving now, and when a replica asked for now would serve.
+        rate_first: the mean so far when the past is shorter than LEVEL_S, less one standard deviation; else 0.
+        rate_lasting: the mean of LEVEL_S, or of PEAK_S at least; 0 while that is not known.
         num_uncached_tokens: prompt tokens of a request that need compute, mean.
         num_blocks, num_sequences: held now, smoothed.
         num_waiting_tokens: prompt tokens to compute, at replicas, on their way, and held at gateways.
@@ -32,12 +36,20 @@ class Load:
 
     rate: float
     rate_ahead: float
+    rate_first: float
+    rate_lasting: float
     num_uncached_tokens: float
     num_blocks: float
     num_sequences: float
     num_waiting_tokens: int
     num_shed: int
+    num_held: int
     replica_tokens_per_s: float | None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or comes, as far as anybody says."""
+        return not (self.num_held or self.num_waiting_tokens or self.num_sequences or self.rate)
 
 
 def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float) -> Load:
@@ -57,6 +69,8 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
     return Load(
         rate=rate,
         rate_ahead=rate_ahead,
+        rate_first=_first_rate(state, now),
+        rate_lasting=growth(state.samples, lambda s: s.num_requests, now - LEVEL_S, now, PEAK_S) or 0.0,
         num_uncached_tokens=num_request_tokens * uncached,
         num_blocks=num_blocks,
         num_sequences=num_sequences,
@@ -64,6 +78,7 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
         + sum(row.num_reserved_tokens for row in view.replicas)
         + round(demand.num_held_tokens * uncached),
         num_shed=burst[-1].num_shed - burst[0].num_shed if burst else 0,
+        num_held=demand.num_held,
         replica_tokens_per_s=None
         if state.capacity is None
         else state.cost.tokens_per_s(state.capacity.max_num_batched_tokens),
@@ -90,6 +105,9 @@ def needs(load: Load, state: ScaleState, config: ScaleConfig, target: float, now
         found["sequences"] = max(found["sequences"], sequences / (capacity.max_num_seqs * target) + compute)
     served = replica_rate(load, state)
     predicted_ttft_s = predicted_ttft(load, state)
+    if not (config.min_replicas == 0 and load.is_idle):  # who allows 0 accepts to wait for a start
+        offered = max(load.rate, load.rate_first) / served if served is not None else 0.0
+        found["reserve"] = reserve(offered, state, config) * config.target_utilization / target
     if served is not None and predicted_ttft_s is not None and predicted_ttft_s > config.ttft_objective_s:
         # What will still wait when a replica asked for now serves, to be worked off in as long again.
         ahead_s = max(state.expected_startup_s, config.ttft_objective_s)
@@ -158,6 +176,16 @@ def _arrival_rates(state: ScaleState, config: ScaleConfig, now: float) -> tuple[
     noise = math.sqrt(2 * new / LEVEL_S)
     rise = max(0.0, min(new - old - noise, old - older - noise, 2 * (late - early) + noise))
     return level, max(level, new + rise * (0.5 + state.expected_startup_s / LEVEL_S))
+
+
+def _first_rate(state: ScaleState, now: float) -> float:
+    """Requests a second when there is no past that they could stand out from: what is held ready may err."""
+    first, last = state.samples[0], state.samples[-1]
+    span_s = last.time_s - first.time_s
+    if not span_s or now - first.time_s >= LEVEL_S:
+        return 0.0
+    count = last.num_requests - first.num_requests
+    return (count - math.sqrt(count)) / span_s
 
 
 def _mean(values: Sequence[int]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from shoal_cluster.policies.autoscaling_state import Capacity, Held, Progress, Sample, ScaleState
+from shoal_cluster.policies.autoscaling_state import Capacity, Held, Progress, Sample, ScaleState, StepCost
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 from shoal_cluster.policies.view import ReplicaView
 from shoal_replica.stats import ReplicaStats
@@ -82,7 +82,7 @@ def _sample(view: ScaleView, known: Sequence[ReplicaStats], state: ScaleState, n
         num_begun += max(0, stats.num_prompt_tokens - before.last.num_prompt_tokens)
         num_computed += max(0, _computed(stats) - _computed(before.last))
         num_finished += max(0, stats.num_finished - before.last.num_finished)
-        if now - before.time_s < COST_PERIOD_S:
+        if now - before.time_s < COST_PERIOD_S and cost != StepCost():  # a rough first idea is better than none
             progress[row.replica_id] = replace(before, last=stats)
         elif done.busy_s > before.busy_s:
             num_tokens = max(0, done.num_computed_tokens - before.num_computed_tokens)

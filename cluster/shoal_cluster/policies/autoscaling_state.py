@@ -9,6 +9,9 @@ from types import MappingProxyType
 
 from shoal_replica.stats import ReplicaStats
 
+Falling = tuple[tuple[float, float], ...]
+"""(time, value) pairs, each the highest since its time."""
+
 COST_MEMORY = 0.995  # how much of what was known of costs remains after each new sample
 DEFAULT_STARTUP_S = 30.0  # until one has been measured
 
@@ -107,6 +110,7 @@ class ScaleState:
         capacity: of a typical replica; remembered while there is none.
         held: as last learnt; None before the first.
         needs: (time, replicas needed) in which each is the most needed since its time: falling counts.
+        offered: peaks of the load, as so many full replicas, over the last ``burst_memory_s``.
         seen_since_s: since when every replica and gateway has reported without a break; None while one does not.
         pending_s: when each replica that is starting was asked for, oldest first.
         startup_s: how long starting takes, as measured; None before the first.
@@ -121,6 +125,7 @@ class ScaleState:
     capacity: Capacity | None = None
     held: Held | None = None
     needs: tuple[tuple[float, int], ...] = ()
+    offered: Falling = ()
     seen_since_s: float | None = None
     pending_s: tuple[float, ...] = ()
     startup_s: float | None = None

@@ -67,16 +67,20 @@ class SimGateway:
             num_blocks_needed=-(-(num_tokens + 1) // block_size),
             block_size=block_size,
         )
+        if self.queue is not None:
+            self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
+            self._take_turn()
+            if request.request_id not in self.queue:
+                return
         candidates = self.view.candidates(query.block_hashes, now)
-        admission = admit(query, candidates, config.limits, now)
+        num_held_tokens = sum(p.query.num_prompt_tokens for p in self.queue or () if p.query is not query)
+        admission = admit(query, candidates, config.limits, now, num_held_tokens)
         if not admission.admitted:
             self._book.refuse(request.request_id, admission.reason)
-            return
-        if self.queue is None:
+            if self.queue is not None:
+                self.queue.remove(request.request_id)
+        elif self.queue is None:
             self._place(query, candidates)
-            return
-        self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
-        self._take_turn()
 
     def resume(self, request_id: str) -> None:
         """A replica has ended a request early: it goes on elsewhere after the tokens that have come."""

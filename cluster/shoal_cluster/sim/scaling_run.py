@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal_cluster.policies.autoscaling_baselines import Scaling
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.objective import PrefillTime
+from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.conservation import check_conservation
@@ -42,15 +43,20 @@ class ScalingReport:
     num_returns: int
 
 
-def small_replica(plan: ScalingPlan) -> SimConfig:
+def small_replica(plan: ScalingPlan, *, held: bool = True) -> SimConfig:
     """A cluster that begins with one replica of a small accelerator: 2 000 prompt tokens a second in steps of 512,
     40 ms and 0.5 ms a sequence to decode, 25 600 tokens of KV in blocks of 128, 32 sequences at once.
+
+    ``held``: requests wait at the gateway, as the product's do, and go in the order of their due dates; else each is
+    placed when it comes.
     """
+    prefill = PrefillTime(tokens_per_s=2000.0)
     return SimConfig(
         num_replicas=1,
         cache=CacheConfig(num_blocks=200, block_size=128, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512),
-        step_time=StepTime(prefill=PrefillTime(tokens_per_s=2000.0), decode_s=0.040, decode_sequence_s=0.0005),
+        step_time=StepTime(prefill=prefill, decode_s=0.040, decode_sequence_s=0.0005),
+        hold=HoldConfig(prefill=prefill) if held else None,
         scaling=plan,
     )
 

@@ -20,6 +20,7 @@ from shoal_replica.request import FinishReason
 
 pytestmark = pytest.mark.integration
 ADMIN_KEY = "live"
+COLD = {"headroom": 0, "burst_memory_s": 0}  # nothing is held ready: what comes and goes is the load's alone
 
 
 class Load:
@@ -71,7 +72,7 @@ async def test_none_one_three_one_none(local_yaml):
     args = document["applications"][0]["args"]
     grpc_address = free_address()
     args["gateway"].update(grpc_address=grpc_address, http_address=free_address(), admin_key=ADMIN_KEY)
-    args["scaling"] = {"min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3}
+    args["scaling"] = {"min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3} | COLD
     args["replica"]["drain_timeout_s"] = 2  # what lasts longer goes on elsewhere
     with LocalRay(num_cpus=4) as ray:
         ray.wait_until_up()

@@ -17,9 +17,7 @@ from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState, 
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 from shoal_cluster.policies.view import ReplicaView
 
-CONFIG = ScaleConfig(
-    max_replicas=50, target_utilization=0.5, downscale_delay_s=60.0, headroom=0.0, burst_memory_s=0.0
-)
+CONFIG = ScaleConfig(max_replicas=50, target_utilization=0.5, downscale_delay_s=60.0, headroom=0.0, burst_memory_s=0.0)
 TOKENS = 500  # of each prompt
 PACE = 1000  # prompt tokens a second that a replica computes
 

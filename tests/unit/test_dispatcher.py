@@ -77,6 +77,19 @@ async def test_requests_wait_for_a_first_replica_and_not_for_ever() -> None:
             serve.leave("late")
 
 
+async def test_what_waits_for_a_replica_that_starts_waits_to_its_own_deadline() -> None:
+    async with serving() as serve:
+        serve.is_growing = True
+        dispatcher = serve.hold(patience_s=0.01)
+        with pytest.raises(DeadlineExceeded):
+            await drain(serve.generation(make_request("hopeless")), timeout_s=0.2)
+        waiting = asyncio.create_task(ask(serve, "patient", prompt_token_ids=range(9)))
+        await until(lambda: dispatcher.num_held == 1)
+        serve.is_growing = False
+        with pytest.raises(Unavailable, match="no replica became ready in time"):
+            await waiting
+
+
 async def test_a_deadline_ends_the_wait_and_leaves_nothing() -> None:
     async with serving("a", max_num_seqs=1) as serve:
         dispatcher = serve.hold()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -139,6 +140,18 @@ async def test_decisions_reach_the_desk(desk: ScalingDesk, link: BoardLink) -> N
     link.meet()
     await until(lambda: len(desk.row().records) == 2)
     assert [(r.seq, r.num_after) for r in desk.row().records] == [(1, 3), (2, 2)]
+
+
+async def test_the_desk_knows_when_replicas_start(desk: ScalingDesk, link: BoardLink) -> None:
+    fresh_s, old_s = time.time() + 3600, time.time() - 3600
+    starting = replace(example_scale_record(0, 3, 3), num_running=1, time_s=fresh_s)
+    ready, old = replace(starting, num_running=3), replace(starting, time_s=old_s)
+    assert not desk.is_growing()
+    for record, expected in ((starting, True), (ready, False), (starting, True), (old, False)):
+        link.tell(record, changes=False)
+        link.meet()
+        desk._hurry.set()
+        await until(lambda: desk.is_growing() is expected)  # noqa: B023 - called within the loop
 
 
 def test_a_new_policy_goes_on_counting(board: ScalingBoard, link: BoardLink) -> None:

@@ -7,8 +7,6 @@ import asyncio
 from fixtures.fake_serve import ask, serving
 from fixtures.waiting import until
 
-from shoal_cluster.policies.routing import RouteWeights
-
 
 async def test_predicted_hits_are_those_found_when_prompts_follow_each_other() -> None:
     async with serving("a", "b") as serve:
@@ -23,21 +21,23 @@ async def test_predicted_hits_are_those_found_when_prompts_follow_each_other() -
 
 
 async def test_a_prefix_on_its_way_counts_for_those_behind_it() -> None:
-    async with serving("a", "b") as serve:
-        serve.ledger.weights = RouteWeights(decode_price=0.0)  # these prompts are short: sequences would outweigh them
+    """The prefix is long: to compute it again costs more than to share the steps of three that have it."""
+    prefix, own = range(800), 4
+    async with serving("a", "b", num_blocks=400, max_model_len=1000) as serve:
         for made in serve.replicas.values():
             made.executor.gate.clear()
-        first = asyncio.create_task(ask(serve, "first", prompt_token_ids=range(60)))
+        first = asyncio.create_task(ask(serve, "first", prompt_token_ids=[*prefix, *range(900, 900 + own)]))
         await until(lambda: any(made.executor.is_held for made in serve.replicas.values()))
         behind = [
-            asyncio.create_task(ask(serve, f"behind{i}", prompt_token_ids=[*range(56), 100 + i])) for i in range(3)
+            asyncio.create_task(ask(serve, f"behind{i}", prompt_token_ids=[*prefix, *range(1000 * i, 1000 * i + own)]))
+            for i in range(1, 4)
         ]
         await until(lambda: len(serve.ledger.routes) == 4)
         owner = serve.taken_by("first")
-        assert all(serve.taken_by(f"behind{i}") == owner for i in range(3)), "they follow what is being computed"
+        assert all(serve.taken_by(f"behind{i}") == owner for i in range(1, 4)), "they follow what is being computed"
         for made in serve.replicas.values():
             made.executor.gate.set()
         await asyncio.gather(first, *behind)
         quality = serve.ledger.tally.quality()
-        assert quality.num_predicted_tokens == quality.num_cached_tokens == 3 * 56
+        assert quality.num_predicted_tokens == quality.num_cached_tokens == 3 * len(prefix)
         assert quality.age_p99_s < 1.0

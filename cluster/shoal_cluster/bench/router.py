@@ -113,7 +113,12 @@ class _Bench:
         self._rng = Random(load.seed)
         self.ledger = GatewayLedger("bench", RouteWeights())
         self._dispatcher = Dispatcher(
-            self.ledger, HoldConfig(), AdmissionLimits(), lambda num_tokens: nullcontext(), patience_s=1.0
+            self.ledger,
+            HoldConfig(),
+            AdmissionLimits(),
+            lambda num_tokens: nullcontext(),
+            patience_s=1.0,
+            is_growing=lambda: False,
         )
         self.replica_ids = [f"replica-{number:03d}" for number in range(load.num_replicas)]
         self._conversations: dict[str, deque[list[BlockHash]]] = {}

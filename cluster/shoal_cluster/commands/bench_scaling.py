@@ -25,6 +25,9 @@ def scaling(
     requests_per_replica: Annotated[float, typer.Option(help="Target of serve and kpa.")] = 2.0,
     startup_s: Annotated[float, typer.Option(min=0, help="Seconds until a new replica serves.")] = 30.0,
     target_utilization: Annotated[float, typer.Option(help="Target of shoal and hpa.")] = 0.7,
+    headroom: Annotated[float | None, typer.Option(min=0, help="What shoal holds ready for a jump.")] = None,
+    burst_memory_s: Annotated[float | None, typer.Option(min=0, help="How long it does so for a past peak.")] = None,
+    held: Annotated[bool, typer.Option(help="Requests wait at the gateway; else they are placed as they come.")] = True,
     seconds: Annotated[float | None, typer.Option(min=1, help="Only what arrives so early.")] = None,
     seed: Annotated[int, typer.Option(help="Of the made-up loads.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -33,11 +36,13 @@ def scaling(
     from shoal_cluster.policies.autoscaling_baselines import SCALINGS
     from shoal_cluster.sim.scaling_run import plan, run_scaling, small_replica
 
+    settings = {"target_utilization": target_utilization, "headroom": headroom, "burst_memory_s": burst_memory_s}
+    changes = {name: value for name, value in settings.items() if value is not None}
     requests = [r for r in _requests(load, seed) if seconds is None or r.arrival_s < seconds]
     reports = []
     for name in autoscaling or SCALINGS:
-        scheme = plan(_policy(name), startup_s, requests_per_replica, target_utilization=target_utilization)
-        report, _ = run_scaling(small_replica(scheme), requests)
+        scheme = plan(_policy(name), startup_s, requests_per_replica, **changes)
+        report, _ = run_scaling(small_replica(scheme, held=held), requests)
         reports.append(report)
         if not as_json:
             typer.echo(_line(report) if len(reports) > 1 else f"{_header()}\n{_line(report)}")

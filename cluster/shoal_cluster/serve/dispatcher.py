@@ -39,7 +39,8 @@ class Dispatcher:
 
     Args:
         holding: entered while a request is held, with its prompt tokens: the autoscaler is to know.
-        patience_s: how long a request is held while there is no replica that could ever take it.
+        patience_s: how long a request is held while there is no replica that could ever take it, and none starts.
+        is_growing: whether replicas are starting, as far as is known; what waits for them waits to its own deadline.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Dispatcher:
         limits: AdmissionLimits,
         holding: Callable[[int], AbstractContextManager[None]],
         patience_s: float,
+        is_growing: Callable[[], bool],
     ) -> None:
         self.limits = limits
         self._ledger = ledger
@@ -56,6 +58,7 @@ class Dispatcher:
         self._turn: asyncio.TimerHandle | None = None
         self._holding = holding
         self._patience_s = patience_s
+        self._is_growing = is_growing
         self._rng = random.Random()
         self._waiters: dict[str, Waiter] = {}
         ledger.on_news = self.take_turn
@@ -77,7 +80,7 @@ class Dispatcher:
             InvalidArgument: no replica has blocks enough.
             ResourceExhausted: every replica has too much to do, or none could start it within the objective, where
                 the limits have one; not for one that is resumed.
-            Unavailable: there was no replica for ``patience_s``.
+            Unavailable: there was no replica for ``patience_s``, and none was starting.
         """
         query = pending.query
         try:
@@ -151,7 +154,7 @@ class Dispatcher:
             if loop.time() < patience_ends_s:
                 continue
             patience_ends_s = loop.time() + self._patience_s
-            if not self._ledger.can_place(excluded):
+            if not self._ledger.can_place(excluded) and not self._is_growing():
                 raise Unavailable("no replica became ready in time")
 
     def _time_left_s(self, pending: PendingRequest) -> float:

@@ -97,7 +97,9 @@ class Gateway:
         )
         patience_s = self._settings.placement_timeout_s
         hold = HoldConfig(objective=due)
-        self._dispatcher = Dispatcher(self._ledger, hold, limits, self._scaling.holding, patience_s)
+        self._dispatcher = Dispatcher(
+            self._ledger, hold, limits, self._scaling.holding, patience_s, self._scaling.is_growing
+        )
         await self._open()
         gc.freeze()  # modules and tokenizer stay; a full collection over them would hold up all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"

@@ -20,6 +20,7 @@ from shoal_cluster.serve.scaling_board import RECORDS_KEPT, GatewayReport, Scali
 from shoal_replica.errors import Unavailable
 
 PERIOD_S = 1.0
+MAX_CURRENT_AGE_S = 10.0  # the policy decides ten times a second: an older decision is that of one who has gone
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,13 @@ class ScalingDesk:
         """The autoscaler's series; none before it has spoken."""
         if self._current is not None:
             yield from self._metrics.points()
+
+    def is_growing(self) -> bool:
+        """Whether replicas are starting, by a decision that is not old."""
+        current = self._current
+        if current is None or time.time() - current.time_s > MAX_CURRENT_AGE_S:
+            return False
+        return current.num_after > current.num_running
 
     @contextmanager
     def holding(self, num_prompt_tokens: int) -> Iterator[None]:

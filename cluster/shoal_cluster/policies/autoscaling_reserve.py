@@ -13,8 +13,8 @@ MEMORY_PARTS = 60  # a peak is remembered for its time to within so large a part
 def reserve(offered: float, state: ScaleState, config: ScaleConfig) -> float:
     """Replicas to hold, full ones, for ``offered`` and for what it may become while more start.
 
-    ``offered`` is the load as so many full replicas. What it has been within ``burst_memory_s`` it may be again. What it
-    has not been yet is bounded by ``headroom`` times its square root: a load of many independent users jumps by less,
+    ``offered`` is the load as so many full replicas. What it was within ``burst_memory_s`` it may be again. What it has
+    not been yet is bounded by ``headroom`` times its square root: a load of many independent users jumps by less,
     in proportion, than one of a few (the square-root rule of staffing, Halfin and Whitt 1981).
     """
     before = state.offered[0][1] if state.offered else 0.0

@@ -37,8 +37,8 @@ struct KeyTile {
     int64_t page;  // words of the keys of a page; its values follow
 };
 
-// Pages lie anywhere, which the processor cannot foresee: as it reads a place of a page, it asks for the same place of the
-// page that comes a tile later. Into L2: waiting for all those lines, L1 would have no room for others.
+// Pages lie anywhere, which the processor cannot foresee: as it reads a place of a page, it asks for the same place of
+// the page that comes a tile later. Into L2: waiting for all those lines, L1 would have no room for others.
 struct FetchPages {
     const Word* places[2];
     long stride;
@@ -59,7 +59,8 @@ SHOAL_INLINE void score_rows(const Word* queries, int steps, const KeyTile& tile
             F32 acc[MR][2] = {};
             if (tile.streams)
                 accumulate<T>(acc, queries, steps, right, kPanel, steps,
-                              FetchPages{{tile.pages[p + kStreamedPages] + lane, tile.pages[q + kStreamedPages] + lane}, kPanel});
+                              FetchPages{{tile.pages[p + kStreamedPages] + lane,
+                                          tile.pages[q + kStreamedPages] + lane}, kPanel});
             else
                 accumulate<T>(acc, queries, steps, right, kPanel, steps);
             for (int i = 0; i < MR; ++i) {

@@ -33,6 +33,11 @@ _STATS_SCALARS = (  # of ReplicaStats, under the same names in the proto; its bl
     "num_refused",
     "busy_s",
     "draining",
+    "num_host_blocks",
+    "num_host_cached_blocks",
+    "num_host_cached_tokens",
+    "num_blocks_out",
+    "num_blocks_in",
 )
 _VIEW_SCALARS = (
     "replica_id",

@@ -1,0 +1,168 @@
+"""Serve's policy class: what Serve and the gateways tell becomes a view, and what is decided is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from fixtures.cluster_views import make_stats
+from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
+from ray.serve.config import AutoscalingContext
+
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
+from shoal_cluster.serve.autoscaler import MAX_REPORT_AGE_S, BlockScaling, ledger_metrics
+from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard, Tuning
+from shoal_cluster.serve.scaling_link import BoardLink
+from shoal_replica.stats import ReplicaStats
+
+pytestmark = pytest.mark.integration  # it needs Ray's types, and no cluster
+BASE = ScaleConfig(min_replicas=1, max_replicas=9, downscale_delay_s=0.0, headroom=0.0, burst_memory_s=0.0)
+DEPLOYMENT = DeploymentID(name="ReplicaServer", app_name="app")
+FRESH_S = time.time() + 3600  # the clock runs on while a test does
+
+
+class DictStore(dict[str, bytes]):
+    """A store in this process."""
+
+    def put(self, key: str, value: bytes) -> None:
+        self[key] = value
+
+    def delete(self, key: str) -> None:
+        self.pop(key, None)
+
+    def keys(self, prefix: str = "") -> list[str]:  # type: ignore[override]
+        return [key for key in self if key.startswith(prefix)]
+
+
+class Controller:
+    """Serve's controller, as far as a policy sees it, and a gateway at the board."""
+
+    def __init__(self) -> None:
+        self.policy = BlockScaling(msgspec.to_builtins(BASE))
+        self.board = ScalingBoard("app", DictStore())
+        self.link = BoardLink(self.board)
+        self.link.stop()  # meets only when a test says so
+        self.policy._link = self.link
+        self.policy._export.publish_if_due = lambda points, now: None  # type: ignore[method-assign]
+
+    def report(self, gateway_id: str = "g", **changes: Any) -> None:
+        fields = {
+            "time_s": FRESH_S,
+            "demand": Demand(num_requests=1),
+            "reserved_tokens": {},
+            "base": BASE,
+            "num_gateways": 1,
+        }
+        self.board.put_report(GatewayReport(gateway_id=gateway_id, **(fields | changes)))
+        self.link.meet()
+
+    def ask(self, *ledgers: dict[str, float], target: int | None = None, max_replicas: int = 1000) -> int:
+        """What the policy wants when replicas r0, r1, ... have recorded these numbers."""
+        ids = [ReplicaID(f"r{i}", DEPLOYMENT) for i in range(len(ledgers))]
+        raw: dict[str, dict[ReplicaID, Sequence[TimeStampedValue]]] = {}
+        for replica_id, ledger in zip(ids, ledgers, strict=True):
+            for name, value in ledger.items():
+                raw.setdefault(name, {})[replica_id] = [TimeStampedValue(FRESH_S, float(value))]
+        context = AutoscalingContext(
+            deployment_id=DEPLOYMENT,
+            deployment_name=DEPLOYMENT.name,
+            app_name="app",
+            current_num_replicas=len(ids),
+            target_num_replicas=len(ids) if target is None else target,
+            running_replicas=ids,
+            total_num_requests=0.0,
+            total_queued_requests=0.0,
+            aggregated_metrics={},
+            raw_metrics=raw,
+            capacity_adjusted_min_replicas=0,
+            capacity_adjusted_max_replicas=max_replicas,
+            policy_state={},
+            last_scale_up_time=None,
+            last_scale_down_time=None,
+            current_time=None,
+            config=SimpleNamespace(max_replicas=1000),  # all of it that the policy reads
+        )
+        count, state = self.policy(context)
+        assert state == {}, "what it remembers stays in the instance"
+        self.link.meet()
+        return count
+
+    @property
+    def last(self) -> ScaleRecord:
+        record = self.board.current()
+        assert record is not None
+        return record
+
+
+@pytest.fixture
+def controller() -> Controller:
+    return Controller()
+
+
+def test_a_ledger_comes_through_serve_whole(controller: Controller) -> None:
+    stats = make_stats(num_free_blocks=60, num_running=3, num_waiting=2, num_waiting_tokens=77, busy_s=1.5, num_steps=9)
+    controller.report(reserved_tokens={"r0": 41})
+    controller.ask(ledger_metrics(stats))
+    (row,) = controller.last.replicas
+    assert row.stats is not None
+    assert replace(row.stats, time_s=0.0) == stats
+    assert isinstance(row.stats.num_running, int)
+    assert (row.replica_id, row.connected, row.num_reserved_tokens, row.age_s) == ("r0", True, 41, 0.0)
+
+
+def test_a_replica_that_has_not_told_all_counts_as_silent(controller: Controller) -> None:
+    controller.report()
+    ledger = ledger_metrics(make_stats())
+    assert controller.ask(ledger, {name: v for name, v in ledger.items() if name != "busy_s"}) == 2
+    assert controller.last.reason == "hold: 1 of 2 replicas does not report"
+    assert controller.last.replicas[1].stats is None
+
+
+@pytest.mark.parametrize("change", [{"time_s": FRESH_S - 7200 - MAX_REPORT_AGE_S}, {"num_gateways": 2}])
+def test_gateways_that_are_silent_hold_the_count(controller: Controller, change: dict[str, Any]) -> None:
+    controller.report(**change)
+    assert controller.ask(*[ledger_metrics(make_stats())] * 3) == 3
+    assert controller.last.reason == "hold: a gateway does not report"
+
+
+def test_all_gateways_count(controller: Controller) -> None:
+    for name in ("g", "h"):
+        controller.report(name, num_gateways=2, reserved_tokens={"r0": 20})
+    controller.ask(ledger_metrics(make_stats()))
+    assert controller.last.replicas[0].num_reserved_tokens == 40
+
+
+def test_settings_follow_the_gateway_then_its_tuning_and_serves_capacity(controller: Controller) -> None:
+    ledger = ledger_metrics(make_stats())
+    newer = replace(BASE, min_replicas=4)
+    controller.report(base=newer)
+    assert controller.ask(ledger) == 4
+    controller.board.put_tuning(Tuning(BASE, {"min_replicas": 8}))
+    controller.link.meet()
+    assert controller.ask(ledger) == 4, "that was for other settings"
+    controller.board.put_tuning(Tuning(newer, {"min_replicas": 6}))
+    controller.link.meet()
+    assert controller.ask(ledger) == 6
+    assert controller.ask(ledger, max_replicas=500) == 3, "half of all that is allowed"
+    assert controller.last.config.max_replicas == 5
+
+
+def test_changes_are_recorded_and_looks_are_not(controller: Controller) -> None:
+    controller.report(base=replace(BASE, min_replicas=2))
+    ledger = ledger_metrics(make_stats())
+    assert controller.ask(ledger) == 2
+    assert controller.ask(ledger, target=2) == 2
+    assert [(r.num_before, r.num_after, r.num_running) for r in controller.board.records(0, 9)] == [(1, 2, 1)]
+    assert (controller.last.num_starting, controller.last.seq) == (1, 1)
+
+
+def test_what_replicas_record_is_what_the_policy_reads() -> None:
+    names = set(ledger_metrics(make_stats()))
+    assert names <= {*ReplicaStats.__dataclass_fields__}
+    assert all(isinstance(value, (int, float)) for value in ledger_metrics(make_stats()).values())

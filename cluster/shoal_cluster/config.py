@@ -60,7 +60,7 @@ class ReplicaSettings(_Settings):
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="ranks that share each layer")
     pipeline_parallel_size: int = Field(1, ge=1, le=64, description="stages of whole layers")
     rank_timeout_s: float = Field(
-        4.0, ge=1, description="silence, or a step without progress, after which a rank hangs"
+        3.5, ge=1, description="silence, or a step without progress, after which a rank hangs"
     )
     placement_strategy: Literal["STRICT_PACK", "PACK"] = Field(
         "STRICT_PACK", description="ranks on one node, or on several if need be"

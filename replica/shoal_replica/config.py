@@ -255,7 +255,7 @@ class ParallelConfig:
     num_threads: int = 1
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    rank_timeout_s: float = 4.0
+    rank_timeout_s: float = 3.5  # with a pulse of 0.5 and the kill, within 5 s
     graph_sizes: tuple[int, ...] | None = None
     device_memory_bytes: int | None = None
 

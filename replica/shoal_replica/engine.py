@@ -168,6 +168,11 @@ class Engine:
         if self._failure is not None:
             raise EngineDead(f"the engine stopped: {self._failure!r}") from self._failure
 
+    async def ended(self) -> None:
+        """Return once no step will follow: the engine was stopped or has failed, and its requests have been told."""
+        assert self._task is not None
+        await asyncio.wait([self._task])
+
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()
 

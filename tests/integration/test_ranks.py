@@ -21,15 +21,16 @@ pytestmark = pytest.mark.integration
 PROMPT = "The sea is deep because"
 PARAMS = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
 RANK_TITLE = "ray::RankActor"
+REPLICA_TITLE = "ray::ServeReplica:shoal:ReplicaServer"
 DOWN_LIMIT_S = 5.0
 
 
-def ranks(ray: LocalRay) -> list[psutil.Process]:
-    """Processes of this cluster's ranks, oldest first."""
+def actors(ray: LocalRay, title: str) -> list[psutil.Process]:
+    """Processes of this cluster's actors by their title, oldest first."""
     found = []
     for process in psutil.Process(ray._process.pid).children(recursive=True):
         try:
-            if " ".join(process.cmdline()).startswith(RANK_TITLE):
+            if " ".join(process.cmdline()).startswith(title):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
@@ -50,11 +51,11 @@ async def test_a_replica_of_two_ranks_loses_one(local_yaml):
         await asyncio.to_thread(deploy, document, ray.dashboard_url, lambda progress: None)
         async with GatewayClient(args["gateway"]["grpc_address"]) as client:
             assert tokens(await collect(client)) == expected
-            group = ranks(ray)
+            group = actors(ray, RANK_TITLE)
             assert len(group) == 2
             for sign, place in ((signal.SIGKILL, 1), (signal.SIGSTOP, 0)):
                 await lose(client, ray, group[place], sign, expected)
-                group = ranks(ray)
+                group = actors(ray, RANK_TITLE)
                 assert len(group) == 2
 
 
@@ -62,7 +63,8 @@ async def lose(
     client: GatewayClient, ray: LocalRay, victim: psutil.Process, sign: signal.Signals, expected: list[int]
 ) -> None:
     """Stop a rank in the middle of a stream: the stream goes on, by ranks that are all new."""
-    before = ranks(ray)
+    before, engines = actors(ray, RANK_TITLE), actors(ray, REPLICA_TITLE)
+    assert len(engines) == 1
     chunks: list[Chunk] = []
     lost_s = 0.0
     async for chunk in client.generate(call()):
@@ -72,6 +74,8 @@ async def lose(
             lost_s = time.monotonic()
             await asyncio.to_thread(psutil.wait_procs, before, DOWN_LIMIT_S)
             assert not any(process.is_running() for process in before)  # the whole group, within the limit
+            _, alive = await asyncio.to_thread(psutil.wait_procs, engines, DOWN_LIMIT_S)
+            assert not alive  # it does not wait for health checks to fail
     assert tokens(chunks) == expected
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.num_resumes == 1

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from fixtures.engines import finished, mid_step, running_engine
-from fixtures.waiting import until
+from fixtures.waiting import DEADLINE_S, until
 
 from shoal_replica.errors import EngineDead, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason
@@ -206,6 +206,8 @@ async def test_a_failed_step_ends_every_request_and_the_engine() -> None:
         executor.gate.set()
         await asyncio.gather(*map(finished, futures))
         assert recorder.reasons == {(f"r{i}", index): ERROR for i in range(5) for index in range(2)}
+        async with asyncio.timeout(DEADLINE_S):
+            await engine.ended()
         with pytest.raises(EngineDead, match="the device is on fire"):
             engine.check_health()
         with pytest.raises(EngineDead):

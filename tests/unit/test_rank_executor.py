@@ -140,8 +140,9 @@ def test_a_rank_that_cannot_start_is_named(folder: str, error: type[Exception], 
 
 def test_a_rank_that_never_calls_is_named() -> None:
     settings = config()
-    with pytest.raises(EngineDead, match=r"rank [01] ended before it was ready: exit status 7"):
-        RankExecutor(settings, LocalRanks(settings.parallel, (sys.executable, "-c", "exit(7)")), DEADLINE_S)
+    script = "import json, sys, time; exit(7) if json.loads(sys.stdin.readline())['rank'] == 1 else time.sleep(60)"
+    with pytest.raises(EngineDead, match=r"rank 1 ended before it was ready: exit status 7"):
+        RankExecutor(settings, LocalRanks(settings.parallel, (sys.executable, "-c", script)), DEADLINE_S)
     sleeper = (sys.executable, "-c", "import time; time.sleep(60)")
     with pytest.raises(EngineDead, match="rank 0 did not call in time"):
         RankExecutor(settings, LocalRanks(settings.parallel, sleeper), 0.5)

@@ -45,7 +45,7 @@ def build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=replica.max_num_seqs + replica.max_num_waiting,
         max_replicas_per_node=replica.max_replicas_per_node,
         graceful_shutdown_timeout_s=replica.drain_timeout_s,
-        health_check_period_s=2,
+        health_check_period_s=1,
         health_check_timeout_s=10,
         **_resources(replica),
         autoscaling_config=_autoscaling(config),

@@ -18,7 +18,6 @@ from shoal_cluster.config import ReplicaSettings
 from shoal_replica.ranks.channel import RankAddress
 from shoal_replica.ranks.launcher import LOOPBACK, RankProcess
 
-KILL_TIMEOUT_S = 5.0
 FIRST_RANK_BUNDLE = 1  # the replica's own process has bundle 0
 DEVICE_RESOURCES: dict[str, dict[str, float]] = {"cpu": {}, "npu": {"NPU": 1}}
 
@@ -96,4 +95,3 @@ class _ActorProcess:
             with suppress(GetTimeoutError, RayActorError, ProcessLookupError):
                 os.kill(ray.get(self._pid, timeout=0.0), signal.SIGKILL)
         ray.kill(self._actor)
-        self.exit_reason(KILL_TIMEOUT_S)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -27,8 +29,12 @@ from shoal_cluster.serve.request_router import FEED_KEY
 from shoal_replica.build import build_executor, build_scheduler
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine, StepReport
-from shoal_replica.errors import Unavailable
+from shoal_replica.errors import EngineDead, Unavailable
 from shoal_replica.request import Request
+
+LAST_WORDS_S = 0.5  # for answers and feeds to leave the process
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicaServer:
@@ -68,6 +74,7 @@ class ReplicaServer:
         )
         host = ray.util.get_node_ip_address() if settings.feed_host == "node" else settings.feed_host
         self._address = await self._feed.start(host)
+        self._watch = asyncio.get_running_loop().create_task(self._leave_when_dead(), name="shoal-replica-watch")
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Told once to every router: where the feed is."""
@@ -97,6 +104,18 @@ class ReplicaServer:
         self._engine.check_health()
         if self._drain is not None and self._drain.done():
             raise Unavailable("drained as an administrator has asked; another replica takes its place")
+
+    async def _leave_when_dead(self) -> None:
+        """End the process once the engine has failed: Serve replaces a dead actor at its next look, but asks one that
+        is unwell three times and then lets it drain."""
+        await self._engine.ended()
+        try:
+            self._engine.check_health()
+        except EngineDead as error:
+            logger.error("the replica ends: %s", error)
+            await self._feed.stop()
+            await asyncio.sleep(LAST_WORDS_S)
+            os._exit(1)
 
     def _begin_drain(self) -> bytes:
         if self._drain is None:

@@ -29,7 +29,9 @@ from shoal_replica.ranks.launcher import RankLauncher, RankProcess
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 3.0
-POLL_S = 0.25
+KILL_TIMEOUT_S = 5.0
+POLL_S = 0.25  # while ranks start
+LEAST_POLL_S = 0.01
 BLAME_S = 0.5  # how long a rank that failed for want of another one waits for that one's own report
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ class RankExecutor:
             except OSError as error:
                 self._fail(rank, self._death(rank, str(error)))
         while True:
-            for rank, message in self._poll(POLL_S):
+            for rank, message in self._poll(self._until_overdue_s(started)):
                 if isinstance(message, Done) and message.step == output.step:
                     self._sampled = tuple((token.seq_id, token.token_id) for token in message.result.sampled)
                     return message.result
@@ -196,6 +198,11 @@ class RankExecutor:
             if now - link.heard_s > self._timeout_s:
                 self._fail(rank, f"hangs: no sign of life for {self._timeout_s:g} s")
 
+    def _until_overdue_s(self, started: float) -> float:
+        """How long the ranks may all be silent before one of them is."""
+        since = min(max(started, *(link.progressed_s for link in self._links)), *(link.heard_s for link in self._links))
+        return max(0.0, since + self._timeout_s - monotonic()) + LEAST_POLL_S
+
     def _check_progress(self, started: float) -> None:
         """Fail when no rank has progressed for the timeout; the one that is furthest behind is to blame."""
         last = max(started, *(link.progressed_s for link in self._links))
@@ -222,8 +229,12 @@ class RankExecutor:
             raise EngineDead(str(self._failure)) from self._failure
 
     def _kill_all(self) -> None:
+        """All first, then each awaited: none outlives another's end."""
         for process in self._processes:
             process.kill()
+        deadline = monotonic() + KILL_TIMEOUT_S
+        for process in self._processes:
+            process.exit_reason(max(0.0, deadline - monotonic()))
         for link in self._links:
             link.close()
         self._links = []

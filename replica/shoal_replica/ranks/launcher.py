@@ -26,7 +26,7 @@ class RankProcess(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it now and wait until it has gone. Again is harmless."""
+        """Have it end now; ``exit_reason`` waits until it has. Again is harmless."""
         ...
 
 
@@ -93,4 +93,3 @@ class _ChildProcess:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()

@@ -19,6 +19,9 @@ int guarded(const Call& call) {
     try {
         call();
         return 0;
+    } catch (const shoal::LostRank& error) {
+        last_error = error.what();
+        return -2;
     } catch (const std::exception& error) {
         last_error = error.what();
         return -1;
@@ -29,9 +32,9 @@ int guarded(const Call& call) {
 
 extern "C" {
 
-ShoalDecoder* shoal_decoder_create(const ShoalShape* shape) {
+ShoalDecoder* shoal_decoder_create(const ShoalShape* shape, const ShoalExchange* exchange) {
     ShoalDecoder* decoder = nullptr;
-    guarded([&] { decoder = new ShoalDecoder(*shape); });
+    guarded([&] { decoder = new ShoalDecoder(*shape, exchange != nullptr ? shoal::make_exchange(*exchange) : nullptr); });
     return decoder;
 }
 

@@ -1,9 +1,12 @@
 // A Llama-family decoder with its packed weights, its KV pages and its threads.
 #pragma once
 
+#include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "exchange.h"
 #include "kernels.h"
 #include "shoal_native.h"
 #include "threads.h"
@@ -29,17 +32,22 @@ struct Layer {
     Linear qkv, output, gate_up, down;
 };
 
+// Another rank did not come to an exchange: the step has no result.
+struct LostRank : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 class Decoder {
 public:
-    // Throws std::invalid_argument for a shape that the kernels do not cover.
-    explicit Decoder(const ShoalShape& shape);
+    // Throws std::invalid_argument for a shape that the kernels do not cover. `exchange`: null for one rank alone.
+    Decoder(const ShoalShape& shape, std::unique_ptr<Exchange> exchange);
 
     // Throws std::invalid_argument when `count`, the values of data, is not what the shape asks for.
     void set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count);
     // The same of a matrix as integers, in a bf16 decoder.
     void set_integers(ShoalParameter parameter, int layer, const Integers& integers, int64_t count);
     void set_rotary(const float* cos_sin);
-    // Throws std::out_of_range, before anything is computed, for a token, position or slot that does not exist.
+    // Throws std::out_of_range, before anything is computed, for a token, position or slot that does not exist; LostRank.
     void forward(const ShoalStep& step);
     void copy_blocks(const int64_t* pairs, int count) { pool_.copy(pairs, count); }
     const char* kernels_name() const { return kernels_.name; }
@@ -50,19 +58,29 @@ private:
         int outputs, inputs;
         bool gated;
     };
+    // Columns of the logits that a rank computes, the last one fewer.
+    int64_t vocab_share() const { return exchange_ ? divide_up(shape_.vocab_size, exchange_->size) : shape_.vocab_size; }
     Matrix matrix(ShoalParameter parameter, int layer);  // a null linear when the parameter is a vector
     void check(const ShoalStep& step) const;
     void reserve(int64_t tokens, int64_t samples);
     void plan_attention(const ShoalStep& step);
+    void begin(Team::Member& member, const ShoalStep& step);   // the stream at this stage's first layer
+    void finish(Team::Member& member, const ShoalStep& step);  // what leaves the stage after its last
     void run_layer(Team::Member& member, const ShoalStep& step, int index);
     void attend(Team::Member& member, const ShoalStep& step, int index);
     void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows);
     void multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                   int64_t out_stride, Finish finish);
+    // Adds a product whose inputs are spread over the ranks to the stream.
+    void multiply_onto_stream(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows);
+    void compute_logits(Team::Member& member, const ShoalStep& step);
+    // Adds all ranks' parts of the exchange to `out`.
+    void add_parts(Team::Member& member, float* out, int64_t count);
 
     const ShoalShape shape_;
     const Dtype dtype_;
     const Kernels& kernels_;
+    const std::unique_ptr<Exchange> exchange_;
     Team team_;
     Pool pool_;
     Arena arena_;

@@ -13,13 +13,29 @@ extern "C" {
 
 typedef struct ShoalDecoder ShoalDecoder;
 
-/* dtype: 0 bfloat16, 1 float32, of weights, activations between products, and KV. sliding_window: 0 for none. */
+/* A decoder, or one rank's shard of it: its layers, and of each its heads and MLP columns.
+   dtype: 0 bfloat16, 1 float32, of weights, activations between products, and KV. sliding_window: 0 for none.
+   vocab_begin, vocab_rows: which rows of embedding and head are here. The first stage embeds, the last one has the head. */
 typedef struct ShoalShape {
     int32_t dtype, vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_size;
     int32_t block_size, num_blocks, num_threads, sliding_window, max_positions, tied_embeddings;
+    int32_t vocab_begin, vocab_rows, is_first_stage, is_last_stage;
     float rms_norm_eps;
     char kernels[16]; /* name of an instruction set, or empty for the best */
 } ShoalShape;
+
+#define SHOAL_EXCHANGE_LINE 64
+
+/* How the ranks that share each layer see one another's parts of `capacity` floats, a row of the hidden size or of a
+   rank's vocabulary at least. By memory that all have mapped, zeroed before the first comes: SHOAL_EXCHANGE_LINE bytes a
+   rank, then two parts a rank. Or by a function that fills parts [size][count] and returns 0; the other is NULL. */
+typedef struct ShoalExchange {
+    int32_t rank, size;
+    int64_t capacity;
+    void* memory;
+    int (*gather)(const float* part, int64_t count, float* parts);
+    double timeout_s; /* of a wait in memory */
+} ShoalExchange;
 
 /* Row-major, in the decoder's dtype. QKV is [query; key; value] rows, GATE_UP is [gate; up] rows. */
 typedef enum ShoalParameter {
@@ -40,11 +56,14 @@ typedef struct ShoalStep {
     const int32_t* block_tables;    /* [num_seqs][table_stride] */
     int64_t table_stride;
     const int64_t* sample_rows;     /* [num_samples] */
-    float* logits;                  /* [num_samples][vocab_size] */
+    float* logits;                  /* [num_samples][vocab_size]; NULL where another rank of the exchange takes them */
+    float* hidden;                  /* [num_tokens][hidden_size]: read on all stages but the first, written on all but the
+                                       last, which alone has logits */
 } ShoalStep;
 
 /* Functions that return int give 0, or -1 with a message in shoal_error() of the calling thread. */
-SHOAL_API ShoalDecoder* shoal_decoder_create(const ShoalShape* shape); /* NULL on error */
+/* exchange: NULL for a rank that shares its layers with none. NULL on error. */
+SHOAL_API ShoalDecoder* shoal_decoder_create(const ShoalShape* shape, const ShoalExchange* exchange);
 SHOAL_API void shoal_decoder_destroy(ShoalDecoder* decoder);
 SHOAL_API int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data,
                                 int64_t count); /* count: values of data */
@@ -54,7 +73,7 @@ SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t paramete
                                          const uint8_t* values, const uint16_t* scales, const uint16_t* minimums,
                                          int64_t count);
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
-SHOAL_API int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step);
+SHOAL_API int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step); /* -2: another rank did not come */
 SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
 /* The largest of each row and its first place; NaN where a row has one. */
 SHOAL_API void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* values, int64_t* places);

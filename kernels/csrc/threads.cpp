@@ -6,14 +6,6 @@ namespace {
 
 constexpr int kSpins = 4000;  // tens of microseconds: longer than the gaps inside a step, shorter than a time slice
 
-inline void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 // Past a short spin the awaited thread is likely waiting for this core.
 template <class Condition>
 void await(const Condition& condition) {

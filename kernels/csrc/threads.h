@@ -11,6 +11,15 @@
 
 namespace shoal {
 
+// What a thread does that waits for another one without giving up its core.
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 // `num_threads` threads, the caller being one. A phase ends when its units are done, not when every thread has come: one
 // that waits for its core holds up nobody, unless it lost the core amid a unit. Helpers spin briefly after a step, then
 // sleep. So an idle replica costs nothing, and two replicas on the same cores do not hold them against each other.

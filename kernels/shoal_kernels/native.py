@@ -8,17 +8,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal_kernels import native_library
+from shoal_kernels.exchange import Exchange, LostRank
 from shoal_kernels.integers import IntegerWeight
+from shoal_kernels.native_library import LOST_RANK, CShape, CStep, last_error, library
 
-LIBRARY = Path(__file__).with_name("_native.so")
 DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 PAGE_TOKENS = 16
 MAX_HEAD_SIZE = 256
@@ -44,7 +44,14 @@ LAYER_PARAMETERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """A Llama-family decoder and its KV pool. ``dtype`` is that of weights, activations and KV."""
+    """A Llama-family decoder, or a rank's shard of one, and its KV pool.
+
+    Attributes:
+        dtype: of weights, activations and KV.
+        vocab_size, hidden_size: the whole model's; the other sizes and counts are the shard's.
+        first_layer: the model's number of the shard's first layer.
+        vocab: rows of embedding and head that the shard holds; None is all.
+    """
 
     dtype: torch.dtype
     vocab_size: int
@@ -61,70 +68,19 @@ class DecoderShape:
     block_size: int
     num_blocks: int
     num_threads: int
+    first_layer: int = 0
+    vocab: range | None = None
+    is_first_stage: bool = True
+    is_last_stage: bool = True
 
-
-class _Shape(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in (
-            "dtype", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-            "head_size", "block_size", "num_blocks", "num_threads", "sliding_window", "max_positions",
-            "tied_embeddings",
-        )),
-        ("rms_norm_eps", ctypes.c_float),
-        ("kernels", ctypes.c_char * 16),
-    )  # fmt: skip
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        ("num_tokens", ctypes.c_int32),
-        ("num_seqs", ctypes.c_int32),
-        ("num_samples", ctypes.c_int32),
-        ("input_ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("block_tables", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64),
-        ("sample_rows", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-    )
-
-
-def _load() -> ctypes.CDLL | None:
-    if not LIBRARY.is_file():
-        return None
-    library = ctypes.CDLL(str(LIBRARY))
-    pointer = ctypes.c_void_p
-    for name, result, arguments in (
-        ("shoal_decoder_create", pointer, [pointer]),
-        ("shoal_decoder_destroy", None, [pointer]),
-        ("shoal_decoder_set", ctypes.c_int, [pointer, ctypes.c_int32, ctypes.c_int32, pointer, ctypes.c_int64]),
-        (
-            "shoal_decoder_set_integers",
-            ctypes.c_int,
-            [pointer, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64],
-        ),
-        ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
-        ("shoal_decoder_forward", ctypes.c_int, [pointer, pointer]),
-        ("shoal_decoder_copy_blocks", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
-        ("shoal_row_maxima", None, [pointer, ctypes.c_int64, ctypes.c_int64, pointer, pointer]),
-        ("shoal_decoder_kernels", ctypes.c_char_p, [pointer]),
-        ("shoal_supported_kernels", ctypes.c_char_p, []),
-        ("shoal_error", ctypes.c_char_p, []),
-    ):
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
-
-
-_LIBRARY = _load()
+    @property
+    def vocab_rows(self) -> range:
+        return range(self.vocab_size) if self.vocab is None else self.vocab
 
 
 def is_available() -> bool:
     """Whether the library was built with this installation."""
-    return _LIBRARY is not None
+    return native_library.is_built()
 
 
 def covers(shape: DecoderShape) -> bool:
@@ -143,13 +99,13 @@ def covers(shape: DecoderShape) -> bool:
 
 def supported_kernels() -> tuple[str, ...]:
     """Instruction sets that were built and that this machine runs, best first."""
-    return tuple(_library().shoal_supported_kernels().decode().split(","))
+    return tuple(library().shoal_supported_kernels().decode().split(","))
 
 
 def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
     """``ops.row_maxima`` of contiguous float32 rows."""
     values, places = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
-    _library().shoal_row_maxima(x.data_ptr(), *x.shape, values.data_ptr(), places.data_ptr())
+    library().shoal_row_maxima(x.data_ptr(), *x.shape, values.data_ptr(), places.data_ptr())
     return values, places
 
 
@@ -157,43 +113,52 @@ class NativeDecoder:
     """Embedding, layers, final norm and head, over weights that it packs and KV blocks that it owns.
 
     A token's result does not depend on which others share its step, nor on the number of threads. Not thread-safe.
+    Of a shard, all ranks make the same calls; products over what is spread between them are summed by ``exchange``.
 
     Args:
         weights: packed parameters by name (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the shape's
             dtype; copied. Matrices may be integers where that is bfloat16.
         cos_sin: float32 [max_positions, head_size]: cosines, then sines.
         kernels: an instruction set of ``supported_kernels()``, or "" for the best.
+        exchange: how the ranks that share each layer see one another; None where there is one.
 
     Raises:
         ValueError: a shape that is not covered, or an instruction set that this machine does not run.
     """
 
     def __init__(
-        self, shape: DecoderShape, weights: Mapping[str, Tensor | IntegerWeight], cos_sin: Tensor, kernels: str = ""
+        self,
+        shape: DecoderShape,
+        weights: Mapping[str, Tensor | IntegerWeight],
+        cos_sin: Tensor,
+        kernels: str = "",
+        exchange: Exchange | None = None,
     ) -> None:
         self.shape = shape
-        self._step = _Step()
+        self._step = CStep()
         self._logits = torch.empty((0, shape.vocab_size), dtype=torch.float32)
-        self._handle: int | None = _library().shoal_decoder_create(ctypes.byref(_c_shape(shape, kernels)))
+        self._exchange = exchange
+        peers = ctypes.byref(exchange.native) if exchange is not None else None
+        self._handle: int | None = library().shoal_decoder_create(ctypes.byref(_c_shape(shape, kernels)), peers)
         if not self._handle:
-            raise ValueError(_error())
+            raise ValueError(last_error())
         for name, number in GLOBAL_PARAMETERS.items():
-            if not (shape.tied_embeddings and name == "embed_tokens.weight"):
+            if self._holds(name):
                 self._set(number, 0, weights[name])
         for layer in range(shape.num_layers):
             for name, number in LAYER_PARAMETERS.items():
-                parameter = weights.get(f"layers.{layer}.{name}")
+                parameter = weights.get(f"layers.{shape.first_layer + layer}.{name}")
                 if parameter is not None:
                     self._set(number, layer, parameter)
         table = cos_sin.float().contiguous()
         if table.shape != (shape.max_positions, shape.head_size):
             raise ValueError(f"cos_sin: got shape {tuple(table.shape)}")
-        self._check(_library().shoal_decoder_set_rotary(self._handle, table.data_ptr()))
+        self._check(library().shoal_decoder_set_rotary(self._handle, table.data_ptr()))
 
     @property
     def kernels(self) -> str:
         """The instruction set in use."""
-        return str(_library().shoal_decoder_kernels(self._open()).decode())
+        return str(library().shoal_decoder_kernels(self._open()).decode())
 
     def forward(
         self,
@@ -205,17 +170,23 @@ class NativeDecoder:
         block_tables: NDArray[np.int32],
         slot_mapping: NDArray[np.int64],
         sample_rows: Sequence[int] | NDArray[np.int64],
+        hidden: Tensor | None = None,
+        wants_logits: bool = True,
     ) -> Tensor:
         """Compute a step's tokens, writing their KV, and the logits of ``sample_rows``.
 
         Args: see ``AttentionMetadata``; ``input_ids``, ``positions``, ``slot_mapping`` [num_tokens], ``block_tables``
             [num_seqs, max_blocks].
+            hidden: float32 [num_tokens, hidden_size], what stages hand on: read on all but the first, then written on
+            all but the last.
+            wants_logits: whether this rank of the last stage takes them.
 
         Returns:
             float32 [num_samples, vocab_size], overwritten by the next call: fresh pages for megabytes of logits would
-            cost more than filling them.
+            cost more than filling them. [0, vocab_size] where they are not wanted or the stage is not the last.
 
         Raises:
+            LostRank: another rank did not come to an exchange; whatever the function that carries it raised.
             ValueError: a token, position, slot, block or row that does not exist; nothing was computed.
         """
         arrays = (
@@ -228,16 +199,24 @@ class NativeDecoder:
             np.ascontiguousarray(sample_rows, np.int64),
         )
         ids, places, slots, starts, lens, tables, rows = arrays
-        if len(rows) > len(self._logits):
-            self._logits = torch.empty((len(rows), self.shape.vocab_size), dtype=torch.float32)
-        logits = self._logits[: len(rows)]
+        num_logits = len(rows) if wants_logits and self.shape.is_last_stage else 0
+        if num_logits > len(self._logits):
+            self._logits = torch.empty((num_logits, self.shape.vocab_size), dtype=torch.float32)
+        logits = self._logits[:num_logits]
+        if not (self.shape.is_first_stage and self.shape.is_last_stage):
+            _check_hidden(hidden, len(ids), self.shape.hidden_size)
         step = self._step
         step.num_tokens, step.num_seqs, step.num_samples = len(ids), len(lens), len(rows)
         step.input_ids, step.positions, step.slots = ids.ctypes.data, places.ctypes.data, slots.ctypes.data
         step.query_start_loc, step.seq_lens = starts.ctypes.data, lens.ctypes.data
         step.block_tables, step.table_stride = tables.ctypes.data, tables.shape[1] if tables.ndim == 2 else 0
-        step.sample_rows, step.logits = rows.ctypes.data, logits.data_ptr()
-        self._check(_library().shoal_decoder_forward(self._open(), ctypes.byref(step)))
+        step.sample_rows, step.logits = rows.ctypes.data, logits.data_ptr() if num_logits else None
+        step.hidden = hidden.data_ptr() if hidden is not None else None
+        status = library().shoal_decoder_forward(self._open(), ctypes.byref(step))
+        if status == LOST_RANK:
+            assert self._exchange is not None
+            raise self._exchange.failure or LostRank(last_error())
+        self._check(status)
         return logits
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -249,18 +228,25 @@ class NativeDecoder:
         flat = np.ascontiguousarray(pairs, np.int64).reshape(-1, 2)
         if flat.size and not (flat.min() >= 0 and flat.max() < self.shape.num_blocks):
             raise ValueError(f"copy_blocks: a block beyond the pool of {self.shape.num_blocks}")
-        self._check(_library().shoal_decoder_copy_blocks(self._open(), flat.ctypes.data, len(flat)))
+        self._check(library().shoal_decoder_copy_blocks(self._open(), flat.ctypes.data, len(flat)))
 
     def close(self) -> None:
         """Free weights, KV blocks and threads. Nothing may follow but another ``close``."""
         if self._handle:
-            _library().shoal_decoder_destroy(self._handle)
+            library().shoal_decoder_destroy(self._handle)
             self._handle = None
 
     def __del__(self) -> None:
         # Not made whole when the constructor raised.
         if getattr(self, "_handle", None):
             self.close()
+
+    def _holds(self, name: str) -> bool:
+        """Whether a table or the last norm is here. A tied model's embedding is its head, which both ends need."""
+        is_first, is_last, is_tied = self.shape.is_first_stage, self.shape.is_last_stage, self.shape.tied_embeddings
+        if name == "embed_tokens.weight":
+            return is_first and not is_tied
+        return is_last or (name == "lm_head.weight" and is_first and is_tied)
 
     def _open(self) -> int:
         if not self._handle:
@@ -274,34 +260,31 @@ class NativeDecoder:
         if parameter.dtype != self.shape.dtype:
             raise ValueError(f"weights: got {parameter.dtype}; must be {self.shape.dtype}")
         held = parameter.contiguous()
-        self._check(_library().shoal_decoder_set(self._handle, number, layer, held.data_ptr(), held.numel()))
+        self._check(library().shoal_decoder_set(self._handle, number, layer, held.data_ptr(), held.numel()))
 
     def _set_integers(self, number: int, layer: int, weight: IntegerWeight) -> None:
         parts = [part.contiguous() for part in (weight.values, weight.scales, weight.minimums) if part is not None]
         pointers = [part.data_ptr() for part in parts] + [None] * (3 - len(parts))
         self._check(
-            _library().shoal_decoder_set_integers(
+            library().shoal_decoder_set_integers(
                 self._handle, number, layer, weight.bits, *pointers, weight.values.numel()
             )
         )
 
     def _check(self, status: int) -> None:
         if status != 0:
-            raise ValueError(_error())
+            raise ValueError(last_error())
 
 
-def _library() -> Any:
-    if _LIBRARY is None:
-        raise RuntimeError(f"the native kernels were not built: no {LIBRARY.name} beside this module")
-    return _LIBRARY
+def _check_hidden(hidden: Tensor | None, num_tokens: int, size: int) -> None:
+    if hidden is None or hidden.dtype != torch.float32 or hidden.shape != (num_tokens, size):
+        raise ValueError(f"hidden: must be float32 [{num_tokens}, {size}]")
+    if not hidden.is_contiguous():
+        raise ValueError("hidden: must be contiguous")
 
 
-def _error() -> str:
-    return f"native decoder: {_library().shoal_error().decode()}"
-
-
-def _c_shape(shape: DecoderShape, kernels: str) -> _Shape:
-    return _Shape(
+def _c_shape(shape: DecoderShape, kernels: str) -> CShape:
+    return CShape(
         dtype=DTYPES[shape.dtype],
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -316,6 +299,10 @@ def _c_shape(shape: DecoderShape, kernels: str) -> _Shape:
         sliding_window=shape.sliding_window or 0,
         max_positions=shape.max_positions,
         tied_embeddings=int(shape.tied_embeddings),
+        vocab_begin=shape.vocab_rows.start,
+        vocab_rows=len(shape.vocab_rows),
+        is_first_stage=int(shape.is_first_stage),
+        is_last_stage=int(shape.is_last_stage),
         rms_norm_eps=shape.rms_norm_eps,
         kernels=kernels.encode(),
     )

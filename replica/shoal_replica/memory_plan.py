@@ -19,6 +19,8 @@ WORKSPACE_BYTES = 256 * MIB
 GRAPH_BYTES = 16 * MIB
 # Blocks on an NPU through which transfers from and to host memory go.
 STAGING_BLOCKS = 8
+# What a CPU rank's native decoder shows the others at once, twice: rows that a second-level cache holds.
+EXCHANGE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +121,22 @@ def plan_host(
 ) -> MemoryPlan:
     """The plan of a CPU replica, whose ranks share ``free_bytes`` of one host."""
     shards = [make_shard(model, parallel, rank) for rank in range(parallel.num_ranks)]
-    if len(shards) == 1:
-        weights = model.weight_bytes
-    else:  # the operators that ranks use hold integer weights widened
-        weights = sum(shard_weight_bytes(replace(model, quantization="none"), shard) for shard in shards)
-    # What is summed, once to send and once to receive.
-    summed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * DTYPE_BYTES[model.dtype]
+    plain = replace(model, quantization="none")
+    # The native decoder holds integers; torch's operators, which experts and float32 need, widen them.
+    is_native = model.moe is None and model.dtype == "bfloat16"
+    rounded = model.weight_bytes / plain.weight_bytes if is_native or len(shards) == 1 else 1.0
+    weights = int(sum(shard_weight_bytes(plain, shard) for shard in shards) * rounded)
+    # What is summed, or handed to the next stage: once to send and once to receive.
+    handed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * 4
+    summed = 2 * EXCHANGE_BYTES if is_native else handed
+    communication = summed * (parallel.tensor_parallel_size > 1) + handed * (parallel.pipeline_parallel_size > 1)
     return MemoryPlan(
         device=parallel.device,
         dtype=model.dtype if model.quantization == "none" else f"{model.dtype} with {model.quantization} weights",
         usable=free_bytes,
         weights=weights,
         activations=sum(activation_bytes(model, shard, scheduler) for shard in shards),
-        communication=summed * len(shards) if len(shards) > 1 else 0,
+        communication=communication * len(shards),
         graphs=0,
         block=sum(shard.block_bytes(model, cache.block_size) for shard in shards),
         num_blocks=cache.num_blocks,

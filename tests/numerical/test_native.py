@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from shoal_kernels import native
+from shoal_kernels import native, native_library
 from shoal_kernels.integers import IntegerWeight, round_weight
 from shoal_kernels.native import DecoderShape, NativeDecoder
 from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
@@ -407,7 +407,7 @@ def test_torch_serves_what_native_does_not(tmp_path: Path, monkeypatch: pytest.M
     cache = CacheConfig(num_blocks=16, block_size=16)
     assert isinstance(make_decoder(model, cache, ParallelConfig()), NativeCpuDecoder)
     assert isinstance(make_decoder(model, replace(cache, block_size=8), ParallelConfig()), TorchDecoder)
-    monkeypatch.setattr(native, "_LIBRARY", None)
+    monkeypatch.setattr(native_library, "_LIBRARY", None)
     assert isinstance(make_decoder(model, cache, ParallelConfig()), TorchDecoder)
 
 

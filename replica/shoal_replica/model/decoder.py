@@ -9,28 +9,37 @@ import torch
 from torch import Tensor
 
 from shoal_kernels import native, ops
+from shoal_kernels.exchange import LostRank
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.memory_plan import EXCHANGE_BYTES
 from shoal_replica.model.layers import rotary_cache
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.npu_memory import open_device
-from shoal_replica.model.parallel_group import ParallelGroup
+from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
 from shoal_replica.model.quantization import quantize
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, load_weights
-from shoal_replica.shard import Shard, whole_shard
+from shoal_replica.ranks.runner import CollectiveError
+from shoal_replica.shard import Shard, make_shard, whole_shard
 
 
 class Decoder(Protocol):
     """Computes steps over KV blocks of its own: the cache's ``num_blocks``, and one more that warm-up may write. In
     host memory it has ``num_host_blocks`` rows.
 
-    On several ranks, each computes its shard of every step; the logits are whole on every rank of the last stage.
+    On several ranks, each computes its shard of every step; the logits are whole on the rank that samples.
     """
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
-        """Write the KV of a step's tokens; float32 logits [len(sample_rows), vocab_size], good until the next call."""
+        """Write the KV of a step's tokens; float32 logits [len(sample_rows), vocab_size], good until the next call.
+
+        Ranks that do not sample may give none.
+
+        Raises:
+            CollectiveError: another rank did not take part.
+        """
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -70,10 +79,18 @@ def make_decoder(
         from shoal_replica.model.npu_decoder import NpuDecoder
 
         return NpuDecoder(model, cache, parallel, shard, group)
-    is_whole = shard is None and model.moe is None and (model.quantization == "none" or model.dtype == "bfloat16")
-    if is_whole and parallel.device == "cpu" and native.covers(_native_shape(model, cache, parallel)):
-        return NativeCpuDecoder(model, cache, parallel)
+    shard, group = shard or whole_shard(model), group or SoleRank()
+    if parallel.device == "cpu" and group.all_agree(_is_covered(model, cache, parallel)):
+        return NativeCpuDecoder(model, cache, parallel, shard, group)
     return TorchDecoder(model, cache, parallel, shard, group)
+
+
+def _is_covered(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> bool:
+    """Whether the native kernels are here and serve the shards of all ranks: what ranks send each other must agree."""
+    if model.moe is not None or (model.quantization != "none" and model.dtype != "bfloat16"):
+        return False
+    shards = [make_shard(model, parallel, rank) for rank in range(parallel.num_ranks)]
+    return all(native.covers(_native_shape(model, cache, parallel, shard)) for shard in shards)
 
 
 class TorchDecoder:
@@ -133,25 +150,54 @@ class TorchDecoder:
 
 
 class NativeCpuDecoder:
-    """``shoal_kernels.native``: a step is one call. Rows as in ``TorchDecoder``."""
+    """``shoal_kernels.native``: a step is one call, in which ranks sum what is spread over them. Rows as in
+    ``TorchDecoder``.
+    """
 
-    def __init__(self, model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        cache: CacheConfig,
+        parallel: ParallelConfig,
+        shard: Shard | None = None,
+        group: ParallelGroup | None = None,
+    ) -> None:
         cpu = torch.device("cpu")
-        cos_sin = rotary_cache(model, torch.float32, cpu)
-        shape = _native_shape(model, cache, parallel)
+        self._shard = shard = shard or whole_shard(model)
+        self._group = group = group or SoleRank()
+        self._hidden_size = model.hidden_size
         self._first_row = cache.num_blocks + 1
-        self._native = native.NativeDecoder(shape, quantize(model, load_weights(model, cpu)), cos_sin)
+        exchange = group.exchange(max(EXCHANGE_BYTES // 4, model.hidden_size, shard.vocab_share))
+        self._native = native.NativeDecoder(
+            _native_shape(model, cache, parallel, shard),
+            quantize(model, load_weights(model, cpu, shard)),
+            rotary_cache(model, torch.float32, cpu),
+            exchange=exchange,
+        )
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
-        return self._native.forward(
-            input_ids=step.input_ids,
-            positions=step.positions,
-            query_start_loc=step.query_start_loc,
-            seq_lens=step.seq_lens,
-            block_tables=step.block_tables,
-            slot_mapping=step.slot_mapping,
-            sample_rows=sample_rows,
-        )
+        hidden: Tensor | None = None
+        if self._shard.num_stages > 1:
+            hidden = torch.empty(len(step.input_ids), self._hidden_size)
+            if not self._shard.is_first_stage:
+                self._group.receive_from_previous_stage(hidden)
+        try:
+            logits = self._native.forward(
+                input_ids=step.input_ids,
+                positions=step.positions,
+                query_start_loc=step.query_start_loc,
+                seq_lens=step.seq_lens,
+                block_tables=step.block_tables,
+                slot_mapping=step.slot_mapping,
+                sample_rows=sample_rows,
+                hidden=hidden,
+                wants_logits=self._shard.samples,
+            )
+        except LostRank as error:
+            raise CollectiveError(f"lost another rank: {error}") from error
+        if hidden is not None and not self._shard.is_last_stage:
+            self._group.send_to_next_stage(hidden)
+        return logits
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._native.copy_blocks(pairs)
@@ -166,15 +212,17 @@ class NativeCpuDecoder:
         self._native.close()
 
 
-def _native_shape(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> native.DecoderShape:
+def _native_shape(
+    model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, shard: Shard
+) -> native.DecoderShape:
     return native.DecoderShape(
         dtype=DTYPES[model.dtype],
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
+        intermediate_size=len(shard.mlp),
+        num_layers=len(shard.layers),
+        num_heads=len(shard.heads),
+        num_kv_heads=len(shard.kv_heads),
         head_size=model.head_size,
         rms_norm_eps=model.rms_norm_eps,
         tied_embeddings=model.tie_word_embeddings,
@@ -183,4 +231,8 @@ def _native_shape(model: ModelConfig, cache: CacheConfig, parallel: ParallelConf
         block_size=cache.block_size,
         num_blocks=cache.num_blocks + 1 + cache.num_host_blocks,
         num_threads=parallel.num_threads,
+        first_layer=shard.layers.start,
+        vocab=shard.vocab,
+        is_first_stage=shard.is_first_stage,
+        is_last_stage=shard.is_last_stage,
     )

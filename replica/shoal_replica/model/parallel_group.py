@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal_kernels.exchange import CarriedExchange, Exchange, SharedExchange, shared_bytes
+from shoal_replica.model.shared_memory import Store, share
 from shoal_replica.ranks.runner import CollectiveError
 
 # The older name warns since torch 2.13; before that the newer one is not there.
@@ -40,6 +42,17 @@ class ParallelGroup(Protocol):
         """Fill ``x`` with what the same rank of the previous stage sent."""
         ...
 
+    def all_agree(self, mine: bool) -> bool:
+        """Whether every rank of the replica, all stages included, says yes."""
+        ...
+
+    def exchange(self, capacity: int) -> Exchange | None:
+        """What sums parts of ``capacity`` floats within the native decoder; None where a rank is alone in its stage.
+
+        Every rank asks once.
+        """
+        ...
+
 
 class SoleRank:
     """A group of one, which costs nothing."""
@@ -58,13 +71,28 @@ class SoleRank:
     def receive_from_previous_stage(self, x: Tensor) -> Tensor:
         raise RuntimeError("there is only one stage")
 
+    def all_agree(self, mine: bool) -> bool:
+        return mine
+
+    def exchange(self, capacity: int) -> Exchange | None:
+        return None
+
 
 class RankGroup:
-    """The collectives of ``torch.distributed``, whose default group must have been made of all ranks."""
+    """The collectives of ``torch.distributed``, whose default group must have been made of all ranks.
 
-    def __init__(self, rank: int, tensor_size: int, num_stages: int) -> None:
+    Args:
+        store: where ranks of one host find the memory that they share.
+        timeout_s: how long the native decoder waits for another rank.
+    """
+
+    def __init__(self, rank: int, tensor_size: int, num_stages: int, store: Store, timeout_s: float) -> None:
         self.num_calls = 0
+        self._rank = rank
         self._size = tensor_size
+        self._store = store
+        self._timeout_s = timeout_s
+        self._exchange: Exchange | None = None
         self._previous, self._next = rank - tensor_size, rank + tensor_size
         stages = [range(i * tensor_size, (i + 1) * tensor_size) for i in range(num_stages)]
         # Every rank makes every group, in one order, as torch demands.
@@ -97,6 +125,40 @@ class RankGroup:
         with _blaming_others():
             dist.recv(x, self._previous)
         return x
+
+    def all_agree(self, mine: bool) -> bool:
+        return self._is_unanimous(mine, dist.group.WORLD)
+
+    def exchange(self, capacity: int) -> Exchange | None:
+        """Through shared memory where all ranks of the stage can map it, else carried by ``torch.distributed``."""
+        if self._size == 1:
+            return None
+        stage, place = divmod(self._rank, self._size)
+        with _blaming_others():
+            shared = share(self._store, f"exchange/{stage}", place == 0, shared_bytes(self._size, capacity))
+            is_shared = self._is_unanimous(shared.memory is not None, self._group)
+            shared.settle()
+        if is_shared and shared.memory is not None:
+            self._exchange = SharedExchange(shared.memory, place, self._size, capacity, self._timeout_s)
+        else:
+            self._exchange = CarriedExchange(self._carry, place, self._size, capacity)
+        return self._exchange
+
+    @property
+    def num_exchanges(self) -> int:
+        """Sums begun within the native decoder; read by another thread."""
+        return self._exchange.num_calls if self._exchange is not None else 0
+
+    def _carry(self, part: Tensor, parts: Tensor) -> None:
+        with _blaming_others():
+            _all_gather(parts.view(-1), part, group=self._group)
+
+    @staticmethod
+    def _is_unanimous(mine: bool, group: Any) -> bool:
+        votes = torch.tensor([int(mine)], dtype=torch.int32)
+        with _blaming_others():
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
+        return bool(votes.item())
 
 
 @contextmanager

@@ -37,13 +37,19 @@ class DistributedRunner:
         self.samples = shard.samples
         self._store = _open_store(meeting, parallel.num_ranks)
         self._join(config, rank, meeting)
-        self._group = RankGroup(rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._group = RankGroup(
+            rank,
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            self._store,
+            MEETING_TIMEOUT.total_seconds(),
+        )
         self._runner = ModelRunner(config.model, config.cache, parallel, shard, self._group)
         self._runner.warm_up()
 
     @property
     def num_collectives(self) -> int:
-        return self._group.num_calls
+        return self._group.num_calls + self._group.num_exchanges
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         return self._runner.execute(output)

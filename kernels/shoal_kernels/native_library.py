@@ -1,0 +1,97 @@
+"""The native library as ctypes sees it: what ``csrc/shoal_native.h`` declares."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+LIBRARY = Path(__file__).with_name("_native.so")
+EXCHANGE_LINE_BYTES = 64
+LOST_RANK = -2
+GATHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+
+
+class CShape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+            "head_size", "block_size", "num_blocks", "num_threads", "sliding_window", "max_positions",
+            "tied_embeddings", "vocab_begin", "vocab_rows", "is_first_stage", "is_last_stage",
+        )),
+        ("rms_norm_eps", ctypes.c_float),
+        ("kernels", ctypes.c_char * 16),
+    )  # fmt: skip
+
+
+class CStep(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("num_samples", ctypes.c_int32),
+        ("input_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("sample_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+    )
+
+
+class CExchange(ctypes.Structure):
+    _fields_ = (
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("capacity", ctypes.c_int64),
+        ("memory", ctypes.c_void_p),
+        ("gather", GATHER),
+        ("timeout_s", ctypes.c_double),
+    )
+
+
+def _load() -> ctypes.CDLL | None:
+    if not LIBRARY.is_file():
+        return None
+    library = ctypes.CDLL(str(LIBRARY))
+    pointer = ctypes.c_void_p
+    for name, result, arguments in (
+        ("shoal_decoder_create", pointer, [pointer, pointer]),
+        ("shoal_decoder_destroy", None, [pointer]),
+        ("shoal_decoder_set", ctypes.c_int, [pointer, ctypes.c_int32, ctypes.c_int32, pointer, ctypes.c_int64]),
+        (
+            "shoal_decoder_set_integers",
+            ctypes.c_int,
+            [pointer, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64],
+        ),
+        ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
+        ("shoal_decoder_forward", ctypes.c_int, [pointer, pointer]),
+        ("shoal_decoder_copy_blocks", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
+        ("shoal_row_maxima", None, [pointer, ctypes.c_int64, ctypes.c_int64, pointer, pointer]),
+        ("shoal_decoder_kernels", ctypes.c_char_p, [pointer]),
+        ("shoal_supported_kernels", ctypes.c_char_p, []),
+        ("shoal_error", ctypes.c_char_p, []),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+_LIBRARY = _load()
+
+
+def library() -> Any:
+    if _LIBRARY is None:
+        raise RuntimeError(f"the native kernels were not built: no {LIBRARY.name} beside this module")
+    return _LIBRARY
+
+
+def is_built() -> bool:
+    return _LIBRARY is not None
+
+
+def last_error() -> str:
+    return f"native decoder: {library().shoal_error().decode()}"

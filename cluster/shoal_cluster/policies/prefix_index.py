@@ -268,6 +268,14 @@ class PrefixIndex:
         self._tick += count
         return np.arange(self._tick, self._tick - count, -1, dtype=np.uint64)
 
+    def _add_words(self) -> None:
+        """Make room for twice the slots. Only entries in use are copied: what is never written takes no memory."""
+        num_words = self._holders.shape[2]
+        holders: Words = np.zeros((self.max_entries, len(Tier), 2 * num_words), np.uint64)
+        taken = np.flatnonzero(self._keys.reshape(-1))
+        holders[taken, :, :num_words] = self._holders[taken]
+        self._holders = holders
+
     def _take_slot(self, replica_id: str) -> int:
         slot = self._slot_of.get(replica_id)
         if slot is None:
@@ -275,7 +283,7 @@ class PrefixIndex:
             slot = next(i for i in range(len(taken) + 1) if i not in taken)
             self._slot_of[replica_id] = slot
             if slot >= self._num_held.shape[1]:
-                self._holders = np.concatenate([self._holders, np.zeros_like(self._holders)], axis=2)
+                self._add_words()
                 self._num_held = np.concatenate([self._num_held, np.zeros_like(self._num_held)], axis=1)
         return slot
 

@@ -18,7 +18,7 @@ DOWN_LIMIT_S = 5.0
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        ("llama", {"tensor_parallel_size": 2}),
+        ("llama", {"tensor_parallel_size": 2, "num_blocks": 6, "num_host_blocks": 8}),
         ("qwen3-moe", {"tensor_parallel_size": 2}),
         ("qwen3", {"pipeline_parallel_size": 2}),
     ],
@@ -30,7 +30,8 @@ def test_two_ranks_generate_the_cpus_tokens(
     folder = make_folder(family, tmp_path)
     prompts = make_prompts()
     expected = Expected.of(folder, prompts)
-    with LLM(str(folder), device="npu", num_blocks=32, max_num_seqs=8, graph_sizes=[8], **sizes) as llm:
+    settings = {"num_blocks": 32, "max_num_seqs": 8, "graph_sizes": [8]} | sizes
+    with LLM(str(folder), device="npu", **settings) as llm:
         ranks = psutil.Process().children()
         assert len(ranks) == 2
         seen = {rank.environ()["ASCEND_RT_VISIBLE_DEVICES"] for rank in ranks}
@@ -39,6 +40,7 @@ def test_two_ranks_generate_the_cpus_tokens(
         again = llm.generate(prompts, GREEDY)
         expected.check(again)
         assert again[-1].num_cached_tokens == 128
+        assert (llm.stats().num_blocks_in > 0) == ("num_host_blocks" in sizes)
     # What a rank logs is seen here: collectives inside graphs were captured, too.
     assert "no graph" not in capfd.readouterr().err
     assert not [rank for rank in ranks if rank.is_running()]

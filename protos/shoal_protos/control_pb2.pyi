@@ -163,20 +163,22 @@ class RouteRecord(_message.Message):
     def __init__(self, time_s: _Optional[float] = ..., query: _Optional[_Union[RouteQuery, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaView, _Mapping]]] = ..., weights: _Optional[_Union[RouteWeights, _Mapping]] = ..., seed: _Optional[int] = ..., decision: _Optional[_Union[RouteDecision, _Mapping]] = ...) -> None: ...
 
 class RouteQuery(_message.Message):
-    __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded")
+    __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded", "decode_steps")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     num_prompt_tokens: int
     num_blocks_needed: int
     block_size: int
     excluded: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ...) -> None: ...
+    decode_steps: int
+    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ...) -> None: ...
 
 class ReplicaView(_message.Message):
     __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks")

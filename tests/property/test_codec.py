@@ -164,6 +164,7 @@ records = st.builds(
         num_blocks_needed=count,
         block_size=count,
         excluded=st.frozensets(text, max_size=3),
+        decode_steps=st.integers(1, 128),
     ),
     replicas=st.lists(views, max_size=2).map(Candidates.of),
     weights=st.builds(

@@ -28,6 +28,14 @@ def decision_of(query: RouteQuery, *rows: ReplicaView, seed: int = 0, weights: R
     return route(query, Candidates.of(rows), weights, Random(seed))
 
 
+def test_a_short_answer_stays_where_its_prompt_is_cached_and_a_long_one_may_not() -> None:
+    """Seven streams are worth 3584 tokens to who decodes beside them for long, and 448 to who does for 16 steps."""
+    crowded = make_row("a", num_matched_blocks=50, stats=make_stats(num_running=7))
+    long = make_query(801)
+    assert decision_of(long, crowded, make_row("b")).ranked[0] == "b"
+    assert decision_of(replace(long, decode_steps=16), crowded, make_row("b")).ranked[0] == "a"
+
+
 @pytest.mark.parametrize(
     ("term", "better", "worse"),
     [

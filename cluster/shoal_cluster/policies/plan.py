@@ -37,6 +37,7 @@ class Plan:
         self._limits: Floats = max_steps_ahead * told["max_num_batched_tokens"]
         self.may_start: Bools = self._takes & (told[DUE[0]] + self._promised[2] <= self._limits)
         self._costs: Floats = np.zeros((0, 0))
+        self._sequence_prices: Floats = np.zeros(0)
         self._blocks: Ints = np.zeros((0, 0), np.int64)
         self._free_blocks: Ints = told["num_open_blocks"] - self._promised[1]
         self._has_slot: Bools = told["num_open_slots"] > self._promised[0]
@@ -46,7 +47,9 @@ class Plan:
         size = np.array([[query.num_prompt_tokens, query.num_blocks_needed] for query in queries])
         uncached = np.maximum(1, size[:, :1] - matched * queries[0].block_size)
         can_take = self._takes & (size[:, 1:] <= self._snapshot.told["num_total_blocks"])
-        self._costs = np.where(can_take, work(self._snapshot, uncached, self.weights), np.inf)
+        self._sequence_prices = np.array([self.weights.sequence_price(query) for query in queries])
+        costs = work(self._snapshot, uncached, self._sequence_prices[:, np.newaxis], self.weights)
+        self._costs = np.where(can_take, costs, np.inf)
         for number, query in enumerate(queries):
             if query.excluded:
                 self._costs[number, np.isin(self._snapshot.replica_ids, list(query.excluded))] = np.inf
@@ -78,7 +81,7 @@ class Plan:
         """The same for a request of which only its size is known."""
         self._promised[:, place] += (1, num_blocks, num_tokens)
         self._costs[:, place] += num_tokens
-        self._costs[:, place] += self.weights.decode_price
+        self._costs[:, place] += self._sequence_prices
         told = self._snapshot.told[place]
         self._free_blocks[place] -= num_blocks
         self._has_slot[place] = told["num_open_slots"] > self._promised[0, place]

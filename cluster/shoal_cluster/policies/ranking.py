@@ -18,6 +18,7 @@ Terms = tuple[tuple[str, float], ...]
 Amounts = NDArray[np.float64] | NDArray[np.int64]
 
 MAX_REASONS_SHOWN = 4
+PRICED_STEPS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class RouteQuery:
         block_hashes: of the prompt's full blocks.
         num_blocks_needed: blocks that the request needs to start: its prompt's and its first token's.
         excluded: replicas that have refused or lost it already.
+        decode_steps: steps in which it will decode beside others, as far as they are priced: what it may still
+            generate, at most ``PRICED_STEPS``.
     """
 
     request_id: str
@@ -36,6 +39,7 @@ class RouteQuery:
     num_blocks_needed: int
     block_size: int
     excluded: frozenset[str] = frozenset()
+    decode_steps: int = PRICED_STEPS
 
     @classmethod
     def for_request(cls, request: Request, block_size: int) -> RouteQuery:
@@ -47,6 +51,7 @@ class RouteQuery:
             num_prompt_tokens=len(token_ids),
             num_blocks_needed=-(-(len(token_ids) + 1) // block_size),
             block_size=block_size,
+            decode_steps=priced_steps(request.sampling_params.max_tokens, len(request.output_token_ids)),
         )
 
 
@@ -182,6 +187,11 @@ def best_of(query: RouteQuery, candidates: Candidates, scores: Scores, seed: int
 def shuffle(rng: Random, count: int) -> NDArray[np.uint32]:
     """Dice for that many replicas: among equals the lowest comes first."""
     return np.frombuffer(rng.randbytes(4 * count), np.uint32)
+
+
+def priced_steps(max_tokens: int | None, num_generated: int = 0) -> int:
+    """``RouteQuery.decode_steps`` of a request that may generate so many tokens and has generated some."""
+    return PRICED_STEPS if max_tokens is None else min(PRICED_STEPS, max(1, max_tokens - num_generated))
 
 
 def uncached_tokens(query: RouteQuery, num_matched_blocks: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates, Floats, Ints
 from shoal_cluster.policies.ranking import (
+    PRICED_STEPS,
     CandidateTerms,
     RouteDecision,
     RouteQuery,
@@ -45,7 +46,8 @@ class RouteWeights:
         prefill_price: cost of each uncached token of this prompt. 1 is its compute alone; above 1 also pays for the
             cached blocks its KV will displace. Replays of real traces are flat and best between 3 and 5.
         decode_price: cost of each sequence that runs, waits or is on its way there: what it and the newcomer take of
-            each other's steps while both decode. 512 is two tokens' compute in each of 128 steps, for either of them.
+            each other's steps while both decode. 512 is two tokens' compute in each of 128 steps, for either of them;
+            a request that may decode for fewer steps pays so much less.
         max_age_s: stats older than this are stale: still used, at a price. Replicas report tens of times a second.
         stale_tokens_per_s: work assumed to have reached a replica, unseen, for each second past ``max_age_s``.
     """
@@ -54,6 +56,10 @@ class RouteWeights:
     decode_price: float = 512.0
     max_age_s: float = 3.0
     stale_tokens_per_s: float = 2000.0
+
+    def sequence_price(self, query: RouteQuery) -> float:
+        """Of each sequence there, for ``query``."""
+        return self.decode_price * query.decode_steps / PRICED_STEPS
 
     def __post_init__(self) -> None:
         for name in ("prefill_price", "decode_price", "max_age_s", "stale_tokens_per_s"):
@@ -65,8 +71,8 @@ class RouteWeights:
 def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random) -> RouteDecision:
     """Rank ``candidates`` for ``query`` by predicted work before its first token.
 
-    Cost = waiting tokens + reserved tokens + prefill_price * uncached prompt tokens + decode_price * sequences there +
-    a price for stale stats. Barrier: a replica that has no free slot, or whose free blocks, less
+    Cost = waiting tokens + reserved tokens + prefill_price * uncached prompt tokens + decode_price * sequences there,
+    less for fewer steps + a price for stale stats. Barrier: a replica that has no free slot, or whose free blocks, less
     those promised and those its queue will take, cannot hold the request's uncached part, ranks after all that can.
     Equals are shuffled by ``rng``.
     """
@@ -97,7 +103,7 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
     told, matched = candidates.told, candidates.num_matched_blocks
     scores = _price(query, candidates, weights)
     prefill: Floats = np.multiply(weights.prefill_price, _uncached(query, matched))
-    running: Floats = np.multiply(weights.decode_price, _num_sequences(candidates))
+    running: Floats = np.multiply(weights.sequence_price(query), _num_sequences(candidates))
     free_blocks: Ints = told["num_open_blocks"] - candidates.num_reserved_blocks
     free_slots: Ints = told["num_open_slots"] - candidates.num_reserved
     return Scores(
@@ -123,18 +129,18 @@ def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> 
     has_no_slot = told["num_open_slots"] <= num_reserved
     num_new_blocks = np.maximum(0, query.num_blocks_needed - matched)
     return Scores(
-        cost=work(candidates, _uncached(query, matched), weights),
+        cost=work(candidates, _uncached(query, matched), weights.sequence_price(query), weights),
         must_wait=has_no_slot | (told["num_open_blocks"] < num_reserved_blocks + num_new_blocks),
     )
 
 
-def work(candidates: Candidates, uncached: Ints, weights: RouteWeights) -> Floats:
-    """The cost behind ``route`` for a prompt with so many ``uncached`` tokens on each replica [n], or many prompts
-    [q, n].
+def work(candidates: Candidates, uncached: Ints, sequence_price: float | Floats, weights: RouteWeights) -> Floats:
+    """The cost behind ``route`` for a prompt with so many ``uncached`` tokens on each replica [n] and its price of a
+    sequence, or for many prompts [q, n] with one price each [q, 1].
     """
     total: Floats = np.multiply(weights.prefill_price, uncached, dtype=np.float64)
     total += candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
-    total += weights.decode_price * _num_sequences(candidates)
+    total += sequence_price * _num_sequences(candidates)
     if candidates.age_s.max(initial=0.0) > weights.max_age_s:
         total += _stale(candidates, weights)
     return total

@@ -107,6 +107,7 @@ def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
             num_blocks_needed=query.num_blocks_needed,
             block_size=query.block_size,
             excluded=sorted(query.excluded),
+            decode_steps=query.decode_steps,
         ),
         replicas=map(view_to_proto, record.replicas.views()),
         weights=pb.RouteWeights(
@@ -135,6 +136,7 @@ def route_record_from_proto(record: pb.RouteRecord) -> RouteRecord:
             num_blocks_needed=query.num_blocks_needed,
             block_size=query.block_size,
             excluded=frozenset(query.excluded),
+            decode_steps=query.decode_steps,
         ),
         replicas=Candidates.of(map(view_from_proto, record.replicas)),
         weights=RouteWeights(

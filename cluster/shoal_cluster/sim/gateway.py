@@ -11,6 +11,7 @@ from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.memory import RoutingMemory
 from shoal_cluster.policies.pending import PendingQueue, PendingRequest
+from shoal_cluster.policies.ranking import priced_steps
 from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
@@ -66,6 +67,7 @@ class SimGateway:
             num_prompt_tokens=num_tokens,
             num_blocks_needed=-(-(num_tokens + 1) // block_size),
             block_size=block_size,
+            decode_steps=priced_steps(request.max_tokens),
         )
         if self.queue is not None:
             self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
@@ -93,6 +95,7 @@ class SimGateway:
             num_prompt_tokens=num_tokens,
             num_blocks_needed=-(-(num_tokens + 1) // block_size),
             block_size=block_size,
+            decode_steps=priced_steps(request.max_tokens, outcome.num_output_tokens),
         )
         outcome.num_resumes += 1
         self.view.release(request_id)

@@ -20,7 +20,7 @@ class SimRequest:
     """One arrival.
 
     ``prompt_runs`` is the prompt as (token id, count) runs: prompts that begin with the same runs share a prefix. A
-    trace's prompts are never all in memory at once.
+    trace's prompts are never all in memory at once. ``max_tokens`` is what its client allows, where that is known.
     """
 
     request_id: str
@@ -28,6 +28,7 @@ class SimRequest:
     prompt_runs: tuple[tuple[int, int], ...]
     num_output_tokens: int
     tenant: str = ""
+    max_tokens: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -147,20 +147,34 @@ class ExplainRouteResponse(_message.Message):
     def __init__(self, records: _Optional[_Iterable[_Union[RouteRecord, _Mapping]]] = ...) -> None: ...
 
 class RouteRecord(_message.Message):
-    __slots__ = ("time_s", "query", "replicas", "weights", "seed", "decision")
+    __slots__ = ("time_s", "query", "replicas", "weights", "seed", "decision", "rule")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     query: RouteQuery
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaView]
     weights: RouteWeights
     seed: int
     decision: RouteDecision
-    def __init__(self, time_s: _Optional[float] = ..., query: _Optional[_Union[RouteQuery, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaView, _Mapping]]] = ..., weights: _Optional[_Union[RouteWeights, _Mapping]] = ..., seed: _Optional[int] = ..., decision: _Optional[_Union[RouteDecision, _Mapping]] = ...) -> None: ...
+    rule: NamedRule
+    def __init__(self, time_s: _Optional[float] = ..., query: _Optional[_Union[RouteQuery, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaView, _Mapping]]] = ..., weights: _Optional[_Union[RouteWeights, _Mapping]] = ..., seed: _Optional[int] = ..., decision: _Optional[_Union[RouteDecision, _Mapping]] = ..., rule: _Optional[_Union[NamedRule, _Mapping]] = ...) -> None: ...
+
+class NamedRule(_message.Message):
+    __slots__ = ("routing", "turn", "num_sent_blocks", "num_remembered_blocks")
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REMEMBERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    routing: str
+    turn: int
+    num_sent_blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_remembered_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, routing: _Optional[str] = ..., turn: _Optional[int] = ..., num_sent_blocks: _Optional[_Iterable[int]] = ..., num_remembered_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouteQuery(_message.Message):
     __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded", "decode_steps")

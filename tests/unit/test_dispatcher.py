@@ -9,9 +9,11 @@ from fixtures.fake_serve import FakeServe, ask, serving, streaming
 from fixtures.waiting import until
 
 from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.baselines import ROUTINGS, Routing
 from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.serve.control_codec import route_record_from_proto, route_record_to_proto
 from shoal_cluster.serve.generation import Generation
-from shoal_replica.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from shoal_replica.errors import ConfigError, DeadlineExceeded, ResourceExhausted, Unavailable
 from shoal_replica.testing import expected_tokens, make_request
 
 
@@ -48,6 +50,31 @@ async def test_held_requests_all_get_their_answers_and_each_decision_replays() -
             assert look.replay() == look.steps
             assert look.steps[-1].is_sent
             assert look.snapshot.replica_ids[look.steps[-1].place] == record.decision.best
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+async def test_other_rules_place_at_once_and_their_decisions_replay_here_and_at_the_client(rule: Routing) -> None:
+    async with serving("a", "b", max_num_seqs=4) as serve:
+        dispatcher = serve.hold()
+        serve.ledger.use_rule(rule)
+        prompts = {f"call{i}": [*range(40 * (i % 3), 40 * (i % 3) + 40), 500 + i] for i in range(8)}
+        for name, prompt in prompts.items():
+            assert (await ask(serve, name, prompt_token_ids=prompt)).tokens == [expected_tokens(prompt, 4)]
+        assert dispatcher.num_held == 0
+        records = tuple(record for name in prompts for record in serve.ledger.routes.of_call(name))
+        assert len(records) == len(prompts)
+        assert all(record.replay() == record.decision for record in records)
+        sent = tuple(route_record_from_proto(route_record_to_proto(record)) for record in records)
+        assert sent == records
+        assert all(record.replay() == record.decision for record in sent)
+        if rule == "round_robin":
+            assert [record.decision.ranked[0] for record in records] == ["a", "b"] * 4
+
+
+async def test_an_unknown_rule_is_named() -> None:
+    async with serving() as serve:
+        with pytest.raises(ConfigError, match=r"routing\.rule: got 'random'; must be one of"):
+            serve.ledger.use_rule("random")
 
 
 async def test_a_replica_gets_only_what_it_can_start() -> None:

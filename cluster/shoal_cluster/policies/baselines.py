@@ -6,6 +6,7 @@ of free blocks nor what a prompt costs; where one reads text, it reads blocks he
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from random import Random
 from typing import Literal, get_args
 
@@ -28,6 +29,7 @@ Routing = Literal[
     "dynamo_linear",
 ]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+OWN_RULE: Routing = "predicted_ttft"
 USE_SENT_BLOCKS: frozenset[Routing] = frozenset({"ray_prefix_affinity", "sglang_cache_aware"})
 
 RAY_IMBALANCED_THRESHOLD = 10  # requests
@@ -70,6 +72,27 @@ def place(
             return rank(query, candidates, rng, llmd_precise)
         case "dynamo_linear":
             return rank(query, candidates, rng, dynamo_linear)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedRule:
+    """The rule of that name with what it remembers, as one decision sees it."""
+
+    routing: Routing
+    memory: Recollection
+
+    def decide(self, query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random) -> RouteDecision:
+        """``place`` by this rule."""
+        return place(self.routing, query, candidates, weights, rng, self.memory)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedRule) and self._key() == other._key()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _key(self) -> tuple[object, ...]:
+        memory = self.memory
+        return self.routing, memory.turn, memory.num_sent_blocks.tolist(), memory.num_remembered_blocks.tolist()
 
 
 def num_requests(candidates: Candidates) -> Ints:

@@ -20,7 +20,7 @@ from shoal_cluster.policies.look import Considered, Draw, Look, look
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.policies.routing import RouteWeights, Rule
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
@@ -73,7 +73,7 @@ class Dispatch:
         candidates: what the decision saw. Promised there: also what more urgent requests, still held, will take.
         due_s: when its first token is due, or sooner: not after what it went before here. The replica's ``deadline``
             policy goes by it, so that it keeps the order of the queue, shares of tenants included.
-        look: what was considered before it and held, and why this one is next.
+        look: what was considered before it and held, and why this one is next; None under a ``rule``.
     """
 
     pending: PendingRequest
@@ -82,7 +82,8 @@ class Dispatch:
     candidates: Candidates
     seed: int
     decision: RouteDecision
-    look: Look
+    look: Look | None
+    rule: Rule | None = None
 
 
 @dataclass(slots=True, eq=False)

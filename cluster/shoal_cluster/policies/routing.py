@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
@@ -163,9 +164,19 @@ def _stale(candidates: Candidates, weights: RouteWeights) -> Floats:
     return price
 
 
+class Rule(Protocol):
+    """Decides in the place of ``route``; see ``baselines.NamedRule``."""
+
+    def decide(
+        self, query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random
+    ) -> RouteDecision: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RouteRecord:
-    """A decision with all that made it. ``time_s`` is wall-clock, for show; it takes no part."""
+    """A decision with all that made it. ``time_s`` is wall-clock, for show; it takes no part. ``route`` decided where
+    there is no ``rule``.
+    """
 
     time_s: float
     query: RouteQuery
@@ -173,10 +184,12 @@ class RouteRecord:
     weights: RouteWeights
     seed: int
     decision: RouteDecision
+    rule: Rule | None = None
 
     def replay(self) -> RouteDecision:
         """Decide again from the record: equal to ``decision``."""
-        return route(self.query, self.replicas, self.weights, Random(self.seed))
+        decide_ = route if self.rule is None else self.rule.decide
+        return decide_(self.query, self.replicas, self.weights, Random(self.seed))
 
 
 def decide(

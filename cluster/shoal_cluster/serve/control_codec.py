@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from typing import cast
 
+import numpy as np
+
+from shoal_cluster.policies.baselines import NamedRule, Routing
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
+from shoal_cluster.policies.memory import Recollection
+from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights, Rule
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve.call import ClusterRow, ReplicaRow
 from shoal_cluster.serve.ledger import BlockLedger, sum_blocks
@@ -122,6 +127,7 @@ def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
             reason=decision.reason,
             candidates=map(_candidate_to_proto, decision.candidates),
         ),
+        rule=None if record.rule is None else _rule_to_proto(record.rule),
     )
 
 
@@ -151,7 +157,24 @@ def route_record_from_proto(record: pb.RouteRecord) -> RouteRecord:
             reason=decision.reason,
             candidates=tuple(map(_candidate_from_proto, decision.candidates)),
         ),
+        rule=_rule_from_proto(record.rule) if record.HasField("rule") else None,
     )
+
+
+def _rule_to_proto(rule: Rule) -> pb.NamedRule:
+    assert isinstance(rule, NamedRule)
+    memory = rule.memory
+    return pb.NamedRule(
+        routing=rule.routing,
+        turn=memory.turn,
+        num_sent_blocks=memory.num_sent_blocks.tolist(),
+        num_remembered_blocks=memory.num_remembered_blocks.tolist(),
+    )
+
+
+def _rule_from_proto(rule: pb.NamedRule) -> NamedRule:
+    sent, remembered = (np.array(row, np.int64) for row in (rule.num_sent_blocks, rule.num_remembered_blocks))
+    return NamedRule(cast("Routing", rule.routing), Recollection(rule.turn, sent, remembered))
 
 
 def _candidate_to_proto(candidate: CandidateTerms) -> pb.Candidate:

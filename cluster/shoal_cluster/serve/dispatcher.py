@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from shoal_cluster.policies.admission import AdmissionLimits, admit, late_retry_after_s, lateness_s
+from shoal_cluster.policies.named import NamedPlacement
 from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import uncached_tokens
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
@@ -123,12 +124,25 @@ class Dispatcher:
 
     def _send_startable(self) -> None:
         ledger = self._ledger
-        while self._waiters:
+        if ledger.named is not None:
+            self._send_all(ledger.named)
+        while self._waiters and ledger.named is None:
             dispatch = self._queue.next(ledger.view, ledger.weights, time.monotonic(), self._rng)
             if dispatch is None:
                 return
             ledger.commit(dispatch)
             self._waiters.pop(dispatch.pending.query.request_id).turn.set_result(dispatch)
+
+    def _send_all(self, named: NamedPlacement) -> None:
+        """Other rules do not wait for a replica that can start."""
+        ledger = self._ledger
+        for pending in tuple(self._queue):
+            dispatch = named.dispatch(pending, ledger.view, ledger.weights, time.monotonic(), self._rng)
+            if dispatch is not None:
+                request_id = pending.query.request_id
+                self._queue.remove(request_id)
+                ledger.commit(dispatch)
+                self._waiters.pop(request_id).turn.set_result(dispatch)
 
     def _admit(self, pending: PendingRequest, waiter: Waiter) -> None:
         """Whether to hold it at all, where it cannot start at once."""

@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import tunable
+from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.objective import LatencyObjective as DueDates
 from shoal_cluster.policies.pending import HoldConfig, PendingRequest
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
@@ -123,14 +124,16 @@ class Gateway:
         )
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve hands over ``user_config`` without replacing the gateway: ``routing`` holds RouteWeights' fields,
-        ``scaling`` those of ``args.scaling`` that differ.
+        """Serve hands over ``user_config`` without replacing the gateway: ``routing`` holds RouteWeights' fields and
+        the name of another ``rule``, ``scaling`` those of ``args.scaling`` that differ.
         """
         unknown = user_config.keys() - {"routing", "scaling"}
         if unknown:
             raise ValueError(f"user_config: unknown key {sorted(unknown)[0]!r}; the keys are 'routing' and 'scaling'")
         self._scaling.rebase(self._config.with_scaling(user_config.get("scaling", {})).scale_config())
-        weights = RouteWeights(**user_config.get("routing", {}))
+        routing = dict(user_config.get("routing", {}))
+        self._ledger.use_rule(routing.pop("rule", OWN_RULE))
+        weights = RouteWeights(**routing)
         if weights != self._ledger.weights:
             self._ledger.journal.note(EventKind.CHANGED, f"routing: {weights}")
         self._ledger.weights = weights

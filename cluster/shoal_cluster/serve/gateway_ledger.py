@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
+from shoal_cluster.policies.baselines import OWN_RULE
+from shoal_cluster.policies.named import NamedPlacement, placement_by
 from shoal_cluster.policies.pending import Dispatch
 from shoal_cluster.policies.routing import (
     RouteDecision,
@@ -64,6 +66,7 @@ class GatewayLedger:
     def __init__(self, gateway_id: str, weights: RouteWeights, num_gateways: int = 1) -> None:
         self.gateway_id = gateway_id
         self.weights = weights
+        self.named: NamedPlacement | None = None  # places by another system's rule
         self.num_gateways = num_gateways
         self.view = ClusterView()
         self.journal = Journal()
@@ -83,6 +86,12 @@ class GatewayLedger:
         self.tally = ViewTally()
         self._changed = asyncio.Event()
 
+    def use_rule(self, name: str) -> None:
+        """Place by the rule of that name from now on. Raises ConfigError: there is none."""
+        if name != (OWN_RULE if self.named is None else self.named.routing):
+            self.named = placement_by(name)
+            self.journal.note(EventKind.CHANGED, f"routing: by {name}")
+
     # What Serve tells
 
     def set_members(self, members: list[Member]) -> None:
@@ -95,6 +104,8 @@ class GatewayLedger:
             self._note_leaving(replica_id)
             self.view.leave(replica_id)
             self._recall(replica_id)
+            if self.named is not None:
+                self.named.forget(replica_id)
             self._close_unused_feed(replica_id)
         for replica_id, member in wanted.items():
             if replica_id not in self._members:
@@ -127,10 +138,13 @@ class GatewayLedger:
     def commit(self, dispatch: Dispatch) -> None:
         """It is a held request's turn: reserve its blocks where it goes and keep the record."""
         query = dispatch.pending.query
-        record = RouteRecord(time.time(), query, dispatch.candidates, self.weights, dispatch.seed, dispatch.decision)
+        record = RouteRecord(
+            time.time(), query, dispatch.candidates, self.weights, dispatch.seed, dispatch.decision, dispatch.rule
+        )
         if query.request_id in self._followers:
             self._dispatched[query.request_id] = record
-            self.routes.add_look(query.request_id, dispatch.look)
+            if dispatch.look is not None:
+                self.routes.add_look(query.request_id, dispatch.look)
         self._commit(record)
 
     def routed(self, request_id: str, replica_id: str) -> None:

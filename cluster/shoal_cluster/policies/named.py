@@ -1,0 +1,48 @@
+"""Placement by another system's rule in the place of ours: nothing is held, each request goes when it comes."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS, USE_SENT_BLOCKS, NamedRule, Routing
+from shoal_cluster.policies.memory import RoutingMemory
+from shoal_cluster.policies.pending import Dispatch, PendingRequest
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.policies.view import ClusterView
+from shoal_replica.errors import ConfigError
+
+
+def placement_by(name: str) -> NamedPlacement | None:
+    """For the rule of that name; None for our own. Raises ConfigError: there is none."""
+    for routing in ROUTINGS:
+        if routing == name:
+            return None if routing == OWN_RULE else NamedPlacement(routing)
+    raise ConfigError(f"routing.rule: got {name!r}; must be one of {', '.join(ROUTINGS)}")
+
+
+class NamedPlacement:
+    """Decides by the rule of that name, and keeps what the rule remembers. Owner: one gateway."""
+
+    def __init__(self, routing: Routing) -> None:
+        self.routing = routing
+        self._memory = RoutingMemory()
+
+    def dispatch(
+        self, pending: PendingRequest, view: ClusterView, weights: RouteWeights, now: float, rng: Random
+    ) -> Dispatch | None:
+        """Where ``pending`` goes now; None while no replica could ever take it."""
+        query = pending.query
+        candidates = view.candidates(query.block_hashes, now)
+        rule = NamedRule(self.routing, self._memory.recall(query, candidates))
+        seed = rng.getrandbits(32)
+        decision = rule.decide(query, candidates, weights, Random(seed))
+        if not decision.ranked:
+            return None
+        best = decision.ranked[0]
+        self._memory.note(query, best, with_blocks=self.routing in USE_SENT_BLOCKS)
+        return Dispatch(pending, best, math.inf, candidates, seed, decision, None, rule)
+
+    def forget(self, replica_id: str) -> None:
+        """A replica has gone."""
+        self._memory.forget(replica_id)

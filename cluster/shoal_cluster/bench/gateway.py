@@ -34,6 +34,7 @@ from shoal_replica.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
 LONGEST_S = 600.0
+BEAT_S = 0.5
 TEXT = "Tokens of plain words, as a model would say them, one after another and at a steady pace. "
 
 
@@ -205,7 +206,7 @@ def _run_replica(load: StreamLoad, text_ids: tuple[int, ...], addresses: Queue[t
         max_num_batched_tokens=2 * load.num_streams,
     )
 
-    def step(position: int) -> bytes:
+    def step(seq: int, position: int) -> bytes:
         reason = FinishReason.LENGTH if position == load.num_tokens - 1 else None
         deltas = tuple(
             TokenDelta(
@@ -218,16 +219,19 @@ def _run_replica(load: StreamLoad, text_ids: tuple[int, ...], addresses: Queue[t
             )
             for number in range(load.num_streams)
         )
-        return frame(Update(position + 1, stats, deltas=deltas))
+        return frame(Update(seq, stats, deltas=deltas))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big"))
         writer.write(frame(Snapshot(0, stats, ())))
-        await asyncio.to_thread(start.wait)
+        seq = 0
+        while not await asyncio.to_thread(start.wait, BEAT_S):  # silence would be taken for a death
+            seq += 1
+            writer.write(frame(Update(seq, stats)))
         started_s = time.perf_counter()
         for position in range(load.num_tokens):
             await asyncio.sleep(max(0.0, started_s + position / load.steps_per_s - time.perf_counter()))
-            writer.write(step(position))
+            writer.write(step(seq + 1 + position, position))
             await writer.drain()
         await reader.read()
 

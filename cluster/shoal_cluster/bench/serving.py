@@ -96,8 +96,8 @@ class ServingCost:
     throughput_ratio: float
 
 
-def measure_serving(load: ServingLoad, on_progress: Callable[[str], None]) -> list[ServingCost]:
-    """Start both arms, let them take turns at each batch, and compare.
+def measure_serving(load: ServingLoad, on_progress: Callable[[str], None]) -> Iterator[ServingCost]:
+    """Start both arms, let them take turns at each batch, and compare; one after the other for ``concurrencies``.
 
     Raises:
         ConfigError, NotFound, Unavailable: the YAML is wrong, or an arm does not come up.
@@ -111,7 +111,8 @@ def measure_serving(load: ServingLoad, on_progress: Callable[[str], None]) -> li
     with _engine_alone(ClusterConfig.from_args(args)) as engine:
         on_progress("starting the cluster")
         with _cluster(document, grpc_address) as served:
-            return [_compare(load, concurrency, engine, served, on_progress) for concurrency in load.concurrencies]
+            for concurrency in load.concurrencies:
+                yield _compare(load, concurrency, engine, served, on_progress)
 
 
 Arm = Callable[[Batch], Sample]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +25,7 @@ def serving(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; every prompt is new.")] = 64,
     output_tokens: Annotated[int, typer.Option(min=1)] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Each arm's turns at each number of clients, after one.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each.")] = False,
 ) -> None:
     """Run one replica behind a gateway and the same engine alone in turns: time to first token, tokens a second."""
     from shoal_cluster.bench.serving import ServingLoad, measure_serving
@@ -36,13 +38,12 @@ def serving(
         num_output_tokens=output_tokens,
         num_rounds=rounds,
     )
-    costs = measure_serving(load, lambda progress: typer.echo(progress, err=True))
-    if as_json:
-        typer.echo(json.dumps([asdict(cost) for cost in costs], indent=2))
-        return
-    typer.echo(HEADER)
-    for cost in costs:
-        typer.echo(_line(cost))
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is ended
+        signal.signal(stop, lambda number, frame: sys.exit(128 + number))
+    if not as_json:
+        typer.echo(HEADER)
+    for cost in measure_serving(load, lambda progress: typer.echo(progress, err=True)):
+        typer.echo(json.dumps(asdict(cost)) if as_json else _line(cost))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

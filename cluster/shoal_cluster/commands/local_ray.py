@@ -51,6 +51,7 @@ class LocalRay:
             "RAY_ENABLE_AUTO_CONNECT": "0",
             "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # at Ray's 15 a replica gets what others leave of the cores
         }
         self._log = self.folder / "ray-start.log"
         # The interpreter's own folder first: Ray starts its workers with the `python` it finds.

@@ -1,9 +1,11 @@
-"""Real ranks in processes, joined by gloo: the tokens of the whole model; nothing is left of a group that failed."""
+"""Real ranks in processes, which sum in shared memory or by gloo: the tokens of the whole model; nothing is left of a
+group that failed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,17 +22,25 @@ from shoal_replica.config import EngineConfig, ModelConfig, ParallelConfig
 from shoal_replica.errors import EngineDead
 from shoal_replica.executor import Executor, NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.ranks.launcher import RANK_COMMAND, LocalRanks
 from shoal_replica.sampling_params import SamplingParams
 
 LIMIT_S = 5.0
 
 
-@pytest.fixture(scope="module", params=[("llama-9-heads", 2, 1), ("qwen3-moe", 1, 2)], ids=["tp2", "pp2"])
+WITHOUT_SHARED_MEMORY = "import os; del os.memfd_create; from shoal_replica.ranks.worker import main; main()"
+COMMANDS = {"tp2-by-gloo": (sys.executable, "-c", WITHOUT_SHARED_MEMORY)}
+GROUPS = {"tp2": ("llama-9-heads", 2, 1), "tp2-by-gloo": ("llama-9-heads", 2, 1), "pp2": ("qwen3-moe", 1, 2)}
+
+
+@pytest.fixture(scope="module", params=list(GROUPS))
 def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Executor]]:
-    family, tensor_size, num_stages = request.param
+    family, tensor_size, num_stages = GROUPS[request.param]
     folder = make_checkpoint(family, tmp_path_factory.mktemp(family))
     parallel = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
-    executor = build_executor(EngineConfig(model=ModelConfig.from_folder(folder), cache=CACHE, parallel=parallel))
+    launcher = LocalRanks(parallel, COMMANDS.get(request.param, RANK_COMMAND))
+    config = EngineConfig(model=ModelConfig.from_folder(folder), cache=CACHE, parallel=parallel)
+    executor = build_executor(config, launcher)
     yield folder, executor
     executor.close()
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal_replica.errors import EngineDead, Unavailable
 from shoal_replica.executor import Executor, SchedulerOutput, StepResult
@@ -148,8 +148,7 @@ class Engine:
         return True
 
     def stats(self) -> ReplicaStats:
-        stats = self._scheduler.stats(time.time(), self._step_s, self._draining, self._busy_s)
-        return replace(stats, token_s=self._pace.token_s)
+        return self._scheduler.stats(time.time(), self._step_s, self._draining, self._busy_s, self._pace.token_s)
 
     def cache_hashes(self) -> tuple[BlockHash, ...]:
         """Every hash in the prefix cache; with the events of later reports, a complete picture.

@@ -29,7 +29,9 @@ class Ledger:
         self._waiting = waiting
         self._totals = totals
 
-    def stats(self, now: float, time_s: float, step_s: float, draining: bool, busy_s: float) -> ReplicaStats:
+    def stats(
+        self, now: float, time_s: float, step_s: float, draining: bool, busy_s: float, token_s: float
+    ) -> ReplicaStats:
         """As of ``now`` on the engine's clock, which is ``time_s`` on the wall."""
         pool, host = self._kv.pool, self._kv.host
         behind, level = by_progress(self._running)
@@ -51,6 +53,7 @@ class Ledger:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             step_s=step_s,
             busy_s=busy_s,
+            token_s=token_s,
             **self._totals.as_dict(),
             draining=draining,
             due_tokens=due_profile((*behind, *self._waiting), now, self._config.policy),

@@ -156,9 +156,16 @@ class Scheduler:
         """One byte a block; see BlockPool.heat."""
         return self._kv.pool.heat()
 
-    def stats(self, time_s: float, step_s: float = 0.0, draining: bool = False, busy_s: float = 0.0) -> ReplicaStats:
+    def stats(
+        self,
+        time_s: float,
+        step_s: float = 0.0,
+        draining: bool = False,
+        busy_s: float = 0.0,
+        token_s: float = 0.0,
+    ) -> ReplicaStats:
         """The ledger as of now; ``time_s`` is the caller's wall clock."""
-        return self._ledger.stats(self.now, time_s, step_s, draining, busy_s)
+        return self._ledger.stats(self.now, time_s, step_s, draining, busy_s, token_s)
 
     def check_invariants(self) -> None:
         """Queues, statuses and block tables tell one story; an idle scheduler holds no block."""

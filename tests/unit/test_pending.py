@@ -121,6 +121,37 @@ def test_what_is_lost_goes_after_what_can_be_met_but_not_for_ever() -> None:
     assert queue_of(lost, later).next(view_of(only=make_stats()), WEIGHTS, 9.0, Random(0)).pending is lost  # type: ignore[union-attr]
 
 
+def test_what_can_be_met_is_judged_by_the_pace_that_replicas_measure() -> None:
+    """160 tokens at 5 ms each take 0.8 s: what came 2.7 s ago has its objective of 3.6 s, 2 s and 1.6 s, behind it."""
+    older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=2.7)
+    assert queue_of(older, fresh).next(view_of(only=make_stats()), WEIGHTS, 2.7, Random(0)).pending is fresh  # type: ignore[union-attr]
+    slow = view_of(only=make_stats(token_s=0.005))
+    assert queue_of(older, fresh).next(slow, WEIGHTS, 2.7, Random(0)).pending is older  # type: ignore[union-attr]
+    assert queue_of(older, fresh).next(slow, WEIGHTS, 2.9, Random(0)).pending is fresh  # type: ignore[union-attr]
+
+
+def test_what_can_be_met_counts_the_step_that_runs_and_what_goes_before() -> None:
+    """2.32 s are due, 0.16 s it takes: 0.3 s left for a step, and for prompts before it, are not enough together."""
+    older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=1.8)
+    for num_waiting_tokens, step_s, first in ((0, 0.3, older), (200, 0.1, older), (200, 0.3, fresh)):
+        stats = make_stats(num_running=1, step_s=step_s, num_waiting_tokens=num_waiting_tokens)
+        dispatch = queue_of(older, fresh).next(view_of(only=stats), WEIGHTS, 1.8, Random(0))
+        assert dispatch is not None
+        assert dispatch.pending is first, (num_waiting_tokens, step_s)
+
+
+def test_what_seemed_lost_is_not_once_another_replica_has_come() -> None:
+    older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=1.8)
+    queue = queue_of(older, fresh)
+    view = view_of(only=make_stats(num_running=8, step_s=1.0, token_s=0.001))
+    assert queue.next(view, WEIGHTS, 1.8, Random(0)) is None, "no slot is free; the older one is put off meanwhile"
+    view.join("other")
+    view.apply_snapshot("other", make_stats(), (), 1.9)
+    dispatch = queue.next(view, WEIGHTS, 1.95, Random(0))
+    assert dispatch is not None
+    assert dispatch.pending is older
+
+
 def test_priority_goes_before_due_dates() -> None:
     queue = queue_of(pending("batch", priority=1), pending("now", arrival_s=3.0))
     assert send(queue, view_of(only=make_stats()), now=3.0)[0] == ("now", "only")

@@ -51,13 +51,13 @@ class LatencyObjective:
         """Seconds from arrival until the first token is due, for a request whose own prefill takes ``prefill_s``."""
         return self.ttft_s + self.prefill_factor * prefill_s
 
-    def next_due_s(self, arrival_s: float, prefill_s: float, now: float) -> float:
-        """When the first token is due, or if that can no longer be met, the next date that can.
+    def next_due_s(self, arrival_s: float, prefill_s: float, first_token_s: float) -> float:
+        """When the first token is due, or if it cannot come before ``first_token_s``, the next date that can be met.
 
         A missed objective is renewed at ``RENEWAL`` times its length, as often as need be. So requests that are lost do
         not take the time of those that are not; yet none starves, for its date comes nearer while newcomers' are later.
         """
         length_s = self.due_in_s(prefill_s)
-        while arrival_s + length_s < now + prefill_s:
+        while arrival_s + length_s < first_token_s:
             length_s *= RENEWAL
         return arrival_s + length_s

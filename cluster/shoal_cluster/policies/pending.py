@@ -18,6 +18,7 @@ import numpy as np
 from shoal_cluster.policies.candidates import Candidates, Ints
 from shoal_cluster.policies.look import Considered, Draw, Look, look
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.pace import Pace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, Rule
@@ -36,7 +37,8 @@ class HoldConfig:
     """How requests are held.
 
     Attributes:
-        objective, prefill: when a first token is due. Only the order depends on them.
+        objective: when a first token is due. Only the order depends on it.
+        prefill: what prompts take, until a replica has measured it.
         max_steps_ahead: a replica is sent a request when the prompt tokens it computes before fill at most so many of
             its steps. One keeps it busy while news travel; more gives up choices and gains nothing. Of prompts that are
             due later it only goes on with when this one is computed.
@@ -88,10 +90,11 @@ class Dispatch:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """``prefill_s`` is its own prefill where it is cached best, as far as known; ``due_s`` follows from it."""
+    """``num_new_tokens`` to compute where it is cached best, as far as known: ``takes_s`` and ``due_s`` follow."""
 
     pending: PendingRequest
-    prefill_s: float = 0.0
+    num_new_tokens: int = 1
+    takes_s: float = 0.0
     due_s: float = 0.0
     matched: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # blocks cached by replica,
     matched_s: float = -math.inf  # as of then,
@@ -109,6 +112,8 @@ class PendingQueue:
 
     def __init__(self, config: HoldConfig, is_one_of_many: bool = False) -> None:
         self._config = config
+        self._pace = Pace(config.prefill)
+        self._wait_s = 0.0  # until a replica could begin with something more, at the last look
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
         self._held: dict[str, _Held] = {}
@@ -130,7 +135,8 @@ class PendingQueue:
         if request_id in self._held:
             raise ValueError(f"request {request_id!r} is held already")
         held = self._held[request_id] = _Held(pending)
-        self._note_cost(held, 0, pending.arrival_s)
+        held.num_new_tokens = pending.query.num_prompt_tokens
+        self._note_times(held, pending.arrival_s)
         self._shares.enter(pending.tenant)
         self._has_unplanned = self._is_one_of_many
 
@@ -152,7 +158,7 @@ class PendingQueue:
             return 0.0
         if len(self._held) == 1 and view.has_idle() and not view.wishes(now):
             return 0.0
-        left_s = min(held.due_s - held.prefill_s for held in self._held.values()) - now
+        left_s = min(held.due_s - held.takes_s for held in self._held.values()) - now
         urgency_share = min(1.0, max(0.0, left_s / self._config.objective.ttft_s))
         return TURN_DELAYS * num_gateways * (URGENCY * urgency_share + (1.0 - URGENCY) * rng.random())
 
@@ -169,7 +175,7 @@ class PendingQueue:
         plan = Plan(view.present(now), weights, self._config.max_steps_ahead)
         if not (plan.may_start.any() or self._has_unplanned):
             return None
-        urgent = self._most_urgent(now)
+        urgent = self._most_urgent(plan, view, now)
         considered = self._considered(urgent, view, now)
         draws: dict[int, Draw] = {}
 
@@ -183,8 +189,9 @@ class PendingQueue:
             if step.place < 0:
                 continue
             query = held.pending.query
-            self._note_cost(held, step.num_matched_blocks, now)
             size = uncached_blocks(query, step.num_matched_blocks), uncached_tokens(query, step.num_matched_blocks)
+            held.num_new_tokens = size[1]
+            self._note_times(held, now + self._wait_s)
             if step.is_sent and sent is not None:
                 self._has_unplanned = plans_all
                 self.remove(query.request_id)
@@ -231,24 +238,22 @@ class PendingQueue:
             held.matched_s, held.matched_of = now, view.replica_ids
         return held.matched
 
-    def _most_urgent(self, now: float) -> list[_Held]:
+    def _most_urgent(self, plan: Plan, view: ClusterView, now: float) -> list[_Held]:
+        is_new = self._pace.look(view.present(now), now)
+        self._wait_s = plan.wait_s(self._pace.token_s)
+        begins_s = now + self._wait_s
         for held in self._held.values():
-            if held.due_s < now + held.prefill_s:
-                self._note_due(held, now)
-        return nsmallest(
-            self._config.max_considered,
-            self._held.values(),
-            key=self._rank,
-        )
+            if is_new or held.due_s < begins_s + held.takes_s:
+                self._note_times(held, begins_s)
+        return nsmallest(self._config.max_considered, self._held.values(), key=self._rank)
 
     def _rank(self, held: _Held) -> Rank:
         return held.pending.priority, self._shares.excess(held.pending.tenant), held.due_s
 
-    def _note_cost(self, held: _Held, num_matched_blocks: int, now: float) -> None:
-        query = held.pending.query
-        num_new_tokens = uncached_tokens(query, num_matched_blocks)
-        held.prefill_s = self._config.prefill.seconds(query.num_prompt_tokens - num_new_tokens, num_new_tokens)
-        self._note_due(held, now)
-
-    def _note_due(self, held: _Held, now: float) -> None:
-        held.due_s = self._config.objective.next_due_s(held.pending.arrival_s, held.prefill_s, now)
+    def _note_times(self, held: _Held, begins_s: float) -> None:
+        """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
+        num_tokens = held.num_new_tokens
+        num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
+        held.takes_s = self._pace.among_others.seconds(num_cached_tokens, num_tokens)
+        alone_s = self._pace.alone.seconds(num_cached_tokens, num_tokens)
+        held.due_s = self._config.objective.next_due_s(held.pending.arrival_s, alone_s, begins_s + held.takes_s)

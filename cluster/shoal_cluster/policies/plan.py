@@ -35,12 +35,21 @@ class Plan:
         self._takes: Bools = told["connected"] & told["known"] & ~told["draining"]
         self._promised: Ints = snapshot.promised.copy()
         self._limits: Floats = max_steps_ahead * told["max_num_batched_tokens"]
-        self.may_start: Bools = self._takes & (told[DUE[0]] + self._promised[2] <= self._limits)
+        self._ahead: Ints = told[DUE[0]] + self._promised[2]
+        self.may_start: Bools = self._takes & (self._ahead <= self._limits)
         self._costs: Floats = np.zeros((0, 0))
         self._sequence_prices: Floats = np.zeros(0)
         self._blocks: Ints = np.zeros((0, 0), np.int64)
         self._free_blocks: Ints = told["num_open_blocks"] - self._promised[1]
         self._has_slot: Bools = told["num_open_slots"] > self._promised[0]
+
+    def wait_s(self, token_s: float) -> float:
+        """Until some replica can begin with a prompt that is sent now, if prompt tokens take ``token_s`` each: the step
+        that runs has to end, and what was sent before comes first. 0 if none may start anything.
+        """
+        told = self._snapshot.told
+        waits_s = self._ahead * token_s + np.where(told["num_running"] > 0, told["step_s"], 0.0)
+        return float(waits_s[self.may_start].min()) if self.may_start.any() else 0.0
 
     def consider(self, queries: Sequence[RouteQuery], matched: Ints) -> None:
         """Price ``queries`` [q] on every replica; ``matched`` are the blocks cached there [q, n]."""

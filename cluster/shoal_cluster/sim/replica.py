@@ -12,6 +12,7 @@ from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.steady import SteadyScheduler
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
+from shoal_replica.prefill_pace import PrefillPace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
@@ -79,6 +80,7 @@ class SimReplica:
         self._wishes: tuple[tuple[str, Wish], ...] = ()  # with their gateways
         self._is_telling = False
         self._step_s = 0.0
+        self._pace = PrefillPace()
         self._is_stepping = False
         self._stretch: _Stretch | None = None
         self._on_cut: Callable[[list[str]], None] | None = None
@@ -131,7 +133,7 @@ class SimReplica:
             self.scheduler.shared_pool.store(stored)
         added, self._added = tuple(self._added), []
         self._promised.clear()
-        stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s)
+        stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s, self._pace.token_s)
         self._publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas, (), self._wishes))
 
     def _abort_all(self) -> None:
@@ -167,6 +169,7 @@ class SimReplica:
         self._loop.at(now, lambda: self._end_stretch(stretch, num_steps))
 
     def _end_step(self, output: SchedulerOutput) -> None:
+        self._pace.take(sum(share.num_new_tokens for share in output.scheduled), len(output.scheduled), self._step_s)
         self.tell(tuple(self.scheduler.update(output, _sampled(output))))
         self._start_step()
 

@@ -1,0 +1,37 @@
+"""How long prompts take, as replicas measure it."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.cluster_views import make_stats
+
+from shoal_cluster.policies.candidates import Candidates, ReplicaView
+from shoal_cluster.policies.objective import PrefillTime
+from shoal_cluster.policies.pace import PACE_AGE_S, Pace
+
+CONFIGURED = PrefillTime(tokens_per_s=1000.0, pair_s=1e-6)
+
+
+def replicas(*token_s: float, connected: bool = True) -> Candidates:
+    rows = [ReplicaView(replica_id=f"r{i}", stats=make_stats(token_s=s), connected=True) for i, s in enumerate(token_s)]
+    rows.append(ReplicaView(replica_id="z", stats=make_stats(token_s=9.0, draining=connected), connected=connected))
+    return Candidates.of(rows)
+
+
+def test_it_is_as_configured_until_a_replica_has_measured() -> None:
+    pace = Pace(CONFIGURED)
+    assert pace.look(replicas(0.0, 0.0), 0.0)
+    assert pace.alone is pace.among_others is CONFIGURED
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_it_is_the_mean_of_those_that_measured_and_alone_the_least_there_was(connected: bool) -> None:
+    """Who has measured nothing yet, is not connected or drains does not count."""
+    pace = Pace(CONFIGURED)
+    assert pace.look(replicas(0.002, 0.004, 0.0, connected=connected), 0.0)
+    assert pace.token_s == pytest.approx(0.003)
+    assert pace.alone.seconds(10, 100) == pytest.approx(0.2 + CONFIGURED.pair_s * (100 * 10 + 100 * 101 / 2))
+    assert not pace.look(replicas(0.1), PACE_AGE_S / 2)
+    assert pace.look(replicas(0.1), PACE_AGE_S)
+    assert pace.token_s == pytest.approx(0.1)
+    assert pace.alone.tokens_per_s == pytest.approx(500.0)

@@ -69,6 +69,8 @@ void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* 
     for (int64_t i = 0; i < num_rows; ++i) kernels->row_maximum(rows + i * size, size, values + i, places + i);
 }
 
+uint64_t shoal_decoder_progress(const ShoalDecoder* decoder) { return decoder->progress(); }
+
 const char* shoal_decoder_kernels(const ShoalDecoder* decoder) { return decoder->kernels_name(); }
 
 const char* shoal_supported_kernels(void) { return shoal::supported_kernels(); }

@@ -51,6 +51,7 @@ public:
     void forward(const ShoalStep& step);
     void copy_blocks(const int64_t* pairs, int count) { pool_.copy(pairs, count); }
     const char* kernels_name() const { return kernels_.name; }
+    uint64_t progress() const { return team_.progress(); }  // differs once a step has gone on; any thread may ask
 
 private:
     struct Matrix {  // where a parameter lies and what its shape is

@@ -75,6 +75,8 @@ SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t paramete
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
 SHOAL_API int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step); /* -2: another rank did not come */
 SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
+/* A number that differs once a step has gone on; any thread may ask. */
+SHOAL_API uint64_t shoal_decoder_progress(const ShoalDecoder* decoder);
 /* The largest of each row and its first place; NaN where a row has one. */
 SHOAL_API void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* values, int64_t* places);
 SHOAL_API const char* shoal_decoder_kernels(const ShoalDecoder* decoder);

@@ -31,6 +31,8 @@ public:
     Team& operator=(const Team&) = delete;
 
     int size() const { return static_cast<int>(helpers_.size()) + 1; }
+    // A number that differs once a unit more has begun; any thread may ask.
+    uint64_t progress() const { return turn_.load(std::memory_order_relaxed); }
 
     // One thread's way through a step.
     class Member {
@@ -40,7 +42,10 @@ public:
         template <class Work>
         void parallel_for(int count, const Work& work) {
             if (team_.helpers_.empty()) {
-                for (int i = 0; i < count; ++i) work(i);
+                for (int i = 0; i < count; ++i) {
+                    team_.turn_.store(team_.progress() + 1, std::memory_order_relaxed);
+                    work(i);
+                }
                 return;
             }
             if (count == 0) return;

@@ -160,6 +160,11 @@ class NativeDecoder:
         """The instruction set in use."""
         return str(library().shoal_decoder_kernels(self._open()).decode())
 
+    @property
+    def progress(self) -> int:
+        """A number that differs once a step has gone on. Another thread may read it, until ``close``."""
+        return int(library().shoal_decoder_progress(self._open()))
+
     def forward(
         self,
         *,

@@ -40,7 +40,8 @@ NUM_ROUNDS, STEPS_OF_ROUND, PROMPT_LEN, NUM_BLOCKS = 5, 40, 32, 1024
 class NullRunner:
     """A model that takes no time."""
 
-    num_collectives = 0
+    num_collectives = progress = 0
+    awaited_rank = None
 
     def __init__(self, config: EngineConfig, rank: int, meeting: Rendezvous) -> None:
         self.samples = rank == 0

@@ -67,12 +67,15 @@ def test_demo_model_token_for_token() -> None:
 
 def test_graphs_change_nothing(llama: Path) -> None:
     prompts, params = make_prompts(), SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, seed=5, ignore_eos=True)
-    outputs = []
+    outputs, work = [], []
     for sizes in ([], [8], [2, 5, 8]):
         with LLM(str(llama), device="npu", num_blocks=32, max_num_seqs=8, graph_sizes=sizes) as llm:
             assert decoder(llm).graph_sizes == tuple(sizes)
+            before = decoder(llm).progress
             outputs.append([o.token_ids for o in llm.generate(prompts, params)])
+            work.append(decoder(llm).progress - before)
     assert outputs[0] == outputs[1] == outputs[2]
+    assert work[0] == work[1] == work[2] >= NUM_TOKENS * SHAPE["num_hidden_layers"]
 
 
 def test_preempted_for_want_of_blocks(llama: Path) -> None:

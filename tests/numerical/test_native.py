@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -354,6 +355,30 @@ def test_integers_that_do_not_fit_the_decoder() -> None:
         NativeDecoder(
             shape, round_matrices(make_weights(replace(shape, intermediate_size=160)), 8), rotary_table(shape)
         )
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_progress_differs_while_a_step_goes_on(num_threads: int) -> None:
+    """What tells a long step from one that hangs: another thread sees many numbers in one call."""
+    shape = make_shape(num_threads=num_threads)
+    decoder = NativeDecoder(shape, make_weights(shape), rotary_table(shape))
+    part = Part(tokens(shape, 500), 0, shuffled_blocks(shape))
+    is_over, seen = threading.Event(), set[int]()
+
+    def watch() -> None:
+        while not is_over.is_set():
+            seen.add(decoder.progress)
+
+    watcher = threading.Thread(target=watch)
+    before = decoder.progress
+    watcher.start()
+    run(decoder, part)
+    is_over.set()
+    watcher.join()
+    after = decoder.progress
+    assert after != before
+    assert seen - {before, after}
+    decoder.close()
 
 
 def test_closed_decoder() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from fixtures.fake_rank import CULPRIT, DIE, FREEZE, RAISE, STALL
+from fixtures.fake_rank import CULPRIT, DIE, FREEZE, LINGER, LINGER_S, RAISE, STALL
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
@@ -31,14 +31,16 @@ CACHE = CacheConfig(num_blocks=64, block_size=4)
 TIMEOUT_S = 1.5
 
 
-def config(folder: str = "", num_ranks: int = 2, rank_timeout_s: float = TIMEOUT_S) -> EngineConfig:
+def config(
+    folder: str = "", num_ranks: int = 2, num_stages: int = 1, rank_timeout_s: float = TIMEOUT_S
+) -> EngineConfig:
     model = ModelConfig(
         folder=folder,
         architecture="LlamaForCausalLM",
         vocab_size=32_000,
         hidden_size=8,
         intermediate_size=8,
-        num_layers=1,
+        num_layers=2,
         num_heads=8,
         num_kv_heads=8,
         head_size=1,
@@ -55,7 +57,9 @@ def config(folder: str = "", num_ranks: int = 2, rank_timeout_s: float = TIMEOUT
         eos_token_ids=(2,),
         dtype="float32",
     )
-    parallel = ParallelConfig(tensor_parallel_size=num_ranks, rank_timeout_s=rank_timeout_s)
+    parallel = ParallelConfig(
+        tensor_parallel_size=num_ranks, pipeline_parallel_size=num_stages, rank_timeout_s=rank_timeout_s
+    )
     return EngineConfig(model=model, cache=CACHE, parallel=parallel)
 
 
@@ -124,6 +128,22 @@ def test_the_rank_at_fault_is_named_and_all_are_gone(trouble: int, words: str, l
         with pytest.raises(EngineDead, match=f"rank {CULPRIT}"):
             call()
     executor.close()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_long_step_is_no_hang(num_stages: int) -> None:
+    """A prefill between two collectives, or on the only rank of a stage, which has none."""
+    assert LINGER_S > TIMEOUT_S + 1
+    executor = start(num_ranks=1, num_stages=num_stages)
+    assert len(executor.execute(first_step(LINGER)).sampled) == 1
+    executor.close()
+
+
+@pytest.mark.parametrize(("trouble", "words"), [(STALL, "no progress"), (DIE, "died: signal 9")])
+def test_a_rank_of_an_earlier_stage_is_named_not_those_that_wait_for_its_hand_over(trouble: int, words: str) -> None:
+    executor = start(num_stages=2)
+    with pytest.raises(EngineDead, match=rf"^rank {CULPRIT} \(pid \d+ on 127.0.0.1\) .*{words}"):
+        executor.execute(first_step(trouble))
 
 
 @pytest.mark.parametrize(

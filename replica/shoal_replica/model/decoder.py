@@ -32,6 +32,11 @@ class Decoder(Protocol):
     On several ranks, each computes its shard of every step; the logits are whole on the rank that samples.
     """
 
+    @property
+    def progress(self) -> int:
+        """A number that differs once a step has gone on. Another thread may read it, until ``close``."""
+        ...
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         """Write the KV of a step's tokens; float32 logits [len(sample_rows), vocab_size], good until the next call.
 
@@ -120,6 +125,10 @@ class TorchDecoder:
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
         self._caches = [(layer[0], layer[1]) for layer in whole]
 
+    @property
+    def progress(self) -> int:
+        return self._model.num_layers_begun
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         metadata = AttentionMetadata(
             query_start_loc=step.query_start_loc,
@@ -174,6 +183,10 @@ class NativeCpuDecoder:
             rotary_cache(model, torch.float32, cpu),
             exchange=exchange,
         )
+
+    @property
+    def progress(self) -> int:
+        return self._native.progress
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         hidden: Tensor | None = None

@@ -23,6 +23,9 @@ class LlamaDecoder:
         config: shape of the model.
         weights: as ``load_weights`` gives them for the shard; they are not copied.
         shard, group: what this rank holds and how it reaches the others; None is the whole model on one rank.
+
+    Attributes:
+        num_layers_begun: over all steps. Who repeats steps without calls, as a graph does, adds its layers.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class LlamaDecoder:
         group: ParallelGroup | None = None,
     ) -> None:
         self.config = config
+        self.num_layers_begun = 0
         self.shard = shard = shard or whole_shard(config)
         self.group = group = group or SoleRank()
         self.layers = [DecoderLayer(config, shard, group, weights, i) for i in shard.layers]
@@ -66,6 +70,7 @@ class LlamaDecoder:
         x = self._embed(input_ids) if self.shard.is_first_stage else self._receive(len(input_ids))
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
+            self.num_layers_begun += 1
             x, residual = layer(x, residual, cache, step)
         if not self.shard.is_last_stage:
             self.group.send_to_next_stage(x if residual is None else x + residual)

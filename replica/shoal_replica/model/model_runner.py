@@ -54,6 +54,11 @@ class ModelRunner:
         self._sampler = Sampler(model_config.vocab_size)
         self._forward_s = 0.0  # of the last step
 
+    @property
+    def progress(self) -> int:
+        """A number that differs once a step has gone on. Another thread may read it, until ``close``."""
+        return self._decoder.progress
+
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step, in the order that ``SchedulerOutput`` promises."""
         for seq_id in output.dropped_seq_ids:

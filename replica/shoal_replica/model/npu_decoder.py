@@ -76,6 +76,10 @@ class NpuDecoder:
         if parallel.graph_sizes and shard.num_stages == 1:
             self._capture(parallel.graph_sizes)
 
+    @property
+    def progress(self) -> int:
+        return self._model.num_layers_begun
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         num_seqs = len(step.seq_lens)
         if len(step.input_ids) == num_seqs == len(sample_rows):
@@ -168,6 +172,7 @@ class NpuDecoder:
         inputs.load(step)
         num_seqs = len(step.seq_lens)
         self._group.num_calls += self._calls_of_graph
+        self._model.num_layers_begun += len(self._model.layers)
         logits = self._graphs[size].replay([*step.seq_lens, *[1] * (size - num_seqs)])
         return logits[:num_seqs]
 

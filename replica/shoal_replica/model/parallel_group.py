@@ -84,6 +84,9 @@ class RankGroup:
     Args:
         store: where ranks of one host find the memory that they share.
         timeout_s: how long the native decoder waits for another rank.
+
+    Attributes:
+        awaited_rank: the rank of another stage that this one waits for just now; read by another thread.
     """
 
     def __init__(self, rank: int, tensor_size: int, num_stages: int, store: Store, timeout_s: float) -> None:
@@ -92,6 +95,7 @@ class RankGroup:
         self._size = tensor_size
         self._store = store
         self._timeout_s = timeout_s
+        self.awaited_rank: int | None = None
         self._exchange: Exchange | None = None
         self._previous, self._next = rank - tensor_size, rank + tensor_size
         stages = [range(i * tensor_size, (i + 1) * tensor_size) for i in range(num_stages)]
@@ -116,13 +120,11 @@ class RankGroup:
         return torch.cat(gathered.chunk(self._size), dim=-1)
 
     def send_to_next_stage(self, x: Tensor) -> None:
-        self.num_calls += 1
-        with _blaming_others():
+        with self._waiting_for(self._next):
             dist.send(x.contiguous(), self._next)
 
     def receive_from_previous_stage(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        with _blaming_others():
+        with self._waiting_for(self._previous):
             dist.recv(x, self._previous)
         return x
 
@@ -148,6 +150,14 @@ class RankGroup:
     def num_exchanges(self) -> int:
         """Sums begun within the native decoder; read by another thread."""
         return self._exchange.num_calls if self._exchange is not None else 0
+
+    @contextmanager
+    def _waiting_for(self, rank: int) -> Iterator[None]:
+        self.num_calls += 1
+        self.awaited_rank = rank
+        with _blaming_others():
+            yield
+        self.awaited_rank = None
 
     def _carry(self, part: Tensor, parts: Tensor) -> None:
         with _blaming_others():

@@ -51,6 +51,14 @@ class DistributedRunner:
     def num_collectives(self) -> int:
         return self._group.num_calls + self._group.num_exchanges
 
+    @property
+    def progress(self) -> int:
+        return self._runner.progress
+
+    @property
+    def awaited_rank(self) -> int | None:
+        return self._group.awaited_rank
+
     def execute(self, output: SchedulerOutput) -> StepResult:
         return self._runner.execute(output)
 

@@ -62,10 +62,23 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
-    """The rank's process lives. ``progress`` rises while its model works: steps begun, then collectives begun."""
+    """The rank's process lives, and so far is its model.
 
-    progress: tuple[int, int]
-    is_busy: bool
+    Attributes:
+        step, num_collectives: what it has begun; of ranks that wait for each other, the one that is behind has fewer.
+        work: differs once the step has gone on.
+        awaited_rank: the rank of another stage that it waits for.
+    """
+
+    step: int = 0
+    num_collectives: int = 0
+    work: int = 0
+    is_busy: bool = False
+    awaited_rank: int | None = None
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        return self.step, self.num_collectives, self.work
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -166,13 +179,13 @@ class RankLink:
     Attributes:
         hello: the rank's first frame. The caller must compare its key.
         heard_s: when the last frame came, by ``time.monotonic``.
-        progress, progressed_s: the rank's last progress and when it was first seen.
+        pulse: the last one.
+        progressed_s: when the rank's progress was last seen to differ.
     """
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self.heard_s = self.progressed_s = monotonic()
-        self.progress = (0, 0)
-        self.is_busy = False
+        self.pulse = Pulse()
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(timeout_s)
@@ -213,6 +226,6 @@ class RankLink:
         self._socket.close()
 
     def _note(self, pulse: Pulse) -> None:
-        self.is_busy = pulse.is_busy
-        if pulse.progress != self.progress:
-            self.progress, self.progressed_s = pulse.progress, self.heard_s
+        if pulse.progress != self.pulse.progress:
+            self.progressed_s = self.heard_s
+        self.pulse = pulse

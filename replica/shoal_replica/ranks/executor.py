@@ -14,17 +14,8 @@ from shoal_replica import errors
 from shoal_replica.config import EngineConfig
 from shoal_replica.errors import EngineDead, ShoalError
 from shoal_replica.executor import SchedulerOutput, StepResult
-from shoal_replica.ranks.channel import (
-    Done,
-    Failed,
-    FromRank,
-    RankLink,
-    Ready,
-    Setup,
-    Step,
-    Stop,
-    frame,
-)
+from shoal_replica.ranks.blame import stuck_ranks
+from shoal_replica.ranks.channel import Done, Failed, FromRank, RankLink, Ready, Setup, Step, Stop, frame
 from shoal_replica.ranks.launcher import RankLauncher, RankProcess
 
 START_TIMEOUT_S = 600.0
@@ -49,6 +40,7 @@ class RankExecutor:
 
     def __init__(self, config: EngineConfig, launcher: RankLauncher, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._timeout_s = config.parallel.rank_timeout_s
+        self._tensor_size = config.parallel.tensor_parallel_size
         self._links: list[RankLink] = []
         self._processes: list[RankProcess] = []
         self._sampled: tuple[tuple[int, int], ...] = ()
@@ -80,7 +72,7 @@ class RankExecutor:
                     return message.result
                 self._fail(rank, f"sent an unexpected {type(message).__name__}")
             self._check_silence()
-            self._check_progress(started)
+            self._check_progress(output.step, started)
 
     def check_health(self) -> None:
         """Raise EngineDead if a rank has failed. Only between steps."""
@@ -203,16 +195,14 @@ class RankExecutor:
         since = min(max(started, *(link.progressed_s for link in self._links)), *(link.heard_s for link in self._links))
         return max(0.0, since + self._timeout_s - monotonic()) + LEAST_POLL_S
 
-    def _check_progress(self, started: float) -> None:
-        """Fail when no rank has progressed for the timeout; the one that is furthest behind is to blame."""
+    def _check_progress(self, step: int, started: float) -> None:
+        """Fail when no rank has progressed for the timeout; the one that waits for no other is to blame."""
         last = max(started, *(link.progressed_s for link in self._links))
         if monotonic() - last <= self._timeout_s:
             return
-        busy = [rank for rank, link in enumerate(self._links) if link.is_busy] or list(range(len(self._links)))
-        least = min(self._links[rank].progress for rank in busy)
-        behind = [rank for rank in busy if self._links[rank].progress == least]
-        others = f" (with rank {', '.join(map(str, behind[1:]))})" if behind[1:] else ""
-        self._fail(behind[0], f"hangs{others}: no progress for {self._timeout_s:g} s")
+        first, *others = stuck_ranks([link.pulse for link in self._links], step, self._tensor_size)
+        also = f" (with rank {', '.join(map(str, others))})" if others else ""
+        self._fail(first, f"hangs{also}: no progress for {self._timeout_s:g} s")
 
     def _fail(self, rank: int, what: str, kind: str = "") -> NoReturn:
         """End every rank and raise; ``kind`` names the type when the rank's error is one of ours."""

@@ -29,11 +29,21 @@ class Rendezvous:
 
 
 class RankRunner(Protocol):
-    """A rank's model."""
+    """A rank's model. How far it is, another thread reads, until ``close``."""
 
     @property
     def num_collectives(self) -> int:
-        """Collectives begun since the start; read by another thread."""
+        """Collectives begun since the start."""
+        ...
+
+    @property
+    def progress(self) -> int:
+        """A number that differs once a step has gone on, be it between two collectives."""
+        ...
+
+    @property
+    def awaited_rank(self) -> int | None:
+        """The rank of another stage that it waits for, to hand a step over or to take it over."""
         ...
 
     @property

@@ -51,6 +51,7 @@ def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
         try:
             _run_steps(link, runner, heart)
         finally:
+            heart.stop()  # it asks the runner how far it is
             runner.close()
     except ConnectionError:
         logger.error("rank %d ends: its engine is gone", address.rank)
@@ -102,12 +103,17 @@ class _Heart:
 
     def _beat(self) -> None:
         while not self._stopped.wait(PULSE_S):
-            num_collectives = self.runner.num_collectives if self.runner is not None else 0
             try:
-                self._link.send(Pulse((self._step, num_collectives), self.is_busy))
+                self._link.send(self._pulse())
             except OSError:
                 if not self._stopped.is_set():
                     os._exit(1)  # the engine is gone, and the model may be waiting for a rank that is gone too
+
+    def _pulse(self) -> Pulse:
+        runner = self.runner
+        if runner is None:
+            return Pulse()
+        return Pulse(self._step, runner.num_collectives, runner.progress, self.is_busy, runner.awaited_rank)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from shoal_replica.config import (
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import Executor
 from shoal_replica.memory import available_bytes, default_num_blocks
-from shoal_replica.memory_plan import plan_host, plan_memory
+from shoal_replica.memory_plan import MemoryPlan, plan_host, plan_memory
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankLauncher
 from shoal_replica.scheduler import Scheduler
@@ -120,6 +120,23 @@ def _fill_npu(
     return max(1, min(fitting))
 
 
+def plan_replica(config: EngineConfig) -> MemoryPlan:
+    """What a replica that is about to start takes: of its host, or of each NPU, by the first rank's share.
+
+    Several NPU ranks see their devices only when they have started: what is usable there is 0 where nobody has said.
+    """
+    parallel = config.parallel
+    if parallel.device == "cpu":
+        return plan_host(config.model, config.scheduler, parallel, config.cache, available_bytes())
+    free = parallel.device_memory_bytes or 0
+    if not free and parallel.num_ranks == 1:
+        from shoal_replica.model.npu_memory import free_bytes  # needs torch
+
+        free = free_bytes()
+    shard = make_shard(config.model, parallel, 0)
+    return plan_memory(config.model, config.scheduler, parallel, shard, config.cache, free)
+
+
 def build_scheduler(config: EngineConfig) -> Scheduler:
     return Scheduler(config.scheduler, config.cache, config.model.max_model_len, config.model.eos_token_ids)
 
@@ -135,8 +152,7 @@ def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -
         EngineDead: a rank could not start.
     """
     if config.parallel.device == "cpu":
-        plan = plan_host(config.model, config.scheduler, config.parallel, config.cache, available_bytes())
-        logger.info("%s", plan.report())
+        logger.info("%s", plan_replica(config).report())
     if config.parallel.num_ranks > 1:
         return RankExecutor(config, launcher or LocalRanks(config.parallel))
     from shoal_replica.model.model_runner import ModelRunner  # brings torch, which the core does without

@@ -25,7 +25,7 @@ EXCHANGE_BYTES = MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank on an NPU, or of all ranks on a CPU's host. ``usable`` is what may be taken.
+    """Bytes of one rank on an NPU, or of all ranks on a CPU's host. ``usable`` is what may be taken, 0 if unknown.
 
     ``block`` is what one KV block takes there. ``num_other_blocks`` are beside the pool: on an NPU, what transfers to
     host memory go through; on a CPU the ``num_host_blocks`` themselves.
@@ -67,7 +67,8 @@ class MemoryPlan:
                 f"; {self.num_host_blocks} host blocks {self.num_host_blocks * self.block / GIB:.2f} GiB on the host"
             )
         shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts)
-        return f"{self.device}, {self.dtype}: {shown} of {self.usable / GIB:.2f} GiB{on_host}"
+        usable = f" of {self.usable / GIB:.2f}" if self.usable else ""
+        return f"{self.device}, {self.dtype}: {shown}{usable} GiB{on_host}"
 
     def check(self) -> None:
         """Raise ConfigError where it does not fit, naming the smallest change that does."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from fixtures.fake_gateway import ADMIN_KEY, FakeGateway
+from fixtures.fake_gateway import ADMIN_KEY, START_REPORT, FakeGateway
 from fixtures.live_cluster import free_address
 from typer.testing import CliRunner
 
@@ -85,6 +85,12 @@ def test_status_shows_ledgers_and_sums(address: str) -> None:
     assert lines["r0"][1:9] == ["ready", "30", "20", "70", "100", "30%", "3", "2"]
     assert lines["r1"][1:3] == ["lost", "-"]
     assert lines["cluster"][1:7] == ["30", "20", "70", "100", "30%", "3"]
+
+
+def test_status_shows_what_memory_went_to(address: str) -> None:
+    result = CliRunner().invoke(app, ["status", "--replicas", "--address", address], env=WIDE)
+    assert f"r0  {START_REPORT}\n" in result.stdout
+    assert "r1  has not said\n" in result.stdout
 
 
 def test_status_as_json(address: str) -> None:

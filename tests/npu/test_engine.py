@@ -75,7 +75,7 @@ def test_graphs_change_nothing(llama: Path) -> None:
             outputs.append([o.token_ids for o in llm.generate(prompts, params)])
             work.append(decoder(llm).progress - before)
     assert outputs[0] == outputs[1] == outputs[2]
-    assert work[0] == work[1] == work[2] >= NUM_TOKENS * SHAPE["num_hidden_layers"]
+    assert work[0] == work[1] == work[2] >= NUM_TOKENS * 2  # layers
 
 
 def test_preempted_for_want_of_blocks(llama: Path) -> None:

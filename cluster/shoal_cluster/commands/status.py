@@ -26,6 +26,7 @@ COLUMNS = ("alloc", "cached", "free", "total", "used", "resv", "run", "wait", "h
 def status(
     address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    replicas: Annotated[bool, typer.Option("--replicas", help="Show what each replica's memory went to.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew each second until Ctrl-C.")] = False,
 ) -> None:
     """Show each replica's KV blocks (allocated, cached, free, total, used, reserved) and the cluster's sums."""
@@ -38,7 +39,11 @@ def status(
         return
     from rich.console import Console
 
-    Console(highlight=False).print(_table(cluster))
+    console = Console(highlight=False)
+    console.print(_table(cluster))
+    if replicas:
+        for row in cluster.replicas:
+            console.print(f"{row.replica_id}  {row.start_report or 'has not said'}", soft_wrap=True, markup=False)
 
 
 async def _fetch(address: str) -> ClusterRow:

@@ -96,7 +96,10 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
-    """One replica as the gateway knows it. ``stats`` is None until its feed has spoken; ``age_s`` is its stats' age."""
+    """One replica as the gateway knows it. ``stats`` is None until its feed has spoken; ``age_s`` is its stats' age.
+
+    ``start_report`` says what its memory went to when it started.
+    """
 
     replica_id: str
     node_id: str = ""
@@ -104,6 +107,7 @@ class ReplicaRow:
     age_s: float = 0.0
     num_reserved_blocks: int = 0
     connected: bool = False
+    start_report: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

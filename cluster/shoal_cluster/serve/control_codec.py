@@ -215,6 +215,7 @@ def _replica_to_proto(row: ReplicaRow) -> pb.Replica:
         age_s=row.age_s,
         num_reserved_blocks=row.num_reserved_blocks,
         connected=row.connected,
+        start_report=row.start_report,
     )
 
 
@@ -226,6 +227,7 @@ def _replica_from_proto(replica: pb.Replica) -> ReplicaRow:
         age_s=replica.age_s,
         num_reserved_blocks=replica.num_reserved_blocks,
         connected=replica.connected,
+        start_report=replica.start_report,
     )
 
 

@@ -212,6 +212,7 @@ class Gateway:
                 age_s=view.age_s,
                 num_reserved_blocks=view.num_reserved_blocks,
                 connected=view.connected,
+                start_report=self._ledger.start_report(view.replica_id),
             )
             for view in self._ledger.view.replicas_for((), time.monotonic())
         )

@@ -40,11 +40,12 @@ ANSWER_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A running replica as Serve names it, with the address of its feed."""
+    """A running replica as Serve names it, with the address of its feed and what its memory went to at its start."""
 
     replica_id: str
     node_id: str
     feed_address: tuple[str, int]
+    start_report: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,11 @@ class GatewayLedger:
         if feed is None:
             raise NotFound(f"replica_id: no replica {replica_id!r} is known")
         return await feed.ask(question, ANSWER_TIMEOUT_S)
+
+    def start_report(self, replica_id: str) -> str:
+        """What a member told of its start; empty for a stranger."""
+        member = self._members.get(replica_id)
+        return member.start_report if member is not None else ""
 
     def can_place(self, excluded: Set[str]) -> bool:
         """Whether a replica other than the ``excluded`` takes requests now."""

@@ -25,8 +25,8 @@ from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.outcome import Outcome, run_to_end
 from shoal_cluster.serve.rank_actors import RayRanks
 from shoal_cluster.serve.replica_past import ReplicaPast
-from shoal_cluster.serve.request_router import FEED_KEY
-from shoal_replica.build import build_executor, build_scheduler
+from shoal_cluster.serve.request_router import FEED_KEY, REPORT_KEY
+from shoal_replica.build import build_executor, build_scheduler, plan_replica
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine, StepReport
 from shoal_replica.errors import EngineDead, Unavailable
@@ -49,6 +49,7 @@ class ReplicaServer:
         set_up_logs(config.logs.format, config.logs.level, process="replica", replica_id=replica_id)
         settings = config.replica
         resolved: EngineConfig = await asyncio.to_thread(engine_config, config)
+        self._report = (await asyncio.to_thread(plan_replica, resolved)).report()
         launcher = None
         if settings.num_ranks > 1:
             launcher = RayRanks(settings, ray.util.get_current_placement_group())
@@ -77,8 +78,8 @@ class ReplicaServer:
         self._watch = asyncio.get_running_loop().create_task(self._leave_when_dead(), name="shoal-replica-watch")
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Told once to every router: where the feed is."""
-        return {FEED_KEY: list(self._address)}
+        """Told once to every router: where the feed is, and what the replica has taken of its host."""
+        return {FEED_KEY: list(self._address), REPORT_KEY: self._report}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The ledger's numbers that the autoscaling policy reads."""

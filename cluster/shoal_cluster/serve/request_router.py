@@ -5,6 +5,7 @@ from __future__ import annotations
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 FEED_KEY = "shoal_feed"
+REPORT_KEY = "shoal_start_report"
 
 
 class BlockRouter(RequestRouter):  # type: ignore[misc]
@@ -16,9 +17,10 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
         super().update_replicas(replicas)
         members = []
         for replica in replicas:
-            address = replica.replica_metadata.get(FEED_KEY)
-            if address is not None:
-                members.append(Member(replica.replica_id.unique_id, replica.node_id, (address[0], address[1])))
+            told = replica.replica_metadata
+            if (address := told.get(FEED_KEY)) is not None:
+                place = (address[0], address[1])
+                members.append(Member(replica.replica_id.unique_id, replica.node_id, place, told.get(REPORT_KEY, "")))
         current().set_members(members)
 
     async def choose_replicas(

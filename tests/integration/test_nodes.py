@@ -1,4 +1,5 @@
-"""Three Ray nodes on one machine: the gateway on one, a replica on each of the others; a node dies and one joins."""
+"""Three Ray nodes on one machine: the gateway on one, a replica on each of the others; a node dies and one joins. Then
+one replica whose ranks are on both, and one of these nodes dies."""
 
 from __future__ import annotations
 
@@ -6,19 +7,22 @@ import asyncio
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from fixtures.live_cluster import LiveCluster, free_address, num_connected, until_cluster
 from ray.cluster_utils import Cluster
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
-from shoal_cluster.serve.call import GenerateCall
-from shoal_replica import SamplingParams
+from shoal_cluster.serve.call import Chunk, GenerateCall
+from shoal_replica import LLM, SamplingParams
 
 pytestmark = pytest.mark.integration
 
 CLUSTER_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "cluster.yaml"
+RANK_TITLE = "ray::RankActor"
 WORKER = {"num_cpus": 1, "resources": {"shoal_replica": 1}}
 
 
@@ -28,7 +32,7 @@ def nodes() -> Iterator[Cluster]:
     nodes = Cluster(
         initialize_head=True,
         head_node_args={
-            "num_cpus": 2,
+            "num_cpus": 1,  # no rank finds room beside the gateway
             "include_dashboard": True,
             "dashboard_host": "127.0.0.1",
             "dashboard_port": port,
@@ -59,6 +63,22 @@ def cluster(nodes: Cluster) -> LiveCluster:
 def call(text: str, max_tokens: int) -> GenerateCall:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return GenerateCall(request_id=uuid.uuid4().hex, text=text, sampling_params=params, timeout_s=120)
+
+
+def tokens(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def nodes_of_ranks(nodes: Cluster) -> list[Any]:
+    """The node of each rank that lives: a worker is its raylet's child."""
+    found = []
+    for node in nodes.list_all_nodes():
+        (raylet,) = node.all_processes["raylet"]
+        titles = [
+            " ".join(process.cmdline()) for process in psutil.Process(raylet.process.pid).children(recursive=True)
+        ]
+        found += [node for title in titles if title.startswith(RANK_TITLE)]
+    return found
 
 
 async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: Cluster, cluster: LiveCluster):
@@ -97,3 +117,40 @@ async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: C
         undisturbed = await asyncio.gather(*(run(number) for number in range(6)))
         assert [tokens for tokens, _, _ in disturbed] == [tokens for tokens, _, _ in undisturbed]
         assert len({replica_id for _, replica_id, _ in undisturbed}) == 2
+
+
+async def test_a_replica_whose_ranks_are_on_two_nodes_loses_one(nodes: Cluster, cluster: LiveCluster):
+    """Either node has room for one rank: they meet by the nodes' addresses and give the whole model's tokens."""
+    document, settings = read_config(CLUSTER_YAML)
+    args, grpc_address = document["applications"][0]["args"], free_address()
+    args["gateway"].update(grpc_address=grpc_address, http_address=free_address(), placement_timeout_s=120)
+    args["replica"].update(
+        dtype="float32", num_blocks=512, tensor_parallel_size=2, placement_strategy="PACK", engine_num_cpus=0
+    )
+    args["scaling"].update(min_replicas=1, max_replicas=1)
+    await asyncio.to_thread(deploy, document, cluster.dashboard_url, lambda progress: None)
+    text = "The number of the sea is"
+    with LLM(settings.model, dtype="float32", num_blocks=64) as llm:
+        params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+        expected = llm.generate(text, params)[0].token_ids
+    async with GatewayClient(grpc_address) as client:
+        row = await until_cluster(client, lambda row: num_connected(row) == 1)
+        (replica,) = row.replicas
+        assert replica.start_report.startswith("cpu, float32: weights ")
+        homes = nodes_of_ranks(nodes)
+        assert len({node.node_id for node in homes}) == len(homes) == 2
+        (lost_node,) = (node for node in homes if node.node_id != replica.node_id)
+
+        chunks: list[Chunk] = []
+        async for chunk in client.generate(call(text, 100)):
+            chunks.append(chunk)
+            if lost_node is not None and len(tokens(chunks)) >= 10:
+                nodes.remove_node(lost_node, allow_graceful=False)
+                nodes.add_node(**WORKER)
+                lost_node = None
+        assert tokens(chunks) == expected
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.num_resumes >= 1
+        homes = nodes_of_ranks(nodes)
+        assert len({node.node_id for node in homes}) == len(homes) == 2
+        assert tokens([chunk async for chunk in client.generate(call(text, 100))]) == expected

@@ -204,8 +204,7 @@ class GatewayLedger:
 
     def start_report(self, replica_id: str) -> str:
         """What a member told of its start; empty for a stranger."""
-        member = self._members.get(replica_id)
-        return member.start_report if member is not None else ""
+        return member.start_report if (member := self._members.get(replica_id)) is not None else ""
 
     def can_place(self, excluded: Set[str]) -> bool:
         """Whether a replica other than the ``excluded`` takes requests now."""
@@ -309,9 +308,8 @@ class GatewayLedger:
 
     def _lost(self, replica_id: str) -> None:
         if self.view.is_connected(replica_id):
-            self.journal.note(
-                EventKind.LOST, "its feed broke: nothing goes there until it is back", replica_id=replica_id
-            )
+            text = "its feed broke: nothing goes there until it is back"
+            self.journal.note(EventKind.LOST, text, replica_id=replica_id)
         self.view.disconnect(replica_id)
         for request_id in [r for r, where in self._replica_of.items() if where == replica_id]:
             if (follower := self._followers.get(request_id)) is not None:

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from fixtures.live_cluster import LiveCluster, free_address, num_connected, until_cluster
+from fixtures.live_cluster import RANK_TITLE, LiveCluster, actors, free_address, num_connected, until_cluster
 from ray.cluster_utils import Cluster
 
 from shoal_cluster.commands.client import GatewayClient
@@ -22,7 +21,6 @@ from shoal_replica import LLM, SamplingParams
 pytestmark = pytest.mark.integration
 
 CLUSTER_YAML = Path(__file__).parents[2] / "deploy" / "serve" / "cluster.yaml"
-RANK_TITLE = "ray::RankActor"
 WORKER = {"num_cpus": 1, "resources": {"shoal_replica": 1}}
 
 
@@ -74,10 +72,7 @@ def nodes_of_ranks(nodes: Cluster) -> list[Any]:
     found = []
     for node in nodes.list_all_nodes():
         (raylet,) = node.all_processes["raylet"]
-        titles = [
-            " ".join(process.cmdline()) for process in psutil.Process(raylet.process.pid).children(recursive=True)
-        ]
-        found += [node for title in titles if title.startswith(RANK_TITLE)]
+        found += [node for _ in actors(raylet.process.pid, RANK_TITLE)]
     return found
 
 

@@ -9,7 +9,7 @@ import uuid
 
 import psutil
 import pytest
-from fixtures.live_cluster import free_address
+from fixtures.live_cluster import RANK_TITLE, actors, free_address
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
@@ -20,21 +20,8 @@ from shoal_replica import LLM, SamplingParams
 pytestmark = pytest.mark.integration
 PROMPT = "The sea is deep because"
 PARAMS = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
-RANK_TITLE = "ray::RankActor"
 REPLICA_TITLE = "ray::ServeReplica:shoal:ReplicaServer"
 DOWN_LIMIT_S = 5.0
-
-
-def actors(ray: LocalRay, title: str) -> list[psutil.Process]:
-    """Processes of this cluster's actors by their title, oldest first."""
-    found = []
-    for process in psutil.Process(ray._process.pid).children(recursive=True):
-        try:
-            if " ".join(process.cmdline()).startswith(title):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return sorted(found, key=psutil.Process.create_time)
 
 
 async def test_a_replica_of_two_ranks_loses_one(local_yaml):
@@ -51,11 +38,11 @@ async def test_a_replica_of_two_ranks_loses_one(local_yaml):
         await asyncio.to_thread(deploy, document, ray.dashboard_url, lambda progress: None)
         async with GatewayClient(args["gateway"]["grpc_address"]) as client:
             assert tokens(await collect(client)) == expected
-            group = actors(ray, RANK_TITLE)
+            group = actors(ray._process.pid, RANK_TITLE)
             assert len(group) == 2
             for sign, place in ((signal.SIGKILL, 1), (signal.SIGSTOP, 0)):
                 await lose(client, ray, group[place], sign, expected)
-                group = actors(ray, RANK_TITLE)
+                group = actors(ray._process.pid, RANK_TITLE)
                 assert len(group) == 2
 
 
@@ -63,7 +50,7 @@ async def lose(
     client: GatewayClient, ray: LocalRay, victim: psutil.Process, sign: signal.Signals, expected: list[int]
 ) -> None:
     """Stop a rank in the middle of a stream: the stream goes on, by ranks that are all new."""
-    before, engines = actors(ray, RANK_TITLE), actors(ray, REPLICA_TITLE)
+    before, engines = actors(ray._process.pid, RANK_TITLE), actors(ray._process.pid, REPLICA_TITLE)
     assert len(engines) == 1
     chunks: list[Chunk] = []
     lost_s = 0.0

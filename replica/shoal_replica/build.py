@@ -19,6 +19,7 @@ from shoal_replica.config import (
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import Executor
 from shoal_replica.memory import available_bytes, default_num_blocks
+from shoal_replica.memory_advice import host_changes, npu_changes
 from shoal_replica.memory_plan import MemoryPlan, plan_host, plan_memory
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankLauncher
@@ -82,7 +83,8 @@ def resolve_config(
     if num_blocks is None:
         plan = plan_host(shape, scheduler, parallel, cache, memory_bytes)
         cache = replace(cache, num_blocks=default_num_blocks(shape, plan, block_size, scheduler.max_num_seqs))
-    plan_host(shape, scheduler, parallel, cache, memory_bytes).check()
+    plan = plan_host(shape, scheduler, parallel, cache, memory_bytes)
+    plan.check(host_changes(shape, scheduler, parallel, cache, memory_bytes))
     return EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
 
 
@@ -115,7 +117,7 @@ def _fill_npu(
     for rank in range(parallel.num_ranks):
         shard = make_shard(model, parallel, rank)
         plan = plan_memory(model, scheduler, parallel, shard, cache, free)
-        plan.check()
+        plan.check(npu_changes(model, scheduler, parallel, shard.stage, cache, free))
         fitting.append(min(plan.room_for_blocks, max_num_blocks(model, shard)) - EXTRA_BLOCKS)
     return max(1, min(fitting))
 

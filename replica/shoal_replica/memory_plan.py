@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shoal_replica.config import DTYPE_BYTES, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -70,8 +71,12 @@ class MemoryPlan:
         usable = f" of {self.usable / GIB:.2f}" if self.usable else ""
         return f"{self.device}, {self.dtype}: {shown}{usable} GiB{on_host}"
 
-    def check(self) -> None:
-        """Raise ConfigError where it does not fit, naming the smallest change that does."""
+    def check(self, changes: Iterable[tuple[str, MemoryPlan]] = ()) -> None:
+        """Raise ConfigError where it does not fit, naming the smallest change that does.
+
+        Args:
+            changes: of other settings than the numbers of blocks, the smallest first, with the plan that each makes.
+        """
         room = self.room_for_blocks
         if self.num_blocks <= room:
             return
@@ -80,16 +85,12 @@ class MemoryPlan:
         if self.num_other_blocks + room >= self.num_blocks:
             fitting = self.num_other_blocks + room - self.num_blocks if self.device == "cpu" else 0
             raise ConfigError(f"num_host_blocks: {self.report()}; num_host_blocks={fitting} fits")
-        if self.device == "cpu":
-            what = "not one block fits" if self.weights <= self.usable else "the weights alone do not fit"
-            raise ConfigError(f"num_blocks: {self.report()}; {what}")
-        without_graphs = room + self.graphs // self.block
-        if without_graphs > 0:
-            raise ConfigError(f"graph_sizes: {self.report()}; graph_sizes=[] and num_blocks={without_graphs} fit")
-        smaller = room + (self.graphs + (self.activations - WORKSPACE_BYTES) // 2) // self.block
-        if smaller > 0:
-            raise ConfigError(f"max_num_batched_tokens: {self.report()}; half as many tokens a step fit")
-        raise ConfigError(f"tensor_parallel_size: {self.report()}; the weights need more ranks")
+        for change, plan in changes:
+            if (room := plan.room_for_blocks) > 0:
+                field = change.partition("=")[0]
+                raise ConfigError(f"{field}: {self.report()}; {change} fits, with num_blocks up to {room}")
+        what = "not one block fits" if self.weights <= self.usable else "the weights alone do not fit"
+        raise ConfigError(f"model: {self.report()}; {what}")
 
 
 def plan_memory(

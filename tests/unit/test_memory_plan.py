@@ -15,6 +15,7 @@ from shoal_replica.config import (
     default_graph_sizes,
 )
 from shoal_replica.errors import ConfigError
+from shoal_replica.memory_advice import host_changes, npu_changes
 from shoal_replica.memory_plan import GIB, MemoryPlan, plan_host, plan_memory, shard_weight_bytes
 from shoal_replica.shard import make_shard, whole_shard
 
@@ -84,12 +85,47 @@ def test_blocks_fill_what_is_left() -> None:
 
 def test_the_smallest_change_is_named() -> None:
     assert plan(1, 40, tensor_parallel_size=2).communication > plan(1, 40).communication == 0
-    with pytest.raises(ConfigError, match=r"graph_sizes: .*graph_sizes=\[\] and num_blocks=\d+ fit"):
-        plan(1, 16.4).check()
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: .*half as many"):
-        plan(1, 16.25).check()
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: .*more ranks"):
-        plan(1, 15).check()
+    for free, change in (
+        (16.4, r"graph_sizes=\[\]"),
+        (16.3, "max_num_seqs=32, max_num_batched_tokens=256"),
+        (15.9, "quantization=int8"),
+        (8.5, "tensor_parallel_size=3"),
+    ):
+        field = change.partition("=")[0]
+        with pytest.raises(
+            ConfigError, match=rf"^{field}: npu, bfloat16: .* GiB; {change} fits, with num_blocks up to \d+$"
+        ):
+            check_npu(plan(100, free), free)
+    with pytest.raises(ConfigError, match=r"^model: npu, bfloat16: .* GiB; the weights alone do not fit$"):
+        check_npu(plan(100, 0.5), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("free", "change"),
+    [
+        (15.2, "max_num_seqs=32, max_num_batched_tokens=256"),
+        (15.02, "max_num_seqs=8, max_num_batched_tokens=64"),
+        (14.9, "quantization=int8"),
+        (7.5, "quantization=int4"),
+    ],
+)
+def test_the_smallest_change_of_a_cpu_replica_is_named_and_fits(free: float, change: str) -> None:
+    settings, cache = (EIGHT_B, SchedulerConfig(), ParallelConfig()), CacheConfig(num_blocks=900, block_size=128)
+    free_bytes = int(free * GIB)
+    with pytest.raises(ConfigError, match=rf"; {change} fits, with num_blocks up to \d+$") as refusal:
+        plan_host(*settings, cache, free_bytes).check(host_changes(*settings, cache, free_bytes))
+    named, _, num_blocks = str(refusal.value).rpartition("; ")[2].partition(" fits, with num_blocks up to ")
+    fewer = dict(part.split("=") for part in named.split(", "))
+    cache = replace(cache, num_blocks=int(num_blocks))
+    model = replace(EIGHT_B, quantization=fewer.pop("quantization", "none"))
+    scheduler = replace(SchedulerConfig(), **{name: int(value) for name, value in fewer.items()})
+    plan_host(model, scheduler, ParallelConfig(), cache, free_bytes).check()
+
+
+def check_npu(refused: MemoryPlan, free: float) -> None:
+    parallel = ParallelConfig(device="npu", graph_sizes=default_graph_sizes(64))
+    cache = CacheConfig(num_blocks=refused.num_blocks, block_size=128)
+    refused.check(npu_changes(EIGHT_B, SchedulerConfig(), parallel, 0, cache, int(free * GIB)))
 
 
 def test_the_report_says_which_weights_stay_wide() -> None:

@@ -11,6 +11,7 @@ from shoal_kernels import npu_limits
 from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory import available_bytes
+from shoal_replica.memory_advice import npu_changes
 from shoal_replica.memory_plan import plan_memory
 from shoal_replica.shard import Shard, make_shard
 
@@ -73,7 +74,7 @@ def check_memory(config: EngineConfig, rank: int) -> None:
     shard = make_shard(config.model, config.parallel, rank)
     plan = plan_memory(config.model, config.scheduler, config.parallel, shard, config.cache, free)
     logger.info("rank %d: %s", rank, plan.report())
-    plan.check()
+    plan.check(npu_changes(config.model, config.scheduler, config.parallel, shard.stage, config.cache, free))
     room = available_bytes() // plan.block
     if config.cache.num_host_blocks > room:
         raise ConfigError(

@@ -1,0 +1,60 @@
+"""What to change where a replica does not fit: settings that take less, those first that cost its users least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shoal_replica.config import LAYER_BITS, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from shoal_replica.memory_plan import MemoryPlan, plan_host, plan_memory
+from shoal_replica.shard import make_shard
+
+Settings = tuple[ModelConfig, SchedulerConfig, ParallelConfig]
+QUANTIZATIONS = {"cpu": ("int8", "int4"), "npu": ("int8",)}
+
+
+def host_changes(
+    model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, cache: CacheConfig, free_bytes: int
+) -> Iterator[tuple[str, MemoryPlan]]:
+    """Changes of a CPU replica, and the plan of each; see ``plan_host``."""
+    for change, settings in _changes(model, scheduler, parallel):
+        yield change, plan_host(*settings, cache, free_bytes)
+
+
+def npu_changes(
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
+    stage: int,
+    cache: CacheConfig,
+    free_bytes: int,
+) -> Iterator[tuple[str, MemoryPlan]]:
+    """Changes of an NPU replica, and the plan that each makes of the first rank of a stage, none of which is larger."""
+    for change, (m, s, p) in _changes(model, scheduler, parallel):
+        yield change, plan_memory(m, s, p, make_shard(m, p, stage * p.tensor_parallel_size), cache, free_bytes)
+
+
+def _changes(
+    model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig
+) -> Iterator[tuple[str, Settings]]:
+    if parallel.graph_sizes:
+        yield "graph_sizes=[]", (model, scheduler, replace(parallel, graph_sizes=()))
+    most_seqs, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    for tokens in _halves(most_tokens, least=most_seqs):
+        yield f"max_num_batched_tokens={tokens}", (model, replace(scheduler, max_num_batched_tokens=tokens), parallel)
+    for seqs in _halves(most_seqs, least=1):
+        tokens = max(seqs, most_tokens * seqs // most_seqs)
+        fewer = replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+        yield f"max_num_seqs={seqs}, max_num_batched_tokens={tokens}", (model, fewer, parallel)
+    bits = LAYER_BITS[model.quantization]
+    for name in QUANTIZATIONS[parallel.device]:
+        if bits is None or (LAYER_BITS[name] or bits) < bits:
+            yield f"quantization={name}", (replace(model, quantization=name), scheduler, parallel)
+    if parallel.device == "npu":
+        for size in range(parallel.tensor_parallel_size + 1, model.num_heads + 1):
+            yield f"tensor_parallel_size={size}", (model, scheduler, replace(parallel, tensor_parallel_size=size))
+
+
+def _halves(most: int, least: int) -> Iterator[int]:
+    while (most := most // 2) >= least:
+        yield most

@@ -143,20 +143,33 @@ def test_host_and_device_do_not_wait_for_each_other_in_a_graph(what: str) -> Non
     assert not graphs.is_capturing()
 
 
-def test_hccl_collectives_of_two_processes() -> None:
-    """torch_npu's own process group; every collective of the engine, and those of pipelines and experts."""
+def start_ranks(devices: str) -> list[subprocess.Popen[bytes]]:
+    """Two processes that try every collective, one on each of ``devices``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, str(Path(__file__).with_name("collective_rank.py"))]
-    ranks = [
+    return [
         subprocess.Popen(
             [*command, str(rank), str(port)],
             stdout=subprocess.PIPE,
-            env=os.environ | {"ASCEND_RT_VISIBLE_DEVICES": str(rank), "HCCL_CONNECT_TIMEOUT": "120"},
+            stderr=subprocess.PIPE,
+            env=os.environ | {"ASCEND_RT_VISIBLE_DEVICES": device, "HCCL_CONNECT_TIMEOUT": "120"},
         )
-        for rank in range(2)
+        for rank, device in enumerate(devices)
     ]
-    for rank, process in enumerate(ranks):
+
+
+def test_two_ranks_on_one_device_are_refused() -> None:
+    for process in start_ranks("00"):
+        _, error = process.communicate(timeout=120)
+        assert process.returncode
+        assert b"HcclCommInitRootInfo" in error
+        assert b"error code is 1" in error
+
+
+def test_hccl_collectives_of_two_processes() -> None:
+    """torch_npu's own process group; every collective of the engine, and those of pipelines and experts."""
+    for rank, process in enumerate(start_ranks("01")):
         said, _ = process.communicate(timeout=120)
         assert json.loads(said.splitlines()[-1]) == {
             "backend": "ProcessGroupHCCL",

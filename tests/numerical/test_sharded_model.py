@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fixtures.rank_threads import ThreadedRanks
 from fixtures.serving_story import CACHE, NUM_NEW, run
-from tiny_models import FAMILIES, make_checkpoint
+from tiny_models import FAMILIES, SHAPE, make_checkpoint
+from torch import Tensor
+from transformers import Qwen3Config
 
 from shoal_replica.config import ModelConfig, ParallelConfig
+from shoal_replica.model import weights
 from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.model.parameters import parameters
 from shoal_replica.model.weights import load_weights
 from shoal_replica.shard import make_shard, whole_shard
 
@@ -48,9 +53,14 @@ def test_tokens_are_those_of_the_whole_model(family: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_integer_weights_are_cut_between_their_groups(tmp_path: Path, quantization: str) -> None:
-    model = ModelConfig.from_folder(make_checkpoint("qwen3", tmp_path), quantization=quantization)
-    check_ranks(model, [(2, 1), (3, 1), (1, 2)])
+def test_integer_weights_are_cut_between_their_groups(
+    tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five groups of MLP columns, for two to four ranks."""
+    wide = Qwen3Config(**SHAPE | {"intermediate_size": 160}, head_dim=32)
+    monkeypatch.setitem(FAMILIES, "qwen3-wide", lambda: wide)
+    model = ModelConfig.from_folder(make_checkpoint("qwen3-wide", tmp_path), quantization=quantization)
+    check_ranks(model, [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 3, 4])
@@ -76,6 +86,43 @@ def test_ranks_hold_every_weight_once(family: Path, tensor_size: int) -> None:
     assert [len(s.heads) for s in shards] == [
         len(part["layers.0.o_proj.weight"][0]) // config.head_size for part in parts
     ]
+
+
+class CountedSlice:
+    """Of a file: what has been read of it is counted."""
+
+    def __init__(self, stored: Any, read: dict[str, int], name: str) -> None:
+        self._stored, self._read, self._name = stored, read, name
+        self.get_shape = stored.get_shape
+
+    def __getitem__(self, place: Any) -> Tensor:
+        part: Tensor = self._stored[place]
+        self._read[self._name] = self._read.get(self._name, 0) + part.numel()
+        return part
+
+
+@pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (4, 1), (1, 2)])
+def test_a_rank_reads_only_its_part(
+    family: Path, tensor_size: int, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig.from_folder(family)
+    parallel = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
+    read: dict[str, int] = {}
+    stored_tensors = weights._stored_tensors
+    monkeypatch.setattr(
+        weights, "_stored_tensors", lambda path: ((n, CountedSlice(s, read, n)) for n, s in stored_tensors(path))
+    )
+    for rank in range(parallel.num_ranks):
+        read.clear()
+        shard = make_shard(config, parallel, rank)
+        load_weights(config, torch.device("cpu"), shard)
+        wanted = {
+            piece.name: len(piece.rows) * (len(piece.columns) if piece.columns is not None else 1)
+            for parameter in parameters(config, shard)
+            for piece in parameter.pieces
+        }
+        assert read == {name: size for name, size in wanted.items() if size}
+        assert sum(read.values()) < 0.8 * config.num_parameters
 
 
 def test_stages_hold_their_layers_alone(family: Path) -> None:

@@ -22,6 +22,7 @@ enum { MAX_RANKS = 16, CHUNK = 1 << 20, LETTER = 1 << 16 };
 typedef struct { _Atomic uint32_t is_full; char data[LETTER]; } mailbox_t;
 typedef struct {
   _Atomic uint32_t joined, arrived, generation;
+  _Atomic int32_t device[MAX_RANKS]; /* the host's number of each rank's */
   mailbox_t mail[MAX_RANKS][MAX_RANKS]; /* [from][to] */
   char slot[MAX_RANKS][CHUNK];
 } shared_t;
@@ -80,12 +81,16 @@ int HcclCommInitRootInfo(uint32_t num_ranks, const root_info_t *info, uint32_t r
   close(file);
   if (c->shared == MAP_FAILED) return E_MEMORY;
   uint32_t before;
+  const char *visible = getenv("ASCEND_RT_VISIBLE_DEVICES");
+  atomic_store(&c->shared->device[rank], visible ? atoi(visible) : 0); /* a process uses the first that it sees */
   atomic_fetch_add(&c->shared->joined, 1);
   while ((before = atomic_load(&c->shared->joined)) < num_ranks) {
     int status = await(c, &c->shared->joined, before, 1, "HCCL_CONNECT_TIMEOUT");
     if (status) { shm_unlink(c->name); return status; }
   }
   int status = barrier(c);
+  for (uint32_t other = 0; other < num_ranks; other++) /* as on hosts: a device has one rank of a communicator */
+    if (other != rank && atomic_load(&c->shared->device[other]) == atomic_load(&c->shared->device[rank])) status = E_PARA;
   if (rank == 0) shm_unlink(c->name); /* all have it open: nothing is left behind, however they end */
   *out = c;
   return status;

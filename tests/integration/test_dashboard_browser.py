@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import datetime
 from urllib.parse import urlsplit
 
 import pytest
@@ -139,6 +140,45 @@ async def test_a_broken_stream_says_so_and_comes_back() -> None:
             await expect(page.locator("#replica-count")).to_contain_text("of 3 ready")  # two, and one that starts
     finally:
         await watching.__aexit__(None, None, None)
+
+
+async def test_a_stream_that_is_late_says_so_and_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway sends one update and then nothing, its connection open: only time tells. Who asks anew gets one."""
+    monkeypatch.setattr("shoal_cluster.serve.dashboard.page.UPDATE_PERIOD_S", 3600.0)
+    address = free_address()
+    async with serving(FakeCore(), address), browser_page(f"http://{address}/dashboard") as watched:
+        page = watched.page
+        await is_live(page)
+        await expect(page.locator("#connection")).to_have_text("reconnecting")
+        await expect(page.get_by_role("alert")).to_contain_text("What you see is from")
+        await is_live(page)
+        assert watched.errors == []
+
+
+async def test_the_charts_go_back_six_hours(core: FakeCore, url: str) -> None:
+    """By keyboard alone: to the range, and to the first moment that a chart shows."""
+    stand_still(core)
+    async with browser_page(url) as watched:
+        page = watched.page
+        await is_live(page)
+        ranges = page.get_by_role("group", name="Time range of all charts").get_by_role("button")
+        await expect(ranges).to_have_text(["10 min", "1 h", "6 h"])
+        chart = page.get_by_role("group", name="Replicas over time")
+        moments = []
+        for number in range(3):
+            await ranges.nth(number).press("Enter")
+            await expect(ranges.nth(number)).to_have_attribute("aria-pressed", "true")
+            await expect(page.locator("#ranges [aria-pressed=true]")).to_have_count(1)
+            await chart.focus()
+            await page.keyboard.press("Home")
+            await expect(chart.locator("time")).not_to_be_empty()
+            moments.append(await chart.locator("time").get_attribute("datetime"))
+        now = core.clock()
+        ages_s = [now - datetime.fromisoformat(moment or "").timestamp() for moment in moments]
+        assert ages_s[0] <= 600
+        assert 600 < ages_s[1] <= 3600
+        assert 4.5 * 3600 < ages_s[2] <= 6 * 3600, "what the replicas of this scripted cluster remember"
+        assert watched.errors == []
 
 
 async def test_controls_need_the_key_and_change_the_cluster(core: FakeCore, url: str) -> None:

@@ -120,7 +120,7 @@ class Chart {
     this.figure = element("figure", kind, caption, this.canvas);
     this.figure.tabIndex = 0;
     this.figure.setAttribute("role", "group");
-    this.figure.setAttribute("aria-label", `${spec.title} over time. Left and right arrows read single moments.`);
+    this.figure.setAttribute("aria-label", `${spec.title} over time. Left and right arrows, Home and End read single moments.`);
     this.figure.addEventListener("keydown", (event) => this.onKey(event));
     this.figure.addEventListener("focus", () => this.output.setAttribute("aria-live", "polite"));
     this.figure.addEventListener("blur", () => this.point(null));
@@ -235,10 +235,11 @@ class Chart {
       this.values[i].item.hidden = Boolean(quiet && !row?.[key]);
     });
     setText(this.when, index == null || !row ? "" : timeOfDay(row.time_s));
+    this.when.dateTime = index == null || !row ? "" : new Date(row.time_s * 1000).toISOString();
   }
 
   onKey(event) {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
     if (event.target !== this.figure || !this.rows.length) return;
     if (event.key === "Escape") this.point(null);
     if (!step) return;

@@ -6,7 +6,7 @@ Optional: where the library was not built, or a shape is not covered, the torch 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,20 +116,21 @@ class NativeDecoder:
     Of a shard, all ranks make the same calls; products over what is spread between them are summed by ``exchange``.
 
     Args:
-        weights: packed parameters by name (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the shape's
-            dtype; copied. Matrices may be integers where that is bfloat16.
+        weights: packed parameters with their names (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the
+            shape's dtype; packed one by one. Matrices may be integers where that is bfloat16.
         cos_sin: float32 [max_positions, head_size]: cosines, then sines.
         kernels: an instruction set of ``supported_kernels()``, or "" for the best.
         exchange: how the ranks that share each layer see one another; None where there is one.
 
     Raises:
-        ValueError: a shape that is not covered, or an instruction set that this machine does not run.
+        ValueError: a shape that is not covered, an instruction set that this machine does not run, or a parameter that
+            is missing or of another size.
     """
 
     def __init__(
         self,
         shape: DecoderShape,
-        weights: Mapping[str, Tensor | IntegerWeight],
+        weights: Iterable[tuple[str, Tensor | IntegerWeight]],
         cos_sin: Tensor,
         kernels: str = "",
         exchange: Exchange | None = None,
@@ -142,14 +143,13 @@ class NativeDecoder:
         self._handle: int | None = library().shoal_decoder_create(ctypes.byref(_c_shape(shape, kernels)), peers)
         if not self._handle:
             raise ValueError(last_error())
-        for name, number in GLOBAL_PARAMETERS.items():
-            if self._holds(name):
-                self._set(number, 0, weights[name])
-        for layer in range(shape.num_layers):
-            for name, number in LAYER_PARAMETERS.items():
-                parameter = weights.get(f"layers.{shape.first_layer + layer}.{name}")
-                if parameter is not None:
-                    self._set(number, layer, parameter)
+        missing = self._required()
+        for name, parameter in weights:
+            if (place := self._place(name)) is not None:
+                self._set(*place, parameter)
+                missing.discard(name)
+        if missing:
+            raise ValueError(f"weights: {min(missing)!r} is missing")
         table = cos_sin.float().contiguous()
         if table.shape != (shape.max_positions, shape.head_size):
             raise ValueError(f"cos_sin: got shape {tuple(table.shape)}")
@@ -246,12 +246,26 @@ class NativeDecoder:
         if getattr(self, "_handle", None):
             self.close()
 
-    def _holds(self, name: str) -> bool:
-        """Whether a table or the last norm is here. A tied model's embedding is its head, which both ends need."""
+    def _required(self) -> set[str]:
+        """Names of what every decoder of this shape has: all but biases and norms of queries and keys."""
+        of_layer = [name for name in LAYER_PARAMETERS if name.endswith(("_proj.weight", "_layernorm.weight"))]
+        layers = range(self.shape.first_layer, self.shape.first_layer + self.shape.num_layers)
+        tables = {name for name in GLOBAL_PARAMETERS if self._place(name) is not None}
+        return tables | {f"layers.{layer}.{name}" for layer in layers for name in of_layer}
+
+    def _place(self, name: str) -> tuple[int, int] | None:
+        """A parameter's number and its layer here; None where the shard has no use for it. A tied
+        model's embedding is its head, which both ends need.
+        """
+        if name not in GLOBAL_PARAMETERS:
+            layer, _, of_layer = name.removeprefix("layers.").partition(".")
+            return LAYER_PARAMETERS[of_layer], int(layer) - self.shape.first_layer
         is_first, is_last, is_tied = self.shape.is_first_stage, self.shape.is_last_stage, self.shape.tied_embeddings
         if name == "embed_tokens.weight":
-            return is_first and not is_tied
-        return is_last or (name == "lm_head.weight" and is_first and is_tied)
+            is_held = is_first and not is_tied
+        else:
+            is_held = is_last or (name == "lm_head.weight" and is_first and is_tied)
+        return (GLOBAL_PARAMETERS[name], 0) if is_held else None
 
     def _open(self) -> int:
         if not self._handle:

@@ -14,7 +14,7 @@ from shoal_kernels.integers import GROUP_SIZE, IntegerWeight, round_weight
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.model.quantization import quantize
-from shoal_replica.model.weights import load_weights
+from shoal_replica.model.weights import load_weights, stream_weights
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -61,14 +61,14 @@ def test_what_cannot_be_rounded(tmp_path: Path) -> None:
     weights = load_weights(config, torch.device("cpu"))
     weights["layers.0.down_proj.weight"] = weights["layers.0.down_proj.weight"][:, :40]
     with pytest.raises(ConfigError, match=r"layers\.0\.down_proj\.weight has 40 inputs"):
-        quantize(config, weights)
+        dict(quantize(config, weights.items()))
     with pytest.raises(ConfigError, match="quantization: got 'int3'"):
         ModelConfig.from_folder(config.folder, quantization="int3")
 
 
 def test_norms_biases_and_a_tied_table(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(make_checkpoint("qwen2", tmp_path), quantization="int4")
-    rounded = quantize(config, load_weights(config, torch.device("cpu")))
+    rounded = dict(quantize(config, stream_weights(config, torch.device("cpu"))))
     kinds = {name: w.bits if isinstance(w, IntegerWeight) else None for name, w in rounded.items()}
     for name, bits in kinds.items():
         if name in ("embed_tokens.weight", "lm_head.weight"):

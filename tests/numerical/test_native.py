@@ -188,7 +188,7 @@ def check_sequence(
 ) -> None:
     """A sequence computed ``chunks`` at a time, in shuffled blocks."""
     token_ids, blocks = tokens(shape, sum(chunks)), shuffled_blocks(shape)
-    decoder = NativeDecoder(shape, weights, rotary_table(shape), kernels)
+    decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels)
     outputs, start = [], 0
     for chunk in chunks:
         outputs.append(run(decoder, Part(token_ids[start : start + chunk], start, blocks)))
@@ -274,8 +274,8 @@ def test_a_decoding_row_does_not_depend_on_its_company_or_the_threads(dtype: tor
     blocks = [list(range(20 * i, 20 * i + 20)) for i in range(5)]
     blocks[0] = list(range(70, 120))
     blocks[1:] = [list(range(10 * i, 10 * i + 10)) for i in range(4)]
-    alone = NativeDecoder(shape, weights, rotary_table(shape))
-    together = NativeDecoder(replace(shape, num_threads=2), weights, rotary_table(shape))
+    alone = NativeDecoder(shape, weights.items(), rotary_table(shape))
+    together = NativeDecoder(replace(shape, num_threads=2), weights.items(), rotary_table(shape))
     for decoder in (alone, together):
         for prompt, held in zip(prompts, blocks, strict=True):
             run(decoder, Part(prompt, 0, held))
@@ -290,7 +290,7 @@ def test_nothing_of_an_earlier_sequence_shows_in_a_reused_block() -> None:
     poisoned = weights["embed_tokens.weight"].clone()
     poisoned[3] = torch.nan
     weights = {**weights, "embed_tokens.weight": poisoned, "lm_head.weight": poisoned}
-    used, fresh = (NativeDecoder(shape, weights, rotary_table(shape)) for _ in range(2))
+    used, fresh = (NativeDecoder(shape, weights.items(), rotary_table(shape)) for _ in range(2))
     assert run(used, Part([3] * 48, 0, [0, 1, 2])).isnan().all()
     clean = [t for t in tokens(shape, 40) if t != 3]
     for start, end in ((0, 18), (18, 19), (19, len(clean))):
@@ -302,7 +302,7 @@ def test_nothing_of_an_earlier_sequence_shows_in_a_reused_block() -> None:
 
 def test_copied_blocks_take_what_their_sources_were() -> None:
     shape = make_shape(dtype=torch.bfloat16)
-    decoder = NativeDecoder(shape, make_weights(shape), rotary_table(shape))
+    decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     prompt = tokens(shape, 32)
     run(decoder, Part(prompt, 0, [4, 5]))
     expected = run(decoder, Part([9], 32, [4, 5, 6]))
@@ -323,7 +323,7 @@ def test_copied_blocks_take_what_their_sources_were() -> None:
 )
 def test_what_does_not_exist_is_refused(part: Part, message: str) -> None:
     shape = make_shape()
-    decoder = NativeDecoder(shape, make_weights(shape), rotary_table(shape))
+    decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     with pytest.raises(ValueError, match=message):
         run(decoder, part)
 
@@ -334,11 +334,14 @@ def test_shapes_that_are_not_covered() -> None:
     assert native.covers(make_shape())
     shape = make_shape()
     with pytest.raises(ValueError, match="head_size"):
-        NativeDecoder(replace(shape, head_size=24), make_weights(shape), rotary_table(shape))
+        NativeDecoder(replace(shape, head_size=24), make_weights(shape).items(), rotary_table(shape))
     with pytest.raises(ValueError, match="does not run"):
-        NativeDecoder(shape, make_weights(shape), rotary_table(shape), "sse9")
+        NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape), "sse9")
+    incomplete = {name: weight for name, weight in make_weights(shape).items() if name != "layers.1.o_proj.weight"}
+    with pytest.raises(ValueError, match=r"'layers\.1\.o_proj\.weight' is missing"):
+        NativeDecoder(shape, incomplete.items(), rotary_table(shape))
     with pytest.raises(ValueError, match="values"):
-        NativeDecoder(shape, {**make_weights(shape), "norm.weight": torch.ones(3)}, rotary_table(shape))
+        NativeDecoder(shape, {**make_weights(shape), "norm.weight": torch.ones(3)}.items(), rotary_table(shape))
 
 
 def test_integers_that_do_not_fit_the_decoder() -> None:
@@ -351,11 +354,11 @@ def test_integers_that_do_not_fit_the_decoder() -> None:
         ({"layers.0.o_proj.weight": replace(round_weight(torch.ones(96, 384), 8), bits=5)}, "bits"),
     ):
         with pytest.raises(ValueError, match=message):
-            NativeDecoder(shape, {**weights, **bad}, rotary_table(shape))
+            NativeDecoder(shape, {**weights, **bad}.items(), rotary_table(shape))
     shape = make_shape(dtype=torch.float32)
     with pytest.raises(ValueError, match="bfloat16"):
         NativeDecoder(
-            shape, round_matrices(make_weights(replace(shape, intermediate_size=160)), 8), rotary_table(shape)
+            shape, round_matrices(make_weights(replace(shape, intermediate_size=160)), 8).items(), rotary_table(shape)
         )
 
 
@@ -386,7 +389,7 @@ def test_progress_differs_while_a_step_goes_on(num_threads: int) -> None:
 
 def test_closed_decoder() -> None:
     shape = make_shape()
-    decoder = NativeDecoder(shape, make_weights(shape), rotary_table(shape))
+    decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     decoder.close()
     decoder.close()
     with pytest.raises(RuntimeError, match="closed"):

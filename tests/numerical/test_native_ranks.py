@@ -110,7 +110,7 @@ def make_decoder(exchange: SharedExchange | CarriedExchange) -> NativeDecoder:
     matrices |= {"layers.0.gate_up_proj": (32, 16), "layers.0.down_proj": (16, 16)}
     weights = {name: torch.zeros(size) for name, size in zero.items()}
     weights |= {f"{name}.weight": torch.zeros(shape) for name, shape in matrices.items()}
-    return NativeDecoder(SHAPE, weights, torch.zeros(16, 16), exchange=exchange)
+    return NativeDecoder(SHAPE, weights.items(), torch.zeros(16, 16), exchange=exchange)
 
 
 def step(held: NativeDecoder) -> Tensor:

@@ -20,7 +20,7 @@ from shoal_replica.model.npu_memory import open_device
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
 from shoal_replica.model.quantization import quantize
 from shoal_replica.model.sequence_table import StepArrays
-from shoal_replica.model.weights import DTYPES, load_weights
+from shoal_replica.model.weights import DTYPES, stream_weights
 from shoal_replica.ranks.runner import CollectiveError
 from shoal_replica.shard import Shard, make_shard, whole_shard
 
@@ -77,7 +77,7 @@ def make_decoder(
         shard, group: what this rank holds and how it reaches the others; None is the whole model on one rank.
 
     Raises:
-        NotFound, ConfigError: from ``load_weights``.
+        NotFound, ConfigError: from ``stream_weights``.
     """
     if parallel.device == "npu":
         open_device()  # says what is missing where that is torch_npu
@@ -113,10 +113,10 @@ class TorchDecoder:
     ) -> None:
         shard = shard or whole_shard(model)
         self._device = torch.device(parallel.device)
-        weights = quantize(model, load_weights(model, self._device, shard))
+        weights = quantize(model, stream_weights(model, self._device, shard))
         dtype = DTYPES[model.dtype]
         # These operators take plain matrices, so integers are widened again: same results, no memory saved.
-        plain = {name: w.widen(dtype) if isinstance(w, IntegerWeight) else w for name, w in weights.items()}
+        plain = {name: w.widen(dtype) if isinstance(w, IntegerWeight) else w for name, w in weights}
         self._model = LlamaDecoder(model, plain, shard, group)
         num_heads = len(shard.kv_heads)
         self._first_row = cache.num_blocks + 1
@@ -179,7 +179,7 @@ class NativeCpuDecoder:
         exchange = group.exchange(max(EXCHANGE_BYTES // 4, model.hidden_size, shard.vocab_share))
         self._native = native.NativeDecoder(
             _native_shape(model, cache, parallel, shard),
-            quantize(model, load_weights(model, cpu, shard)),
+            quantize(model, stream_weights(model, cpu, shard)),
             rotary_cache(model, torch.float32, cpu),
             exchange=exchange,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,8 +24,9 @@ from shoal_replica.model.layers import Weights
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.npu_memory import EXTRA_BLOCKS, check_shape, open_device
 from shoal_replica.model.parallel_group import ParallelGroup
+from shoal_replica.model.parameters import EMBEDDING, HEAD
 from shoal_replica.model.sequence_table import StepArrays
-from shoal_replica.model.weights import DTYPES, load_weights
+from shoal_replica.model.weights import DTYPES, load_weights, stream_weights
 from shoal_replica.shard import Shard, whole_shard
 
 ALIGNMENT = 8  # int32 numbers, 32 bytes: what the device's transfers are aligned to
@@ -237,14 +238,13 @@ def _load_weights(model: ModelConfig, device: torch.device, shard: Shard) -> Wei
     """On the device; int8 rounds the projections of attention and MLP on the host, so the device never has both."""
     if model.quantization == "none":
         return load_weights(model, device, shard)
-    weights = load_weights(model, torch.device("cpu"), shard)
-    loaded = {}
-    for name in list(weights):
-        weight = weights.pop(name)
+    loaded: dict[str, Any] = {}
+    for name, weight in stream_weights(model, torch.device("cpu"), shard):
+        if name == HEAD and model.tie_word_embeddings:
+            loaded[name] = loaded[EMBEDDING]
+            continue
         is_rounded = name.endswith("_proj.weight") and ".experts." not in name
         loaded[name] = (round_weight(weight) if is_rounded else weight).to(device)
-    if model.tie_word_embeddings and "embed_tokens.weight" in loaded:
-        loaded["lm_head.weight"] = loaded["embed_tokens.weight"]
     return cast(Weights, loaded)  # ``ops.linear`` knows both
 
 

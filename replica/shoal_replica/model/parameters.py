@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from shoal_replica.config import ModelConfig
 from shoal_replica.shard import Shard
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -55,7 +57,7 @@ def parameters(config: ModelConfig, shard: Shard) -> Iterator[Parameter]:
     """Every packed parameter of a rank; those of layer i are named ``layers.{i}.…``."""
     tied = config.tie_word_embeddings
     if shard.is_first_stage or (tied and shard.is_last_stage):
-        yield _table("embed_tokens.weight", "model.embed_tokens.weight", config, shard)
+        yield _table(EMBEDDING, "model.embed_tokens.weight", config, shard)
     for layer in shard.layers:
         yield from _attention(config, shard, layer)
         if config.moe is not None and layer in config.moe.layers:
@@ -65,7 +67,7 @@ def parameters(config: ModelConfig, shard: Shard) -> Iterator[Parameter]:
     if shard.is_last_stage:
         yield _vector("norm.weight", "model.norm.weight", config.hidden_size)
         if not tied:
-            yield _table("lm_head.weight", "lm_head.weight", config, shard)
+            yield _table(HEAD, HEAD, config, shard)
 
 
 def _attention(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError, NotFound
-from shoal_replica.model.parameters import Piece, parameters
+from shoal_replica.model.parameters import EMBEDDING, HEAD, Piece, parameters
 from shoal_replica.shard import Shard, whole_shard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -22,9 +23,17 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def load_weights(config: ModelConfig, device: torch.device, shard: Shard | None = None) -> dict[str, Tensor]:
-    """Parameters of a rank by packed name (see ``parameters``), in the config's dtype, on ``device``.
+    """Every parameter of ``stream_weights``, all at once; tied tables are one tensor."""
+    return dict(stream_weights(config, device, shard))
 
-    Only the rank's pieces are read from the files. Memory peaks at the parameters plus one piece.
+
+def stream_weights(
+    config: ModelConfig, device: torch.device, shard: Shard | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a rank with their packed names (see ``parameters``), in the config's dtype, on ``device``.
+
+    Each is read when it is asked for, and only the rank's pieces of it: who packs them otherwise never holds two
+    models. Of tied tables the second follows the first, and is the same tensor.
 
     Args:
         shard: None loads the whole model.
@@ -34,27 +43,16 @@ def load_weights(config: ModelConfig, device: torch.device, shard: Shard | None 
         ConfigError: a tensor is missing, unexpected or of another shape than config.json says, or a file is damaged.
     """
     dtype = DTYPES[config.dtype]
-    weights: dict[str, Tensor] = {}
-    places: dict[str, tuple[Piece, Tensor]] = {}
-    for parameter in parameters(config, shard or whole_shard(config)):
-        packed = weights[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=device)
-        targets = torch.split(packed, [len(piece.rows) for piece in parameter.pieces])
-        places.update({piece.name: (piece, target) for piece, target in zip(parameter.pieces, targets, strict=True)})
-    missing = {piece.name for parameter in parameters(config, whole_shard(config)) for piece in parameter.pieces}
-    for name, stored in _stored_tensors(Path(config.folder)):
-        if _is_redundant(name, config):
-            continue
-        if name not in missing:
-            raise ConfigError(f"model: unexpected tensor {name!r} in {config.folder}")
-        missing.remove(name)
-        if name in places:
-            piece, target = places[name]
-            _fill(target, piece, stored)
-    if missing:
-        raise ConfigError(f"model: tensor {min(missing)!r} is missing in {config.folder} ({len(missing)} missing)")
-    if config.tie_word_embeddings and "embed_tokens.weight" in weights:
-        weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    return weights
+    with ExitStack() as files:
+        stored = _stored_tensors(config, files)
+        for parameter in parameters(config, shard or whole_shard(config)):
+            packed = torch.empty(parameter.shape, dtype=dtype, device=device)
+            targets = torch.split(packed, [len(piece.rows) for piece in parameter.pieces])
+            for piece, target in zip(parameter.pieces, targets, strict=True):
+                _fill(target, piece, stored[piece.name].get_slice(piece.name))
+            yield parameter.name, packed
+            if parameter.name == EMBEDDING and config.tie_word_embeddings:
+                yield HEAD, packed
 
 
 def _fill(target: Tensor, piece: Piece, stored: Any) -> None:
@@ -73,20 +71,27 @@ def _fill(target: Tensor, piece: Piece, stored: Any) -> None:
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Some checkpoints store what follows from the config: rotary frequencies, or the tied embedding twice."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == HEAD)
 
 
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Name and open slice of every tensor; nothing is read before the slice is indexed."""
-    for path in _weight_files(folder):
+def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
+    """The open file of every tensor of the model; nothing but headers has been read. ``files`` closes them."""
+    missing = {piece.name for parameter in parameters(config, whole_shard(config)) for piece in parameter.pieces}
+    stored: dict[str, Any] = {}
+    for path in _weight_files(Path(config.folder)):
         if not path.is_file():
             raise NotFound(f"model: {path} is named in {INDEX_FILE} but is not there")
         try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                    yield name, file.get_slice(name)
+            file = files.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
             raise ConfigError(f"model: {path} cannot be read: {error}") from None
+        names = file.keys()  # a safetensors file is no mapping
+        stored.update({name: file for name in names if not _is_redundant(name, config)})
+    if unexpected := stored.keys() - missing:
+        raise ConfigError(f"model: unexpected tensor {min(unexpected)!r} in {config.folder}")
+    if missing := missing - stored.keys():
+        raise ConfigError(f"model: tensor {min(missing)!r} is missing in {config.folder} ({len(missing)} missing)")
+    return stored
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -99,6 +99,7 @@ class ReplicaSettings(_Settings):
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             rank_timeout_s=self.rank_timeout_s,
+            is_one_host=self.placement_strategy == "STRICT_PACK" or self.num_ranks == 1,
             graph_sizes=self.graph_sizes,
             device_memory_bytes=None if self.device_memory_gib is None else int(self.device_memory_gib * GIB),
         )

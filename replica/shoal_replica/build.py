@@ -19,7 +19,7 @@ from shoal_replica.config import (
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import Executor
 from shoal_replica.memory import available_bytes, default_num_blocks
-from shoal_replica.memory_advice import host_changes, npu_changes
+from shoal_replica.memory_advice import check_host, npu_changes
 from shoal_replica.memory_plan import MemoryPlan, plan_host, plan_memory
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankLauncher
@@ -82,10 +82,16 @@ def resolve_config(
         memory_bytes = available_bytes()
     if num_blocks is None:
         plan = plan_host(shape, scheduler, parallel, cache, memory_bytes)
+        if plan.room_for_blocks < 1 and not parallel.is_one_host:
+            raise ConfigError(
+                "num_blocks: must be given where the ranks are on several hosts and this one alone does not hold them: "
+                f"{plan.report()}"
+            )
         cache = replace(cache, num_blocks=default_num_blocks(shape, plan, block_size, scheduler.max_num_seqs))
-    plan = plan_host(shape, scheduler, parallel, cache, memory_bytes)
-    plan.check(host_changes(shape, scheduler, parallel, cache, memory_bytes))
-    return EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
+    config = EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
+    if parallel.is_one_host:  # else each host's own ranks look at its memory
+        check_host(config, memory_bytes)
+    return config
 
 
 def _check_npu_shapes(config: EngineConfig) -> None:
@@ -125,11 +131,13 @@ def _fill_npu(
 def plan_replica(config: EngineConfig) -> MemoryPlan:
     """What a replica that is about to start takes: of its host, or of each NPU, by the first rank's share.
 
-    Several NPU ranks see their devices only when they have started: what is usable there is 0 where nobody has said.
+    Several NPU ranks, or ranks of several hosts, see what is free there only when they have started: what is usable is
+    0 where nobody has said.
     """
     parallel = config.parallel
     if parallel.device == "cpu":
-        return plan_host(config.model, config.scheduler, parallel, config.cache, available_bytes())
+        free = available_bytes() if parallel.is_one_host else 0
+        return plan_host(config.model, config.scheduler, parallel, config.cache, free)
     free = parallel.device_memory_bytes or 0
     if not free and parallel.num_ranks == 1:
         from shoal_replica.model.npu_memory import free_bytes  # needs torch

@@ -247,6 +247,8 @@ class ParallelConfig:
     ``tensor_parallel_size`` ranks. A rank without a sign of life, or a step without progress, for ``rank_timeout_s``
     counts as hung.
 
+    Ranks that are not of ``is_one_host`` may be on several, whose memory only they see.
+
     On an NPU, ``graph_sizes`` are the numbers of decodes for which a step is captured as a graph: () for none, None for
     ``default_graph_sizes``. ``device_memory_bytes`` is what a rank may take of its device; None asks the device.
     """
@@ -256,6 +258,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     rank_timeout_s: float = 3.5  # with a pulse of 0.5 and the kill, within 5 s
+    is_one_host: bool = True
     graph_sizes: tuple[int, ...] | None = None
     device_memory_bytes: int | None = None
 

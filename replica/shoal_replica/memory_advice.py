@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shoal_replica.config import LAYER_BITS, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from shoal_replica.config import LAYER_BITS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.memory_plan import MemoryPlan, plan_host, plan_memory
 from shoal_replica.shard import make_shard
 
@@ -14,11 +14,22 @@ QUANTIZATIONS = {"cpu": ("int8", "int4"), "npu": ("int8",)}
 
 
 def host_changes(
-    model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, cache: CacheConfig, free_bytes: int
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
+    cache: CacheConfig,
+    free_bytes: int,
+    ranks: Sequence[int] | None = None,
 ) -> Iterator[tuple[str, MemoryPlan]]:
     """Changes of a CPU replica, and the plan of each; see ``plan_host``."""
     for change, settings in _changes(model, scheduler, parallel):
-        yield change, plan_host(*settings, cache, free_bytes)
+        yield change, plan_host(*settings, cache, free_bytes, ranks)
+
+
+def check_host(config: EngineConfig, free_bytes: int, ranks: Sequence[int] | None = None) -> None:
+    """Raise ConfigError where what a host has free does not hold a CPU replica, or those ``ranks`` of it."""
+    settings = (config.model, config.scheduler, config.parallel, config.cache, free_bytes, ranks)
+    plan_host(*settings).check(host_changes(*settings))
 
 
 def npu_changes(

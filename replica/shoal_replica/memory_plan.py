@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal_replica.config import DTYPE_BYTES, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -119,14 +119,19 @@ def plan_memory(
 
 
 def plan_host(
-    model: ModelConfig, scheduler: SchedulerConfig, parallel: ParallelConfig, cache: CacheConfig, free_bytes: int
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
+    cache: CacheConfig,
+    free_bytes: int,
+    ranks: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    """The plan of a CPU replica, whose ranks share ``free_bytes`` of one host."""
-    shards = [make_shard(model, parallel, rank) for rank in range(parallel.num_ranks)]
+    """The plan of a CPU replica, or of some of its ranks, which share ``free_bytes`` of one host; None is all."""
+    shards = [make_shard(model, parallel, rank) for rank in (range(parallel.num_ranks) if ranks is None else ranks)]
     plain = replace(model, quantization="none")
     # The native decoder holds integers; torch's operators, which experts and float32 need, widen them.
     is_native = model.moe is None and model.dtype == "bfloat16"
-    rounded = model.weight_bytes / plain.weight_bytes if is_native or len(shards) == 1 else 1.0
+    rounded = model.weight_bytes / plain.weight_bytes if is_native or parallel.num_ranks == 1 else 1.0
     weights = int(sum(shard_weight_bytes(plain, shard) for shard in shards) * rounded)
     # What is summed, or handed to the next stage: once to send and once to receive.
     handed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * 4

@@ -17,9 +17,9 @@ from fixtures.serving_story import CACHE, run
 from fixtures.waiting import DEADLINE_S
 from tiny_models import make_checkpoint, make_prompts
 
-from shoal_replica.build import build_executor
+from shoal_replica.build import build_executor, resolve_config
 from shoal_replica.config import EngineConfig, ModelConfig, ParallelConfig
-from shoal_replica.errors import EngineDead
+from shoal_replica.errors import ConfigError, EngineDead
 from shoal_replica.executor import Executor, NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.model.model_runner import ModelRunner
 from shoal_replica.ranks.launcher import RANK_COMMAND, LocalRanks
@@ -29,8 +29,17 @@ LIMIT_S = 5.0
 
 
 WITHOUT_SHARED_MEMORY = "import os; del os.memfd_create; from shoal_replica.ranks.worker import main; main()"
+POOR = (
+    "import shoal_replica.memory as memory; memory.available_bytes = lambda: 1; "
+    "from shoal_replica.ranks.worker import main; main()"
+)
 COMMANDS = {"tp2-by-gloo": (sys.executable, "-c", WITHOUT_SHARED_MEMORY)}
-GROUPS = {"tp2": ("llama-9-heads", 2, 1), "tp2-by-gloo": ("llama-9-heads", 2, 1), "pp2": ("qwen3-moe", 1, 2)}
+GROUPS = {
+    "tp2": ("llama-9-heads", 2, 1),
+    "tp2-by-gloo": ("llama-9-heads", 2, 1),
+    "pp2": ("llama-9-heads", 1, 2),
+    "pp2-by-torch": ("qwen3-moe", 1, 2),
+}
 
 
 @pytest.fixture(scope="module", params=list(GROUPS))
@@ -53,6 +62,18 @@ def test_tokens_are_those_of_the_whole_model(group: tuple[Path, Executor]) -> No
     tokens, _ = run(executor)
     assert tokens == expected
     assert [p.num_threads() < 40 for p in psutil.Process().children()] == [True, True]
+
+
+def test_ranks_of_several_hosts_look_at_their_own_memory(tmp_path: Path) -> None:
+    """What the engine's host has free says nothing of theirs; the first rank of each speaks for those beside it."""
+    parallel = ParallelConfig(pipeline_parallel_size=2, is_one_host=False)
+    config = resolve_config(
+        str(make_checkpoint("llama-9-heads", tmp_path)), num_blocks=10, parallel=parallel, memory_bytes=1
+    )
+    with pytest.raises(ConfigError, match=r"^rank 0 \(.*\): model: cpu, float32: .* the weights alone do not fit"):
+        build_executor(config, LocalRanks(parallel, (sys.executable, "-c", POOR)))
+    with pytest.raises(ConfigError, match="num_blocks: must be given where the ranks are on several hosts"):
+        resolve_config(config.model.folder, parallel=parallel, memory_bytes=1)
 
 
 def test_a_rank_lost_inside_a_collective_takes_the_group_down(group: tuple[Path, Executor]) -> None:

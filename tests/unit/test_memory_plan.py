@@ -161,6 +161,17 @@ def test_host_blocks_take_staging_of_an_npu_and_all_of_themselves_of_a_cpu() -> 
         too_much.check()
 
 
+def test_ranks_of_a_host_are_part_of_the_replica() -> None:
+    parallel, cache = ParallelConfig(pipeline_parallel_size=2), CacheConfig(num_blocks=10, block_size=16)
+    settings = (EIGHT_B, SchedulerConfig(), parallel, cache, 9 * GIB)
+    whole, parts = plan_host(*settings), [plan_host(*settings, ranks=[rank]) for rank in range(2)]
+    assert whole.room_for_blocks < 0
+    for part in parts:
+        part.check()
+    for quantity in ("weights", "activations", "communication", "block"):
+        assert getattr(whole, quantity) == sum(getattr(part, quantity) for part in parts), quantity
+
+
 def test_the_report_names_every_part() -> None:
     assert plan(100, 60).report().startswith("npu, bfloat16: weights 14.96, activations 0.")
     for part in ("communication", "graphs", "100 KV blocks 1.56 of 57.00 GiB"):

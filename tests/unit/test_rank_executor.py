@@ -130,6 +130,15 @@ def test_the_rank_at_fault_is_named_and_all_are_gone(trouble: int, words: str, l
     executor.close()
 
 
+def test_a_hang_takes_the_group_down_in_five_seconds_by_default() -> None:
+    executor = start(rank_timeout_s=ParallelConfig().rank_timeout_s)
+    started = time.monotonic()
+    with pytest.raises(EngineDead, match=rf"^rank {CULPRIT} .* hangs: no progress for 3.5 s"):
+        executor.execute(first_step(STALL))
+    assert time.monotonic() - started < 5.0
+    assert psutil.Process().children() == []
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_long_step_is_no_hang(num_stages: int) -> None:
     """A prefill between two collectives, or on the only rank of a stage, which has none."""

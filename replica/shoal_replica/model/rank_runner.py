@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from shoal_replica.config import EngineConfig
 from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.memory import available_bytes
+from shoal_replica.memory_advice import check_host
 from shoal_replica.model.model_runner import ModelRunner
 from shoal_replica.model.npu_memory import check_memory, open_device
 from shoal_replica.model.parallel_group import RankGroup
@@ -27,12 +29,14 @@ class DistributedRunner:
     """One rank of ``config.parallel.num_ranks``, loaded and warm when made. All ranks are made at the same time.
 
     Raises:
-        NotFound, ConfigError: from ``ModelRunner``.
+        NotFound, ConfigError: from ``ModelRunner``; ConfigError also where this host's ranks do not fit its memory.
         CollectiveError: another rank did not come.
     """
 
     def __init__(self, config: EngineConfig, rank: int, meeting: Rendezvous) -> None:
         parallel = config.parallel
+        if parallel.device == "cpu" and not parallel.is_one_host and rank == meeting.ranks_here[0]:
+            check_host(config, available_bytes(), meeting.ranks_here)  # before any of them has taken what it needs
         shard = make_shard(config.model, parallel, rank)
         self.samples = shard.samples
         self._store = _open_store(meeting, parallel.num_ranks)

@@ -29,11 +29,12 @@ class RankAddress(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """The whole configuration, and where the ranks meet each other: the store that rank 0 keeps."""
+    """The whole configuration, where the ranks meet each other (the store that rank 0 keeps), and each rank's host."""
 
     config: EngineConfig
     store_host: str
     store_port: int
+    hosts: tuple[str, ...]
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

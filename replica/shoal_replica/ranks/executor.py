@@ -100,7 +100,8 @@ class RankExecutor:
             self._processes = [launcher.launch(rank, port, key) for rank in range(num_ranks)]
             self._links = self._accept_all(listener, key, deadline)
         keeper = self._links[0].hello
-        setup = frame(Setup(config, keeper.host, keeper.store_port))
+        hosts = tuple(link.hello.host for link in self._links)
+        setup = frame(Setup(config, keeper.host, keeper.store_port, hosts))
         for link in self._links:
             link.send(setup)
         waiting = set(range(num_ranks))

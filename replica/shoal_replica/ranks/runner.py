@@ -17,7 +17,7 @@ class CollectiveError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks' store is, and at which address this rank can be reached by the others.
+    """Where the ranks' store is, at which address this rank can be reached by the others, and which are on its host.
 
     ``listener`` is the store's open socket on the rank that keeps it, None elsewhere.
     """
@@ -25,6 +25,7 @@ class Rendezvous:
     host: str
     port: int
     own_host: str
+    ranks_here: tuple[int, ...]
     listener: socket.socket | None
 
 

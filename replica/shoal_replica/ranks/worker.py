@@ -44,7 +44,9 @@ def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
         is_keeper = (setup.store_host, setup.store_port) == (address.rank_host, port)
         if not is_keeper:
             listener.close()
-        meeting = Rendezvous(setup.store_host, setup.store_port, address.rank_host, listener if is_keeper else None)
+        ranks_here = tuple(rank for rank, host in enumerate(setup.hosts) if host == address.rank_host)
+        own_listener = listener if is_keeper else None
+        meeting = Rendezvous(setup.store_host, setup.store_port, address.rank_host, ranks_here, own_listener)
         runner = make_runner(setup.config, address.rank, meeting)
         heart.runner = runner
         link.send(Ready())

@@ -19,9 +19,8 @@ pytestmark = pytest.mark.integration
 
 NUM_CONVERSATIONS, NUM_TURNS = 6, 3
 MAX_ERROR = 0.01
-# An idle replica speaks once a second: a view that only then were true would be half a second old by the median.
-MEDIAN_AGE_S, MAX_AGE_S = 0.25, 1.0
-WHOLE_AGAIN_S = 10.0  # half a second where nothing else runs
+MAX_AGE_S = 0.25  # where a test shares its cores with whatever else runs; idle replicas used to report once a second
+WHOLE_AGAIN_S = 2.0
 BLOCK = 16
 
 
@@ -62,7 +61,6 @@ async def test_a_run_is_placed_by_a_young_and_true_view_and_every_decision_repla
         assert after.num_requests - before.num_requests == len(ids)
         assert num_cached > num_prompt / 3
         assert abs(num_predicted - num_cached) <= MAX_ERROR * num_prompt, (num_predicted, num_cached, num_prompt)
-        assert after.age_p50_s <= MEDIAN_AGE_S
         assert after.age_p99_s <= MAX_AGE_S
         for request_id in ids:
             for record in await client.explain(request_id):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -62,9 +62,10 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
     sent_by: list[tuple[str, Look]] = []
 
     def spy(
-        plan: Plan, considered: Sequence[Considered], plans_all: bool, draw: Callable[[int], Draw]
+        plan: Plan, considered: Iterable[Considered], plans_all: bool, draw: Callable[[int], Draw]
     ) -> tuple[tuple[Step, ...], Sent | None]:
         draws: dict[int, Draw] = {}
+        considered = list(considered)
 
         def noted(number: int) -> Draw:
             draws[number] = draw(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,14 @@ TOLD = np.dtype(
         ),
     ]
 )
+_DRAINING, _OPEN_BLOCKS, _OPEN_SLOTS = map(list(TOLD.names or ()).index, ("draining", *DERIVED))
 PROMISED = ("num_reserved", "num_reserved_blocks", "num_reserved_tokens")
+STANDING = ("capacity", "load", "sequences", "room", "open_blocks", "open_slots")
+"""What a decision goes by, of both: blocks of the largest request that the replica takes, -1 for none; prompt tokens to
+compute before a newcomer; sequences that decode there or soon will; free blocks for a newcomer, -1 without a free slot;
+the same whether or not there is one; and free slots.
+"""
+CAPACITY, LOAD, SEQUENCES, ROOM, OPEN_BLOCKS, OPEN_SLOTS = range(len(PROMISED), len(PROMISED) + len(STANDING))
 _counts_of = attrgetter(*COUNTS)
 
 
@@ -80,7 +88,7 @@ class Candidates:
     Attributes:
         stats: what each replica said last; None until it has spoken.
         told: the same in columns [n], under the same names but for ``known`` (there are stats), ``DERIVED``, ``DUE``.
-        promised: rows ``PROMISED``, [3, n].
+        columns: rows ``PROMISED``, then ``STANDING``, [9, n].
         age_s, num_matched_blocks: as in ReplicaView, [n].
     """
 
@@ -88,7 +96,7 @@ class Candidates:
     node_ids: Sequence[str]
     stats: Sequence[ReplicaStats | None]
     told: NDArray[np.void]
-    promised: Ints
+    columns: Ints
     age_s: Floats
     num_matched_blocks: Ints
 
@@ -96,24 +104,26 @@ class Candidates:
     def of(cls, views: Iterable[ReplicaView]) -> Candidates:
         """The same from rows, in any order."""
         rows = sorted(views, key=lambda row: row.replica_id)
-        told = unknown_rows(len(rows))
+        told, columns = unknown_rows(len(rows)), unknown_columns(len(rows))
         for place, row in enumerate(rows):
-            told[place] = told_row(row.stats, row.connected)
+            told[place] = told_as = told_row(row.stats, row.connected)
+            promised = row.num_reserved, row.num_reserved_blocks, row.num_reserved_tokens
+            columns[:, place] = column(told_as, promised)
         return cls(
             tuple(row.replica_id for row in rows),
             tuple(row.node_id for row in rows),
             tuple(row.stats for row in rows),
             told,
-            np.array([[getattr(row, name) for row in rows] for name in PROMISED], np.int64),
+            columns,
             np.array([row.age_s for row in rows], np.float64),
             np.array([row.num_matched_blocks for row in rows], np.int64),
         )
 
-    def matching(self, num_matched_blocks: Ints, promised: Ints | None = None) -> Candidates:
-        """The same for another prompt, and with other promises if given."""
-        promised = self.promised if promised is None else promised
+    def matching(self, num_matched_blocks: Ints, columns: Ints | None = None) -> Candidates:
+        """The same for another prompt, and with other promises if given, by their ``columns``."""
+        columns = self.columns if columns is None else columns
         told, age_s = self.told, self.age_s
-        return Candidates(self.replica_ids, self.node_ids, self.stats, told, promised, age_s, num_matched_blocks)
+        return Candidates(self.replica_ids, self.node_ids, self.stats, told, columns, age_s, num_matched_blocks)
 
     def __len__(self) -> int:
         return len(self.replica_ids)
@@ -125,23 +135,23 @@ class Candidates:
 
     @property
     def num_reserved(self) -> Ints:
-        row: Ints = self.promised[0]
+        row: Ints = self.columns[0]
         return row
 
     @property
     def num_reserved_blocks(self) -> Ints:
-        row: Ints = self.promised[1]
+        row: Ints = self.columns[1]
         return row
 
     @property
     def num_reserved_tokens(self) -> Ints:
-        row: Ints = self.promised[2]
+        row: Ints = self.columns[2]
         return row
 
     @property
     def num_bytes(self) -> int:
         """Memory of the arrays; what they describe is shared with other snapshots."""
-        return self.told.nbytes + self.promised.nbytes + self.age_s.nbytes + self.num_matched_blocks.nbytes
+        return self.told.nbytes + self.columns.nbytes + self.age_s.nbytes + self.num_matched_blocks.nbytes
 
     def view(self, replica_id: str) -> ReplicaView:
         """The row of one replica. Raises ValueError when it is not here."""
@@ -152,7 +162,7 @@ class Candidates:
         return tuple(map(self._row, range(len(self))))
 
     def _row(self, place: int) -> ReplicaView:
-        num_reserved, num_reserved_blocks, num_reserved_tokens = self.promised[:, place].tolist()
+        num_reserved, num_reserved_blocks, num_reserved_tokens = self.columns[: len(PROMISED), place].tolist()
         return ReplicaView(
             replica_id=self.replica_ids[place],
             stats=self.stats[place],
@@ -166,7 +176,7 @@ class Candidates:
         )
 
 
-def told_row(stats: ReplicaStats | None, connected: bool) -> tuple[object, ...]:
+def told_row(stats: ReplicaStats | None, connected: bool) -> tuple[Any, ...]:
     """One element of ``Candidates.told``."""
     if stats is None:  # it has nothing, and divides by nothing either
         return (
@@ -180,6 +190,48 @@ def told_row(stats: ReplicaStats | None, connected: bool) -> tuple[object, ...]:
     num_open_slots = stats.max_num_seqs - stats.num_running - stats.num_waiting
     due = stats.due_tokens if len(stats.due_tokens) == len(DUE) else (stats.num_waiting_tokens,) * len(DUE)
     return (connected, True, *_counts_of(stats), num_open_blocks, num_open_slots, *due)
+
+
+def column(row: Sequence[Any], promised: Iterable[int]) -> tuple[int, ...]:
+    """One of ``Candidates.columns``, for a ``told_row`` and what is promised there."""
+    num_reserved, num_blocks, num_tokens = promised
+    connected, known, _, num_total_blocks, _, _, num_running, num_waiting, num_waiting_tokens, *_ = row
+    open_blocks, open_slots = row[_OPEN_BLOCKS] - num_blocks, row[_OPEN_SLOTS] - num_reserved
+    return (
+        num_reserved,
+        num_blocks,
+        num_tokens,
+        num_total_blocks if connected and known and not row[_DRAINING] else -1,
+        num_waiting_tokens + num_tokens,
+        num_running + num_waiting + num_reserved,
+        open_blocks if open_slots > 0 else -1,
+        open_blocks,
+        open_slots,
+    )
+
+
+def promise(columns: Ints, place: int, num_requests: int, num_blocks: int, num_tokens: int) -> None:
+    """Count so many requests more, or less, as promised to the replica at ``place``."""
+    reserved, blocks, tokens, capacity, load, sequences, _, open_blocks, open_slots = columns[:, place].tolist()
+    open_blocks, open_slots = open_blocks - num_blocks, open_slots - num_requests
+    columns[:, place] = (
+        reserved + num_requests,
+        blocks + num_blocks,
+        tokens + num_tokens,
+        capacity,
+        load + num_tokens,
+        sequences + num_requests,
+        open_blocks if open_slots > 0 else -1,
+        open_blocks,
+        open_slots,
+    )
+
+
+def unknown_columns(count: int) -> Ints:
+    """``columns`` of replicas that have not spoken, with nothing promised."""
+    columns: Ints = np.empty((len(PROMISED) + len(STANDING), count), np.int64)
+    columns[:] = np.array([column(told_row(None, False), (0, 0, 0))]).T
+    return columns
 
 
 def unknown_rows(count: int) -> NDArray[np.void]:

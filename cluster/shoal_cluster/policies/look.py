@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import RouteDecision, RouteQuery
 from shoal_cluster.policies.routing import RouteWeights, choose
 from shoal_cluster.policies.wishes import PlacedWish
+
+MIN_PRICED, NUM_PRICES = 8, 4096
+"""How many requests are priced at once: at least, and as many as need so many prices."""
 
 Draw = tuple[Candidates, int]
 """By what a request is placed once it seems that it can go: the cluster for its prompt as of now, and a seed."""
@@ -83,36 +87,45 @@ class Look:
 
 
 def look(
-    plan: Plan, considered: Sequence[Considered], plans_all: bool, draw: Callable[[int], Draw]
+    plan: Plan, considered: Iterable[Considered], plans_all: bool, draw: Callable[[int], Draw]
 ) -> tuple[tuple[Step, ...], Sent | None]:
     """Decide of ``considered`` in order, up to the first that is sent or until no replica may start anything more.
 
     Each is placed, busy replicas included; if the best one cannot start it, it is planned there before the next is
-    considered.
+    considered. The first is placed without a plan: mostly it goes.
     """
     steps: list[Step] = []
-    matched = np.stack([one.matched for one in considered])
-    plan.consider([one.query for one in considered], matched)
-    for number, one in enumerate(considered):
+    for row, one in _priced(plan, considered):
         for other in one.before:
             plan.set_aside(other.place, other.wish.num_blocks, other.wish.num_tokens)
-        query = one.query
-        place, has_room = plan.best(number)
-        if place < 0:
-            steps.append(Step(place, 0))
-            continue
-        num_matched = int(matched[number, place])
-        if has_room and plan.can_start(query, place, num_matched, one.due_in_s):
-            candidates, seed = draw(number)
-            candidates = candidates.matching(candidates.num_matched_blocks, plan.promised())
-            decision = choose(query, candidates, plan.weights, seed)
-            place = candidates.replica_ids.index(decision.best)
-            num_matched = int(candidates.num_matched_blocks[place])
-            if plan.can_start(query, place, num_matched, one.due_in_s):
+        query, is_first = one.query, not steps
+        place, may_go = (-1, True) if is_first else plan.best(row)
+        num_matched = 0 if place < 0 else int(one.matched[place])
+        if is_first or (may_go and plan.can_start(query, place, num_matched, one.due_in_s)):
+            candidates, seed = draw(len(steps))
+            candidates = plan.seen_by_next(candidates)
+            place, decision = choose(query, candidates, plan.weights, seed)
+            num_matched = 0 if place < 0 else int(candidates.num_matched_blocks[place])
+            if place >= 0 and plan.can_start(query, place, num_matched, one.due_in_s):
                 steps.append(Step(place, num_matched, is_sent=True))
                 return tuple(steps), Sent(candidates, seed, decision)
         steps.append(Step(place, num_matched))
+        if place < 0:
+            continue
         plan.give(query, place, num_matched)
-        if not (plans_all or plan.may_start.any()):
+        if not (plans_all or plan.may_start().any()):
             break
     return tuple(steps), None
+
+
+def _priced(plan: Plan, considered: Iterable[Considered]) -> Iterator[tuple[int, Considered]]:
+    """Each with its number for ``plan.best``: the first without a price, the others priced some at a time."""
+    waiting = iter(considered)
+    first = next(waiting, None)
+    if first is None:
+        return
+    yield 0, first
+    size = max(MIN_PRICED, NUM_PRICES // len(first.matched)) if len(first.matched) else MIN_PRICED
+    while batch := list(islice(waiting, size)):
+        plan.consider([one.query for one in batch], np.stack([one.matched for one in batch]))
+        yield from enumerate(batch)

@@ -173,10 +173,10 @@ class PendingQueue:
         if not self._held:
             return None
         plan = Plan(view.present(now), weights, self._config.max_steps_ahead)
-        if not (plan.may_start.any() or self._has_unplanned):
+        if len(self._held) > 1 and not (self._has_unplanned or plan.may_start().any()):
             return None
         urgent = self._most_urgent(plan, view, now)
-        considered = self._considered(urgent, view, now)
+        considered: list[Considered] = []
         draws: dict[int, Draw] = {}
 
         def draw(number: int) -> Draw:
@@ -184,7 +184,7 @@ class PendingQueue:
             return draws[number]
 
         plans_all, self._has_unplanned = self._has_unplanned, False
-        steps, sent = look(plan, considered, plans_all, draw)
+        steps, sent = look(plan, self._considered(urgent, view, now, considered), plans_all, draw)
         for held, step in zip(urgent, steps, strict=False):
             if step.place < 0:
                 continue
@@ -206,9 +206,10 @@ class PendingQueue:
                 held.wish = (view.replica_ids[step.place], *size)
         return None
 
-    def _considered(self, urgent: Sequence[_Held], view: ClusterView, now: float) -> list[Considered]:
-        """As a look sees them, with the other gateways' wishes between them."""
-        considered: list[Considered] = []
+    def _considered(
+        self, urgent: Sequence[_Held], view: ClusterView, now: float, considered: list[Considered]
+    ) -> Iterator[Considered]:
+        """As a look sees them, with the other gateways' wishes between them; noted in ``considered``."""
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
         other = next(foreign, None)
         due_s = list(accumulate((held.due_s for held in reversed(urgent)), min))[::-1]
@@ -219,7 +220,7 @@ class PendingQueue:
                 other = next(foreign, None)
             matched = self._matched(held, view, now)
             considered.append(Considered(held.pending.query, due_s[number] - now, matched, tuple(before)))
-        return considered
+            yield considered[-1]
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
         """What is held and where it was planned last, by replica, the most urgent first: for other gateways."""

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shoal_cluster.policies.replica_bits import WORD_BITS, Ints, Words, add_lengths, bit_of, count_bits
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
-Ints = NDArray[np.int64]
-Words = NDArray[np.uint64]
-
-NUM_WAYS = 32
-WORD_BITS = 64
+LOG_WAYS = 5
+NUM_WAYS = 1 << LOG_WAYS
 CROWDED = 0.25  # of the entries taken: from there on sets begin to fill up
 FIRST_LOOK, NEXT_LOOK = 128, 8  # blocks of a prompt looked up at first, and how many times more each time after
 DEFAULT_MAX_ENTRIES = 2**21
@@ -56,7 +53,7 @@ class PrefixIndex:
         # The system gives pages of zeros when they are first written, so an empty index takes no memory.
         self._keys: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # 0: the way is free
         self._used: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # the tick of the last use
-        self._holders: Words = np.zeros((self.max_entries, len(Tier), 1), np.uint64)  # entry, tier, word of 64 slots
+        self._holders: list[Words] = [self._no_holders(1) for _ in Tier]  # of a tier: entry, word of 64 slots
         self._tick = 0
         self._found: _Found | None = None  # by the last question
         self._slot_of: dict[str, int] = {}
@@ -73,7 +70,7 @@ class PrefixIndex:
     @property
     def num_bytes(self) -> int:
         """Memory of the table."""
-        return self._keys.nbytes + self._used.nbytes + self._holders.nbytes
+        return self._keys.nbytes + self._used.nbytes + sum(holders.nbytes for holders in self._holders)
 
     def num_held(self, replica_id: str, tier: Tier = Tier.DEVICE) -> int:
         """How many hashes the index knows ``replica_id`` to hold."""
@@ -101,27 +98,31 @@ class PrefixIndex:
         if found is None or found.block_hashes is not block_hashes or found.version != self.version:
             keys = _keys_of(block_hashes)
             found = _Found(block_hashes, self.version, keys, *self._find(keys))
-        is_head = found.rows < num_held
-        if num_held and self._num_entries >= CROWDED * self.max_entries:
+        num_head = int(np.count_nonzero(found.rows < num_held))  # rows rise
+        if num_head and self._num_entries >= CROWDED * self.max_entries:
             ticks = self._next_ticks(num_held)
-            self._used.reshape(-1)[found.entries[is_head]] = ticks[found.rows[is_head]]
+            self._used.reshape(-1)[found.entries[:num_head]] = ticks[found.rows[:num_head]]
         rest = found.keys[num_held:]
         if rest.size:
-            self._store(slot, tier, rest, found.rows[~is_head] - num_held, found.entries[~is_head])
+            self._store(slot, tier, rest, found.rows[num_head:] - num_held, found.entries[num_head:])
 
     def _store(self, slot: int, tier: Tier, keys: Words, rows: Ints, entries: Ints) -> None:
         """``keys``, all different, of which ``_find`` has found ``rows`` in ``entries``."""
-        word, bit = slot // WORD_BITS, _bit(slot)
+        word, bit = slot // WORD_BITS, bit_of(slot)
         self._num_changes += 1
+        self._num_held[tier, slot] += keys.size
         ticks = self._next_ticks(keys.size)
-        held = self._holders[entries, tier, word]
-        self._num_held[tier, slot] += keys.size - np.count_nonzero(held & bit)
-        self._holders[entries, tier, word] = held | bit
-        self._used.reshape(-1)[entries] = ticks[rows]
-        if rows.size < keys.size:
+        if rows.size:
+            holders = self._holders[tier]
+            held = holders[entries, word]
+            self._num_held[tier, slot] -= np.count_nonzero(held & bit)
+            holders[entries, word] = held | bit
+            self._used.reshape(-1)[entries] = ticks[rows]
             is_new = np.ones(keys.size, np.bool_)
             is_new[rows] = False
-            self._insert(keys[is_new], ticks[is_new], (tier, word), bit)
+            keys, ticks = keys[is_new], ticks[is_new]
+        if keys.size:
+            self._insert(keys, ticks, (tier, word), bit)
 
     def remove(self, replica_id: str, block_hashes: Iterable[BlockHash], tier: Tier = Tier.DEVICE) -> None:
         """``replica_id`` no longer holds ``block_hashes``. What it was not known to hold is ignored."""
@@ -161,11 +162,11 @@ class PrefixIndex:
                 entries = entries[: _leading(rows)]  # up to the first hole
                 if not entries.size:
                     break
-            held = np.bitwise_or.reduce(self._holders[entries], axis=1)
+            held = self._held_in_any_tier(entries)
             if holders is not None:
                 held[0] &= holders
             np.bitwise_and.accumulate(held, axis=0, out=held)
-            _add_lengths(counts, held)
+            add_lengths(counts, held)
             holders = held[-1]
             if entries.size < look.size or not holders.any():
                 break
@@ -187,15 +188,16 @@ class PrefixIndex:
 
     def check_invariants(self) -> None:
         """Every entry is in its set, used once and held by known replicas; every count is true; the cap holds."""
-        keys, holders = self._keys.reshape(-1), self._holders
+        keys = self._keys.reshape(-1)
         taken = np.flatnonzero(keys)
         assert taken.size == self._num_entries <= self.max_entries
         assert np.array_equal(self._sets_of(keys[taken]), taken // NUM_WAYS)
         assert np.unique(keys[taken]).size == taken.size
-        assert holders[taken].any(axis=(1, 2)).all()
+        assert self._held_in_any_tier(taken).any(axis=1).all()
         assert np.array_equal(np.flatnonzero(self._used), taken)
-        assert np.count_nonzero(holders.any(axis=(1, 2))) == taken.size
-        counts = _count_bits(holders[taken])
+        held = [holders.any(axis=1) for holders in self._holders]
+        assert np.count_nonzero(np.logical_or.reduce(held)) == taken.size
+        counts = self._num_held_by(taken)
         assert np.array_equal(counts, self._num_held)
         assert set(np.flatnonzero(counts.any(axis=0)).tolist()) <= set(self._slot_of.values())
         assert len(set(self._slot_of.values())) == len(self._slot_of)
@@ -203,11 +205,11 @@ class PrefixIndex:
     def _find(self, keys: Words) -> tuple[Ints, Ints]:
         """Which of ``keys`` are known, by place in ``keys`` and rising, and the entry of each."""
         sets = self._sets_of(keys)
-        hits: Ints = (self._keys[sets] == keys[:, None]).reshape(-1).nonzero()[0]
-        rows = hits // NUM_WAYS
+        hits: Ints = (self._keys.take(sets, axis=0) == keys[:, None]).reshape(-1).nonzero()[0]
+        rows = hits >> LOG_WAYS
         if rows.size != keys.size:
             sets = sets[rows]
-        return rows, sets * NUM_WAYS + hits % NUM_WAYS
+        return rows, (sets << LOG_WAYS) + (hits & (NUM_WAYS - 1))
 
     def _sets_of(self, keys: Words) -> Ints:
         sets: Ints = ((keys >> np.uint64(1)) & self._set_mask).view(np.int64)
@@ -216,12 +218,12 @@ class PrefixIndex:
     def _insert(self, keys: Words, ticks: Words, place: tuple[int, int], bit: np.uint64) -> None:
         """Put new keys in: all at once, but for those of the same set, which take turns."""
         sets = self._sets_of(keys)
+        if len(set(sets.tolist())) == sets.size:
+            self._put(sets, keys, ticks, place, bit)
+            return
         order = sets.argsort(kind="stable")
         again = np.zeros(order.size, np.bool_)  # whether the one before is of the same set
         np.equal(sets[order[1:]], sets[order[:-1]], out=again[1:])
-        if not again.any():
-            self._put(sets, keys, ticks, place, bit)
-            return
         places = np.arange(order.size)
         turns = places - np.maximum.accumulate(np.where(again, 0, places))
         for turn in range(int(turns.max()) + 1):
@@ -230,35 +232,50 @@ class PrefixIndex:
 
     def _put(self, sets: Ints, keys: Words, ticks: Words, place: tuple[int, int], bit: np.uint64) -> None:
         """Put one new key into each of ``sets``, in the place of what was used least recently."""
-        is_free = self._keys[sets] == 0
-        ways = is_free.argmax(axis=1)
-        is_full = ~is_free[np.arange(sets.size), ways]
+        all_keys = self._keys.reshape(-1)
+        entries = sets * NUM_WAYS + (self._keys.take(sets, axis=0) == 0).argmax(axis=1)
+        is_full = all_keys.take(entries) != 0
         if is_full.any():
-            ways[is_full] = self._used[sets[is_full]].argmin(axis=1)
-        entries = sets * NUM_WAYS + ways
-        evicted = entries[self._keys.reshape(-1)[entries] != 0]
-        if evicted.size:
-            self._num_held -= _count_bits(self._holders[evicted])
-            self._holders[evicted] = 0
+            entries[is_full] = sets[is_full] * NUM_WAYS + self._used[sets[is_full]].argmin(axis=1)
+            evicted = entries[is_full]
+            self._num_held -= self._num_held_by(evicted)
+            for holders in self._holders:
+                holders[evicted] = 0
+            self._num_entries -= evicted.size
             self.num_evicted += evicted.size
-        self._num_entries += keys.size - evicted.size
-        self._keys.reshape(-1)[entries] = keys
+        self._num_entries += keys.size
+        all_keys[entries] = keys
         self._used.reshape(-1)[entries] = ticks
-        self._holders[entries, place[0], place[1]] = bit
+        tier, word = place
+        self._holders[tier][entries, word] = bit
+
+    def _no_holders(self, num_words: int) -> Words:
+        return np.zeros((self.max_entries, num_words), np.uint64)
+
+    def _held_in_any_tier(self, entries: Ints) -> Words:
+        """Who holds ``entries`` [n, words]."""
+        held = self._holders[Tier.DEVICE].take(entries, axis=0)
+        held |= self._holders[Tier.EXPECTED].take(entries, axis=0)
+        return held
+
+    def _num_held_by(self, entries: Ints) -> Ints:
+        """How many of ``entries`` each slot holds [tiers, slots]."""
+        return np.stack([count_bits(holders[entries]) for holders in self._holders])
 
     def _clear_all(self, replica_id: str, tier: Tier) -> None:
         if self.num_held(replica_id, tier):
             slot = self._slot_of[replica_id]
-            self._clear(np.flatnonzero(self._holders[:, tier, slot // WORD_BITS] & _bit(slot)), slot, tier)
+            self._clear(np.flatnonzero(self._holders[tier][:, slot // WORD_BITS] & bit_of(slot)), slot, tier)
 
     def _clear(self, entries: Ints, slot: int, tier: Tier) -> None:
         """``slot`` holds ``entries`` in this tier no longer; those that nobody holds are free."""
         self._num_changes += 1
-        word, bit = slot // WORD_BITS, _bit(slot)
-        held = self._holders[entries, tier, word]
+        word, bit = slot // WORD_BITS, bit_of(slot)
+        holders = self._holders[tier]
+        held = holders[entries, word]
         self._num_held[tier, slot] -= np.count_nonzero(held & bit)
-        self._holders[entries, tier, word] = held & ~bit
-        free = entries[~self._holders[entries].any(axis=(1, 2))]
+        holders[entries, word] = held & ~bit
+        free = entries[~self._held_in_any_tier(entries).any(axis=1)]
         self._keys.reshape(-1)[free] = 0
         self._used.reshape(-1)[free] = 0
         self._num_entries -= free.size
@@ -270,11 +287,12 @@ class PrefixIndex:
 
     def _add_words(self) -> None:
         """Make room for twice the slots. Only entries in use are copied: what is never written takes no memory."""
-        num_words = self._holders.shape[2]
-        holders: Words = np.zeros((self.max_entries, len(Tier), 2 * num_words), np.uint64)
+        num_words = self._holders[0].shape[1]
         taken = np.flatnonzero(self._keys.reshape(-1))
-        holders[taken, :, :num_words] = self._holders[taken]
-        self._holders = holders
+        for tier, before in enumerate(self._holders):
+            holders = self._no_holders(2 * num_words)
+            holders[taken, :num_words] = before[taken]
+            self._holders[tier] = holders
 
     def _take_slot(self, replica_id: str) -> int:
         slot = self._slot_of.get(replica_id)
@@ -309,25 +327,3 @@ def _keys_of(block_hashes: Iterable[BlockHash]) -> Words:
 def _leading(rows: Ints) -> int:
     """How many of ``rows``, which rise, are 0, 1, 2, ... without a hole."""
     return int(np.count_nonzero(rows == np.arange(rows.size)))
-
-
-def _add_lengths(counts: Ints, held: Words) -> None:
-    """Add to each bit's count the number of rows of ``held`` [n, words] that have it; a bit that ends stays away."""
-    last = [held.shape[0] - 1]
-    if (held[0] != held[-1]).any():  # holders drop out on the way: each distinct row counts as often as it comes
-        last = [*(held[1:] != held[:-1]).any(axis=1).nonzero()[0].tolist(), *last]
-    before = -1
-    for row in last:
-        bits = np.unpackbits(held[row].view(np.uint8), bitorder="little")
-        counts += bits if row - before == 1 else (row - before) * bits.astype(np.int64)
-        before = row
-
-
-def _bit(slot: int) -> np.uint64:
-    return np.uint64(1 << slot % WORD_BITS)
-
-
-def _count_bits(holders: Words) -> Ints:
-    """How often each bit is set: [n, tiers, words] → [tiers, words * 64]."""
-    counts: Ints = np.unpackbits(holders.view(np.uint8), axis=2, bitorder="little").sum(axis=0, dtype=np.int64)
-    return counts

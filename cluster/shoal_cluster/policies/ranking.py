@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.candidates import CAPACITY, Candidates
 from shoal_replica.prefix_cache import BlockHash, hash_blocks
 from shoal_replica.request import Request
 
@@ -169,19 +169,20 @@ def best_of(query: RouteQuery, candidates: Candidates, scores: Scores, seed: int
     """The place of the one that ``rank`` puts first with a generator of ``seed``; how many are eligible. -1: none."""
     eligible = is_eligible(query, candidates)
     num_eligible = int(np.count_nonzero(eligible))
-    cost = np.where(eligible, scores.cost, np.inf)
-    if scores.must_wait is not None:
-        at_once = np.where(scores.must_wait, np.inf, cost)
-        if at_once.min(initial=np.inf) < np.inf:
-            cost = at_once
-    least = cost.min(initial=np.inf)
     if not num_eligible:
         return -1, 0
-    equals = (cost == least).nonzero()[0]
-    if equals.size == 1:
-        return int(equals[0]), num_eligible
+    costs = np.where(eligible, scores.cost, np.inf)
+    if scores.must_wait is not None:
+        at_once = np.where(scores.must_wait, np.inf, costs)
+        if at_once[at_once.argmin()] < np.inf:
+            costs = at_once
+    best = int(costs.argmin())
+    equals = costs == costs[best]
+    if np.count_nonzero(equals) == 1:
+        return best, num_eligible
+    places = equals.nonzero()[0]
     dice = shuffle(Random(seed), len(candidates))
-    return int(equals[dice[equals].argmin()]), num_eligible
+    return int(places[dice[places].argmin()]), num_eligible
 
 
 def shuffle(rng: Random, count: int) -> NDArray[np.uint32]:
@@ -212,9 +213,7 @@ def some(items: Sequence[str]) -> str:
 
 def is_eligible(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
     """Which replicas could take it, now or later [n]."""
-    told = candidates.told
-    eligible: NDArray[np.bool_] = told["connected"] & told["known"] & ~told["draining"]
-    eligible &= told["num_total_blocks"] >= query.num_blocks_needed
+    eligible: NDArray[np.bool_] = candidates.columns[CAPACITY] >= query.num_blocks_needed
     if query.excluded:
         eligible &= ~np.isin(candidates.replica_ids, list(query.excluded))
     return eligible

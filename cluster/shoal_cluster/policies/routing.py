@@ -10,7 +10,16 @@ from typing import Protocol
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates, Floats, Ints
+from shoal_cluster.policies.candidates import (
+    LOAD,
+    OPEN_BLOCKS,
+    OPEN_SLOTS,
+    ROOM,
+    SEQUENCES,
+    Candidates,
+    Floats,
+    Ints,
+)
 from shoal_cluster.policies.ranking import (
     PRICED_STEPS,
     CandidateTerms,
@@ -92,11 +101,11 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     return RouteDecision(decision.ranked, reason, decision.candidates)
 
 
-def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, seed: int) -> RouteDecision:
-    """``route`` with a fresh generator of ``seed``, of which only the best is worked out now."""
+def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, seed: int) -> tuple[int, RouteDecision]:
+    """``route`` with a fresh generator of ``seed``: the best's place, -1 for none; the rest is worked out if read."""
     place, num_eligible = best_of(query, candidates, _price(query, candidates, weights), seed)
     best = "" if place < 0 else candidates.replica_ids[place]
-    return RouteDecision.deferred(best, num_eligible, lambda: route(query, candidates, weights, Random(seed)))
+    return place, RouteDecision.deferred(best, num_eligible, lambda: route(query, candidates, weights, Random(seed)))
 
 
 def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
@@ -104,9 +113,7 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
     told, matched = candidates.told, candidates.num_matched_blocks
     scores = _price(query, candidates, weights)
     prefill: Floats = np.multiply(weights.prefill_price, _uncached(query, matched))
-    running: Floats = np.multiply(weights.sequence_price(query), _num_sequences(candidates))
-    free_blocks: Ints = told["num_open_blocks"] - candidates.num_reserved_blocks
-    free_slots: Ints = told["num_open_slots"] - candidates.num_reserved
+    running: Floats = np.multiply(weights.sequence_price(query), candidates.columns[SEQUENCES])
     return Scores(
         cost=scores.cost,
         must_wait=scores.must_wait,
@@ -117,21 +124,19 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
             ("running", running),
             ("stale", _stale(candidates, weights)),
             ("matched_blocks", matched),
-            ("free_blocks", free_blocks),
-            ("free_slots", free_slots),
+            ("free_blocks", candidates.columns[OPEN_BLOCKS]),
+            ("free_slots", candidates.columns[OPEN_SLOTS]),
         ),
     )
 
 
 def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
     """The same without its terms."""
-    told, matched = candidates.told, candidates.num_matched_blocks
-    num_reserved, num_reserved_blocks, _ = candidates.promised
-    has_no_slot = told["num_open_slots"] <= num_reserved
-    num_new_blocks = np.maximum(0, query.num_blocks_needed - matched)
+    matched = candidates.num_matched_blocks
+    num_new_blocks = np.maximum(query.num_blocks_needed - matched, 0)
     return Scores(
         cost=work(candidates, _uncached(query, matched), weights.sequence_price(query), weights),
-        must_wait=has_no_slot | (told["num_open_blocks"] < num_reserved_blocks + num_new_blocks),
+        must_wait=candidates.columns[ROOM] < num_new_blocks,
     )
 
 
@@ -139,24 +144,19 @@ def work(candidates: Candidates, uncached: Ints, sequence_price: float | Floats,
     """The cost behind ``route`` for a prompt with so many ``uncached`` tokens on each replica [n] and its price of a
     sequence, or for many prompts [q, n] with one price each [q, 1].
     """
-    total: Floats = np.multiply(weights.prefill_price, uncached, dtype=np.float64)
-    total += candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
-    total += sequence_price * _num_sequences(candidates)
-    if candidates.age_s.max(initial=0.0) > weights.max_age_s:
+    columns, age_s = candidates.columns, candidates.age_s
+    total: Floats = np.multiply(uncached, weights.prefill_price, dtype=np.float64)
+    total += columns[LOAD]
+    total += sequence_price * columns[SEQUENCES]
+    if age_s.size and age_s[age_s.argmax()] > weights.max_age_s:
         total += _stale(candidates, weights)
     return total
 
 
 def _uncached(query: RouteQuery, num_matched_blocks: Ints) -> Ints:
     """Prompt tokens to compute on each replica [n]."""
-    uncached: Ints = np.maximum(1, query.num_prompt_tokens - num_matched_blocks * query.block_size)
+    uncached: Ints = np.maximum(query.num_prompt_tokens - num_matched_blocks * query.block_size, 1)
     return uncached
-
-
-def _num_sequences(candidates: Candidates) -> Ints:
-    """Those that decode there or soon will."""
-    count: Ints = candidates.told["num_running"] + candidates.told["num_waiting"] + candidates.num_reserved
-    return count
 
 
 def _stale(candidates: Candidates, weights: RouteWeights) -> Floats:
@@ -196,4 +196,5 @@ def decide(
     query: RouteQuery, candidates: Candidates, weights: RouteWeights, *, seed: int, time_s: float
 ) -> RouteRecord:
     """``route`` with a fresh generator of ``seed``, recorded."""
-    return RouteRecord(time_s, query, candidates, weights, seed, choose(query, candidates, weights, seed))
+    _, decision = choose(query, candidates, weights, seed)
+    return RouteRecord(time_s, query, candidates, weights, seed, decision)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import PROMISED, Candidates, Ints, ReplicaView, told_row, unknown_rows
+from shoal_cluster.policies.candidates import (
+    PROMISED,
+    Candidates,
+    Ints,
+    ReplicaView,
+    column,
+    promise,
+    told_row,
+    unknown_columns,
+    unknown_rows,
+)
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex, Tier
 from shoal_cluster.policies.wishes import ForeignWishes, PlacedWish, Wish
 from shoal_replica.prefix_cache import BlockHash
@@ -46,9 +57,10 @@ class ClusterView:
         self._node_ids: list[str] = []
         self._stats: list[ReplicaStats | None] = []
         self._told = unknown_rows(0)
-        self._promised = np.zeros((len(PROMISED), 0), np.int64)
-        self._foreign = np.zeros((len(PROMISED), 0), np.int64)  # what other gateways have promised
-        self._updated_s = np.zeros(0)
+        self._columns = unknown_columns(0)
+        self._foreign: list[tuple[int, int, int]] = []  # what other gateways have promised, of that
+        self._updated_s = np.zeros(0)  # infinite while there are no stats
+        self._nothing = np.zeros(0, np.int64)
         self._slots = np.zeros(0, np.int64)
         self._known: tuple[float, Candidates] | None = None  # the last snapshot for no prompt, until something changes
         self._asked: tuple[Sequence[BlockHash], tuple[str, ...], int] = ((), (), -1)
@@ -128,7 +140,7 @@ class ClusterView:
         place = self._place_of.get(replica_id)
         if place is not None:
             self._told["connected"][place] = False
-            self._known = None
+            self._tell(place, self._told[place].item())
 
     def reserve(
         self,
@@ -188,9 +200,10 @@ class ClusterView:
 
     def set_foreign(self, replica_id: str, num_requests: int, num_blocks: int, num_tokens: int) -> None:
         """What other gateways have promised on ``replica_id``, as it says itself: counted beside our own promises."""
-        place = self._place_of.get(replica_id)
-        if place is not None:
-            self._foreign[:, place] = (num_requests, num_blocks, num_tokens)
+        place, foreign = self._place_of.get(replica_id), (num_requests, num_blocks, num_tokens)
+        if place is not None and foreign != self._foreign[place]:
+            before, self._foreign[place] = self._foreign[place], foreign
+            promise(self._columns, place, *(new - old for new, old in zip(foreign, before, strict=True)))
             self._known = None
 
     def set_wishes(self, replica_id: str, wishes: Sequence[Wish]) -> None:
@@ -206,7 +219,7 @@ class ClusterView:
         """Whether a replica has no prompt to compute, and none coming that is known of."""
         told = self._told
         idle = told["connected"] & ~told["draining"] & (told["num_waiting_tokens"] == 0)
-        return bool((idle & (self._promised[0] + self._foreign[0] == 0)).any())
+        return bool((idle & (self._columns[0] == 0)).any())
 
     def reservation(self, request_id: str) -> Reservation | None:
         """The promise a request holds, if any."""
@@ -220,6 +233,7 @@ class ClusterView:
                 node_ids=tuple(self._node_ids),
                 stats=tuple(self._stats),
                 told=np.frombuffer(self._told.tobytes(), self._told.dtype),  # a copy, faster than ``copy`` for records
+                columns=self._columns.copy(),
             )
             self._known = (now, snapshot)
         snapshot = self._known[1]
@@ -232,9 +246,9 @@ class ClusterView:
             self._node_ids,
             self._stats,
             self._told,
-            self._promised + self._foreign,
-            np.where(self._told["known"], np.maximum(0.0, now - self._updated_s), 0.0),
-            np.zeros(len(self), np.int64),
+            self._columns,
+            np.maximum(now - self._updated_s, 0.0),
+            self._nothing,
         )
 
     def replicas_for(self, block_hashes: Sequence[BlockHash], now: float) -> tuple[ReplicaView, ...]:
@@ -244,10 +258,11 @@ class ClusterView:
     def check_invariants(self) -> None:
         """Sums of promises are true, none is on a stranger, columns repeat the stats, the index knows members only."""
         self.index.check_invariants()
-        sums = np.zeros_like(self._promised)
+        sums = np.array(self._foreign, np.int64).reshape(-1, len(PROMISED)).T
         for held in self._reservations.values():
             sums[:, self._place_of[held.replica_id]] += (1, held.num_blocks, held.num_tokens)
-        assert np.array_equal(sums, self._promised)
+        for place, promised in enumerate(sums.T):
+            assert tuple(self._columns[:, place]) == column(self._told[place].item(), promised)
         assert list(self._place_of.items()) == [(r, place) for place, r in enumerate(sorted(self._replica_ids))]
         for stats, row in zip(self._stats, self._told, strict=True):
             assert row.item() == told_row(stats, bool(row["connected"]))
@@ -271,28 +286,34 @@ class ClusterView:
     def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
         if stats is not None:
             self._stats[place] = stats
-            self._told[place] = told_row(stats, True)
+            self._told[place] = row = told_row(stats, True)
+            self._tell(place, row)
         self._updated_s[place] = now
         self._known = None
 
+    def _tell(self, place: int, row: Sequence[Any]) -> None:
+        """What is told of a replica has changed to ``row``."""
+        self._columns[:, place] = column(row, self._columns[: len(PROMISED), place].tolist())
+        self._known = None
+
     def _count(self, reservation: Reservation, sign: int) -> None:
-        place = self._place_of[reservation.replica_id]
-        self._promised[:, place] += (sign, sign * reservation.num_blocks, sign * reservation.num_tokens)
+        num_blocks, num_tokens = sign * reservation.num_blocks, sign * reservation.num_tokens
+        promise(self._columns, self._place_of[reservation.replica_id], sign, num_blocks, num_tokens)
         self._known = None
 
     def _set_members(self, replica_ids: Iterable[str]) -> None:
         """Make the columns those of ``replica_ids``; who was here keeps what is known of it."""
         members = tuple(sorted(replica_ids))
         kept = [(new, old) for new, r in enumerate(members) if (old := self._place_of.get(r)) is not None]
-        told, promised = unknown_rows(len(members)), np.zeros((len(PROMISED), len(members)), np.int64)
-        foreign = np.zeros_like(promised)
-        updated_s, node_ids = np.zeros(len(members)), [""] * len(members)
+        told, columns = unknown_rows(len(members)), unknown_columns(len(members))
+        foreign = [(0, 0, 0)] * len(members)
+        updated_s, node_ids = np.full(len(members), np.inf), [""] * len(members)
         stats: list[ReplicaStats | None] = [None] * len(members)
         for new, old in kept:
-            told[new], promised[:, new], updated_s[new] = self._told[old], self._promised[:, old], self._updated_s[old]
-            node_ids[new], stats[new], foreign[:, new] = self._node_ids[old], self._stats[old], self._foreign[:, old]
-        self._foreign, self._known = foreign, None
-        self._told, self._promised, self._updated_s = told, promised, updated_s
+            told[new], columns[:, new], updated_s[new] = self._told[old], self._columns[:, old], self._updated_s[old]
+            node_ids[new], stats[new], foreign[new] = self._node_ids[old], self._stats[old], self._foreign[old]
+        self._foreign, self._known, self._nothing = foreign, None, np.zeros(len(members), np.int64)
+        self._told, self._columns, self._updated_s = told, columns, updated_s
         self._node_ids, self._stats, self._replica_ids = node_ids, stats, members
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}
         self._slots = np.array([self.index.slot(replica_id) for replica_id in members], np.int64)

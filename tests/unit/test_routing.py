@@ -22,6 +22,8 @@ from shoal_replica.errors import ConfigError
 from shoal_replica.prefix_cache import hash_blocks
 
 WEIGHTS = RouteWeights()
+BLOCK = 16
+WORTH_OF_5 = int(WEIGHTS.prefill_price * 5 * BLOCK)
 
 
 def decision_of(query: RouteQuery, *rows: ReplicaView, seed: int = 0, weights: RouteWeights = WEIGHTS) -> RouteDecision:
@@ -30,7 +32,8 @@ def decision_of(query: RouteQuery, *rows: ReplicaView, seed: int = 0, weights: R
 
 def test_a_short_answer_stays_where_its_prompt_is_cached_and_a_long_one_may_not() -> None:
     """Seven streams are worth 3584 tokens to who decodes beside them for long, and 448 to who does for 16 steps."""
-    crowded = make_row("a", num_matched_blocks=50, stats=make_stats(num_running=7))
+    num_matched_blocks = int(3000 / WEIGHTS.prefill_price / BLOCK)  # worth 3000 tokens
+    crowded = make_row("a", num_matched_blocks=num_matched_blocks, stats=make_stats(num_running=7))
     long = make_query(801)
     assert decision_of(long, crowded, make_row("b")).ranked[0] == "b"
     assert decision_of(replace(long, decode_steps=16), crowded, make_row("b")).ranked[0] == "a"
@@ -65,13 +68,13 @@ def test_a_short_answer_stays_where_its_prompt_is_cached_and_a_long_one_may_not(
         ),
         (
             "a hit is worth its price in queue",
-            {"num_matched_blocks": 5, "stats": make_stats(num_waiting_tokens=319)},
+            {"num_matched_blocks": 5, "stats": make_stats(num_waiting_tokens=WORTH_OF_5 - 1)},
             {},
         ),
         (
             "a longer queue outweighs the hit",
             {},
-            {"num_matched_blocks": 5, "stats": make_stats(num_waiting_tokens=321)},
+            {"num_matched_blocks": 5, "stats": make_stats(num_waiting_tokens=WORTH_OF_5 + 1)},
         ),
     ],
 )
@@ -134,7 +137,7 @@ def test_terms_add_up_to_the_score() -> None:
     (candidate,) = decision_of(make_query(), row).candidates
     costs = [value for name, value in candidate.terms if not name.endswith(("_blocks", "_slots"))]
     assert candidate.score == pytest.approx(sum(costs))
-    assert candidate.score == pytest.approx(75 + 4 * 128 + 512 * 3 + 2000)
+    assert candidate.score == pytest.approx(75 + WEIGHTS.prefill_price * 128 + 512 * 3 + 2000)
 
 
 def test_equals_are_spread_evenly() -> None:

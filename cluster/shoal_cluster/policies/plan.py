@@ -51,10 +51,13 @@ class Plan:
         """Until some replica can begin with a prompt that is sent now, if prompt tokens take ``token_s`` each: the step
         that runs has to end, and what was sent before comes first. 0 if none may start anything.
         """
+        may_start = self.may_start()
+        if not may_start.any():
+            return 0.0
         told = self._snapshot.told
         waits_s = (told[DUE[0]] + self._columns[TOKENS]) * token_s
-        waits_s += np.where(told["num_running"] > 0, told["step_s"], 0.0)
-        return float(waits_s.min(where=may_start, initial=np.inf)) if (may_start := self.may_start()).any() else 0.0
+        waits_s += told["step_s"] * (told["num_running"] > 0)
+        return float(waits_s.min(where=may_start, initial=np.inf))
 
     def consider(self, queries: Sequence[RouteQuery], matched: Ints) -> None:
         """Price ``queries`` [q] on every replica; ``matched`` are the blocks cached there [q, n]. They replace those

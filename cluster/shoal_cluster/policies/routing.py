@@ -54,7 +54,7 @@ class RouteWeights:
 
     Attributes:
         prefill_price: cost of each uncached token of this prompt. 1 is its compute alone; above 1 also pays for the
-            cached blocks its KV will displace. Replays of real traces are flat and best between 3 and 5.
+            cached blocks its KV will displace. Replays of a real trace are flat and best between 4 and 6.
         decode_price: cost of each sequence that runs, waits or is on its way there: what it and the newcomer take of
             each other's steps while both decode. 512 is two tokens' compute in each of 128 steps, for either of them;
             a request that may decode for fewer steps pays so much less.
@@ -62,7 +62,7 @@ class RouteWeights:
         stale_tokens_per_s: work assumed to have reached a replica, unseen, for each second past ``max_age_s``.
     """
 
-    prefill_price: float = 4.0
+    prefill_price: float = 6.0
     decode_price: float = 512.0
     max_age_s: float = 3.0
     stale_tokens_per_s: float = 2000.0

@@ -2,6 +2,8 @@
 //
 // The heads of a group share their keys, so (token, head of the group) pairs are the rows of one matrix product with a
 // page's keys, and of one with its values. Rows go in register tiles; keys in tiles that stay in the second-level cache.
+// Sequences that begin alike decode together: their rows meet each tile of the shared pages at once, then each goes on
+// with its own. A row's tiles and sums are the same as alone, so its result is the same to the bit.
 #pragma once
 
 #include <algorithm>
@@ -21,11 +23,12 @@ constexpr int kStreamedPages = kStreamedKeys / kPanel;
 static_assert(2 * kStreamedPages <= kTilePages);
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Softmax state of a unit's rows.
+// Rows, the keys that each one sees, and its softmax so far.
 struct AttentionState {
     alignas(64) float sums[kAttentionRows * kMaxHeadSize];
     float maximum[kAttentionRows];
     float denominator[kAttentionRows];
+    int low[kAttentionRows], high[kAttentionRows];
 };
 
 // The pages of one tile of keys; where it streams, those of the next follow.
@@ -63,48 +66,72 @@ SHOAL_INLINE void score_rows(const Word* queries, int steps, const KeyTile& tile
                                           tile.pages[q + kStreamedPages] + lane}, kPanel});
             else
                 accumulate<T>(acc, queries, steps, right, kPanel, steps);
-            for (int i = 0; i < MR; ++i) {
-                store(&scores[i][p * kPanel + lane], acc[i][0]);
-                if (p + 1 < end) store(&scores[i][(p + 1) * kPanel + lane], acc[i][1]);
-            }
+#pragma GCC unroll 16
+            for (int i = 0; i < MR; ++i) store(&scores[i][p * kPanel + lane], acc[i][0]);
+            if (p + 1 == end) continue;
+#pragma GCC unroll 16
+            for (int i = 0; i < MR; ++i) store(&scores[i][(p + 1) * kPanel + lane], acc[i][1]);
         }
     }
 }
 
-// Turns a row's scores into weights over columns [begin, end), of which [low, high) are visible. Returns the factor
-// that the row's earlier sums shrink by.
-template <class T>
-SHOAL_INLINE float weigh_row(float* scores, Word* weights, int begin, int end, int low, int high, float scale,
-                             float& maximum, float& denominator) {
-    auto* out = reinterpret_cast<typename T::Scalar*>(weights);
+// The largest of a row's scores over columns [begin, end). Masked: only [low, high) are visible, the others become -inf.
+template <bool Masked>
+SHOAL_INLINE float row_top(float* scores, int begin, int end, int low, int high) {
     const I32 lanes = lane_index();
     F32 top = splat(kMinusInfinity);
+#pragma GCC unroll 4
     for (int c = begin; c < end; c += kLanes) {
         F32 s = load(scores + c);
-        if (c < low || c + kLanes > high) {
+        if constexpr (Masked) {
             const I32 column = lanes + c;
             s = ((column >= low) & (column < high)) ? s : splat(kMinusInfinity);
             store(scores + c, s);
         }
         top = max(top, s);
     }
-    const float before = maximum;
-    maximum = std::max(maximum, horizontal_max(top) * scale);
-    if (maximum == kMinusInfinity) {  // nothing visible yet
-        for (int c = begin; c < end; c += kLanes) T::store_row(out + c, F32{});
-        return 1.0f;
-    }
+    return horizontal_max(top);
+}
+
+// Turns a row's scores into weights 2^(score * scale - maximum), and gives their sum.
+template <class T, bool Masked>
+SHOAL_INLINE float weigh_row(const float* scores, Word* weights, int begin, int end, float scale, float maximum) {
+    auto* out = reinterpret_cast<typename T::Scalar*>(weights);
     F32 sum{};
+#pragma GCC unroll 4
     for (int c = begin; c < end; c += kLanes) {
         const F32 s = load(scores + c);
         F32 w = exp2<T::kFine>(s * scale - maximum);
-        if (c < low || c + kLanes > high) w = (s == splat(kMinusInfinity)) ? F32{} : w;
+        if constexpr (Masked) w = (s == splat(kMinusInfinity)) ? F32{} : w;
         sum += w;
         T::store_row(out + c, w);
     }
-    const float shrink = before == kMinusInfinity ? 0.0f : std::exp2(before - maximum);
-    denominator = denominator * shrink + horizontal_sum(sum);
-    return shrink;
+    return horizontal_sum(sum);
+}
+
+// Turns the scores of rows [row, row + MR) over columns [begin, end) into weights. `shrink` is what their earlier sums
+// are to be multiplied by.
+template <class T, int MR>
+SHOAL_INLINE void weigh_rows(float (&scores)[kTileRows][kTileKeys], Word (&weights)[kTileRows][kTileKeys], int begin,
+                             int end, const KeyTile& tile, float scale, int row, AttentionState& state, float* shrink) {
+    bool masked[MR];
+    float top[MR];
+    for (int i = 0; i < MR; ++i) {  // all of them first: a maximum comes late, and nothing waits for it meanwhile
+        const int low = state.low[row + i] - tile.first_key, high = state.high[row + i] - tile.first_key;
+        masked[i] = low > begin || high < end;
+        top[i] = masked[i] ? row_top<true>(scores[i], begin, end, low, high)
+                           : row_top<false>(scores[i], begin, end, low, high);
+    }
+    for (int i = 0; i < MR; ++i) {
+        const float before = state.maximum[row + i], maximum = std::max(before, top[i] * scale);
+        state.maximum[row + i] = maximum;
+        // Without any visible key so far, the scores are all -inf and so are the weights 0, whatever the maximum.
+        const float finite = maximum == kMinusInfinity ? 0.0f : maximum;
+        const float sum = masked[i] ? weigh_row<T, true>(scores[i], weights[i], begin, end, scale, finite)
+                                    : weigh_row<T, false>(scores[i], weights[i], begin, end, scale, finite);
+        shrink[i] = before == kMinusInfinity ? 0.0f : exp2<true>(splat(before - maximum))[0];
+        state.denominator[row + i] = state.denominator[row + i] * shrink[i] + sum;
+    }
 }
 
 template <class T, int MR>
@@ -115,6 +142,7 @@ SHOAL_INLINE void sum_values(const Word (&weights)[kTileRows][kTileKeys], const 
         const bool both = column + kLanes < head_size;
         const int other = both ? column + kLanes : column;
         F32 acc[MR][2];
+#pragma GCC unroll 16
         for (int i = 0; i < MR; ++i) {
             acc[i][0] = load(sums + i * head_size + column) * shrink[i];
             acc[i][1] = load(sums + i * head_size + other) * shrink[i];
@@ -130,45 +158,33 @@ SHOAL_INLINE void sum_values(const Word (&weights)[kTileRows][kTileKeys], const 
                 accumulate<T>(acc, &weights[0][p * steps], kTileKeys, right, head_size, steps);
             }
         }
-        for (int i = 0; i < MR; ++i) {
-            store(sums + i * head_size + column, acc[i][0]);
-            if (both) store(sums + i * head_size + other, acc[i][1]);
-        }
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) store(sums + i * head_size + column, acc[i][0]);
+        if (!both) continue;
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) store(sums + i * head_size + other, acc[i][1]);
     }
 }
 
-// Rows [row, row + MR) of a unit against one tile of keys.
+// Rows [row, row + MR), of which no later one sees less of the tile's end or more of its beginning.
 template <class T, int MR>
-void attend_rows(const AttentionCall& call, const AttentionUnit& unit, const KeyTile& tile, int row,
-                 AttentionState& state) {
-    const int group = call.heads / call.kv_heads, size = call.head_size, steps = size / T::kPack;
-    const int first_position = unit.position + row / group;
-    const int last_position = unit.position + (row + MR - 1) / group;
-    const int low_key = call.window > 0 ? std::max(0, first_position - call.window + 1) : 0;
-    const int begin = std::max(low_key, unit.key_begin) - tile.first_key;
-    const int end = std::min({last_position + 1 - tile.first_key, unit.key_end - tile.first_key, tile.count});
+void attend_rows(const AttentionCall& call, const Word* queries, const KeyTile& tile, int row, AttentionState& state) {
+    const int size = call.head_size, steps = size / T::kPack;
+    const int begin = state.low[row] - tile.first_key, end = std::min(state.high[row + MR - 1] - tile.first_key, tile.count);
     const int first_page = std::max(begin, 0) / kPanel, end_page = static_cast<int>(divide_up(std::max(end, 0), kPanel));
     if (first_page >= end_page) return;
 
     alignas(64) float scores[kTileRows][kTileKeys];
     alignas(64) Word weights[kTileRows][kTileKeys];
     float shrink[MR];
-    const int64_t first_row = static_cast<int64_t>(unit.kv_head) * call.step_tokens + unit.first_row;
-    const Word* queries = call.queries + (first_row * group + row) * steps;
     score_rows<T, MR>(queries, steps, tile, first_page, end_page, scores);
-    for (int i = 0; i < MR; ++i) {
-        const int position = unit.position + (row + i) / group;
-        const int oldest = call.window > 0 ? position - call.window + 1 : 0;
-        const int low = std::max(oldest, unit.key_begin) - tile.first_key;
-        const int high = std::min(position + 1, unit.key_end) - tile.first_key;
-        shrink[i] = weigh_row<T>(scores[i], weights[i], first_page * kPanel, end_page * kPanel, low, high,
-                                 call.scale * kLog2E, state.maximum[row + i], state.denominator[row + i]);
-    }
+    weigh_rows<T, MR>(scores, weights, first_page * kPanel, end_page * kPanel, tile, call.scale * kLog2E, row, state,
+                      shrink);
     sum_values<T, MR>(weights, tile, first_page, end_page, shrink, state.sums + row * size, size);
 }
 
 template <class T>
-using AttendRows = void (*)(const AttentionCall&, const AttentionUnit&, const KeyTile&, int, AttentionState&);
+using AttendRows = void (*)(const AttentionCall&, const Word* queries, const KeyTile&, int row, AttentionState&);
 
 template <class T, int... I>
 AttendRows<T> attend_rows_of(int rows, std::integer_sequence<int, I...>) {
@@ -190,53 +206,106 @@ SHOAL_INLINE const Word* find_page(const AttentionCall& call, const AttentionUni
     return call.pool + ((block * call.kv_heads + unit.kv_head) * per_block + number % per_block) * 2 * page;
 }
 
+// Keys [key, key + count) of a unit; what comes after its last page are the pages of `next` from page `next_page` on.
+SHOAL_INLINE void fill_tile(KeyTile& tile, const AttentionCall& call, const AttentionUnit& unit, int key, int count,
+                            const AttentionUnit& next, int next_page) {
+    const int last = (unit.key_end - 1) / kPanel, next_last = (next.key_end - 1) / kPanel;
+    tile.first_key = key;
+    tile.count = std::min(count, unit.key_end - key);
+    for (int p = 0; p < kTilePages; ++p) {
+        const int number = key / kPanel + p, beyond = number - last - 1;
+        tile.pages[p] = beyond < 0 ? find_page(call, unit, number, tile.page)
+                                   : find_page(call, next, std::min(next_page + beyond, next_last), tile.page);
+    }
+}
+
+// Rows [row, end) against a tile, in register tiles of nearly equal height.
 template <class T>
-void attend(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next) {
-    const int group = call.heads / call.kv_heads, size = call.head_size, rows = unit.tokens * group;
+SHOAL_INLINE void attend_tile(const AttentionCall& call, const Word* queries, const KeyTile& tile, int row, int end,
+                              AttentionState& state) {
+    const int steps = call.head_size / T::kPack;
+    for (int count; row < end; row += count, queries += count * steps) {
+        count = static_cast<int>(divide_up(end - row, divide_up(end - row, kTileRows)));
+        attend_rows_of<T>(count, std::make_integer_sequence<int, kTileRows>{})(call, queries, tile, row, state);
+    }
+}
+
+// All rows of units of one token against the tiles of whole pages that they share. Returns the first key after those.
+template <class T>
+int attend_shared(const AttentionCall& call, const AttentionUnit* units, int count, int shared_end, int tile_keys,
+                  KeyTile& tile, AttentionState& state) {
+    const int group = call.heads / call.kv_heads, rows = count * group;
+    const int64_t words = static_cast<int64_t>(group) * call.head_size / T::kPack;  // of a unit's queries
+    alignas(64) Word queries[kSharedRows * kMaxHeadSize];
+    for (int i = 0; i < count; ++i)
+        std::copy_n(call.queries + (int64_t{units[i].kv_head} * call.step_tokens + units[i].first_row) * words, words,
+                    queries + i * words);
+    const int first_rows = std::min(rows, kTileRows), steps = call.head_size / T::kPack;
+    int key = units[0].key_begin / kPanel * kPanel;
+    for (; key + tile_keys <= shared_end; key += tile_keys) {
+        fill_tile(tile, call, units[0], key, tile_keys, units[1], (key + tile_keys) / kPanel);
+        tile.streams = tile_keys == kStreamedKeys;
+        attend_tile<T>(call, queries, tile, 0, first_rows, state);
+        tile.streams = false;  // what the first rows have brought
+        attend_tile<T>(call, queries + first_rows * steps, tile, first_rows, rows, state);
+    }
+    return key;
+}
+
+template <class T>
+void attend(const AttentionCall& call, const AttentionUnit* units, int count, int shared_end, const AttentionUnit& next) {
+    const int group = call.heads / call.kv_heads, size = call.head_size;
     AttentionState state;
+    int rows = 0;
+    for (int u = 0; u < count; ++u)
+        for (int token = 0; token < units[u].tokens; ++token)
+            for (int g = 0; g < group; ++g, ++rows) {
+                const int position = units[u].position + token, oldest = call.window > 0 ? position - call.window + 1 : 0;
+                state.low[rows] = std::max(oldest, units[u].key_begin);
+                state.high[rows] = std::min(position + 1, units[u].key_end);
+            }
     std::fill_n(state.sums, rows * size, 0.0f);
     std::fill_n(state.maximum, rows, kMinusInfinity);
     std::fill_n(state.denominator, rows, 0.0f);
     KeyTile tile;
-    const int last_page = (unit.key_end - 1) / kPanel;
-    const int next_first = next.key_begin / kPanel, next_last = (next.key_end - 1) / kPanel;
-    tile.streams = rows <= kTileRows;
     tile.page = static_cast<int64_t>(size) * kPanel / T::kPack;
-    const int tile_keys = tile.streams ? kStreamedKeys : kTileKeys;
-    for (int key = unit.key_begin / kPanel * kPanel; key < unit.key_end; key += tile_keys) {
-        tile.first_key = key;
-        tile.count = std::min(tile_keys, unit.key_end - key);
-        for (int p = 0; p < kTilePages; ++p) {
-            const int number = key / kPanel + p, beyond = number - last_page - 1;
-            tile.pages[p] = beyond < 0 ? find_page(call, unit, number, tile.page)
-                                       : find_page(call, next, std::min(next_first + beyond, next_last), tile.page);
+    const bool streams = units[0].tokens * group <= kTileRows;
+    const int tile_keys = streams ? kStreamedKeys : kTileKeys;
+    int begin = units[0].key_begin / kPanel * kPanel;
+    if (count > 1) begin = attend_shared<T>(call, units, count, shared_end, tile_keys, tile, state);
+    tile.streams = streams;
+    for (int u = 0, row = 0; u < count; ++u) {
+        const AttentionUnit& unit = units[u];
+        const int end = row + unit.tokens * group;
+        const Word* queries =
+            call.queries + (int64_t{unit.kv_head} * call.step_tokens + unit.first_row) * group * (size / T::kPack);
+        const AttentionUnit& after = u + 1 < count ? units[u + 1] : next;
+        const int after_page = (u + 1 < count ? begin : after.key_begin) / kPanel;
+        for (int key = begin; key < unit.key_end; key += tile_keys) {
+            fill_tile(tile, call, unit, key, tile_keys, after, after_page);
+            attend_tile<T>(call, queries, tile, row, end, state);
         }
-        for (int row = 0; row < rows;) {
-            const int tiles = static_cast<int>(divide_up(rows - row, kTileRows));
-            const int count = static_cast<int>(divide_up(rows - row, tiles));
-            attend_rows_of<T>(count, std::make_integer_sequence<int, kTileRows>{})(call, unit, tile, row, state);
-            row += count;
-        }
-    }
-    if (unit.partial >= 0) {
-        for (int row = 0; row < rows; ++row) {
-            float* part = call.partials + (static_cast<int64_t>(unit.partial) * group + row) * (size + 2);
+        for (; row < end; ++row) {
+            const int in_unit = row - (end - unit.tokens * group);
+            if (unit.partial < 0) {
+                store_normalised<T>(call, state.sums + row * size, state.denominator[row], unit.first_row + in_unit / group,
+                                    unit.kv_head * group + in_unit % group);
+                continue;
+            }
+            float* part = call.partials + (static_cast<int64_t>(unit.partial) * group + in_unit) * (size + 2);
             std::copy_n(state.sums + row * size, size, part);
             part[size] = state.maximum[row];
             part[size + 1] = state.denominator[row];
         }
-        return;
     }
-    for (int row = 0; row < rows; ++row)
-        store_normalised<T>(call, state.sums + row * size, state.denominator[row], unit.first_row + row / group,
-                            unit.kv_head * group + row % group);
 }
 
-void attention(Dtype dtype, const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next) {
+void attention(Dtype dtype, const AttentionCall& call, const AttentionUnit* units, int count, int shared_end,
+               const AttentionUnit& next) {
     if (dtype == Dtype::Bf16)
-        attend<Bf16>(call, unit, next);
+        attend<Bf16>(call, units, count, shared_end, next);
     else
-        attend<Float32>(call, unit, next);
+        attend<Float32>(call, units, count, shared_end, next);
 }
 
 // Adds up the parts of one query token, in order of their keys (FlashDecoding: Dao et al. 2023).

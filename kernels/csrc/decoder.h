@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "attention_plan.h"
 #include "exchange.h"
 #include "kernels.h"
 #include "shoal_native.h"
@@ -64,16 +65,17 @@ private:
     Matrix matrix(ShoalParameter parameter, int layer);  // a null linear when the parameter is a vector
     void check(const ShoalStep& step) const;
     void reserve(int64_t tokens, int64_t samples);
-    void plan_attention(const ShoalStep& step);
     void begin(Team::Member& member, const ShoalStep& step);   // the stream at this stage's first layer
     void finish(Team::Member& member, const ShoalStep& step);  // what leaves the stage after its last
     void run_layer(Team::Member& member, const ShoalStep& step, int index);
-    void attend(Team::Member& member, const ShoalStep& step, int index);
+    void attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks);
+    // The sampled rows of the stream and of what was attended, one after the other.
+    void gather_sampled(Team::Member& member, const ShoalStep& step);
     void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows);
     void multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                   int64_t out_stride, Finish finish);
-    // Adds a product whose inputs are spread over the ranks to the stream.
-    void multiply_onto_stream(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows);
+    // Adds a product whose inputs are spread over the ranks to the stream's rows.
+    void multiply_onto(Team::Member& member, float* stream, const Linear& linear, const Word* x, int64_t x_values, int rows);
     void compute_logits(Team::Member& member, const ShoalStep& step);
     // Adds all ranks' parts of the exchange to `out`.
     void add_parts(Team::Member& member, float* out, int64_t count);
@@ -93,10 +95,9 @@ private:
 
     // Buffers of a step, grown to the largest one seen.
     Buffer<float> residual_, qkv_, sampled_, partials_;
-    Buffer<Word> normed_, queries_, attended_, gated_, integers_;
+    Buffer<Word> normed_, queries_, attended_, gated_, integers_, sampled_attended_;
     Buffer<float> integer_scales_, integer_sums_;
-    std::vector<AttentionUnit> units_, split_;  // split_: the first unit of each query whose keys were split
-    std::vector<int> parts_;                    // units of each entry of split_
+    AttentionPlan plan_;
 };
 
 }  // namespace shoal

@@ -13,25 +13,49 @@ SHOAL_INLINE F32 bias_of(const Linear& linear, int block, int panel, int lane) {
     return linear.bias.empty() ? F32{} : load(&linear.bias[block * kBlockColumns + panel * kPanel + lane]);
 }
 
-// What becomes of a tile's sums.
+// The last, ragged columns of a weight, a value at a time.
+template <int MR>
+void finish_ragged(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
+    float* out = static_cast<float*>(call.out) + row * call.out_stride;
+    for (int i = 0; i < MR; ++i, out += call.out_stride)
+        for (int j = 0; j < 2; ++j) {
+            const int column = block * kBlockColumns + j * kPanel + lane;
+            for (int k = 0; column + k < call.linear->outputs && k < kLanes; ++k)
+                out[column + k] = call.finish == Finish::Add ? out[column + k] + acc[i][j][k] : acc[i][j][k];
+        }
+}
+
+// What becomes of a tile's sums. Unrolled, so that they need not leave their registers first.
 template <class T, int MR>
 SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
     if (call.finish == Finish::SwiGlu) {
         auto* out = static_cast<typename T::Scalar*>(call.out) + row * call.out_stride + block * kPanel + lane;
+#pragma GCC unroll 16
         for (int i = 0; i < MR; ++i) T::store_row(out + i * call.out_stride, silu(acc[i][0]) * acc[i][1]);
         return;
     }
-    float* out = static_cast<float*>(call.out) + row * call.out_stride;
-    for (int i = 0; i < MR; ++i, out += call.out_stride) {
-        for (int j = 0; j < 2; ++j) {
-            const int column = block * kBlockColumns + j * kPanel + lane;
-            if (column + kLanes <= call.linear->outputs) {
-                store(out + column, call.finish == Finish::Add ? acc[i][j] + load(out + column) : acc[i][j]);
-                continue;
-            }
-            for (int k = 0; column + k < call.linear->outputs && k < kLanes; ++k)  // the last, ragged columns
-                out[column + k] = call.finish == Finish::Add ? out[column + k] + acc[i][j][k] : acc[i][j][k];
+    if ((block + 1) * kBlockColumns > call.linear->outputs) {
+        F32 kept[MR][2];
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) {
+            kept[i][0] = acc[i][0];
+            kept[i][1] = acc[i][1];
         }
+        return finish_ragged<MR>(call, row, block, lane, kept);
+    }
+    float* out = static_cast<float*>(call.out) + row * call.out_stride + block * kBlockColumns + lane;
+    if (call.finish == Finish::Add) {
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) {
+            store(out + i * call.out_stride, acc[i][0] + load(out + i * call.out_stride));
+            store(out + i * call.out_stride + kPanel, acc[i][1] + load(out + i * call.out_stride + kPanel));
+        }
+        return;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+        store(out + i * call.out_stride, acc[i][0]);
+        store(out + i * call.out_stride + kPanel, acc[i][1]);
     }
 }
 
@@ -63,8 +87,10 @@ void gemm_tile(const GemmCall& call, int row, int block, const Word* next) {
     for (int lane = 0; lane < kPanel; lane += kLanes) {
         const Word* const right[2] = {words + lane, words + kPanel + lane};
         F32 acc[MR][2];
+#pragma GCC unroll 2
         for (int j = 0; j < 2; ++j) {
             const F32 bias = bias_of(linear, block, j, lane);
+#pragma GCC unroll 16
             for (int i = 0; i < MR; ++i) acc[i][j] = bias;
         }
         if (next != nullptr)

@@ -25,6 +25,7 @@ constexpr int kBlockColumns = 32;   // a weight block: two panels, word s of all
 constexpr int kGroup = 32;          // inputs that share a scale in integer formats
 constexpr int kMaxHeadSize = 256;
 constexpr int kAttentionRows = 96;  // query rows (token, head of the group) that one attention unit may hold
+constexpr int kSharedRows = 48;     // of units that read pages together: enough to use each page often
 
 // y = x W^T + bias, packed for the matrix product: a block holds all inputs of 32 columns.
 // Plain: words [inputs / pack][32]. Integers: for each group, words [bits][32], then words [16] of the scales of columns
@@ -125,8 +126,10 @@ struct Kernels {
     void (*round_row)(const Word* x, const IntegerRows& out, int row, int inputs);  // x: one row of bf16
     void (*rms_norm)(Dtype, const float* x, const float* weight, float eps, void* out, int size);
     void (*rotary)(Dtype, const RotaryCall&, int token_begin, int token_end);
-    // next: the unit that likely follows in this thread, whose first pages are fetched; or the same.
-    void (*attention)(Dtype, const AttentionCall&, const AttentionUnit&, const AttentionUnit& next);
+    // `count` units of one KV head; of several, each of one query token, the pages before key `shared_end` are the same.
+    // next: the unit that likely follows in this thread, whose first pages are fetched; or the last one again.
+    void (*attention)(Dtype, const AttentionCall&, const AttentionUnit* units, int count, int shared_end,
+                      const AttentionUnit& next);
     // The largest of a row and its first place; NaN, at its first place, when there is one.
     void (*row_maximum)(const float* row, int64_t size, float* value, int64_t* place);
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);

@@ -1,7 +1,7 @@
 // Vectors of one instruction set, by compiler vector extensions.
 //
 // isa.cpp is compiled once for each instruction set with its own flags; everything that includes this header lands in
-// the namespace of that set. The only intrinsics are the dot products: the rest is plain vector arithmetic that the
+// the namespace of that set. The only intrinsics are the dot products and one maximum: the rest is plain vector arithmetic that the
 // compiler lowers to AVX-512, AVX2, NEON or SSE2.
 //
 // Packed data is made of 32-bit words: two bf16 values that follow one another along the summed dimension, or one
@@ -53,7 +53,12 @@ SHOAL_INLINE U32 load(const Word* p) { return *reinterpret_cast<const U32Unalign
 SHOAL_INLINE void store(float* p, F32 v) { *reinterpret_cast<F32Unaligned*>(p) = v; }
 SHOAL_INLINE void store(Word* p, U32 v) { *reinterpret_cast<U32Unaligned*>(p) = v; }
 SHOAL_INLINE F32 splat(float x) { return F32{} + x; }
+#if defined(__AVX512F__)
+// What a > b ? a : b means, and what compilers make of that too, but not where one is a constant.
+SHOAL_INLINE F32 max(F32 a, F32 b) { return (F32)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); }
+#else
 SHOAL_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
+#endif
 
 SHOAL_INLINE I32 lane_index() {
 #if defined(__AVX512F__)

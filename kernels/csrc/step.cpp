@@ -9,7 +9,6 @@ namespace shoal {
 namespace {
 
 constexpr int kRowChunk = 10 * 12;    // rows of a product's unit: ten register tiles, which the second-level cache holds
-constexpr int kSplitKeys = 512;       // keys of one part of a long decode; fixed, so that results do not depend on threads
 constexpr int64_t kSumChunk = 4096;   // floats of a unit of a sum: the first-level cache keeps them over the ranks
 
 }  // namespace
@@ -21,51 +20,15 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     qkv_.reserve(tokens * (heads + 2 * shape_.num_kv_heads) * size);
     queries_.reserve(tokens * heads * size / pack);
     attended_.reserve(tokens * heads * size / pack);
-    gated_.reserve(tokens * gated_stride_ / pack);
+    gated_.reserve(std::max(tokens, samples) * gated_stride_ / pack);
     sampled_.reserve(samples * shape_.hidden_size);
+    sampled_attended_.reserve(samples * heads * size / pack);
+    partials_.reserve(int64_t{plan_.num_partials()} * (heads / shape_.num_kv_heads) * (size + 2));
     if (!has_integers_) return;
     const int64_t widest = std::max({int64_t{shape_.hidden_size}, heads * size, int64_t{shape_.intermediate_size}});
     integers_.reserve(std::max(tokens, samples) * widest / 2);
     integer_scales_.reserve(std::max(tokens, samples) * widest / kGroup);
     integer_sums_.reserve(std::max(tokens, samples) * widest / kGroup);
-}
-
-void Decoder::plan_attention(const ShoalStep& step) {
-    const int group = shape_.num_heads / shape_.num_kv_heads, window = shape_.sliding_window;
-    const int tokens_of_unit = std::max(1, kAttentionRows / group);
-    int places = 0;
-    units_.clear();
-    split_.clear();
-    parts_.clear();
-    for (int s = 0; s < step.num_seqs; ++s) {
-        const int begin = step.query_start_loc[s], end = step.query_start_loc[s + 1];
-        for (int row = begin; row < end; row += tokens_of_unit) {
-            const int tokens = std::min(tokens_of_unit, end - row), position = step.seq_lens[s] - (end - row);
-            const int oldest = window > 0 ? std::max(0, position - window + 1) : 0, newest = position + tokens;
-            const bool split = end - begin == 1 && newest - oldest > kSplitKeys;
-            for (int head = 0; head < shape_.num_kv_heads; ++head) {
-                AttentionUnit unit{s, head, row, tokens, position, oldest, newest, -1};
-                if (!split) {
-                    units_.push_back(unit);
-                    continue;
-                }
-                const int first = places;
-                for (int key = oldest; key < newest; key = unit.key_end) {
-                    unit.key_begin = key;
-                    unit.key_end = std::min(newest, (key / kSplitKeys + 1) * kSplitKeys);
-                    unit.partial = places++;
-                    if (unit.partial == first) split_.push_back(unit);
-                    units_.push_back(unit);
-                }
-                parts_.push_back(places - first);
-            }
-        }
-    }
-    // The longest first, so that no thread is left with one when the others are done.
-    std::stable_sort(units_.begin(), units_.end(), [](const AttentionUnit& a, const AttentionUnit& b) {
-        return int64_t{a.tokens} * (a.key_end - a.key_begin) > int64_t{b.tokens} * (b.key_end - b.key_begin);
-    });
-    partials_.reserve(static_cast<int64_t>(places) * group * (shape_.head_size + 2));
 }
 
 void Decoder::normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows) {
@@ -104,7 +67,7 @@ void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x
     });
 }
 
-void Decoder::attend(Team::Member& member, const ShoalStep& step, int index) {
+void Decoder::attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int rows = step.num_tokens, chunk = static_cast<int>(divide_up(rows, team_.size() * 4));
     const auto norm = [](const std::vector<float>& w) { return w.empty() ? nullptr : w.data(); };
@@ -118,12 +81,14 @@ void Decoder::attend(Team::Member& member, const ShoalStep& step, int index) {
                              partials_.data(), 1.0f / std::sqrt(static_cast<float>(shape_.head_size)), rows,
                              shape_.num_heads, shape_.num_kv_heads, shape_.head_size, shape_.block_size,
                              shape_.sliding_window};
-    const int units = static_cast<int>(units_.size()), threads = team_.size();
-    member.parallel_for(units, [&](int i) {
-        kernels_.attention(dtype_, call, units_[i], units_[std::min(i + threads, units - 1)]);
+    const int count = static_cast<int>(tasks.size()), threads = team_.size();
+    member.parallel_for(count, [&](int i) {
+        const AttentionTask &task = tasks[i], &next = tasks[std::min(i + threads, count - 1)];
+        kernels_.attention(dtype_, call, plan_.units(task), task.count, task.shared_end, *plan_.units(next));
     });
-    if (split_.empty()) return;
-    member.parallel_for(static_cast<int>(split_.size()), [&](int i) { kernels_.merge(dtype_, call, split_[i], parts_[i]); });
+    member.parallel_for(static_cast<int>(plan_.split().size()), [&](int i) {
+        kernels_.merge(dtype_, call, plan_.split()[i], plan_.parts()[i]);
+    });
 }
 
 void Decoder::add_parts(Team::Member& member, float* out, int64_t count) {
@@ -137,28 +102,45 @@ void Decoder::add_parts(Team::Member& member, float* out, int64_t count) {
     });
 }
 
-void Decoder::multiply_onto_stream(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows) {
+void Decoder::multiply_onto(Team::Member& member, float* stream, const Linear& linear, const Word* x, int64_t x_values,
+                            int rows) {
     const int64_t hidden = shape_.hidden_size;
-    if (exchange_ == nullptr) return multiply(member, linear, x, x_values, rows, residual_.data(), hidden, Finish::Add);
+    if (exchange_ == nullptr) return multiply(member, linear, x, x_values, rows, stream, hidden, Finish::Add);
     const int most = static_cast<int>(exchange_->capacity / hidden);
     for (int row = 0; row < rows; row += most) {
         const int count = std::min(most, rows - row);
         const Word* const first = x + row * (x_values / values_per_word(dtype_));
         multiply(member, linear, first, x_values, count, exchange_->mine(), hidden, Finish::Store);
-        add_parts(member, residual_.data() + row * hidden, count * hidden);
+        add_parts(member, stream + row * hidden, count * hidden);
     }
+}
+
+void Decoder::gather_sampled(Team::Member& member, const ShoalStep& step) {
+    const int64_t hidden = shape_.hidden_size, words = int64_t{shape_.num_heads} * shape_.head_size / values_per_word(dtype_);
+    member.parallel_for(step.num_samples, [&](int i) {
+        const int64_t row = step.sample_rows[i];
+        std::copy_n(residual_.data() + row * hidden, hidden, sampled_.data() + i * hidden);
+        std::copy_n(attended_.data() + row * words, words, sampled_attended_.data() + i * words);
+    });
 }
 
 void Decoder::run_layer(Team::Member& member, const ShoalStep& step, int index) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
-    const int rows = step.num_tokens, hidden = shape_.hidden_size;
-    normalise(member, residual_.data(), layer.input_norm, rows);
-    multiply(member, layer.qkv, normed_.data(), hidden, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
-    attend(member, step, index);
-    multiply_onto_stream(member, layer.output, attended_.data(), shape_.num_heads * shape_.head_size, rows);
-    normalise(member, residual_.data(), layer.post_norm, rows);
+    const bool is_last = shape_.is_last_stage && index + 1 == shape_.num_layers;
+    const int64_t hidden = shape_.hidden_size;
+    normalise(member, residual_.data(), layer.input_norm, step.num_tokens);
+    multiply(member, layer.qkv, normed_.data(), hidden, step.num_tokens, qkv_.data(), layer.qkv.outputs, Finish::Store);
+    attend(member, step, index, is_last ? plan_.sampled_tasks() : plan_.tasks());
+    // Of the last layer, the keys and values of all tokens are wanted, and nothing else of those that are not sampled.
+    const int rows = is_last ? step.num_samples : step.num_tokens;
+    if (rows == 0) return;
+    if (is_last) gather_sampled(member, step);
+    float* const stream = is_last ? sampled_.data() : residual_.data();
+    const Word* const attended = is_last ? sampled_attended_.data() : attended_.data();
+    multiply_onto(member, stream, layer.output, attended, shape_.num_heads * shape_.head_size, rows);
+    normalise(member, stream, layer.post_norm, rows);
     multiply(member, layer.gate_up, normed_.data(), hidden, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
-    multiply_onto_stream(member, layer.down, gated_.data(), gated_stride_, rows);
+    multiply_onto(member, stream, layer.down, gated_.data(), gated_stride_, rows);
 }
 
 void Decoder::begin(Team::Member& member, const ShoalStep& step) {
@@ -216,9 +198,6 @@ void Decoder::finish(Team::Member& member, const ShoalStep& step) {
         return;
     }
     if (step.num_samples == 0) return;
-    member.parallel_for(step.num_samples, [&](int i) {
-        std::memcpy(sampled_.data() + i * hidden, residual_.data() + step.sample_rows[i] * hidden, hidden * sizeof(float));
-    });
     normalise(member, sampled_.data(), final_norm_, step.num_samples);
     compute_logits(member, step);
 }
@@ -226,8 +205,9 @@ void Decoder::finish(Team::Member& member, const ShoalStep& step) {
 void Decoder::forward(const ShoalStep& step) {
     check(step);
     if (step.num_tokens == 0) return;
+    plan_.build(shape_, step);
+    if (shape_.is_last_stage) plan_.choose_sampled(step);
     reserve(step.num_tokens, step.num_samples);
-    plan_attention(step);
     team_.run([&](Team::Member& member) {
         begin(member, step);
         for (int layer = 0; layer < shape_.num_layers; ++layer) run_layer(member, step, layer);

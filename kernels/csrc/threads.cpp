@@ -1,10 +1,15 @@
 #include "threads.h"
 
+#include <chrono>
+
 namespace shoal {
 
 namespace {
 
 constexpr int kSpins = 4000;  // tens of microseconds: longer than the gaps inside a step, shorter than a time slice
+
+// What lies between two steps of one sequence; to be woken takes a tenth of that, and the step waits.
+constexpr std::chrono::microseconds kLinger{600};
 
 // Past a short spin the awaited thread is likely waiting for this core.
 template <class Condition>
@@ -51,7 +56,10 @@ void Team::run(const std::function<void(Member&)>& body) {
 
 void Team::help() {
     for (unsigned seen = 0;;) {
-        for (int spin = 0; spin < kSpins && step_.load(std::memory_order_acquire) == seen; ++spin) relax();
+        const auto waits = [&] { return step_.load(std::memory_order_acquire) == seen; };
+        for (int spin = 0; spin < kSpins && waits(); ++spin) relax();
+        for (const auto end = std::chrono::steady_clock::now() + kLinger; waits() && std::chrono::steady_clock::now() < end;)
+            std::this_thread::yield();
         if (step_.load(std::memory_order_acquire) == seen) {
             std::unique_lock<std::mutex> lock(mutex_);
             ++sleepers_;

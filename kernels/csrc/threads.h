@@ -21,7 +21,7 @@ inline void relax() {
 }
 
 // `num_threads` threads, the caller being one. A phase ends when its units are done, not when every thread has come: one
-// that waits for its core holds up nobody, unless it lost the core amid a unit. Helpers spin briefly after a step, then
+// that waits for its core holds up nobody, unless it lost the core amid a unit. Helpers linger briefly after a step, then
 // sleep. So an idle replica costs nothing, and two replicas on the same cores do not hold them against each other.
 class Team {
 public:

@@ -147,8 +147,8 @@ class Part:
     blocks: list[int]
 
 
-def run(decoder: NativeDecoder, *parts: Part) -> Tensor:
-    """One step; logits of all its tokens."""
+def run(decoder: NativeDecoder, *parts: Part, rows: Sequence[int] | None = None) -> Tensor:
+    """One step; logits of ``rows``, or of all its tokens."""
     size = decoder.shape.block_size
     positions = [np.arange(p.start, p.start + len(p.token_ids)) for p in parts]
     tables = np.zeros((len(parts), max(len(p.blocks) for p in parts)), np.int32)
@@ -163,7 +163,7 @@ def run(decoder: NativeDecoder, *parts: Part) -> Tensor:
         seq_lens=[p.start + len(p.token_ids) for p in parts],
         block_tables=tables,
         slot_mapping=np.concatenate(slots),
-        sample_rows=np.arange(ends[-1]),
+        sample_rows=np.arange(ends[-1]) if rows is None else rows,
     ).clone()
 
 
@@ -281,6 +281,52 @@ def test_a_decoding_row_does_not_depend_on_its_company_or_the_threads(dtype: tor
             run(decoder, Part(prompt, 0, held))
     last = [Part([7], len(prompt), held) for prompt, held in zip(prompts, blocks, strict=True)]
     assert torch.equal(run(together, *last), torch.cat([run(alone, part) for part in last]))
+
+
+@pytest.mark.parametrize("window", [None, 40, 650])
+@pytest.mark.parametrize("group", [1, 3, 13])  # 13 rows are more than one register tile
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sequences_that_share_blocks_decode_as_if_alone(dtype: torch.dtype, group: int, window: int | None) -> None:
+    """Two prefixes, one beginning with the other, and a sequence of its own; below and beyond the split over keys."""
+    shape = make_shape(
+        dtype=dtype, num_layers=1, num_heads=2 * group, head_size=32, sliding_window=window, max_positions=1024,
+        num_blocks=140, num_threads=2,
+    )  # fmt: skip
+    weights, prompt = make_weights(shape), tokens(shape, 800)
+    together, alone = (
+        NativeDecoder(s, weights.items(), rotary_table(s)) for s in (shape, replace(shape, num_threads=1))
+    )
+    common = shuffled_blocks(shape)[:50]
+    own = [block for block in range(shape.num_blocks) if block not in common]
+    parts = []
+    for i, (shared, length) in enumerate(
+        [(640, 640), (304, 310), (640, 700), (0, 90), (800, 800), (304, 400), (640, 645)]
+    ):
+        held = common[: shared // 16] + own[7 * i : 7 * i + 7]
+        rest = tokens(shape, length - shared, seed=i)
+        for decoder in (together, alone):
+            if shared:
+                run(decoder, Part(prompt[:shared], 0, held))
+            if rest:
+                run(decoder, Part(rest, shared, held))
+        parts.append(Part([i], length, held))
+    logits = run(together, *parts)
+    assert torch.equal(logits, torch.cat([run(alone, part) for part in parts]))
+    for expected, part in zip(logits, parts, strict=True):
+        assert torch.equal(run(together, part)[0], expected)
+
+
+def test_rows_that_are_not_sampled_change_nothing() -> None:
+    """In any order, twice, or none at all; what they left in the blocks serves the steps after."""
+    shape = make_shape(dtype=torch.bfloat16, num_threads=2)
+    weights = make_weights(shape)
+    whole, few = (NativeDecoder(shape, weights.items(), rotary_table(shape)) for _ in range(2))
+    first = (Part(tokens(shape, 130), 0, [*range(9)]), Part(tokens(shape, 20), 0, [9, 10]))
+    every = run(whole, *first)
+    assert torch.equal(run(few, *first, rows=[149, 3, 129, 3]), every[[149, 3, 129, 3]])
+    last = Part([5], 130, [*range(9)])
+    assert run(few, Part([8], 20, [9, 10]), rows=[]).shape == (0, shape.vocab_size)
+    assert torch.equal(run(few, last), run(whole, last))
 
 
 def test_nothing_of_an_earlier_sequence_shows_in_a_reused_block() -> None:

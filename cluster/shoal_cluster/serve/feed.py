@@ -101,7 +101,6 @@ class FeedServer:
         subscriber = self._subscribers.get(gateway_id)
         if subscriber is None:
             return False
-        subscriber.promises.pop(request_id, None)  # the engine's stats count it from now on
         subscriber.request_ids.add(request_id)
         subscriber.accepted.append(request_id)
         return True
@@ -110,6 +109,7 @@ class FeedServer:
         """The request has ended. Unknown ids are ignored."""
         if (subscriber := self._subscribers.get(gateway_id)) is not None:
             subscriber.request_ids.discard(request_id)
+            subscriber.promises.pop(request_id, None)
 
     async def stop(self) -> None:
         """Close every connection; what they still buffer is sent as far as the gateways read."""
@@ -183,6 +183,9 @@ class FeedServer:
             self._tell_others()
 
     def _publish(self, report: StepReport) -> None:
+        for subscriber in self._subscribers.values():
+            for request_id in subscriber.accepted:
+                subscriber.promises.pop(request_id, None)  # these stats are the first to count it
         for subscriber in tuple(self._subscribers.values()):
             if subscriber.writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
                 subscriber.writer.transport.abort()  # it will dial again and take a snapshot

@@ -412,7 +412,7 @@ def test_integers_that_do_not_fit_the_decoder() -> None:
 def test_progress_differs_while_a_step_goes_on(num_threads: int) -> None:
     """What tells a long step from one that hangs: another thread sees numbers that no step ends with."""
     shape = make_shape(num_threads=num_threads)
-    decoder = NativeDecoder(shape, make_weights(shape), rotary_table(shape))
+    decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     part = Part(tokens(shape, 500), 0, shuffled_blocks(shape))
     is_over, seen = threading.Event(), set[int]()
 

@@ -87,10 +87,14 @@ class SequenceTable:
         rows = np.array([self._held[s.seq_id].row for s in scheduled])
         starts = np.array([s.num_computed_tokens for s in scheduled])
         counts = np.array([s.num_new_tokens for s in scheduled])
-        ends = np.cumsum(counts)
         seq_lens = starts + counts
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, counts)
+        ends: Sequence[int]
+        if (counts == 1).all():  # decodes alone: each further operation here shows in the step of a small model
+            ends, token_rows, positions = range(1, len(rows) + 1), rows, starts
+        else:
+            last = np.cumsum(counts)
+            ends, token_rows = last.tolist(), np.repeat(rows, counts)
+            positions = np.arange(last[-1]) + np.repeat(seq_lens - last, counts)
         blocks, offsets = np.divmod(positions, self._block_size)
         num_blocks = -(-int(seq_lens.max()) // self._block_size)
         # A reused row still holds an older sequence's blocks beyond its own; padding is 0.
@@ -99,7 +103,7 @@ class SequenceTable:
         return StepArrays(
             input_ids=self._token_ids[token_rows, positions],
             positions=positions,
-            query_start_loc=[0, *ends.tolist()],
+            query_start_loc=[0, *ends],
             seq_lens=seq_lens.tolist(),
             block_tables=table,
             slot_mapping=self._block_ids[token_rows, blocks].astype(np.int64) * self._block_size + offsets,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from shoal_replica.checkpoint import ensure_checkpoint
@@ -165,6 +167,11 @@ def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -
         logger.info("%s", plan_replica(config).report())
     if config.parallel.num_ranks > 1:
         return RankExecutor(config, launcher or LocalRanks(config.parallel))
+    with _paused_collector():
+        return _build_runner(config)
+
+
+def _build_runner(config: EngineConfig) -> Executor:
     from shoal_replica.model.model_runner import ModelRunner  # brings torch, which the core does without
 
     if config.parallel.device == "npu":
@@ -177,3 +184,15 @@ def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -
     # even once: there is no garbage yet.
     gc.freeze()
     return runner
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Importing torch makes objects by the hundred thousand, which the collector would walk time and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 from npu_models import GREEDY, Expected, make_folder, make_prompts
 
 from shoal_replica import LLM
+from shoal_replica.build import build_executor, resolve_config
+from shoal_replica.config import ParallelConfig
 from shoal_replica.errors import ConfigError, EngineDead
+from shoal_replica.ranks.launcher import LocalRanks
 
 DOWN_LIMIT_S = 5.0
 
@@ -59,6 +63,24 @@ def test_a_rank_that_dies_takes_its_group_down(tmp_path: Path) -> None:
             llm.generate(make_prompts(), GREEDY)
         assert time.monotonic() - started < DOWN_LIMIT_S
     assert not [rank for rank in ranks if rank.is_running()]
+
+
+FAILING_DEVICE = """
+import torch_npu
+def synchronize(stream):
+    raise RuntimeError("NPU function error: aclrtSynchronizeStream, error code is 507057")
+torch_npu.npu.Stream.synchronize = synchronize
+from shoal_replica.ranks.worker import main
+main()
+"""
+
+
+def test_a_device_that_fails_is_its_own_ranks_though_another_samples(tmp_path: Path) -> None:
+    """Both find out when they wait for their device; rank 0 does so for the tokens, which come all the same."""
+    parallel = ParallelConfig(device="npu", tensor_parallel_size=2, graph_sizes=())
+    config = resolve_config(str(make_folder("llama", tmp_path)), num_blocks=32, parallel=parallel)
+    with pytest.raises(EngineDead, match=r"^rank 1 \(.*\) failed: RuntimeError: NPU function error: .* 507057"):
+        build_executor(config, LocalRanks(parallel, (sys.executable, "-c", FAILING_DEVICE)))
 
 
 def test_the_pool_of_several_ranks_is_sized_before_they_start(tmp_path: Path) -> None:

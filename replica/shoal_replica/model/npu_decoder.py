@@ -68,6 +68,7 @@ class NpuDecoder:
             tensors = [tensor for layer in self._caches for tensor in layer]
             self._swap = BlockSwap(tensors, cache.num_host_blocks, num_staging_blocks(cache))
         self._inputs = PackedInputs(self._device)
+        self._samples = shard.samples
         self._group = self._model.group
         self._calls_of_graph = 0
         self._graphs: dict[int, StepGraph] = {}
@@ -82,6 +83,13 @@ class NpuDecoder:
         return self._model.num_layers_begun
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
+        logits = self._launch(step, sample_rows)
+        if not self._samples:
+            # As who samples does for its tokens: a device that hangs or fails does so in its own rank's step.
+            torch_npu.npu.current_stream().synchronize()
+        return logits
+
+    def _launch(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         num_seqs = len(step.seq_lens)
         if len(step.input_ids) == num_seqs == len(sample_rows):
             # No more padding than a block has places, should graphs in between be missing.

@@ -108,9 +108,9 @@ def test_a_rank_reads_only_its_part(
     config = ModelConfig.from_folder(family)
     parallel = ParallelConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
     read: dict[str, int] = {}
-    stored_tensors = weights._stored_tensors
+    fill = weights._fill
     monkeypatch.setattr(
-        weights, "_stored_tensors", lambda path: ((n, CountedSlice(s, read, n)) for n, s in stored_tensors(path))
+        weights, "_fill", lambda target, piece, s: fill(target, piece, CountedSlice(s, read, piece.name))
     )
     for rank in range(parallel.num_ranks):
         read.clear()

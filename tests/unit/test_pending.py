@@ -222,14 +222,46 @@ def test_shares_are_paid_back_by_all_who_want_service() -> None:
     shares = FairShares()
     for tenant in ("a", "b"):
         shares.enter(tenant)
-    shares.charge("a", 4 * BURST_TOKENS)
+    shares.charge("a", 4 * BURST_TOKENS, 0.0)
     assert (shares.excess("a"), shares.excess("b")) == (2, 0)
-    shares.charge("b", 4 * BURST_TOKENS)
+    shares.charge("b", 4 * BURST_TOKENS, 0.0)
     assert (shares.excess("a"), shares.excess("b")) == (0, 2)
     shares.leave("a")
     for _ in range(5):
-        shares.charge("b", BURST_TOKENS)
+        shares.charge("b", BURST_TOKENS, 0.0)
     assert shares.excess("b") == 2  # alone it pays back what it takes
+
+
+def test_who_had_most_of_the_service_lately_waits_for_others_at_the_replica_too() -> None:
+    view = view_of(only=make_stats())
+    rng = Random(0)
+
+    def dispatched(request_id: str, now: float) -> Dispatch:
+        tenant = request_id.rstrip("0123456789")
+        queue.push(pending(request_id, tenant=tenant, arrival_s=now))
+        dispatch = queue.next(view, WEIGHTS, now, rng)
+        assert dispatch is not None
+        return dispatch
+
+    queue = PendingQueue(CONFIG)
+    alone = dispatched("heavy0", 0.0)
+    assert alone.due_s == pytest.approx(2.32), "alone it has all there is"
+    dispatched("light0", 0.1)
+    dispatched("heavy1", 0.2)
+    heavy, light = dispatched("heavy2", 0.3), dispatched("light1", 1.5)
+    assert light.due_s == pytest.approx(1.5 + 2.32)
+    assert light.due_s < heavy.due_s < 0.3 + 5 * 2.32, "put off, but not for ever"
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    shares = FairShares()
+    shares.charge("a", 1000.0, 0.0)
+    shares.charge("b", 500.0, 0.0)
+    assert shares.had_more("a")
+    assert not shares.had_more("b")
+    shares.charge("b", 10.0, 1000.0)
+    assert not shares.had_more("a")
+    assert not shares.had_more("b")
 
 
 @pytest.mark.parametrize("wrong", [{"max_steps_ahead": 0}, {"max_considered": 0}])

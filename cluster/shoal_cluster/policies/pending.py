@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates, Ints
 from shoal_cluster.policies.look import Considered, Draw, Look, look
-from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.pace import Pace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_blocks, uncached_tokens
@@ -73,8 +73,9 @@ class Dispatch:
 
     Attributes:
         candidates: what the decision saw. Promised there: also what more urgent requests, still held, will take.
-        due_s: when its first token is due, or sooner: not after what it went before here. The replica's ``deadline``
-            policy goes by it, so that it keeps the order of the queue, shares of tenants included.
+        due_s: when its first token is due; sooner, if that is after what it went before here; later, if its tenant has
+            had more than others lately. The replica's ``deadline`` policy goes by it, so that it keeps the order of the
+            queue, shares of tenants included.
         look: what was considered before it and held, and why this one is next; None under a ``rule``.
     """
 
@@ -96,6 +97,7 @@ class _Held:
     num_new_tokens: int = 1
     takes_s: float = 0.0
     due_s: float = 0.0
+    length_s: float = 0.0  # of its objective
     matched: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # blocks cached by replica,
     matched_s: float = -math.inf  # as of then,
     matched_of: tuple[str, ...] = ()  # of these replicas
@@ -195,10 +197,10 @@ class PendingQueue:
             if step.is_sent and sent is not None:
                 self._has_unplanned = plans_all
                 self.remove(query.request_id)
-                self._shares.charge(held.pending.tenant, size[1])
+                self._shares.charge(held.pending.tenant, size[1], now)
                 seen, max_steps = tuple(considered[: len(steps)]), self._config.max_steps_ahead
                 record = Look(view.candidates((), now), weights, max_steps, plans_all, seen, draws, steps)
-                due_s = min(held.due_s, now + seen[-1].due_in_s)
+                due_s = now + seen[-1].due_in_s
                 return Dispatch(
                     held.pending, sent.decision.best, due_s, sent.candidates, sent.seed, sent.decision, record
                 )
@@ -212,7 +214,7 @@ class PendingQueue:
         """As a look sees them, with the other gateways' wishes between them; noted in ``considered``."""
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
         other = next(foreign, None)
-        due_s = list(accumulate((held.due_s for held in reversed(urgent)), min))[::-1]
+        due_s = list(accumulate((self._due_there_s(held, now) for held in reversed(urgent)), min))[::-1]
         for number, held in enumerate(urgent):
             before: list[PlacedWish] = []
             while other is not None and other.wish.rank < self._rank(held):
@@ -251,10 +253,19 @@ class PendingQueue:
     def _rank(self, held: _Held) -> Rank:
         return held.pending.priority, self._shares.excess(held.pending.tenant), held.due_s
 
+    def _due_there_s(self, held: _Held, now: float) -> float:
+        """When it is due at the replica: of a tenant that had most of the service lately, not before others' that may
+        come while it waits for the step that runs.
+        """
+        if not self._shares.had_more(held.pending.tenant):
+            return held.due_s
+        return max(held.due_s, now + RENEWAL * held.length_s)
+
     def _note_times(self, held: _Held, begins_s: float) -> None:
         """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
         num_tokens = held.num_new_tokens
         num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
         held.takes_s = self._pace.among_others.seconds(num_cached_tokens, num_tokens)
         alone_s = self._pace.alone.seconds(num_cached_tokens, num_tokens)
+        held.length_s = self._config.objective.due_in_s(alone_s)
         held.due_s = self._config.objective.next_due_s(held.pending.arrival_s, alone_s, begins_s + held.takes_s)

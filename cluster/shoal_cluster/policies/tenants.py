@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 BURST_TOKENS = 2048.0
+MEMORY_S = 10.0  # of who was served lately
+FORGOTTEN_TOKENS = 1.0
 
 
 class FairShares:
@@ -16,6 +20,8 @@ class FairShares:
     def __init__(self) -> None:
         self._num_held: dict[str, int] = {}
         self._excess: dict[str, float] = {}
+        self._served: dict[str, float] = {}  # tokens, those of long ago counting less
+        self._served_s = 0.0
 
     def enter(self, tenant: str) -> None:
         """The tenant holds one more request."""
@@ -27,8 +33,14 @@ class FairShares:
         if not self._num_held[tenant]:
             del self._num_held[tenant]
 
-    def charge(self, tenant: str, num_tokens: float) -> None:
-        """``tenant`` gets service of ``num_tokens``."""
+    def charge(self, tenant: str, num_tokens: float, now: float) -> None:
+        """``tenant`` gets service of ``num_tokens`` at ``now``, seconds."""
+        faded = math.exp(min(0.0, self._served_s - now) / MEMORY_S)
+        self._served = {
+            name: left for name, served in self._served.items() if (left := served * faded) > FORGOTTEN_TOKENS
+        }
+        self._served[tenant] = self._served.get(tenant, 0.0) + num_tokens
+        self._served_s = now
         self._excess[tenant] = self._excess.get(tenant, 0.0) + num_tokens
         sharers = self._excess.keys() | self._num_held.keys()
         part = num_tokens / len(sharers)
@@ -37,3 +49,7 @@ class FairShares:
     def excess(self, tenant: str) -> int:
         """How many bursts the tenant is over its share; 0 for all that are not."""
         return int(self._excess.get(tenant, 0.0) / BURST_TOKENS)
+
+    def had_more(self, tenant: str) -> bool:
+        """Whether of those served lately it had more than an equal part."""
+        return self._served.get(tenant, 0.0) * len(self._served) > sum(self._served.values())

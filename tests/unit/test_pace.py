@@ -21,7 +21,8 @@ def replicas(*token_s: float, connected: bool = True) -> Candidates:
 def test_it_is_as_configured_until_a_replica_has_measured() -> None:
     pace = Pace(CONFIGURED)
     assert pace.look(replicas(0.0, 0.0), 0.0)
-    assert pace.alone is pace.among_others is CONFIGURED
+    assert pace.alone is CONFIGURED
+    assert pace.seconds(50, 100) == (CONFIGURED.seconds(50, 100),) * 2
 
 
 @pytest.mark.parametrize("connected", [True, False])
@@ -30,8 +31,17 @@ def test_it_is_the_mean_of_those_that_measured_and_alone_the_least_there_was(con
     pace = Pace(CONFIGURED)
     assert pace.look(replicas(0.002, 0.004, 0.0, connected=connected), 0.0)
     assert pace.token_s == pytest.approx(0.003)
-    assert pace.alone.seconds(10, 100) == pytest.approx(0.2 + CONFIGURED.pair_s * (100 * 10 + 100 * 101 / 2))
+    alone_s = 0.2 + CONFIGURED.pair_s * (100 * 10 + 100 * 101 / 2)
+    assert pace.seconds(10, 100) == pytest.approx((alone_s, 0.3))
     assert not pace.look(replicas(0.1), PACE_AGE_S / 2)
     assert pace.look(replicas(0.1), PACE_AGE_S)
     assert pace.token_s == pytest.approx(0.1)
     assert pace.alone.tokens_per_s == pytest.approx(500.0)
+
+
+def test_a_very_long_prompt_takes_no_less_than_alone() -> None:
+    """The mean has the attention of usual prompts: 30 ms for 10 tokens, where the pairs of 10 000 before are 0.1 s."""
+    pace = Pace(CONFIGURED)
+    pace.look(replicas(0.002, 0.004), 0.0)
+    alone_s, takes_s = pace.seconds(10_000, 10)
+    assert takes_s == alone_s > 0.1

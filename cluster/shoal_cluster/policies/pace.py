@@ -15,12 +15,13 @@ class Pace:
 
     Attributes:
         alone: of a prompt that has a replica to itself, the fastest that was measured: what its objective allows for.
-        among_others: as it is now, where running sequences take their part of each step: what it will take.
+        token_s: what a prompt token takes now, the mean of the replicas: running sequences take their part of each
+            step. Its share of the attention is that of prompts as they come.
     """
 
     def __init__(self, configured: PrefillTime) -> None:
-        self.alone = self.among_others = configured
-        self._configured = configured
+        self.alone = configured
+        self.token_s = 1.0 / configured.tokens_per_s
         self._least_token_s = math.inf
         self._looked_s = -math.inf
 
@@ -32,15 +33,13 @@ class Pace:
         token_s = replicas.told["token_s"]
         measured = token_s[(token_s > 0) & replicas.told["connected"] & ~replicas.told["draining"]]
         if measured.size:
-            self._least_token_s = min(self._least_token_s, float(measured.min()))
-            self.alone = self._at(self._least_token_s)
-            self.among_others = self._at(float(measured.mean()))
+            self.token_s = float(measured.mean())
+            if (least := float(measured.min())) < self._least_token_s:
+                self._least_token_s = least
+                self.alone = PrefillTime(tokens_per_s=1.0 / least, pair_s=self.alone.pair_s)
         return True
 
-    @property
-    def token_s(self) -> float:
-        """Of one token, among others."""
-        return 1.0 / self.among_others.tokens_per_s
-
-    def _at(self, token_s: float) -> PrefillTime:
-        return PrefillTime(tokens_per_s=1.0 / token_s, pair_s=self._configured.pair_s)
+    def seconds(self, num_computed_tokens: int, num_new_tokens: int) -> tuple[float, float]:
+        """Of ``num_new_tokens`` of a prompt after ``num_computed_tokens`` of it: alone, and as it is now."""
+        alone_s = self.alone.seconds(num_computed_tokens, num_new_tokens)
+        return alone_s, max(alone_s, num_new_tokens * self.token_s)

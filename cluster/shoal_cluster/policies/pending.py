@@ -265,7 +265,6 @@ class PendingQueue:
         """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
         num_tokens = held.num_new_tokens
         num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
-        held.takes_s = self._pace.among_others.seconds(num_cached_tokens, num_tokens)
-        alone_s = self._pace.alone.seconds(num_cached_tokens, num_tokens)
+        alone_s, held.takes_s = self._pace.seconds(num_cached_tokens, num_tokens)
         held.length_s = self._config.objective.due_in_s(alone_s)
         held.due_s = self._config.objective.next_due_s(held.pending.arrival_s, alone_s, begins_s + held.takes_s)

@@ -43,6 +43,13 @@ def test_promises_count_as_queued() -> None:
     assert admit(make_query(), Candidates.of([make_row(num_reserved=9, num_reserved_tokens=999)]), LIMITS, 0.0).admitted
 
 
+def test_what_is_held_counts_by_its_tokens_before_and_by_all_its_requests() -> None:
+    rows = Candidates.of([make_row("a"), make_row("b")])
+    assert admit(make_query(), rows, LIMITS, 0.0, num_held_tokens=1998, num_held=19).admitted
+    assert not admit(make_query(), rows, LIMITS, 0.0, num_held_tokens=2000).admitted
+    assert not admit(make_query(), rows, LIMITS, 0.0, num_held=20).admitted
+
+
 def test_retry_after_is_the_excess_at_the_measured_pace() -> None:
     """513 tokens over the limit at 256 tokens each 0.5 s."""
     admission = admit(make_query(), Candidates.of([full("slow", step_s=5.0), full("fast")]), LIMITS, 0.0)

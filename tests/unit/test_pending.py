@@ -153,6 +153,18 @@ def test_what_seemed_lost_is_not_once_another_replica_has_come() -> None:
     assert dispatch.pending is older
 
 
+def test_what_is_lost_fills_no_queue_for_others() -> None:
+    """Of 40 x 160 tokens that came 10 s ago, those whose renewed date comes first go before; none that is put off."""
+    lost = [pending(f"lost{i}", arrival_s=0.0) for i in range(40)]
+    queue = queue_of(*lost, pending("soon", 100, arrival_s=9.0))
+    view = view_of(only=make_stats(num_running=8))
+    assert queue.before("soon") == (40 * 160, 40), "before anybody has looked"
+    assert queue.next(view, WEIGHTS, 10.0, Random(0)) is None
+    assert queue.before("soon") == (0, 40), "lost by then, and at 9.3 s too: due at 37 s"
+    queue.push(pending("later", 100, arrival_s=10.0))
+    assert queue.before("later") == (100, 41)
+
+
 def test_priority_goes_before_due_dates() -> None:
     queue = queue_of(pending("batch", priority=1), pending("now", arrival_s=3.0))
     assert send(queue, view_of(only=make_stats()), now=3.0)[0] == ("now", "only")

@@ -43,13 +43,18 @@ class Admission:
 
 
 def admit(
-    query: RouteQuery, candidates: Candidates, limits: AdmissionLimits, now: float, num_held_tokens: float = 0
+    query: RouteQuery,
+    candidates: Candidates,
+    limits: AdmissionLimits,
+    now: float,
+    num_held_tokens: float = 0,
+    num_held: int = 0,
 ) -> Admission:
     """Admit ``query`` if one replica that can ever hold it has a queue under ``limits``, and can be in time.
 
     ``now`` dates the answer for policies with deadlines; this one counts queues only. Reservations count as queued, and
     so does each replica's part of ``num_held_tokens``, which other requests before this one, held at the gateway, have
-    to compute.
+    to compute, and of ``num_held``, all requests there.
     """
     told = candidates.told
     largest = int(told["num_total_blocks"].max(initial=0))
@@ -60,7 +65,7 @@ def admit(
     if not eligible.size:
         return Admission(False, "no replica can take requests now", NO_REPLICA_RETRY_S)
     ahead = told["num_waiting_tokens"] + candidates.num_reserved_tokens + np.float64(num_held_tokens / eligible.size)
-    excess = _excess_tokens(candidates, ahead, limits)[eligible]
+    excess = _excess_tokens(candidates, ahead, num_held / eligible.size, limits)[eligible]
     best = int(excess.argmin())
     if excess[best] > 0:
         reason = (
@@ -120,9 +125,9 @@ def _retry_after_s(wait_s: float) -> float:
     return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
 
 
-def _excess_tokens(candidates: Candidates, tokens: Amounts, limits: AdmissionLimits) -> Amounts:
+def _excess_tokens(candidates: Candidates, tokens: Amounts, num_held: float, limits: AdmissionLimits) -> Amounts:
     """Tokens each replica must compute, of ``tokens`` ahead, before its queue is under both limits; 0 where it is."""
-    requests = candidates.told["num_waiting"] + candidates.num_reserved
+    requests = candidates.told["num_waiting"] + candidates.num_reserved + num_held
     # A short queue of tokens that holds many requests still takes a step each time one leaves it.
     tokens_each = np.maximum(1.0, tokens / np.maximum(1, requests))
     excess: Amounts = np.maximum(

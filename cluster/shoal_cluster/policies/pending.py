@@ -150,6 +150,14 @@ class PendingQueue:
         self._shares.leave(held.pending.tenant)
         return held.pending
 
+    def before(self, request_id: str) -> tuple[int, int]:
+        """Prompt tokens that those have to compute who go before a held request, as things stand, and how many others
+        are held in all. What is lost goes after what can be met: its tokens fill no queue for others.
+        """
+        its = self._rank(self._held[request_id])
+        num_tokens = sum(held.num_new_tokens for held in self._held.values() if self._rank(held) < its)
+        return num_tokens, len(self._held) - 1
+
     def turn(self, view: ClusterView, num_gateways: int, now: float, rng: Random) -> float:
         """How many feed delays to wait before the next look, where several gateways look at the same replicas: whoever
         is later sees what those before it have promised. Who has the least time left comes first, as far as chance

@@ -148,9 +148,8 @@ class Dispatcher:
         """Whether to hold it at all, where it cannot start at once."""
         query, now = pending.query, time.monotonic()
         candidates = self._ledger.view.candidates(query.block_hashes, now)
-        num_before = self.num_held_tokens - waiter.num_tokens
         waiter.num_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
-        admission = admit(query, candidates, self.limits, now, num_before)
+        admission = admit(query, candidates, self.limits, now, *self._queue.before(query.request_id))
         if admission.never_fits:
             raise InvalidArgument("prompt", f"{query.num_prompt_tokens} tokens", admission.reason)
         if not admission.admitted:

@@ -75,8 +75,8 @@ class SimGateway:
             if request.request_id not in self.queue:
                 return
         candidates = self.view.candidates(query.block_hashes, now)
-        num_held_tokens = sum(p.query.num_prompt_tokens for p in self.queue or () if p.query is not query)
-        admission = admit(query, candidates, config.limits, now, num_held_tokens)
+        num_tokens, num_held = (0, 0) if self.queue is None else self.queue.before(request.request_id)
+        admission = admit(query, candidates, config.limits, now, num_tokens, num_held)
         if not admission.admitted:
             self._book.refuse(request.request_id, admission.reason)
             if self.queue is not None:

@@ -45,7 +45,7 @@ def test_promises_count_as_queued() -> None:
 
 def test_what_is_held_counts_by_its_tokens_before_and_by_all_its_requests() -> None:
     rows = Candidates.of([make_row("a"), make_row("b")])
-    assert admit(make_query(), rows, LIMITS, 0.0, num_held_tokens=1998, num_held=19).admitted
+    assert admit(make_query(), rows, LIMITS, 0.0, num_held_tokens=1998, num_held=18).admitted
     assert not admit(make_query(), rows, LIMITS, 0.0, num_held_tokens=2000).admitted
     assert not admit(make_query(), rows, LIMITS, 0.0, num_held=20).admitted
 

@@ -96,6 +96,7 @@ class _Held:
     pending: PendingRequest
     num_new_tokens: int = 1
     takes_s: float = 0.0
+    is_lost: bool = False  # its objective: ``due_s`` is a later date
     due_s: float = 0.0
     length_s: float = 0.0  # of its objective
     matched: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # blocks cached by replica,
@@ -151,11 +152,15 @@ class PendingQueue:
         return held.pending
 
     def before(self, request_id: str) -> tuple[int, int]:
-        """Prompt tokens that those have to compute who go before a held request, as things stand, and how many others
-        are held in all. What is lost goes after what can be met: its tokens fill no queue for others.
+        """Prompt tokens that others held beside this one have to compute, and how many they are. The tokens of what is
+        lost count only where its turn comes first: it fills no queue for what can be met.
         """
-        its = self._rank(self._held[request_id])
-        num_tokens = sum(held.num_new_tokens for held in self._held.values() if self._rank(held) < its)
+        its = self._held[request_id]
+        num_tokens = sum(
+            held.num_new_tokens
+            for held in self._held.values()
+            if held is not its and (not held.is_lost or self._rank(held) < self._rank(its))
+        )
         return num_tokens, len(self._held) - 1
 
     def turn(self, view: ClusterView, num_gateways: int, now: float, rng: Random) -> float:
@@ -275,4 +280,6 @@ class PendingQueue:
         num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
         alone_s, held.takes_s = self._pace.seconds(num_cached_tokens, num_tokens)
         held.length_s = self._config.objective.due_in_s(alone_s)
-        held.due_s = self._config.objective.next_due_s(held.pending.arrival_s, alone_s, begins_s + held.takes_s)
+        arrival_s = held.pending.arrival_s
+        held.due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + held.takes_s)
+        held.is_lost = held.due_s > arrival_s + held.length_s

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-import shoal_replica
 from shoal_cluster.commands.deploy import read_config
 from shoal_cluster.serve.metrics.definitions import FAMILIES, Family, Kind
 from shoal_cluster.serve.metrics.exposition import markdown_table
-from shoal_kernels import npu_limits
-from shoal_replica.errors import ConfigError
-from shoal_replica.memory_plan import GIB, MemoryPlan
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-ROOT = Path(shoal_replica.__file__).parent
 SERVE_FILES = sorted((DEPLOY / "serve").glob("*.yaml"))
 YAML_FILES = sorted(path for path in DEPLOY.rglob("*") if path.suffix in (".yaml", ".yml"))
 SEEN_ELSEWHERE = {  # totals that a rate of another metric already says
@@ -198,48 +191,6 @@ def test_kuberay_offers_the_npus_that_kubernetes_gives() -> None:
     assert int(resources["limits"]["huawei.com/Ascend910"]) == offered
     assert int(resources["requests"]["huawei.com/Ascend910"]) == offered
     assert not [variable["name"] for variable in container["env"] if "VISIBLE_DEVICES" in variable["name"]]
-
-
-def test_the_ten_commonest_failures_say_what_the_guide_quotes() -> None:
-    """Our own messages, as they are raised or as the source has them; the others are the runtime's."""
-    table = (DEPLOY / "README.md").read_text().partition("### The ten commonest failures")[2].partition("\n## ")[0]
-    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 10
-    quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
-    attention = npu_limits.AttentionShape(
-        dtype=torch.bfloat16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=128,
-        block_size=128,
-        num_blocks=8,
-        sliding_window=None,
-    )
-    refused = [
-        npu_limits.refusal(replace(attention, **wrong))
-        for wrong in ({"block_size": 16}, {"dtype": torch.float32}, {"head_size": 20})
-    ]
-    plan = MemoryPlan(
-        device="npu", dtype="bfloat16", usable=9 * GIB, weights=GIB, activations=0, communication=0, graphs=0,
-        block=GIB, num_blocks=9,
-    )  # fmt: skip
-    for weights, changes in ((1, []), (9, [("tensor_parallel_size=2", plan)])):
-        with pytest.raises(ConfigError) as caught:
-            replace(plan, weights=weights * GIB).check(changes)
-        refused.append(str(caught.value))
-    for message in refused:
-        assert message is not None
-        assert any(re.match(".*".join(map(re.escape, q.split("…"))), message) for q in quoted), message
-    source = "".join((ROOT / name).read_text() for name in ("build.py", "model/npu_memory.py", "model/npu_decoder.py"))
-    source = re.sub(r'"\s+f?"', "", source)
-    for message in (
-        "device: 'npu' needs torch_npu (the extra shoal[npu]) and CANN: ",
-        "device: no NPU is visible to this process",
-        "num_blocks: must be given, or device_memory_gib, for several NPU ranks",
-        "decodes or fewer, such steps run without: ",
-    ):
-        assert message in source
-        assert any(message in q for q in quoted), message
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.npu"])

@@ -149,8 +149,12 @@ async def test_a_stream_that_is_late_says_so_and_is_opened_again(monkeypatch: py
     async with serving(FakeCore(), address), browser_page(f"http://{address}/dashboard") as watched:
         page = watched.page
         await is_live(page)
+        await page.route(
+            "**/dashboard/stream*", lambda route: None
+        )  # what it asks anew waits until it has been looked at
         await expect(page.locator("#connection")).to_have_text("reconnecting")
         await expect(page.get_by_role("alert")).to_contain_text("What you see is from")
+        await page.unroute("**/dashboard/stream*")
         await is_live(page)
         assert watched.errors == []
 

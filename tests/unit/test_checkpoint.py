@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from shoal_replica import checkpoint
-from shoal_replica.checkpoint import DEMO_MODEL, DEMO_REQUIREMENT, ensure_checkpoint
+from shoal_replica.checkpoint import DEMO_MODEL, DEMO_REQUIREMENT, ensure_checkpoint, read_ahead
 from shoal_replica.errors import ConfigError, NotFound, Unavailable
 
 
@@ -36,6 +37,16 @@ def demo_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
     assert ensure_checkpoint(str(tmp_path)) == tmp_path
+
+
+def test_weights_are_read_ahead_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        (tmp_path / f"model-{number}.safetensors").write_bytes(bytes(100))
+    (tmp_path / "tokenizer.json").write_bytes(bytes(100))
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: asked.append((start, size)))
+    read_ahead(tmp_path, limit_bytes=150)
+    assert asked == [(0, 150), (0, 50)]
 
 
 def test_a_folder_comes_before_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

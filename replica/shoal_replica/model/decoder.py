@@ -179,7 +179,7 @@ class NativeCpuDecoder:
         exchange = group.exchange(max(EXCHANGE_BYTES // 4, model.hidden_size, shard.vocab_share))
         self._native = native.NativeDecoder(
             _native_shape(model, cache, parallel, shard),
-            quantize(model, stream_weights(model, cpu, shard)),
+            quantize(model, stream_weights(model, cpu, shard, lends_file=True)),
             rotary_cache(model, torch.float32, cpu),
             exchange=exchange,
         )

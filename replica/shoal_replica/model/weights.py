@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +28,7 @@ def load_weights(config: ModelConfig, device: torch.device, shard: Shard | None 
 
 
 def stream_weights(
-    config: ModelConfig, device: torch.device, shard: Shard | None = None
+    config: ModelConfig, device: torch.device, shard: Shard | None = None, *, lends_file: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Parameters of a rank with their packed names (see ``parameters``), in the config's dtype, on ``device``.
 
@@ -37,6 +37,7 @@ def stream_weights(
 
     Args:
         shard: None loads the whole model.
+        lends_file: a parameter may be a view of the file's own pages: good until the next is asked for.
 
     Raises:
         NotFound: the folder holds no safetensors weights.
@@ -46,27 +47,28 @@ def stream_weights(
     with ExitStack() as files:
         stored = _stored_tensors(config, files)
         for parameter in parameters(config, shard or whole_shard(config)):
-            packed = torch.empty(parameter.shape, dtype=dtype, device=device)
-            targets = torch.split(packed, [len(piece.rows) for piece in parameter.pieces])
-            for piece, target in zip(parameter.pieces, targets, strict=True):
-                _fill(target, piece, stored[piece.name].get_slice(piece.name))
+            views = [_view(piece, stored[piece.name].get_slice(piece.name)) for piece in parameter.pieces]
+            if lends_file and len(views) == 1 and (views[0].dtype, views[0].device) == (dtype, device):
+                packed = views[0]
+            else:
+                packed = torch.empty(parameter.shape, dtype=dtype, device=device)
+                targets = torch.split(packed, [len(piece.rows) for piece in parameter.pieces])
+                for view, target in zip(views, targets, strict=True):
+                    target.copy_(view)
             yield parameter.name, packed
             if parameter.name == EMBEDDING and config.tie_word_embeddings:
                 yield HEAD, packed
 
 
-def _fill(target: Tensor, piece: Piece, stored: Any) -> None:
-    """Read ``piece`` of an open safetensors slice into ``target``."""
+def _view(piece: Piece, stored: Any) -> Tensor:
+    """``piece`` of an open safetensors slice: pages of the file, which are read when somebody looks."""
     shape = tuple(stored.get_shape())
     if shape != piece.shape:
         raise ConfigError(f"model: tensor {piece.name!r} has shape {shape}; config.json asks for {piece.shape}")
     rows = slice(piece.rows.start, piece.rows.stop)
-    if not target.numel():
-        return
     if piece.columns is None:
-        target.copy_(stored[rows])
-    else:
-        target.copy_(stored[rows, piece.columns.start : piece.columns.stop])
+        return cast(Tensor, stored[rows])
+    return cast(Tensor, stored[rows, piece.columns.start : piece.columns.stop])
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:

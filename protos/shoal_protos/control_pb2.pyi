@@ -179,7 +179,14 @@ class NamedRule(_message.Message):
     def __init__(self, routing: _Optional[str] = ..., turn: _Optional[int] = ..., num_sent_blocks: _Optional[_Iterable[int]] = ..., num_remembered_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouteQuery(_message.Message):
-    __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded", "decode_steps")
+    __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded", "decode_steps", "passed")
+    class PassedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +194,7 @@ class RouteQuery(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     num_prompt_tokens: int
@@ -194,7 +202,8 @@ class RouteQuery(_message.Message):
     block_size: int
     excluded: _containers.RepeatedScalarFieldContainer[str]
     decode_steps: int
-    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ...) -> None: ...
+    passed: _containers.ScalarMap[str, int]
+    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ..., passed: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ReplicaView(_message.Message):
     __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks")

@@ -52,6 +52,8 @@ class Request:
         due_s: when its first token is due, on the same clock; under the ``deadline`` policy the earliest runs first.
         cache_salt: separates the prefix caches of tenants.
         tenant: whose request it is.
+        yields: its tenant had most of the service lately: its prompt is computed in pieces, so that nobody who comes
+            meanwhile waits for a long step.
         block_hashes: of the full blocks of its tokens, for whoever has them already; else they are made on arrival.
     """
 
@@ -65,6 +67,7 @@ class Request:
     due_s: float = math.inf
     cache_salt: str = ""
     tenant: str = ""
+    yields: bool = False
     block_hashes: tuple[BlockHash, ...] = ()
 
     @property

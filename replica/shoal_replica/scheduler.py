@@ -14,6 +14,7 @@ from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.ledger import Ledger
 from shoal_replica.lookahead import Lookahead
+from shoal_replica.pieces import Pieces
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduling_policy import by_progress, choose_victim, rank
@@ -49,6 +50,7 @@ class Scheduler:
         self.now = 0.0  # of the last step, by the caller's clock
         rule, limit = self._finish_rule, config.max_num_seqs
         self.lookahead = Lookahead(self._kv, self._by_id, self._running, self._waiting, limit, rule)
+        self._pieces = Pieces(config.max_num_batched_tokens)
         self._ledger = Ledger(config, self._kv, self._running, self._waiting, self._totals)
 
     @property
@@ -87,13 +89,18 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
         self.now = now
-        plan = StepPlan(self._config.max_num_batched_tokens)
         behind, level = by_progress(self._running)
-        self._advance(plan, level)
+        plan, decodes_wait = self._pieces.plan(level, behind, self._waiting)
+        if not decodes_wait:
+            self._advance(plan, level)
         for sequence in behind:
             self._admit_waiting(plan, now, before=sequence)
             self._advance(plan, [sequence])
         self._admit_waiting(plan, now)
+        if decodes_wait and not plan.num_sequences:  # nor has anybody room who waits for a place
+            decodes_wait = False
+            self._advance(plan, level)
+        self._pieces.note(plan.num_prompt_tokens, decodes_wait)
         if not plan.num_sequences:
             return None
         self._totals.num_steps += 1
@@ -215,6 +222,8 @@ class Scheduler:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted by one before it
             start, num_new = sequence.num_computed_tokens, plan.share(sequence)
+            if num_new == 0:
+                continue  # it yields
             end = start + num_new
             changes = self.lookahead.take_untold(sequence.seq_id)
             if not self._kv.fits_last_block(sequence.seq_id, start, end):
@@ -242,7 +251,7 @@ class Scheduler:
         first = next(iter(self._waiting), None)
         any_preempted = first is not None and first.status is SequenceStatus.PREEMPTED
         for sequence in self._waiting:
-            if plan.budget == 0 or len(admitted) == room:
+            if len(admitted) == room or plan.share(sequence) == 0:
                 break
             if before is not None and rank(before, self._config.policy) < rank(sequence, self._config.policy):
                 break

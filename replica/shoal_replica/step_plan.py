@@ -10,11 +10,19 @@ from shoal_replica.request import Sequence
 
 
 class StepPlan:
-    """Collects sequences until ``budget`` tokens are planned; ``output`` is then sent to the executor."""
+    """Collects sequences until ``budget`` tokens are planned; ``output`` is then sent to the executor.
 
-    def __init__(self, budget: int) -> None:
+    Args:
+        piece: prompt tokens of the step, anybody's, beyond which prompts that yield get none.
+
+    Attributes:
+        num_prompt_tokens: planned so far.
+    """
+
+    def __init__(self, budget: int, piece: int) -> None:
         self.budget = budget
-        self.num_sequences = 0
+        self.num_sequences = self.num_prompt_tokens = 0
+        self._piece = piece
         self._hashes: set[BlockHash] = set()
         self._scheduled: list[ScheduledSequence] = []
         self._new_sequences: list[NewSequence] = []
@@ -23,12 +31,17 @@ class StepPlan:
 
     def share(self, sequence: Sequence) -> int:
         """Tokens of ``sequence`` that the rest of the budget allows."""
-        return min(sequence.num_behind, self.budget)
+        num_behind = sequence.num_behind
+        if num_behind > 1 and sequence.request.yields:
+            return max(0, min(num_behind, self.budget, self._piece - self.num_prompt_tokens))
+        return min(num_behind, self.budget)
 
     def compute(self, sequence: Sequence, num_new: int, block_size: int) -> None:
         """Plan the sequence's share of ``num_new`` tokens; it samples when that brings it up to its last token."""
         start = sequence.num_computed_tokens
         end = start + num_new
+        if num_new > 1 or end < len(sequence.token_ids):
+            self.num_prompt_tokens += num_new
         self._scheduled.append(ScheduledSequence(sequence.seq_id, start, num_new, end == len(sequence.token_ids)))
         self.budget -= num_new
         if end % block_size < num_new:  # it fills a block

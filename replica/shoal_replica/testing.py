@@ -107,6 +107,7 @@ def make_request(
     priority: int = 0,
     output_token_ids: Sequence[int] = (),
     tenant: str = "",
+    yields: bool = False,
 ) -> Request:
     """A greedy request that ignores end-of-sequence tokens."""
     return Request(
@@ -118,6 +119,7 @@ def make_request(
         due_s=due_s,
         priority=priority,
         tenant=tenant,
+        yields=yields,
     )
 
 

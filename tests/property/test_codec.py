@@ -165,6 +165,7 @@ records = st.builds(
         block_size=count,
         excluded=st.frozensets(text, max_size=3),
         decode_steps=st.integers(1, 128),
+        passed=st.dictionaries(text, count, max_size=3).map(lambda passed: tuple(sorted(passed.items()))),
     ),
     replicas=st.lists(views, max_size=2).map(Candidates.of),
     weights=st.builds(

@@ -14,7 +14,7 @@ from shoal_replica.testing import expected_tokens, make_request, make_scheduler
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 events = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), prompts, st.integers(1, 12), st.integers(1, 3), st.integers(0, 2)),
+        st.tuples(st.just("add"), prompts, st.integers(1, 12), st.integers(1, 3), st.integers(0, 2), st.booleans()),
         st.tuples(st.just("resume"), prompts, st.integers(1, 11), st.integers(0, 2)),
         st.tuples(st.just("abort"), st.integers(0, 30), st.none() | st.integers(0, 2), st.booleans()),
         st.tuples(st.just("step"), st.integers(1, 6)),
@@ -102,7 +102,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
 
     for number, event in enumerate(events):
         if event[0] == "add":
-            _, prompt, max_tokens, n, priority = event
+            _, prompt, max_tokens, n, priority, yields = event
             request = make_request(
                 f"r{number}",
                 prompt,
@@ -111,6 +111,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
                 priority=priority,
                 arrival_s=float(number),
                 due_s=float(number % 3),
+                yields=yields,
             )
             requests[request.request_id] = request
             scheduler.add(request)

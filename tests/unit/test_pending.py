@@ -244,6 +244,29 @@ def test_shares_are_paid_back_by_all_who_want_service() -> None:
     assert shares.excess("b") == 2  # alone it pays back what it takes
 
 
+def test_who_had_less_passes_what_yields_and_goes_where_nothing_of_its_own_is_before_it() -> None:
+    """One replica has the light tenant's earlier prompt to compute, the other ten times as much of the heavy one's."""
+    view = view_of(
+        own=make_stats(num_waiting_tokens=1000, max_num_batched_tokens=2048, due_tokens=(0, 0, *[1000] * 5)),
+        other=make_stats(num_waiting_tokens=10_000, max_num_batched_tokens=2048, due_tokens=(*[0] * 4, *[10_000] * 3)),
+    )
+    rng = Random(0)
+    queue = PendingQueue(CONFIG)
+    sent = []
+    for request_id in ("heavy0", "light1", "heavy2", "light3"):
+        queue.push(pending(request_id, 800 if "heavy" in request_id else 160, tenant=request_id[:-1]))
+        dispatch = queue.next(view, WEIGHTS, 0.0, rng)
+        assert dispatch is not None
+        query, candidates = dispatch.pending.query, dispatch.candidates
+        assert route(query, candidates, WEIGHTS, Random(dispatch.seed)).ranked[0] == dispatch.replica_id
+        view.reserve(request_id, dispatch.replica_id, 1, query.num_prompt_tokens, 0.0)
+        sent.append(dispatch)
+    assert [dispatch.yields for dispatch in sent] == [False, False, True, False]
+    assert [dispatch.replica_id for dispatch in sent] == ["own", "other", "own", "other"]
+    assert dict(sent[3].pending.query.passed) == {"own": 800, "other": 10_000}, "what yields and is on its way, too"
+    assert not sent[0].pending.query.passed
+
+
 def test_who_had_most_of_the_service_lately_waits_for_others_at_the_replica_too() -> None:
     view = view_of(only=make_stats())
     rng = Random(0)

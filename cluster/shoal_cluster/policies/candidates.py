@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -174,6 +175,11 @@ class Candidates:
             num_matched_blocks=int(self.num_matched_blocks[place]),
             node_id=self.node_ids[place],
         )
+
+
+def due_column(due_in_s: float) -> str:
+    """Of ``DUE``, for a newcomer that is due in so many seconds."""
+    return DUE[bisect_left(DUE_WITHIN_S, due_in_s)]
 
 
 def told_row(stats: ReplicaStats | None, connected: bool) -> tuple[Any, ...]:

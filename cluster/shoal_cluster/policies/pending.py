@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import accumulate
 from random import Random
@@ -25,6 +25,7 @@ from shoal_cluster.policies.routing import RouteWeights, Rule
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
+from shoal_cluster.policies.yielding import Yielding
 from shoal_replica.errors import ConfigError
 
 MAX_MATCH_AGE_S = 0.5
@@ -77,6 +78,7 @@ class Dispatch:
             had more than others lately. The replica's ``deadline`` policy goes by it, so that it keeps the order of the
             queue, shares of tenants included.
         look: what was considered before it and held, and why this one is next; None under a ``rule``.
+        yields: see ``Request``.
     """
 
     pending: PendingRequest
@@ -87,6 +89,7 @@ class Dispatch:
     decision: RouteDecision
     look: Look | None
     rule: Rule | None = None
+    yields: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +124,7 @@ class PendingQueue:
         self._has_unplanned = False
         self._held: dict[str, _Held] = {}
         self._shares = FairShares()
+        self._sent = Yielding()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -210,12 +214,25 @@ class PendingQueue:
             if step.is_sent and sent is not None:
                 self._has_unplanned = plans_all
                 self.remove(query.request_id)
+                yields = self._shares.had_more(held.pending.tenant)
+                if yields:
+                    self._sent.note(query.request_id, view)
                 self._shares.charge(held.pending.tenant, size[1], now)
                 seen, max_steps = tuple(considered[: len(steps)]), self._config.max_steps_ahead
                 record = Look(view.candidates((), now), weights, max_steps, plans_all, seen, draws, steps)
                 due_s = now + seen[-1].due_in_s
+                pending = held.pending
+                if seen[-1].query is not query:
+                    pending = replace(pending, query=seen[-1].query)
                 return Dispatch(
-                    held.pending, sent.decision.best, due_s, sent.candidates, sent.seed, sent.decision, record
+                    pending,
+                    sent.decision.best,
+                    due_s,
+                    sent.candidates,
+                    sent.seed,
+                    sent.decision,
+                    record,
+                    yields=yields,
                 )
             if self._is_one_of_many:
                 held.wish = (view.replica_ids[step.place], *size)
@@ -227,14 +244,20 @@ class PendingQueue:
         """As a look sees them, with the other gateways' wishes between them; noted in ``considered``."""
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
         other = next(foreign, None)
-        due_s = list(accumulate((self._due_there_s(held, now) for held in reversed(urgent)), min))[::-1]
+        there_s = [self._due_there_s(held, now) for held in urgent]
+        before_others_s = list(accumulate(reversed(there_s), min))[::-1]
         for number, held in enumerate(urgent):
             before: list[PlacedWish] = []
             while other is not None and other.wish.rank < self._rank(held):
                 before.append(other)
                 other = next(foreign, None)
             matched = self._matched(held, view, now)
-            considered.append(Considered(held.pending.query, due_s[number] - now, matched, tuple(before)))
+            query, tenant = held.pending.query, held.pending.tenant
+            yields = self._shares.had_more(tenant)
+            due_in_s = (there_s if yields else before_others_s)[number] - now
+            if self._shares.had_less(tenant):
+                query = replace(query, passed=self._sent.passed(view, now, due_in_s))
+            considered.append(Considered(query, due_in_s, matched, tuple(before)))
             yield considered[-1]
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
@@ -264,7 +287,7 @@ class PendingQueue:
         return nsmallest(self._config.max_considered, self._held.values(), key=self._rank)
 
     def _rank(self, held: _Held) -> Rank:
-        return held.pending.priority, self._shares.excess(held.pending.tenant), held.due_s
+        return held.pending.priority, self._shares.place(held.pending.tenant), held.due_s
 
     def _due_there_s(self, held: _Held, now: float) -> float:
         """When it is due at the replica: of a tenant that had most of the service lately, not before others' that may

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_cluster.policies.candidates import CAPACITY, DUE, ROOM, Candidates, Floats, Ints, promise
+from shoal_cluster.policies.candidates import CAPACITY, DUE, ROOM, Candidates, Floats, Ints, due_column, promise
 from shoal_cluster.policies.ranking import RouteQuery, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteWeights, work
-from shoal_replica.stats import DUE_WITHIN_S
+from shoal_cluster.policies.routing import RouteWeights, load, work
 
 Bools = NDArray[np.bool_]
 TOKENS = 2  # of ``Candidates.columns``
@@ -68,7 +66,8 @@ class Plan:
         can_take = self._columns[CAPACITY] >= size[:, 1:]
         self._sequence_prices = np.array([self.weights.sequence_price(query) for query in queries])
         cluster = self._snapshot.matching(self._snapshot.num_matched_blocks, self._columns)
-        costs = work(cluster, uncached, self._sequence_prices[:, np.newaxis], self.weights)
+        before = np.stack([load(query, cluster) for query in queries])
+        costs = work(cluster, uncached, self._sequence_prices[:, np.newaxis], self.weights, before)
         self._costs = np.where(can_take, costs, np.inf)
         for number, query in enumerate(queries):
             if query.excluded:
@@ -88,7 +87,9 @@ class Plan:
     def can_start(self, query: RouteQuery, place: int, num_matched_blocks: int, due_in_s: float) -> bool:
         """Whether the replica at ``place`` has time and room now for ``query``, due in so many seconds."""
         told = self._snapshot.told
-        ahead = told[DUE[bisect_left(DUE_WITHIN_S, due_in_s)]][place] + self._columns[TOKENS, place]
+        ahead = told[due_column(due_in_s)][place] + self._columns[TOKENS, place]
+        if query.passed:
+            ahead = load(query, self._snapshot.matching(self._snapshot.num_matched_blocks, self._columns))[place]
         num_blocks = max(1, uncached_blocks(query, num_matched_blocks))
         has_room = self._columns[ROOM, place] >= num_blocks and self._columns[CAPACITY, place] >= 0
         return bool(has_room and ahead <= self._max_steps_ahead * told["max_num_batched_tokens"][place])

@@ -31,6 +31,8 @@ class RouteQuery:
         excluded: replicas that have refused or lost it already.
         decode_steps: steps in which it will decode beside others, as far as they are priced: what it may still
             generate, at most ``PRICED_STEPS``.
+        passed: prompt tokens that wait at replicas, by their ids, and that it goes before, for other tenants yield to
+            its own.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class RouteQuery:
     block_size: int
     excluded: frozenset[str] = frozenset()
     decode_steps: int = PRICED_STEPS
+    passed: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def for_request(cls, request: Request, block_size: int) -> RouteQuery:

@@ -81,8 +81,8 @@ class RouteWeights:
 def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random) -> RouteDecision:
     """Rank ``candidates`` for ``query`` by predicted work before its first token.
 
-    Cost = waiting tokens + reserved tokens + prefill_price * uncached prompt tokens + decode_price * sequences there,
-    less for fewer steps + a price for stale stats. Barrier: a replica that has no free slot, or whose free blocks, less
+    Cost = waiting and reserved tokens, less those that it passes, + prefill_price * uncached prompt tokens
+    + decode_price * sequences there, less for fewer steps + a price for stale stats. Barrier: a replica that has no free slot, or whose free blocks, less
     those promised and those its queue will take, cannot hold the request's uncached part, ranks after all that can.
     Equals are shuffled by ``rng``.
     """
@@ -120,6 +120,7 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
         terms=(
             ("waiting", told["num_waiting_tokens"]),
             ("reserved", candidates.num_reserved_tokens),
+            *((("passed", -_passed(query, candidates)),) if query.passed else ()),
             ("prefill", prefill),
             ("running", running),
             ("stale", _stale(candidates, weights)),
@@ -135,18 +136,28 @@ def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> 
     matched = candidates.num_matched_blocks
     num_new_blocks = np.maximum(query.num_blocks_needed - matched, 0)
     return Scores(
-        cost=work(candidates, _uncached(query, matched), weights.sequence_price(query), weights),
+        cost=work(
+            candidates, _uncached(query, matched), weights.sequence_price(query), weights, load(query, candidates)
+        ),
         must_wait=candidates.columns[ROOM] < num_new_blocks,
     )
 
 
-def work(candidates: Candidates, uncached: Ints, sequence_price: float | Floats, weights: RouteWeights) -> Floats:
-    """The cost behind ``route`` for a prompt with so many ``uncached`` tokens on each replica [n] and its price of a
-    sequence, or for many prompts [q, n] with one price each [q, 1].
+def load(query: RouteQuery, candidates: Candidates) -> Ints:
+    """Prompt tokens that each replica computes before those of ``query`` [n]."""
+    before: Ints = candidates.columns[LOAD]
+    return before - _passed(query, candidates) if query.passed else before
+
+
+def work(
+    candidates: Candidates, uncached: Ints, sequence_price: float | Floats, weights: RouteWeights, before: Ints
+) -> Floats:
+    """The cost behind ``route`` for a prompt with so many ``uncached`` tokens on each replica [n], its price of a
+    sequence and its ``load``, or for many prompts [q, n] with one price each [q, 1].
     """
     columns, age_s = candidates.columns, candidates.age_s
     total: Floats = np.multiply(uncached, weights.prefill_price, dtype=np.float64)
-    total += columns[LOAD]
+    total += before
     total += sequence_price * columns[SEQUENCES]
     if age_s.size and age_s[age_s.argmax()] > weights.max_age_s:
         total += _stale(candidates, weights)
@@ -157,6 +168,11 @@ def _uncached(query: RouteQuery, num_matched_blocks: Ints) -> Ints:
     """Prompt tokens to compute on each replica [n]."""
     uncached: Ints = np.maximum(query.num_prompt_tokens - num_matched_blocks * query.block_size, 1)
     return uncached
+
+
+def _passed(query: RouteQuery, candidates: Candidates) -> Ints:
+    by_id = dict(query.passed)
+    return np.array([by_id.get(replica_id, 0) for replica_id in candidates.replica_ids], np.int64)
 
 
 def _stale(candidates: Candidates, weights: RouteWeights) -> Floats:

@@ -50,6 +50,14 @@ class FairShares:
         """How many bursts the tenant is over its share; 0 for all that are not."""
         return int(self._excess.get(tenant, 0.0) / BURST_TOKENS)
 
+    def place(self, tenant: str) -> int:
+        """Its place in the order of tenants, from 0: its excess, and one more if it had more than others lately."""
+        return self.excess(tenant) + self.had_more(tenant)
+
     def had_more(self, tenant: str) -> bool:
         """Whether of those served lately it had more than an equal part."""
         return self._served.get(tenant, 0.0) * len(self._served) > sum(self._served.values())
+
+    def had_less(self, tenant: str) -> bool:
+        """Whether others had more than it."""
+        return self._served.get(tenant, 0.0) * len(self._served) < sum(self._served.values())

@@ -113,6 +113,7 @@ def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
             block_size=query.block_size,
             excluded=sorted(query.excluded),
             decode_steps=query.decode_steps,
+            passed=dict(query.passed),
         ),
         replicas=map(view_to_proto, record.replicas.views()),
         weights=pb.RouteWeights(
@@ -143,6 +144,7 @@ def route_record_from_proto(record: pb.RouteRecord) -> RouteRecord:
             block_size=query.block_size,
             excluded=frozenset(query.excluded),
             decode_steps=query.decode_steps,
+            passed=tuple(sorted(query.passed.items())),
         ),
         replicas=Candidates.of(map(view_from_proto, record.replicas)),
         weights=RouteWeights(

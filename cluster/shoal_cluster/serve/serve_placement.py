@@ -43,7 +43,8 @@ class ServePlacement:
     async def _run(self) -> Outcome:
         dispatch = await self._dispatcher.wait(self._pending)
         due_in_s = dispatch.due_s - time.monotonic()  # clocks of hosts differ: the replica counts from its own now
-        request = replace(self._request, due_s=due_in_s, block_hashes=self._pending.query.block_hashes)
+        query, yields = self._pending.query, dispatch.yields
+        request = replace(self._request, due_s=due_in_s, yields=yields, block_hashes=query.block_hashes)
         response = self._send(request)
         self.sent.set_result(None)
         try:

@@ -146,7 +146,7 @@ class SimGateway:
             self._book.num_decisions += 1
             query = dispatch.pending.query
             num_matched = dispatch.candidates.view(dispatch.replica_id).num_matched_blocks
-            if not self._send(query, dispatch.replica_id, num_matched, dispatch.due_s):
+            if not self._send(query, dispatch.replica_id, num_matched, dispatch.due_s, dispatch.yields):
                 self._place(query, dispatch.candidates)  # it has begun to drain: whoever else takes it
 
     def _wish(self, wishes: dict[str, tuple[Wish, ...]]) -> None:
@@ -168,7 +168,14 @@ class SimGateway:
                 return
         self._book.refuse(query.request_id, decision.reason if not decision.ranked else "every replica refused")
 
-    def _send(self, query: RouteQuery, replica_id: str, num_matched_blocks: int, due_s: float = math.inf) -> bool:
+    def _send(
+        self,
+        query: RouteQuery,
+        replica_id: str,
+        num_matched_blocks: int,
+        due_s: float = math.inf,
+        yields: bool = False,
+    ) -> bool:
         request = self._book.requests[query.request_id]
         replica = self._replicas.get(replica_id)
         if replica is None or replica.draining:
@@ -182,6 +189,7 @@ class SimGateway:
             arrival_s=self._loop.now,
             due_s=due_s,
             tenant=request.tenant,
+            yields=yields,
             block_hashes=query.block_hashes,
             output_token_ids=(FIRST_OUTPUT_TOKEN_ID,) * self._book.outcomes[query.request_id].num_output_tokens,
         )

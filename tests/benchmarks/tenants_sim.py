@@ -1,0 +1,96 @@
+"""Two tenants, one with ten times the other's requests and more than the cluster can do: what the light one feels.
+
+python tests/benchmarks/tenants_sim.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.sim.cluster import SimCluster
+from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.report import Distribution
+from shoal_cluster.sim.run import report, run
+from shoal_cluster.sim.workload import SimRequest, poisson
+from shoal_replica.config import CacheConfig, SchedulerConfig
+
+LIGHT_RATE, HEAVY_RATE = 1.3, 13.0  # requests/s; four replicas do 14.0
+CONFIG = SimConfig(
+    num_replicas=4,
+    cache=CacheConfig(num_blocks=1000, block_size=512),
+    scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2048, policy="deadline"),
+    hold=HoldConfig(),
+)
+
+
+@dataclass(frozen=True)
+class Felt:
+    """Times to first token of each tenant, and how long the whole took."""
+
+    alone: Distribution
+    light: Distribution
+    heavy: Distribution
+    duration_s: float
+
+    @property
+    def p99_ratio(self) -> float:
+        return self.light.p99 / self.alone.p99
+
+
+def tenant(name: str, requests_per_s: float, duration_s: float, seed: int) -> list[SimRequest]:
+    """Independent arrivals of prompts of 2 000 tokens, 16 tokens out."""
+    requests = poisson(
+        requests_per_s=requests_per_s,
+        num_requests=round(requests_per_s * duration_s),
+        num_prompt_tokens=2000,
+        num_output_tokens=16,
+        seed=seed,
+    )
+    first = 10**6 * seed  # token ids of its own
+    return [
+        replace(
+            r,
+            request_id=f"{name}-{r.request_id}",
+            tenant=name,
+            prompt_runs=tuple((first + t, n) for t, n in r.prompt_runs),
+        )
+        for r in requests
+    ]
+
+
+def felt(duration_s: float, seed: int) -> Felt:
+    """The light tenant alone on the cluster, then both."""
+    light = tenant("light", LIGHT_RATE, duration_s, 2 * seed + 1)
+    heavy = tenant("heavy", HEAVY_RATE, duration_s, 2 * seed + 2)
+    alone = run(SimCluster(CONFIG), light)
+    both = run(SimCluster(CONFIG), sorted(light + heavy, key=lambda r: r.arrival_s))
+    return Felt(
+        first_tokens(alone, "light"), first_tokens(both, "light"), first_tokens(both, "heavy"), report(both).duration_s
+    )
+
+
+def first_tokens(cluster: SimCluster, name: str) -> Distribution:
+    outcomes = [o for request_id, o in cluster.book.outcomes.items() if request_id.startswith(name)]
+    return Distribution.of([o.first_token_s - o.arrival_s for o in outcomes if o.first_token_s is not None])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=200.0, help="of arrivals")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    for seed in options.seeds:
+        result = felt(options.seconds, seed)
+        light, heavy = result.light, result.heavy
+        print(
+            f"seed {seed}: light p50 {light.p50:.3f} p99 {light.p99:.3f} s, alone p99 {result.alone.p99:.3f} s "
+            f"({result.p99_ratio:.2f} times); heavy p50 {heavy.p50:.2f} p99 {heavy.p99:.2f} max {heavy.max:.1f} s; "
+            f"all done after {result.duration_s:.1f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

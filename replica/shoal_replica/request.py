@@ -125,6 +125,17 @@ class Sequence:
             raise RuntimeError(f"sequence {self.seq_id}: {self.status.value} cannot become {status.value}")
         self.status = status
 
+    def start(self, now: float) -> None:
+        """It runs for the first time; ``num_computed_tokens`` are those that it finds cached."""
+        self.first_scheduled_s = now
+        self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
+
+    def preempt(self) -> None:
+        """It has lost its blocks and waits again."""
+        self.move(SequenceStatus.PREEMPTED)
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+
     def extend_hashes(self, block_size: int) -> None:
         """Hash the blocks that ``token_ids`` has filled since the last call."""
         extend_block_hashes(self.block_hashes, self.token_ids, block_size, self.request.cache_salt)

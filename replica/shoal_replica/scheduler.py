@@ -288,9 +288,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._kv.free(sequence.seq_id)
         self._running.remove(sequence)
-        sequence.move(SequenceStatus.PREEMPTED)
-        sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
+        sequence.preempt()
         self._totals.num_preemptions += 1
         self._drop(sequence)
         self._enqueue(sequence)
@@ -306,14 +304,10 @@ class Scheduler:
             self._dropped.append(sequence.seq_id)
 
     def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
-        if sequence.first_scheduled_s is not None:
-            return
-        sequence.first_scheduled_s = now
-        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-        self._totals.num_prompt_tokens += sequence.num_prompt_tokens
-        self._totals.num_cached_tokens += sequence.num_cached_tokens
-        num_from_host = sum(1 for block in matched if not isinstance(block, int)) * self._kv.block_size
-        self._totals.num_host_cached_tokens += min(sequence.num_cached_tokens, num_from_host)
+        if sequence.first_scheduled_s is None:
+            sequence.start(now)
+            num_from_host = sum(1 for block in matched if not isinstance(block, int)) * self._kv.block_size
+            self._totals.note_start(sequence.num_prompt_tokens, sequence.num_cached_tokens, num_from_host)
 
     def _fork_siblings(self, parent: Sequence) -> None:
         """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks.

@@ -21,6 +21,12 @@ class Totals:
     num_preemptions: int = 0
     num_refused: int = 0
 
+    def note_start(self, num_prompt_tokens: int, num_cached_tokens: int, num_from_host: int) -> None:
+        """A prompt has started, so much of it found cached; in host memory there was so much of the same."""
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
+        self.num_host_cached_tokens += min(num_cached_tokens, num_from_host)
+
     def as_dict(self) -> dict[str, int]:
         """By name, for ``ReplicaStats``. Written out: it is taken after every step."""
         return {

@@ -82,8 +82,9 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     """Rank ``candidates`` for ``query`` by predicted work before its first token.
 
     Cost = waiting and reserved tokens, less those that it passes, + prefill_price * uncached prompt tokens
-    + decode_price * sequences there, less for fewer steps + a price for stale stats. Barrier: a replica that has no free slot, or whose free blocks, less
-    those promised and those its queue will take, cannot hold the request's uncached part, ranks after all that can.
+    + decode_price * sequences there, less for fewer steps + a price for stale stats. Barrier: a replica that has no
+    free slot, or whose free blocks, less those promised and those its queue will take, cannot hold the request's
+    uncached part, ranks after all that can.
     Equals are shuffled by ``rng``.
     """
     decision = rank(query, candidates, rng, partial(predicted_work, weights=weights))

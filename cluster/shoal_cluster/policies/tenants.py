@@ -7,6 +7,7 @@ import math
 BURST_TOKENS = 2048.0
 MEMORY_S = 10.0  # of who was served lately
 FORGOTTEN_TOKENS = 1.0
+AFTER_OTHERS = 2**20
 
 
 class FairShares:
@@ -51,8 +52,8 @@ class FairShares:
         return int(self._excess.get(tenant, 0.0) / BURST_TOKENS)
 
     def place(self, tenant: str) -> int:
-        """Its place in the order of tenants, from 0: its excess, and one more if it had more than others lately."""
-        return self.excess(tenant) + self.had_more(tenant)
+        """In the order of tenants, from 0: by excess; who had more than others lately comes after all who had not."""
+        return self.excess(tenant) + AFTER_OTHERS * self.had_more(tenant)
 
     def had_more(self, tenant: str) -> bool:
         """Whether of those served lately it had more than an equal part."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal_cluster.policies.prefix_index import PrefixIndex, Tier
+from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_replica.prefix_cache import BlockHash
 
 REPLICAS = ("a", "b", "c", "d")
@@ -16,10 +16,11 @@ MAX_ENTRIES = 32  # one set, in which the least recently used is exact
 
 
 class DumbIndex:
-    """Every replica's hashes in a set; the tick of each hash's last use."""
+    """Every replica's hashes in a set, and those expected there; the tick of each hash's last use."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, Tier], set[BlockHash]] = {}
+        self.held: dict[str, set[BlockHash]] = {}
+        self.expected: dict[str, set[BlockHash]] = {}
         self.used: dict[BlockHash, int] = {}
         self.tick = 0
 
@@ -29,10 +30,10 @@ class DumbIndex:
             self.tick += 1
             self.used[block_hash] = self.tick
 
-    def store(self, replica_id: str, block_hashes: Sequence[BlockHash], tier: Tier) -> None:
+    def store(self, replica_id: str, block_hashes: Sequence[BlockHash]) -> None:
         new = [h for h in dict.fromkeys(block_hashes) if h not in self.used]
         self.use(list(dict.fromkeys(block_hashes)))
-        self.held.setdefault((replica_id, tier), set()).update(block_hashes)
+        self.held.setdefault(replica_id, set()).update(block_hashes)
         entered = {h for h in self.used if h not in new}
         for block_hash in new:
             if len(entered) == MAX_ENTRIES:
@@ -43,8 +44,8 @@ class DumbIndex:
                     hashes.discard(oldest)
             entered.add(block_hash)
 
-    def remove(self, replica_id: str, block_hashes: Sequence[BlockHash], tier: Tier) -> None:
-        self.held.setdefault((replica_id, tier), set()).difference_update(block_hashes)
+    def remove(self, replica_id: str, block_hashes: Sequence[BlockHash]) -> None:
+        self.held.setdefault(replica_id, set()).difference_update(block_hashes)
         self.used = {h: t for h, t in self.used.items() if any(h in hashes for hashes in self.held.values())}
 
     def touch(self, block_hashes: Sequence[BlockHash]) -> None:
@@ -53,7 +54,7 @@ class DumbIndex:
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         matched = {}
         for replica_id in REPLICAS:
-            hashes = set().union(*(self.held.get((replica_id, tier), set()) for tier in Tier))
+            hashes = self.held.get(replica_id, set()) | self.expected.get(replica_id, set())
             count = 0
             while count < len(block_hashes) and block_hashes[count] in hashes:
                 count += 1
@@ -65,9 +66,8 @@ class DumbIndex:
 some_hashes = st.lists(st.sampled_from(HASHES), max_size=24)
 commands = st.lists(
     st.tuples(
-        st.sampled_from(("store", "remove", "touch", "drop", "replace")),
+        st.sampled_from(("store", "remove", "touch", "drop", "replace", "expect", "forget")),
         st.sampled_from(REPLICAS),
-        st.sampled_from(Tier),
         some_hashes,
     ),
     max_size=30,
@@ -77,30 +77,37 @@ commands = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(commands=commands, queries=st.lists(some_hashes, min_size=1, max_size=4))
 def test_answers_as_the_dumb_index(
-    commands: list[tuple[str, str, Tier, list[BlockHash]]], queries: list[list[BlockHash]]
+    commands: list[tuple[str, str, list[BlockHash]]], queries: list[list[BlockHash]]
 ) -> None:
     index, dumb = PrefixIndex(MAX_ENTRIES), DumbIndex()
-    for name, replica_id, tier, block_hashes in commands:
+    for name, replica_id, block_hashes in commands:
         match name:
             case "store":
-                index.store(replica_id, block_hashes, tier)
-                dumb.store(replica_id, block_hashes, tier)
+                index.store(replica_id, block_hashes)
+                dumb.store(replica_id, block_hashes)
             case "remove":
-                index.remove(replica_id, block_hashes, tier)
-                dumb.remove(replica_id, block_hashes, tier)
+                index.remove(replica_id, block_hashes)
+                dumb.remove(replica_id, block_hashes)
             case "touch":
                 index.touch(block_hashes)
                 dumb.touch(block_hashes)
             case "drop":
                 index.drop(replica_id)
-                for each in Tier:
-                    dumb.remove(replica_id, HASHES, each)
+                dumb.remove(replica_id, HASHES)
+                dumb.expected.pop(replica_id, None)
             case "replace":
                 index.replace(replica_id, block_hashes)
-                dumb.remove(replica_id, HASHES, Tier.DEVICE)
-                dumb.store(replica_id, block_hashes, Tier.DEVICE)
+                dumb.remove(replica_id, HASHES)
+                dumb.store(replica_id, block_hashes)
+            case "expect":
+                index.expect(replica_id, block_hashes, 0)
+                dumb.expected.setdefault(replica_id, set()).update(block_hashes)
+            case "forget":
+                index.expected.remove(index.slot(replica_id), block_hashes)
+                dumb.expected.setdefault(replica_id, set()).difference_update(block_hashes)
         index.check_invariants()
         for query in queries:
             assert index.match(query) == dumb.match(query)
         assert len(index) == len(dumb.used)
-        assert all(index.num_held(r, t) == len(dumb.held.get((r, t), ())) for r in REPLICAS for t in Tier)
+        assert all(index.num_held(r) == len(dumb.held.get(r, ())) for r in REPLICAS)
+        assert all(index.expected.num_held(index.slot(r)) == len(dumb.expected.get(r, ())) for r in REPLICAS)

@@ -25,7 +25,7 @@ from shoal_cluster.sim.report import Distribution
 from shoal_cluster.sim.run import report, simulate
 from shoal_cluster.sim.steady import SteadyScheduler
 from shoal_cluster.sim.traces import read_trace
-from shoal_cluster.sim.workload import SimRequest, poisson, shared_prefixes, speed_up
+from shoal_cluster.sim.workload import SimRequest, poisson, repeat, shared_prefixes, speed_up
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.executor import ScheduledSequence, SchedulerOutput
@@ -280,3 +280,27 @@ def test_hashes_of_runs_are_equal_where_prompts_are() -> None:
     assert len(first.block_hashes(16)) == 4
     assert first.block_hashes(16) == same_start.block_hashes(16)[:4]
     assert set(first.block_hashes(32)).isdisjoint(SimRequest("c", 0.0, ((1, 31), (2, 46)), 1).block_hashes(32))
+
+
+def test_rounds_of_a_trace_share_nothing_with_one_another() -> None:
+    once = shared_prefixes(
+        requests_per_s=4.0,
+        num_requests=20,
+        num_groups=2,
+        num_prefix_tokens=64,
+        num_own_tokens=10,
+        num_output_tokens=4,
+        seed=3,
+    )
+    thrice = repeat(once, 3)
+    assert thrice[:20] == once
+    assert len({r.request_id for r in thrice}) == 60
+    assert [r.arrival_s for r in thrice] == sorted(r.arrival_s for r in thrice)
+    assert (thrice[-1].arrival_s - once[-1].arrival_s) / 2 == pytest.approx(once[-1].arrival_s * 21 / 20)
+    hashes = [{h for r in thrice[i : i + 20] for h in r.block_hashes(16)} for i in (0, 20, 40)]
+    assert len(set.union(*hashes)) == sum(map(len, hashes)) == 3 * len(hashes[0])
+    config = replace(CONFIG, num_replicas=1)
+    alone, together = simulate(config, once), simulate(config, thrice)
+    assert together.num_finished == 60
+    assert together.hit_rate == pytest.approx(alone.hit_rate, abs=0.02)
+    assert repeat([], 3) == []

@@ -7,10 +7,12 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from fixtures.cluster_views import make_query, make_stats
+from fixtures.cluster_views import make_query, make_row, make_stats
 
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.tenants import BURST_TOKENS, FairShares
 from shoal_cluster.policies.view import ClusterView
@@ -362,3 +364,22 @@ def test_who_goes_first_by_its_share_goes_first_at_the_replica_too() -> None:
     sent = [dispatch.pending for dispatch in (first, second, third)]
     assert [request.tenant for request in sent] == ["heavy", "heavy", "light"], "two bursts are equal shares"
     assert third.due_s == pytest.approx(first.due_s) == pytest.approx(7.0)
+
+
+def test_a_plan_counts_who_may_start_as_it_gives_away() -> None:
+    rng = Random(3)
+    rows = [make_row(name, stats=make_stats(num_waiting_tokens=rng.randrange(400))) for name in "abcdefgh"]
+    rows.append(make_row("gone", connected=False))
+    snapshot = Candidates.of(rows)
+    kept = Plan(snapshot, RouteWeights(), max_steps_ahead=1.0)
+    given: list[tuple[int, int, int]] = []
+    counts = []
+    for _ in range(60):
+        counts.append(kept.num_startable)
+        given.append((rng.randrange(len(rows)), 1, rng.randrange(100)))
+        kept.set_aside(*given[-1])
+        again = Plan(snapshot, RouteWeights(), max_steps_ahead=1.0)
+        for one in given:
+            again.set_aside(*one)
+        assert kept.num_startable == again.num_startable
+    assert 8 >= counts[0] > counts[-1] == 0

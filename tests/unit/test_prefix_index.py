@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from shoal_cluster.policies.prefix_index import PrefixIndex, Tier
+from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash, hash_blocks
 
 A, B, C, D = hash_blocks(range(16), 4)
@@ -124,7 +124,7 @@ def test_half_full_forgets_next_to_nothing() -> None:
         index.store("one", fresh(2**10, start=10_000_000 + 4 * start))
     assert index.num_held("one") + index.num_evicted == 2**15
     assert index.num_evicted < 10
-    assert index.num_bytes == 32 * 2**16
+    assert index.num_bytes == 24 * 2**16
     index.check_invariants()
 
 
@@ -144,13 +144,13 @@ def test_refuses_a_cap_of_none() -> None:
 def test_invariants_catch_a_wrong_count() -> None:
     index = PrefixIndex()
     index.store("one", [A])
-    index._holders[0][5] = 1
+    index._holders[5] = 1
     with pytest.raises(AssertionError):
         index.check_invariants()
 
 
 @pytest.mark.parametrize("is_asked_before", [False, True])
-def test_extending_a_prompt_is_a_touch_and_a_store(is_asked_before: bool) -> None:
+def test_expecting_a_prompt_uses_what_is_held_of_it(is_asked_before: bool) -> None:
     """On a small index, which crowds and evicts, with and without the question that it goes on from."""
     rng = Random(5)
     one, two = PrefixIndex(256), PrefixIndex(256)
@@ -160,10 +160,28 @@ def test_extending_a_prompt_is_a_touch_and_a_store(is_asked_before: bool) -> Non
         num_held = one.match(prompt).get(replica_id, 0)
         if not is_asked_before:
             one.match(rng.choice(prompts)[::-1])
-        one.extend(replica_id, prompt, num_held, Tier.EXPECTED)
+        rest = one.expect(replica_id, prompt, num_held)
+        assert one.match(prompt)[replica_id] == len(prompt), turn
+        one.expected.remove(one.slot(replica_id), rest)
         two.touch(prompt[:num_held])
-        two.store(replica_id, prompt[num_held:], Tier.EXPECTED)
+        for index in (one, two):
+            index.store(replica_id, rest)
+            index.check_invariants()
         assert len(one) == len(two), turn
         assert all(one.match(p) == two.match(p) for p in prompts), turn
-        one.check_invariants()
     assert one.num_evicted == two.num_evicted > 0
+
+
+@pytest.mark.parametrize("num_replicas", [3, 130])
+def test_what_is_expected_goes_on_from_what_is_held(num_replicas: int) -> None:
+    index = PrefixIndex()
+    for number in range(num_replicas):
+        index.store(f"replica-{number}", [A] if number else [A, C])
+    index.expect("replica-0", (A, B, C, D), 1)
+    index.expect("replica-2", (A, B), 1)
+    expected = {f"replica-{number}": 1 for number in range(num_replicas)} | {"replica-0": 4, "replica-2": 2}
+    assert index.match([A, B, C, D]) == expected
+    index.expected.remove(index.slot("replica-0"), (B, C, D))
+    assert index.match([A, B, C, D]) == expected | {"replica-0": 1}
+    index.drop("replica-2")
+    assert index.match([B]) == {}

@@ -111,3 +111,27 @@ def test_rows_are_sorted_and_frozen_in_time(view: ClusterView) -> None:
     view.reserve("r", "one", 3, 40, now=10.0)
     assert [r.replica_id for r in before] == ["a", "one", "two"]
     assert all(r.num_reserved == 0 for r in before)
+
+
+def test_a_snapshot_outlives_all_changes(view: ClusterView) -> None:
+    view.apply_update("one", make_stats(num_running=3, num_waiting_tokens=40), [A], [], now=10.0)
+    before = view.candidates((A, B), 10.0)
+    rows, told, columns = before.views(), before.told.tolist(), before.columns.tolist()
+    view.reserve("r", "one", 3, 40, now=10.0)
+    view.set_foreign("two", 1, 2, 3)
+    view.apply_update("one", make_stats(num_running=5), [B], [A], now=11.0)
+    view.disconnect("two")
+    view.join("three", "node")
+    view.leave("one")
+    assert (before.views(), before.told.tolist(), before.columns.tolist()) == (rows, told, columns)
+    assert view.candidates((A, B), 11.0).told.tolist() != told
+    view.check_invariants()
+
+
+def test_what_is_given_away_is_copied_before_it_changes(view: ClusterView) -> None:
+    view.reserve("r", "one", 3, 40, now=10.0)
+    before = view.candidates((), 10.0)
+    assert view.candidates((), 10.0) is before
+    view.release("r")
+    assert before.num_reserved.tolist() == [1, 0]
+    assert view.candidates((), 10.0).num_reserved.tolist() == [0, 0]

@@ -12,7 +12,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates, Floats, Ints
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import Floats, Ints
 from shoal_cluster.policies.memory import Recollection
 from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, Scores, is_eligible, rank
 from shoal_cluster.policies.routing import RouteWeights, route

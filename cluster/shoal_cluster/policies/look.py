@@ -8,7 +8,8 @@ from itertools import islice
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates, Ints
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import RouteDecision, RouteQuery
 from shoal_cluster.policies.routing import RouteWeights, choose
@@ -95,37 +96,37 @@ def look(
     considered. The first is placed without a plan: mostly it goes.
     """
     steps: list[Step] = []
-    for row, one in _priced(plan, considered):
-        for other in one.before:
-            plan.set_aside(other.place, other.wish.num_blocks, other.wish.num_tokens)
-        query, is_first = one.query, not steps
-        place, may_go = (-1, True) if is_first else plan.best(row)
-        num_matched = 0 if place < 0 else int(one.matched[place])
-        if is_first or (may_go and plan.can_start(query, place, num_matched, one.due_in_s)):
-            candidates, seed = draw(len(steps))
-            candidates = plan.seen_by_next(candidates)
-            place, decision = choose(query, candidates, plan.weights, seed)
-            num_matched = 0 if place < 0 else int(candidates.num_matched_blocks[place])
-            if place >= 0 and plan.can_start(query, place, num_matched, one.due_in_s):
-                steps.append(Step(place, num_matched, is_sent=True))
-                return tuple(steps), Sent(candidates, seed, decision)
-        steps.append(Step(place, num_matched))
-        if place < 0:
-            continue
-        plan.give(query, place, num_matched)
-        if not (plans_all or plan.may_start().any()):
-            break
+    waiting = iter(considered)
+    row, batch = 0, list(islice(waiting, 1))
+    while batch:
+        for row, one in enumerate(batch):
+            for other in one.before:
+                plan.set_aside(other.place, other.wish.num_blocks, other.wish.num_tokens)
+            query, is_first = one.query, not steps
+            place, may_go = (-1, True) if is_first else plan.best(row)
+            num_matched = 0 if place < 0 else int(one.matched[place])
+            if is_first or (may_go and plan.can_start(query, place, num_matched, one.due_in_s)):
+                candidates, seed = draw(len(steps))
+                candidates = plan.seen_by_next(candidates)
+                place, decision = choose(query, candidates, plan.weights, seed)
+                num_matched = 0 if place < 0 else candidates.num_matched_blocks.item(place)
+                if place >= 0 and plan.can_start(query, place, num_matched, one.due_in_s):
+                    steps.append(Step(place, num_matched, is_sent=True))
+                    return tuple(steps), Sent(candidates, seed, decision)
+            steps.append(Step(place, num_matched))
+            if place < 0:
+                continue
+            plan.give(query, place, num_matched)
+            if not (plans_all or plan.num_startable):
+                return tuple(steps), None
+        batch = _priced(plan, waiting)
     return tuple(steps), None
 
 
-def _priced(plan: Plan, considered: Iterable[Considered]) -> Iterator[tuple[int, Considered]]:
-    """Each with its number for ``plan.best``: the first without a price, the others priced some at a time."""
-    waiting = iter(considered)
-    first = next(waiting, None)
-    if first is None:
-        return
-    yield 0, first
-    size = max(MIN_PRICED, NUM_PRICES // len(first.matched)) if len(first.matched) else MIN_PRICED
-    while batch := list(islice(waiting, size)):
+def _priced(plan: Plan, waiting: Iterator[Considered]) -> list[Considered]:
+    """The next few, priced for ``plan.best`` by their numbers."""
+    size = max(MIN_PRICED, NUM_PRICES // max(1, plan.num_replicas))
+    batch = list(islice(waiting, size))
+    if batch:
         plan.consider([one.query for one in batch], np.stack([one.matched for one in batch]))
-        yield from enumerate(batch)
+    return batch

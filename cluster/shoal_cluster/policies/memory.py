@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates, Ints
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.policies.ranking import RouteQuery
 

@@ -15,7 +15,8 @@ from random import Random
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates, Ints
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.look import Considered, Draw, Look, look
 from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.pace import Pace
@@ -119,7 +120,6 @@ class PendingQueue:
     def __init__(self, config: HoldConfig, is_one_of_many: bool = False) -> None:
         self._config = config
         self._pace = Pace(config.prefill)
-        self._wait_s = 0.0  # until a replica could begin with something more, at the last look
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
         self._held: dict[str, _Held] = {}
@@ -191,10 +191,13 @@ class PendingQueue:
         """
         if not self._held:
             return None
-        plan = Plan(view.present(now), weights, self._config.max_steps_ahead)
-        if len(self._held) > 1 and not (self._has_unplanned or plan.may_start().any()):
+        present = view.present(now)
+        plan = Plan(present, weights, self._config.max_steps_ahead)
+        if len(self._held) > 1 and not (self._has_unplanned or plan.num_startable):
             return None
-        urgent = self._most_urgent(plan, view, now)
+        is_new = self._pace.look(present, now)
+        latest_s = now + plan.wait_at_most_s(self._pace.token_s)
+        urgent = self._most_urgent(plan, latest_s, is_new, now)
         considered: list[Considered] = []
         draws: dict[int, Draw] = {}
 
@@ -210,7 +213,9 @@ class PendingQueue:
             query = held.pending.query
             size = uncached_blocks(query, step.num_matched_blocks), uncached_tokens(query, step.num_matched_blocks)
             held.num_new_tokens = size[1]
-            self._note_times(held, now + self._wait_s)
+            self._note_times(held, latest_s)
+            if held.is_lost:
+                self._note_times(held, now + plan.wait_s(self._pace.token_s))
             if step.is_sent and sent is not None:
                 self._has_unplanned = plans_all
                 self.remove(query.request_id)
@@ -262,6 +267,8 @@ class PendingQueue:
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
         """What is held and where it was planned last, by replica, the most urgent first: for other gateways."""
+        if not self._is_one_of_many:
+            return {}
         wishes: dict[str, list[Wish]] = {}
         planned = [held for held in self._held.values() if held.wish is not None]
         for held in nsmallest(self._config.max_considered, planned, key=self._rank):
@@ -277,13 +284,20 @@ class PendingQueue:
             held.matched_s, held.matched_of = now, view.replica_ids
         return held.matched
 
-    def _most_urgent(self, plan: Plan, view: ClusterView, now: float) -> list[_Held]:
-        is_new = self._pace.look(view.present(now), now)
-        self._wait_s = plan.wait_s(self._pace.token_s)
-        begins_s = now + self._wait_s
+    def _most_urgent(self, plan: Plan, latest_s: float, is_new: bool, now: float) -> list[_Held]:
+        """Those to consider, in order, with due dates that can be met. ``latest_s``: no later does a replica begin with
+        something more; when exactly is found where it matters. ``is_new``: so is the pace.
+        """
+        begins_s = None
         for held in self._held.values():
+            if not is_new and held.due_s >= (latest_s if begins_s is None else begins_s) + held.takes_s:
+                continue
+            if begins_s is None:
+                begins_s = now + plan.wait_s(self._pace.token_s)
             if is_new or held.due_s < begins_s + held.takes_s:
                 self._note_times(held, begins_s)
+        if len(self._held) == 1:
+            return list(self._held.values())
         return nsmallest(self._config.max_considered, self._held.values(), key=self._rank)
 
     def _rank(self, held: _Held) -> Rank:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_cluster.policies.candidates import CAPACITY, DUE, ROOM, Candidates, Floats, Ints, due_column, promise
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import CAPACITY, ROOM, URGENT, Floats, Ints, due_column, promise
 from shoal_cluster.policies.ranking import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, load, work
 
@@ -33,29 +34,47 @@ class Plan:
         self._columns = snapshot.columns
         self._max_steps_ahead = max_steps_ahead
         self.is_untouched = True
+        self._num_startable: int | None = None  # counted when asked, then kept
+        self._wait_s: float | None = None
         self._costs: Floats = np.zeros((0, 0))  # of the queries considered now
         self._sequence_prices: Floats = np.zeros(0)
         self._blocks: Ints = np.zeros((0, 0), np.int64)
 
-    def may_start(self) -> Bools:
-        """Which replicas may start something yet, if it is urgent [n]."""
-        told = self._snapshot.told
-        limits = self._max_steps_ahead * told["max_num_batched_tokens"]
-        may_start: Bools = told[DUE[0]] + self._columns[TOKENS] <= limits
-        may_start &= self._columns[CAPACITY] >= 0
-        return may_start
+    @property
+    def num_replicas(self) -> int:
+        return len(self._snapshot)
+
+    @property
+    def num_startable(self) -> int:
+        """How many replicas may start something yet, if it is urgent."""
+        if self._num_startable is None:
+            self._num_startable = int(np.count_nonzero(self._may_start(self._columns)))
+        return self._num_startable
 
     def wait_s(self, token_s: float) -> float:
         """Until some replica can begin with a prompt that is sent now, if prompt tokens take ``token_s`` each: the step
-        that runs has to end, and what was sent before comes first. 0 if none may start anything.
+        that runs has to end, and what was sent before comes first. 0 if none may start anything. What was given away
+        does not count; found once.
         """
-        may_start = self.may_start()
-        if not may_start.any():
+        if self._wait_s is None:
+            told, columns = self._snapshot.told, self._snapshot.columns
+            may_start = self._may_start(columns)
+            waits_s = columns[URGENT] * token_s
+            waits_s += told["step_s"] * (told["num_running"] > 0)
+            self._wait_s = float(waits_s.min(where=may_start, initial=np.inf)) if may_start.any() else 0.0
+        return self._wait_s
+
+    def wait_at_most_s(self, token_s: float) -> float:
+        """A bound on ``wait_s``, found sooner: what the replica with the least to do makes a prompt wait."""
+        columns = self._snapshot.columns
+        if not columns.size:
             return 0.0
+        place = int(columns[URGENT].argmin())
+        num_tokens = columns.item(URGENT, place)
+        if columns.item(CAPACITY, place) < 0 or num_tokens > self._limit(place):
+            return self.wait_s(token_s)
         told = self._snapshot.told
-        waits_s = (told[DUE[0]] + self._columns[TOKENS]) * token_s
-        waits_s += told["step_s"] * (told["num_running"] > 0)
-        return float(waits_s.min(where=may_start, initial=np.inf))
+        return num_tokens * token_s + (told["step_s"].item(place) if told["num_running"].item(place) else 0.0)
 
     def consider(self, queries: Sequence[RouteQuery], matched: Ints) -> None:
         """Price ``queries`` [q] on every replica; ``matched`` are the blocks cached there [q, n]. They replace those
@@ -86,13 +105,14 @@ class Plan:
 
     def can_start(self, query: RouteQuery, place: int, num_matched_blocks: int, due_in_s: float) -> bool:
         """Whether the replica at ``place`` has time and room now for ``query``, due in so many seconds."""
-        told = self._snapshot.told
-        ahead = told[due_column(due_in_s)][place] + self._columns[TOKENS, place]
-        if query.passed:
-            ahead = load(query, self._snapshot.matching(self._snapshot.num_matched_blocks, self._columns))[place]
+        column = self._columns[:, place].tolist()
         num_blocks = max(1, uncached_blocks(query, num_matched_blocks))
-        has_room = self._columns[ROOM, place] >= num_blocks and self._columns[CAPACITY, place] >= 0
-        return bool(has_room and ahead <= self._max_steps_ahead * told["max_num_batched_tokens"][place])
+        if column[ROOM] < num_blocks or column[CAPACITY] < 0:
+            return False
+        ahead = self._snapshot.told[due_column(due_in_s)].item(place) + column[TOKENS]
+        if query.passed:
+            ahead = load(query, self._snapshot.matching(self._snapshot.num_matched_blocks, self._columns)).item(place)
+        return bool(ahead <= self._limit(place))
 
     def give(self, query: RouteQuery, place: int, num_matched_blocks: int) -> None:
         """The replica at ``place`` is to take ``query``, now or later: what comes after counts on the rest."""
@@ -102,6 +122,10 @@ class Plan:
         """The same for a request of which only its size is known."""
         if self.is_untouched:
             self.is_untouched, self._columns = False, self._columns.copy()  # it is the snapshot's
+        if self._num_startable is not None:
+            before = self._columns.item(URGENT, place)
+            is_open = self._columns.item(CAPACITY, place) >= 0
+            self._num_startable -= is_open and before <= self._limit(place) < before + num_tokens
         promise(self._columns, place, 1, num_blocks, num_tokens)
         if self._costs.size:
             self._costs[:, place] += num_tokens
@@ -112,3 +136,13 @@ class Plan:
         if self.is_untouched:
             return candidates
         return candidates.matching(candidates.num_matched_blocks, self._columns.copy())
+
+    def _may_start(self, columns: Ints) -> Bools:
+        limits = self._max_steps_ahead * self._snapshot.told["max_num_batched_tokens"]
+        may_start: Bools = columns[URGENT] <= limits
+        may_start &= columns[CAPACITY] >= 0
+        return may_start
+
+    def _limit(self, place: int) -> float:
+        """Tokens that a replica may have before it and still start something."""
+        return self._max_steps_ahead * float(self._snapshot.told["max_num_batched_tokens"].item(place))

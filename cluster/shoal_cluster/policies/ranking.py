@@ -10,7 +10,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_cluster.policies.candidates import CAPACITY, Candidates
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import CAPACITY
 from shoal_replica.prefix_cache import BlockHash, hash_blocks
 from shoal_replica.request import Request
 
@@ -174,8 +175,8 @@ def best_of(query: RouteQuery, candidates: Candidates, scores: Scores, seed: int
     num_eligible = int(np.count_nonzero(eligible))
     if not num_eligible:
         return -1, 0
-    costs = np.where(eligible, scores.cost, np.inf)
-    if scores.must_wait is not None:
+    costs = scores.cost if num_eligible == eligible.size else np.where(eligible, scores.cost, np.inf)
+    if scores.must_wait is not None and scores.must_wait[scores.must_wait.argmax()]:
         at_once = np.where(scores.must_wait, np.inf, costs)
         if at_once[at_once.argmin()] < np.inf:
             costs = at_once
@@ -275,7 +276,7 @@ def _rejection(query: RouteQuery, candidates: Candidates, place: int) -> str:
     stats = candidates.stats[place]
     if candidates.replica_ids[place] in query.excluded:
         return "excluded"
-    if not candidates.told["connected"][place]:
+    if not candidates.connected[place]:
         return "not connected"
     if stats is None:
         return "no stats yet"

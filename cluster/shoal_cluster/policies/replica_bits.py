@@ -9,18 +9,27 @@ Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 WORD_BITS = 64
+FEW = 8  # bits that are sooner counted one by one
 
 
 def add_lengths(counts: Ints, held: Words) -> None:
     """Add to each bit's count the number of rows of ``held`` [n, words] that have it; a bit that ends stays away."""
     last = [held.shape[0] - 1]
-    if (held[0] != held[-1]).any():  # holders drop out on the way: each distinct row counts as often as it comes
-        last = [*(held[1:] != held[:-1]).any(axis=1).nonzero()[0].tolist(), *last]
+    changes = held[1:] != held[:-1]  # holders drop out on the way: each distinct row counts as often as it comes
+    if np.count_nonzero(changes):
+        rows = changes.reshape(-1) if held.shape[1] == 1 else changes.any(axis=1)
+        last = [*rows.nonzero()[0].tolist(), *last]
     before = -1
     for row in last:
-        bits = np.unpackbits(held[row].view(np.uint8), bitorder="little")
-        counts += bits if row - before == 1 else (row - before) * bits.astype(np.int64)
+        length, holders = row - before, int.from_bytes(held[row].tobytes(), "little")
         before = row
+        if holders.bit_count() <= FEW:
+            while holders:
+                lowest = holders & -holders
+                counts[lowest.bit_length() - 1] += length
+                holders ^= lowest
+        else:
+            counts += length * np.unpackbits(held[row].view(np.uint8), bitorder="little").astype(np.int64)
 
 
 def bit_of(slot: int) -> np.uint64:

@@ -10,16 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import (
-    LOAD,
-    OPEN_BLOCKS,
-    OPEN_SLOTS,
-    ROOM,
-    SEQUENCES,
-    Candidates,
-    Floats,
-    Ints,
-)
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import LOAD, OPEN_BLOCKS, OPEN_SLOTS, ROOM, SEQUENCES, Floats, Ints
 from shoal_cluster.policies.ranking import (
     PRICED_STEPS,
     CandidateTerms,
@@ -135,12 +127,11 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
 def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
     """The same without its terms."""
     matched = candidates.num_matched_blocks
-    num_new_blocks = np.maximum(query.num_blocks_needed - matched, 0)
+    num_new_blocks: Ints = query.num_blocks_needed - matched
+    np.maximum(num_new_blocks, 0, out=num_new_blocks)
     return Scores(
-        cost=work(
-            candidates, _uncached(query, matched), weights.sequence_price(query), weights, load(query, candidates)
-        ),
-        must_wait=candidates.columns[ROOM] < num_new_blocks,
+        work(candidates, _uncached(query, matched), weights.sequence_price(query), weights, load(query, candidates)),
+        candidates.columns[ROOM] < num_new_blocks,
     )
 
 
@@ -156,19 +147,19 @@ def work(
     """The cost behind ``route`` for a prompt with so many ``uncached`` tokens on each replica [n], its price of a
     sequence and its ``load``, or for many prompts [q, n] with one price each [q, 1].
     """
-    columns, age_s = candidates.columns, candidates.age_s
-    total: Floats = np.multiply(uncached, weights.prefill_price, dtype=np.float64)
+    total: Floats = uncached * np.float64(weights.prefill_price)
     total += before
-    total += sequence_price * columns[SEQUENCES]
-    if age_s.size and age_s[age_s.argmax()] > weights.max_age_s:
+    total += sequence_price * candidates.columns[SEQUENCES]
+    if candidates.is_stale(weights.max_age_s):
         total += _stale(candidates, weights)
     return total
 
 
 def _uncached(query: RouteQuery, num_matched_blocks: Ints) -> Ints:
     """Prompt tokens to compute on each replica [n]."""
-    uncached: Ints = np.maximum(query.num_prompt_tokens - num_matched_blocks * query.block_size, 1)
-    return uncached
+    uncached: Ints = num_matched_blocks * -query.block_size
+    uncached += query.num_prompt_tokens
+    return np.maximum(uncached, 1, out=uncached)
 
 
 def _passed(query: RouteQuery, candidates: Candidates) -> Ints:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import (
-    PROMISED,
-    Candidates,
-    Ints,
-    ReplicaView,
-    column,
-    promise,
-    told_row,
-    unknown_columns,
-    unknown_rows,
-)
-from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex, Tier
+from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView
+from shoal_cluster.policies.columns import PROMISED, Ints, column, promise, told_row, unknown_columns, unknown_rows
+from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
 from shoal_cluster.policies.wishes import ForeignWishes, PlacedWish, Wish
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
 
 __all__ = ["ClusterView", "ReplicaView", "Reservation"]
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +41,23 @@ class ClusterView:
 
     def __init__(self, max_index_entries: int = DEFAULT_MAX_ENTRIES) -> None:
         self._reservations: dict[str, Reservation] = {}
-        self._expected: dict[str, tuple[str, Sequence[BlockHash]]] = {}
+        self._expected: dict[str, tuple[str, Sequence[BlockHash]]] = {}  # by request
         self._wishes = ForeignWishes()
         self.index = PrefixIndex(max_index_entries)
         # Members in order of their ids, and the columns of ``Candidates``, one element a member.
         self._place_of: dict[str, int] = {}
         self._replica_ids: tuple[str, ...] = ()
-        self._node_ids: list[str] = []
+        self._node_ids: tuple[str, ...] = ()
         self._stats: list[ReplicaStats | None] = []
-        self._told = unknown_rows(0)
-        self._columns = unknown_columns(0)
+        self._connected: tuple[bool, ...] = ()
+        self._told, self._columns = unknown_rows(0), unknown_columns(0)
         self._foreign: list[tuple[int, int, int]] = []  # what other gateways have promised, of that
         self._updated_s = np.zeros(0)  # infinite while there are no stats
-        self._nothing = np.zeros(0, np.int64)
-        self._slots = np.zeros(0, np.int64)
-        self._known: tuple[float, Candidates] | None = None  # the last snapshot for no prompt, until something changes
+        self._present = Present(self._told)
+        self._is_told_shared = self._is_promised_shared = False  # with snapshots: copied before they change
+        self._nothing = self._slots = np.zeros(0, np.int64)
+        self._are_slots_places = True
+        self._known: Candidates | None = None  # the last snapshot for no prompt, until something changes
         self._asked: tuple[Sequence[BlockHash], tuple[str, ...], int] = ((), (), -1)
         self._matched = np.zeros(0, np.int64)
 
@@ -75,7 +70,7 @@ class ClusterView:
     def is_connected(self, replica_id: str) -> bool:
         """Whether it is a member whose feed is open."""
         place = self._place_of.get(replica_id)
-        return place is not None and bool(self._told["connected"][place])
+        return place is not None and self._connected[place]
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
@@ -87,7 +82,8 @@ class ClusterView:
         if replica_id not in self._place_of:
             self._set_members((*self._replica_ids, replica_id))
         if node_id:
-            self._node_ids[self._place_of[replica_id]] = node_id
+            place = self._place_of[replica_id]
+            self._node_ids = _with(self._node_ids, place, node_id)
             self._known = None
 
     def leave(self, replica_id: str) -> None:
@@ -109,7 +105,7 @@ class ClusterView:
         if place is None:
             return False
         self.index.replace(replica_id, block_hashes)
-        self._told["connected"][place] = True
+        self._connect(place, True)
         self._take(place, stats, now)
         return True
 
@@ -139,7 +135,7 @@ class ClusterView:
         """A replica's feed ended: it takes no new request until the next snapshot. Its last ledger stays to be seen."""
         place = self._place_of.get(replica_id)
         if place is not None:
-            self._told["connected"][place] = False
+            self._connect(place, False)
             self._tell(place, self._told[place].item())
 
     def reserve(
@@ -158,7 +154,8 @@ class ClusterView:
             num_tokens: prompt tokens it will make the replica compute.
         """
         self.release(request_id)
-        self.index.touch(block_hashes)
+        if block_hashes:
+            self.index.touch(block_hashes)
         if replica_id in self._place_of:
             reservation = Reservation(replica_id, num_blocks, num_tokens, now)
             self._reservations[request_id] = reservation
@@ -184,14 +181,14 @@ class ClusterView:
         """
         self.computed(request_id)
         if block_hashes and replica_id in self._place_of:
-            self._expected[request_id] = (replica_id, block_hashes[num_matched_blocks:])
-            self.index.extend(replica_id, block_hashes, num_matched_blocks, Tier.EXPECTED)
+            self._expected[request_id] = replica_id, self.index.expect(replica_id, block_hashes, num_matched_blocks)
 
     def computed(self, request_id: str) -> None:
         """A prompt is computed, or will not be: what its replica says it caches is all that counts. Idempotent."""
         expected = self._expected.pop(request_id, None)
         if expected is not None:
-            self.index.remove(*expected, Tier.EXPECTED)
+            replica_id, block_hashes = expected
+            self.index.expected.remove(self.index.slot(replica_id), block_hashes)
 
     def settle(self, request_ids: Iterable[str]) -> None:
         """The replica's own stats count these requests from now on, so their promises end. Idempotent."""
@@ -203,8 +200,8 @@ class ClusterView:
         place, foreign = self._place_of.get(replica_id), (num_requests, num_blocks, num_tokens)
         if place is not None and foreign != self._foreign[place]:
             before, self._foreign[place] = self._foreign[place], foreign
+            self._own_promised()
             promise(self._columns, place, *(new - old for new, old in zip(foreign, before, strict=True)))
-            self._known = None
 
     def set_wishes(self, replica_id: str, wishes: Sequence[Wish]) -> None:
         """What other gateways mean to send to ``replica_id``, as it says itself; due dates are on our clock."""
@@ -227,28 +224,23 @@ class ClusterView:
 
     def candidates(self, block_hashes: Sequence[BlockHash], now: float) -> Candidates:
         """A snapshot for one prompt: every member. ``block_hashes`` may be empty."""
-        if self._known is None or self._known[0] != now:
-            snapshot = replace(
-                self.present(now),
-                node_ids=tuple(self._node_ids),
-                stats=tuple(self._stats),
-                told=np.frombuffer(self._told.tobytes(), self._told.dtype),  # a copy, faster than ``copy`` for records
-                columns=self._columns.copy(),
-            )
-            self._known = (now, snapshot)
-        snapshot = self._known[1]
-        return snapshot.matching(self.match(block_hashes)) if block_hashes else snapshot
+        if self._known is None or self._known.now != now:
+            self._known = self.present(now)
+            self._is_told_shared = self._is_promised_shared = True
+        return self._known.matching(self.match(block_hashes)) if block_hashes else self._known
 
     def present(self, now: float) -> Candidates:
-        """``candidates`` for no prompt, true only until the view changes: nothing is copied."""
+        """``candidates`` for no prompt, true only until the view changes."""
         return Candidates(
             self._replica_ids,
             self._node_ids,
             self._stats,
-            self._told,
+            self._connected,
             self._columns,
-            np.maximum(now - self._updated_s, 0.0),
+            now,
+            self._updated_s,
             self._nothing,
+            self._present,
         )
 
     def replicas_for(self, block_hashes: Sequence[BlockHash], now: float) -> tuple[ReplicaView, ...]:
@@ -264,13 +256,13 @@ class ClusterView:
         for place, promised in enumerate(sums.T):
             assert tuple(self._columns[:, place]) == column(self._told[place].item(), promised)
         assert list(self._place_of.items()) == [(r, place) for place, r in enumerate(sorted(self._replica_ids))]
-        for stats, row in zip(self._stats, self._told, strict=True):
-            assert row.item() == told_row(stats, bool(row["connected"]))
-            assert not row["connected"] or stats is not None
+        for stats, row, connected in zip(self._stats, self._told, self._connected, strict=True):
+            assert row.item() == told_row(stats, connected)
+            assert not connected or stats is not None
         assert self.index.replica_ids() == self._place_of.keys()
         for replica_id in self._replica_ids:
             hashes = {h for where, expected in self._expected.values() if where == replica_id for h in expected}
-            assert self.index.num_held(replica_id, Tier.EXPECTED) <= len(hashes)
+            assert self.index.expected.num_held(self.index.slot(replica_id)) <= len(hashes)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> Ints:
         """Leading blocks of a prompt that each member caches [n]. A placement asks more than once: the same question is
@@ -279,41 +271,71 @@ class ClusterView:
         asked = (block_hashes, self._replica_ids, self.index.version)
         before = self._asked
         if block_hashes is not before[0] or self._replica_ids is not before[1] or asked[2] != before[2]:
-            self._matched = self.index.match_slots(block_hashes)[self._slots]
+            matched = self.index.match_slots(block_hashes)
+            self._matched = matched[: len(self)] if self._are_slots_places else matched[self._slots]
             self._asked = asked
         return self._matched
 
     def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
+        self._own_told()
         if stats is not None:
             self._stats[place] = stats
             self._told[place] = row = told_row(stats, True)
             self._tell(place, row)
         self._updated_s[place] = now
-        self._known = None
+
+    def _connect(self, place: int, is_connected: bool) -> None:
+        self._own_told()
+        self._connected = _with(self._connected, place, is_connected)
+        self._told["connected"][place] = is_connected
 
     def _tell(self, place: int, row: Sequence[Any]) -> None:
         """What is told of a replica has changed to ``row``."""
+        self._own_promised()
         self._columns[:, place] = column(row, self._columns[: len(PROMISED), place].tolist())
-        self._known = None
 
     def _count(self, reservation: Reservation, sign: int) -> None:
         num_blocks, num_tokens = sign * reservation.num_blocks, sign * reservation.num_tokens
+        self._own_promised()
         promise(self._columns, self._place_of[reservation.replica_id], sign, num_blocks, num_tokens)
+
+    def _own_told(self) -> None:
+        """Before what replicas told, or when, changes."""
         self._known = None
+        if self._is_told_shared:
+            self._is_told_shared = False
+            self._stats, self._updated_s = self._stats[:], self._updated_s.copy()
+            self._present.is_past = True
+            self._present = Present(self._told)
+
+    def _own_promised(self) -> None:
+        """Before a column changes."""
+        self._known = None
+        if self._is_promised_shared:
+            self._is_promised_shared = False
+            self._columns = self._columns.copy()
 
     def _set_members(self, replica_ids: Iterable[str]) -> None:
         """Make the columns those of ``replica_ids``; who was here keeps what is known of it."""
         members = tuple(sorted(replica_ids))
         kept = [(new, old) for new, r in enumerate(members) if (old := self._place_of.get(r)) is not None]
         told, columns = unknown_rows(len(members)), unknown_columns(len(members))
-        foreign = [(0, 0, 0)] * len(members)
+        foreign, connected = [(0, 0, 0)] * len(members), [False] * len(members)
         updated_s, node_ids = np.full(len(members), np.inf), [""] * len(members)
+        self._is_told_shared = self._is_promised_shared = False
         stats: list[ReplicaStats | None] = [None] * len(members)
         for new, old in kept:
             told[new], columns[:, new], updated_s[new] = self._told[old], self._columns[:, old], self._updated_s[old]
             node_ids[new], stats[new], foreign[new] = self._node_ids[old], self._stats[old], self._foreign[old]
+            connected[new] = self._connected[old]
+        self._connected, self._present = tuple(connected), Present(told)
         self._foreign, self._known, self._nothing = foreign, None, np.zeros(len(members), np.int64)
         self._told, self._columns, self._updated_s = told, columns, updated_s
-        self._node_ids, self._stats, self._replica_ids = node_ids, stats, members
+        self._node_ids, self._stats, self._replica_ids = tuple(node_ids), stats, members
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}
         self._slots = np.array([self.index.slot(replica_id) for replica_id in members], np.int64)
+        self._are_slots_places = self._slots.tolist() == list(range(len(members)))
+
+
+def _with(items: tuple[Item, ...], place: int, item: Item) -> tuple[Item, ...]:
+    return (*items[:place], item, *items[place + 1 :])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_cluster.policies.candidates import due_column
+from shoal_cluster.policies.columns import due_column
 from shoal_cluster.policies.view import ClusterView, Reservation
 
 MAX_SENT = 256  # after so many it is looked who is still on the way

@@ -119,6 +119,8 @@ class Dispatcher:
     def dispatch(self) -> None:
         """Send what can start now, and tell the other gateways what is left."""
         self._turn = None
+        if not self._waiters and self._ledger.num_gateways == 1:
+            return
         self._send_startable()
         self._ledger.wish(self._queue.wishes())
 

@@ -62,7 +62,7 @@ class ViewTally:
             return False
         query, replicas = pending
         if replica_id in replicas.replica_ids:
-            predicted = predicted_tokens(query, replicas.view(replica_id).num_matched_blocks)
+            predicted = predicted_tokens(query, replicas.matched_by(replica_id))
             for place, amount in enumerate((1, query.num_prompt_tokens, predicted, num_cached_tokens)):
                 self._sums[place] += amount
         return True

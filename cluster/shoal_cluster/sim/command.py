@@ -22,7 +22,7 @@ from shoal_cluster.sim.progress import Progress
 from shoal_cluster.sim.run import report, run
 from shoal_cluster.sim.timeline import Timeline
 from shoal_cluster.sim.traces import TRACE_FORMATS, read_trace
-from shoal_cluster.sim.workload import SimRequest, speed_up
+from shoal_cluster.sim.workload import SimRequest, repeat, speed_up
 from shoal_replica.config import SCHEDULING_POLICIES, CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
 
@@ -51,6 +51,7 @@ def sim(
     speed: Annotated[float, typer.Option(help="Arrivals this many times as fast.")] = 1.0,
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Only what comes in the first so many seconds.")] = None,
+    rounds: Annotated[int, typer.Option("--repeat", min=1, help="So many rounds of it, each of other users.")] = 1,
     max_num_seqs: Annotated[int, typer.Option(min=1)] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
     model_rate: Annotated[
@@ -94,7 +95,8 @@ def sim(
         seed=seed,
     )
     arrivals = read_trace(trace, _one_of("format", trace_format, TRACE_FORMATS), requests)
-    arrivals = speed_up([r for r in arrivals if seconds is None or r.arrival_s <= seconds], speed)
+    arrivals = repeat([r for r in arrivals if seconds is None or r.arrival_s <= seconds], rounds)
+    arrivals = speed_up(arrivals, speed)
     if capacity or least:
         _plan(config, arrivals, goodput, least, as_json)
     else:

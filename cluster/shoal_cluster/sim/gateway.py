@@ -145,7 +145,7 @@ class SimGateway:
                 return
             self._book.num_decisions += 1
             query = dispatch.pending.query
-            num_matched = dispatch.candidates.view(dispatch.replica_id).num_matched_blocks
+            num_matched = dispatch.candidates.matched_by(dispatch.replica_id)
             if not self._send(query, dispatch.replica_id, num_matched, dispatch.due_s, dispatch.yields):
                 self._place(query, dispatch.candidates)  # it has begun to drain: whoever else takes it
 
@@ -163,7 +163,7 @@ class SimGateway:
         decision = place(config.routing, query, candidates, config.weights, self._rng, recalled)
         self._book.num_decisions += 1
         for replica_id in decision.ranked:
-            if self._send(query, replica_id, candidates.view(replica_id).num_matched_blocks):
+            if self._send(query, replica_id, candidates.matched_by(replica_id)):
                 self._memory.note(query, replica_id, with_blocks=config.routing in USE_SENT_BLOCKS)
                 return
         self._book.refuse(query.request_id, decision.reason if not decision.ranked else "every replica refused")

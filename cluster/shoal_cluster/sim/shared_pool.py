@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Ints
+from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_replica.prefix_cache import BlockHash
 

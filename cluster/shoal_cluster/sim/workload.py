@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from random import Random
@@ -11,7 +11,7 @@ from random import Random
 from shoal_replica.errors import ConfigError
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
-_PIECE = struct.Struct("<QI")
+_PIECE, _ROUND = struct.Struct("<QI"), struct.Struct("<Q")
 FIRST_UNIQUE_TOKEN_ID = 2**30  # above the block ids of a trace
 
 
@@ -21,6 +21,7 @@ class SimRequest:
 
     ``prompt_runs`` is the prompt as (token id, count) runs: prompts that begin with the same runs share a prefix. A
     trace's prompts are never all in memory at once. ``max_tokens`` is what its client allows, where that is known.
+    Requests of different ``round`` share nothing, whatever their prompts.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class SimRequest:
     num_output_tokens: int
     tenant: str = ""
     max_tokens: int | None = None
+    round: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -43,7 +45,7 @@ class SimRequest:
     def block_hashes(self, block_size: int) -> tuple[BlockHash, ...]:
         """One for each full block, chained: equal exactly where prompts are. Made of the runs, not of every token."""
         hashes: list[BlockHash] = []
-        parent, pieces, room = b"", b"", block_size
+        parent, pieces, room = _ROUND.pack(self.round) if self.round else b"", b"", block_size
         for token_id, count in self.prompt_runs:
             while count >= room:
                 parent = blake2b(parent + pieces + _PIECE.pack(token_id, room), digest_size=DIGEST_BYTES).digest()
@@ -97,3 +99,19 @@ def speed_up(requests: Iterable[SimRequest], speed: float) -> list[SimRequest]:
     if not speed > 0:
         raise ConfigError(f"speed: got {speed!r}; must be above 0")
     return [replace(r, arrival_s=r.arrival_s / speed) for r in requests]
+
+
+def repeat(requests: Sequence[SimRequest], times: int) -> list[SimRequest]:
+    """``requests``, in order of arrival from 0 s, that many times one after the other: as long a time as ever, with
+    other users in each round.
+    """
+    if not requests:
+        return []
+    length_s = requests[-1].arrival_s * (1 + 1 / len(requests))  # with a gap to the next round as between requests
+    return [
+        replace(r, request_id=f"{r.request_id}-{number}", arrival_s=r.arrival_s + number * length_s, round=number)
+        if number
+        else r
+        for number in range(times)
+        for r in requests
+    ]

@@ -81,8 +81,8 @@ class GatewayMetrics:
 
     def add_decision(self, record: RouteRecord) -> None:
         self.tally.inc(d.DECISIONS, decision_reason(record))
-        if ranked := record.decision.ranked:
-            age_s = record.replicas.age_s[record.replicas.replica_ids.index(ranked[0])]
+        if best := record.decision.best:  # its ``ranked`` would order them all
+            age_s = record.replicas.age_s[record.replicas.replica_ids.index(best)]
             self.tally.histogram(d.VIEW_AGE).observe(float(age_s))
 
     def points(self, replicas: Iterable[ReplicaRow], quality: ViewQuality) -> Iterator[Point]:

@@ -66,7 +66,7 @@ class DumbIndex:
 some_hashes = st.lists(st.sampled_from(HASHES), max_size=24)
 commands = st.lists(
     st.tuples(
-        st.sampled_from(("store", "remove", "touch", "drop", "replace", "expect", "forget")),
+        st.sampled_from(("store", "remove", "touch", "drop", "replace", "change", "expect", "forget")),
         st.sampled_from(REPLICAS),
         some_hashes,
     ),
@@ -99,6 +99,11 @@ def test_answers_as_the_dumb_index(
                 index.replace(replica_id, block_hashes)
                 dumb.remove(replica_id, HASHES)
                 dumb.store(replica_id, block_hashes)
+            case "change":
+                stored, removed = block_hashes[::2], set(block_hashes[1::2]) - set(block_hashes[::2])
+                index.change(replica_id, stored, removed)
+                dumb.remove(replica_id, list(removed))
+                dumb.store(replica_id, stored)
             case "expect":
                 index.expect(replica_id, block_hashes, 0)
                 dumb.expected.setdefault(replica_id, set()).update(block_hashes)

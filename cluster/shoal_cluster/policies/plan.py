@@ -85,7 +85,8 @@ class Plan:
         can_take = self._columns[CAPACITY] >= size[:, 1:]
         self._sequence_prices = np.array([self.weights.sequence_price(query) for query in queries])
         cluster = self._snapshot.matching(self._snapshot.num_matched_blocks, self._columns)
-        before = np.stack([load(query, cluster) for query in queries])
+        is_like = not any(query.passed for query in queries)
+        before = load(queries[0], cluster) if is_like else np.stack([load(query, cluster) for query in queries])
         costs = work(cluster, uncached, self._sequence_prices[:, np.newaxis], self.weights, before)
         self._costs = np.where(can_take, costs, np.inf)
         for number, query in enumerate(queries):

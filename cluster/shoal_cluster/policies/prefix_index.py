@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,6 +107,17 @@ class PrefixIndex:
         self._num_held[slot] += num_new
         if keys.size:
             self._insert(keys, ticks, word, bit)
+
+    def change(self, replica_id: str, stored: Collection[BlockHash], removed: Collection[BlockHash]) -> None:
+        """``remove``, then ``store``; no hash is in both. Looked up at once."""
+        slot, gone = self._take_slot(replica_id), dict.fromkeys(removed)
+        keys = _keys_of(itertools.chain(gone, dict.fromkeys(stored)))
+        rows, entries = self._find(keys)
+        num_known = int(np.count_nonzero(rows < len(gone)))  # rows rise
+        if gone:
+            self._clear(entries[:num_known], slot)
+        if keys.size > len(gone):
+            self._store(slot, keys[len(gone) :], rows[num_known:] - len(gone), entries[num_known:])
 
     def remove(self, replica_id: str, block_hashes: Iterable[BlockHash]) -> None:
         """``replica_id`` no longer holds ``block_hashes``. What it was not known to hold is ignored."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -113,8 +113,8 @@ class ClusterView:
         self,
         replica_id: str,
         stats: ReplicaStats | None,
-        stored: Iterable[BlockHash],
-        removed: Iterable[BlockHash],
+        stored: Collection[BlockHash],
+        removed: Collection[BlockHash],
         now: float,
     ) -> bool:
         """Take the changes since the last message. False if the view needs a snapshot first (or knows no such member).
@@ -124,10 +124,8 @@ class ClusterView:
         """
         if not self.is_connected(replica_id):
             return False
-        if removed:
-            self.index.remove(replica_id, removed)
-        if stored:
-            self.index.store(replica_id, stored)
+        if stored or removed:
+            self.index.change(replica_id, stored, removed)
         self._take(self._place_of[replica_id], stats, now)
         return True
 

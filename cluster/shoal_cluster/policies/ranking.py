@@ -141,9 +141,13 @@ class Scores:
 Score = Callable[[RouteQuery, Candidates], Scores]
 
 
-def rank(query: RouteQuery, candidates: Candidates, rng: Random, score: Score) -> RouteDecision:
-    """Order ``candidates`` by ``score``; equals are shuffled by ``rng``."""
-    explained = _Explained(query, candidates, score)
+def rank(
+    query: RouteQuery, candidates: Candidates, rng: Random, score: Score, explain: Score | None = None
+) -> RouteDecision:
+    """Order ``candidates`` by ``score``; equals are shuffled by ``rng``. ``explain`` gives the same with its terms, and
+    is asked when they are read; none: ``score`` does.
+    """
+    explained = _Explained(query, candidates, score if explain is None else explain)
     eligible = is_eligible(query, candidates)
     num_eligible = int(np.count_nonzero(eligible))
     if not num_eligible:

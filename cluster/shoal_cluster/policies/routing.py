@@ -79,16 +79,16 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     uncached part, ranks after all that can.
     Equals are shuffled by ``rng``.
     """
-    decision = rank(query, candidates, rng, partial(predicted_work, weights=weights))
+    score, explain = partial(_price, weights=weights), partial(predicted_work, weights=weights)
+    decision = rank(query, candidates, rng, score, explain)
     if not decision.ranked:
         return decision
     best = candidates.replica_ids.index(decision.ranked[0])
     reason = (
         f"{decision.reason}; {candidates.num_matched_blocks[best]} of {len(query.block_hashes)} prompt blocks cached"
     )
-    is_stale = candidates.age_s > weights.max_age_s
-    if is_stale.any():
-        stale = is_stale.nonzero()[0].tolist()
+    if candidates.is_stale(weights.max_age_s):
+        stale = (candidates.age_s > weights.max_age_s).nonzero()[0].tolist()
         reason += "; stale stats: "
         reason += some([f"{candidates.replica_ids[place]} ({candidates.age_s[place]:.1f} s)" for place in stale])
     return RouteDecision(decision.ranked, reason, decision.candidates)

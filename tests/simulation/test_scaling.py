@@ -85,3 +85,5 @@ def test_random_scale_downs_lose_nothing(drain_timeout_s: float) -> None:
 def test_returns_are_counted() -> None:
     assert num_returns([(0, 1), (10, 3), (200, 1), (400, 3), (800, 1)]) == 2
     assert num_returns([(0, 1), (10, 3), (311, 1)]) == 0
+    assert num_returns([(0, 14), (10, 13), (40, 12), (300, 14)]) == 1
+    assert num_returns([(0, 14), (10, 13), (40, 12), (300, 15), (320, 31)]) == 0

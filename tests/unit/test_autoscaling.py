@@ -3,93 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from fixtures.cluster_views import make_row, make_stats
+from fixtures.scaled_world import CONFIG, PACE, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal_cluster.policies.autoscaling import desired_replicas
-from shoal_cluster.policies.autoscaling_config import ScaleConfig, Schedule
+from shoal_cluster.policies.autoscaling_config import Schedule
 from shoal_cluster.policies.autoscaling_need import replica_rate
 from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState, StepCost
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
-from shoal_cluster.policies.view import ReplicaView
-
-CONFIG = ScaleConfig(max_replicas=50, target_utilization=0.5, downscale_delay_s=60.0, headroom=0.0, burst_memory_s=0.0)
-TOKENS = 500  # of each prompt
-PACE = 1000  # prompt tokens a second that a replica computes
-
-
-@dataclass
-class World:
-    """A cluster that is looked at once a second. Each request holds 2 of a replica's 100 blocks for 5 s."""
-
-    num_running: int = 2
-    config: ScaleConfig = CONFIG
-    startup_s: float | None = 20.0  # None: nothing ever starts
-    now: float = 1000.0
-    target: int = 2
-    state: ScaleState = field(default_factory=ScaleState)
-    requests: float = 0.0
-    tokens_done: float = 0.0
-    finished: float = 0.0
-    shed: int = 0
-    waiting: int = 0
-    held: int = 0
-    silent: int = 0
-    asked: list[float] = field(default_factory=list)
-    decisions: list[ScaleDecision] = field(default_factory=list)
-
-    def rows(self, rate: float) -> tuple[ReplicaView, ...]:
-        held = rate * 5 / max(1, self.num_running)
-        stats = make_stats(
-            num_free_blocks=100 - min(100, round(2 * held)),
-            num_running=round(held),
-            num_waiting_tokens=self.waiting,
-            max_num_seqs=100,
-            num_steps=int(self.tokens_done / 256),
-            num_prompt_tokens=int(self.tokens_done),
-            num_finished=int(self.finished / max(1, self.num_running)),
-            busy_s=self.tokens_done / PACE,
-        )
-        rows = [make_row(f"r{i}", stats=stats) for i in range(self.num_running)]
-        rows[: self.silent] = [replace(row, connected=False) for row in rows[: self.silent]]
-        return tuple(rows)
-
-    def look(self, rate: float) -> ScaleDecision:
-        """One second later."""
-        self.now += 1
-        while self.startup_s is not None and self.asked and self.now - self.asked[0] >= self.startup_s:
-            self.asked.pop(0)
-            self.num_running += 1
-        self.requests += rate
-        self.finished += rate
-        self.tokens_done += rate * TOKENS / max(1, self.num_running)
-        demand = Demand(
-            num_requests=int(self.requests),
-            num_prompt_tokens=int(self.requests) * TOKENS,
-            num_shed=self.shed,
-            num_held=self.held,
-            num_held_tokens=self.held * TOKENS,
-        )
-        view = ScaleView(replicas=self.rows(rate), num_target=self.target, demand=demand)
-        decision = desired_replicas(view, self.state, self.config, self.now)
-        self.state = decision.state
-        self.asked += [self.now] * (decision.num_replicas - self.target)
-        if decision.num_replicas < self.target:
-            self.num_running = min(self.num_running, decision.num_replicas)
-            self.asked = []
-        self.target = decision.num_replicas
-        self.decisions.append(decision)
-        return decision
-
-    def run(self, rate: float, seconds: int) -> ScaleDecision:
-        return [self.look(rate) for _ in range(seconds)][-1]
-
-    def counts(self) -> list[int]:
-        return [d.num_replicas for d in self.decisions]
 
 
 def terms(decision: ScaleDecision) -> dict[str, float]:
@@ -361,3 +287,38 @@ def test_always_within_bounds_and_never_down_when_blind(data: st.DataObject) -> 
             if silent:
                 assert world.target >= before
             assert all(math.isfinite(value) for _, value in decision.terms)
+
+
+def test_a_step_down_that_saves_little_waits_three_times_as_long() -> None:
+    world = World(num_running=30, target=30)
+    world.run(16.0, 250)
+    before = world.target
+    assert 10 < before < 30
+    world.run(16.0 * (before - 1.6) / before, 150)
+    assert world.target == before
+    world.run(16.0 * (before - 1.6) / before, 150)
+    assert world.target == before - 1
+
+
+@pytest.mark.parametrize(("left_s", "is_beyond"), [(100.0, True), (300.0, True), (301.0, False)])
+def test_what_was_given_up_lately_is_asked_for_with_one_more(left_s: float, is_beyond: bool) -> None:
+    world = World()
+    world.run(1.0, 200)
+    needed = replace(world, asked=[], decisions=[]).look(20.0).num_replicas
+    assert needed > world.target
+    world.state = replace(world.state, left=((world.now + 1 - left_s, needed),))
+    highest = replace(world, config=replace(world.config, max_replicas=needed), asked=[], decisions=[])
+    decision = world.look(20.0)
+    assert decision.num_replicas == needed + is_beyond
+    assert ("were given up less than 300 s ago" in decision.reason) == is_beyond
+    assert highest.look(20.0).num_replicas == needed, "the most that is allowed is never put off"
+
+
+def test_a_rise_that_is_more_than_a_hair_is_met_at_once_at_the_plain_target() -> None:
+    world = World(num_running=10, target=10)
+    world.run(2.0, 200)
+    assert world.state.last_down_s is not None
+    world.look(12.0)
+    after = world.target
+    assert after > 5
+    assert world.look(0.0).num_replicas == after

@@ -15,6 +15,7 @@ from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 SLACK = 0.85  # fewer replicas must do with this share of the target: what sufficed by a hair is not given up ...
 REGRET_S = 300.0  # ... nor, once given up, taken back for a hair; going up again this soon was a mistake
 MAX_PATIENCE = 4
+SMALL_STEP, SMALL_STEP_PATIENCE = 0.1, 3  # a step down that saves less than this share waits so many times as long
 DOWN_PAUSE_S = 30.0  # one larger step down rather than many small ones
 STUCK_STARTS = 4.0  # a start this many times as long as expected is said to be stuck
 
@@ -26,6 +27,9 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
     report adds to no need. Down: to the most that was needed in ``downscale_delay_s``, with some slack, if that many of
     the smallest replicas carry all that the present ones hold; and only if everybody has reported all that time.
     Replicas that start, or fail to, count for nothing either way. ``now`` is Unix time.
+
+    With a ``downscale_delay_s`` of REGRET_S at least, no count is returned to within REGRET_S of leaving it: what is
+    given up is not asked for again but with one more. Except from 0, to the highest that is allowed, and by bounds.
     """
     state = observe(view, state, now)
     load = measure(view, state, config, now)
@@ -33,21 +37,24 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
         state = replace(state, offered=remember_offered(load.rate_lasting / served, state, config, now))
     regrets = state.last_down_s is not None and now - state.last_down_s < REGRET_S
     needed = needs(load, state, config, min(1.0, config.target_utilization / (SLACK if regrets else 1.0)), now)
+    if regrets and _whole(needed, load, view) > view.num_target:  # by more than a hair: then all of it at once
+        needed = needs(load, state, config, config.target_utilization, now)
     num_needed = _whole(needed, load, view)
     num_careful = _whole(needs(load, state, config, SLACK * config.target_utilization, now), load, view)
     delay_s = config.downscale_delay_s * state.patience
-    state = state.with_need(now, num_careful, delay_s)
-    count, reason = _decide(view, state, config, num_needed, delay_s, now)
-    why = max(needed, key=lambda name: needed[name]) if needed else "nothing known"
-    if count > view.num_target:
-        reason = f"{reason} for {why}"
+    state = state.with_need(now, num_careful, SMALL_STEP_PATIENCE * delay_s)
+    if num_needed > view.num_target:
+        why = max(needed, key=lambda name: needed[name]) if needed else "nothing known"
+        count, reason = _up(view, state, config, num_needed, why, now)
+    else:
+        count, reason = _down(view, state, config, num_needed, delay_s, now)
     floor = max(config.min_replicas, config.scheduled_replicas(now, state.expected_startup_s))
     bounded = min(max(count, floor), config.max_replicas)
     if bounded != count:
         kind = "up" if bounded > view.num_target else "down" if bounded < view.num_target else "hold"
         reason = f"{kind}: {_bounds(config, floor)}; the load alone: {reason}"
     terms = _terms(view, state, load, needed, num_careful, now)
-    return ScaleDecision(bounded, reason, terms, _remember(state, view.num_target, bounded, now))
+    return ScaleDecision(bounded, reason, terms, _remember(state, view.num_target, bounded, delay_s, now))
 
 
 def scale_record(
@@ -90,20 +97,34 @@ def _whole(needed: dict[str, float], load: Load, view: ScaleView) -> int:
     return count if load.is_idle and view.demand is not None else max(1, count)
 
 
-def _decide(
+def _up(
+    view: ScaleView, state: ScaleState, config: ScaleConfig, num_needed: int, why: str, now: float
+) -> tuple[int, str]:
+    """What is needed; where just so many were given up too early, more: the load varies by as much as it did."""
+    count, reason = num_needed, f"up: {num_needed} needed for {why}"
+    left = {n for time_s, n in state.left if now - time_s <= REGRET_S}
+    while view.num_target and count in left and count < config.max_replicas:
+        count += 1
+    if count > num_needed:
+        reason = f"{reason}; {count}, for {num_needed} were given up less than {REGRET_S:.0f} s ago"
+    return count, reason
+
+
+def _down(
     view: ScaleView, state: ScaleState, config: ScaleConfig, num_needed: int, delay_s: float, now: float
 ) -> tuple[int, str]:
-    """The count by load alone, and why."""
+    """As few as were enough for long enough, by load alone, and why not fewer."""
     target = view.num_target
-    if num_needed > target:
-        return num_needed, f"up: {num_needed} needed"
     if state.seen_since_s is None:
         num_silent = len(view.replicas) - len(reporting(view.replicas))
         who = f"{num_silent} of {len(view.replicas)} replicas" if num_silent else "the cluster"
         if view.demand is None:
             who = "a gateway"
         return target, f"hold: {who} does not report"
-    peak = max((n for _, n in state.needs), default=target)
+    peak = state.peak_need(now - delay_s, target)
+    if 0 < target - peak < SMALL_STEP * target:
+        delay_s *= SMALL_STEP_PATIENCE
+        peak = state.peak_need(now - delay_s, target)
     if peak >= target:
         return target, f"hold: {num_needed} needed now, {peak} within {delay_s:.0f} s"
     seen_s = now - state.seen_since_s
@@ -132,13 +153,16 @@ def _survivors(view: ScaleView, config: ScaleConfig) -> int:
     return len(known)
 
 
-def _remember(state: ScaleState, before: int, after: int, now: float) -> ScaleState:
+def _remember(state: ScaleState, before: int, after: int, delay_s: float, now: float) -> ScaleState:
     if after < before:
-        return replace(state, last_down_s=now)
-    if after > before and state.last_down_s is not None:
-        hasty = now - state.last_down_s < REGRET_S
-        patience = min(MAX_PATIENCE, 2 * state.patience) if hasty else max(1, state.patience // 2)
-        return replace(state, patience=patience, last_down_s=None)
+        left = (*((t, count) for t, count in state.left if now - t <= REGRET_S), (now, before))
+        return replace(state, last_down_s=now, left=left)
+    if after > before:
+        state = state.with_need(now, after, SMALL_STEP_PATIENCE * delay_s)  # kept for as long as any other need
+        if state.last_down_s is not None:
+            hasty = now - state.last_down_s < REGRET_S
+            patience = min(MAX_PATIENCE, 2 * state.patience) if hasty else max(1, state.patience // 2)
+            return replace(state, patience=patience, last_down_s=None)
     return state
 
 

@@ -115,7 +115,8 @@ class ScaleState:
         pending_s: when each replica that is starting was asked for, oldest first.
         startup_s: how long starting takes, as measured; None before the first.
         num_running: replicas that ran at the last look.
-        last_down_s: when the count last went down.
+        last_down_s: when the count last went down, unless it has gone up since.
+        left: (time, count) of what was given up lately: each count from which it went down.
         patience: how many times ``downscale_delay_s`` to wait; doubles when going down proves wrong.
     """
 
@@ -131,6 +132,7 @@ class ScaleState:
     startup_s: float | None = None
     num_running: int = 0
     last_down_s: float | None = None
+    left: tuple[tuple[float, int], ...] = ()
     patience: int = 1
 
     @property
@@ -139,8 +141,12 @@ class ScaleState:
 
     def with_need(self, now: float, num_needed: int, window_s: float) -> ScaleState:
         """With one more need; those older than ``window_s`` are forgotten."""
-        kept = [(t, n) for t, n in self.needs if n > num_needed and t > now - window_s]
+        kept = [(t, n) for t, n in self.needs if n > num_needed and t >= now - window_s]
         return replace(self, needs=(*kept, (now, num_needed)))
+
+    def peak_need(self, since_s: float, default: int) -> int:
+        """Most replicas needed since ``since_s``."""
+        return max((n for t, n in self.needs if t >= since_s), default=default)
 
     def since(self, time_s: float) -> tuple[Sample, ...]:
         """Samples from the last one at or before ``time_s`` on."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shoal_cluster.policies.autoscaling_baselines import Scaling
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
@@ -28,7 +30,7 @@ class ScalingReport:
         num_violations: requests whose first token came later than 2 s plus twice their own prefill, or that were
             refused.
         replica_s: seconds that replicas existed, starting and draining ones included.
-        num_returns: changes A to B and back to A within RETURN_S.
+        num_returns: changes back to a count that was left within RETURN_S before, through however many others.
     """
 
     policy: str
@@ -94,11 +96,15 @@ def run(cluster: SimCluster, requests: Sequence[SimRequest]) -> ScalingReport:
 
 
 def num_returns(changes: Sequence[tuple[float, int]], within_s: float = RETURN_S) -> int:
-    """Changes that took back the one before within ``within_s``, of (time, count) pairs."""
-    triples = zip(changes, changes[1:], changes[2:], strict=False)
-    return sum(
-        before == after and back_s - there_s <= within_s for (_, before), (there_s, _), (back_s, after) in triples
-    )
+    """Changes, of (time, count) pairs, to a count that was left within ``within_s`` before: A to B and back to A, or
+    from A by B and C.
+    """
+    returns = 0
+    left_s: dict[int, float] = {}
+    for (_, before), (time_s, count) in pairwise(changes):
+        left_s[before] = time_s
+        returns += time_s - left_s.get(count, -math.inf) <= within_s
+    return returns
 
 
 def capacity_s(cluster: SimCluster, since_s: float, num_replicas: int) -> float | None:

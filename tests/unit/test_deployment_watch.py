@@ -24,8 +24,16 @@ from shoal_replica.errors import Unavailable
 
 A = ServeReplica(replica_id="a", state="RUNNING", node_id="n" * 56, started_s=5.0)
 B = ServeReplica(replica_id="b", state="STARTING", node_id="", started_s=9.0)
-Word = Enum("Word", {name: name for name in ("STARTING", "RUNNING", "HEALTHY")}, type=str)  # as Serve has them
-ROW = DeploymentRow(num_wanted=2, status="HEALTHY", message="", deployed_s=1.0, replicas=(A,))
+WORDS = ("STARTING", "RUNNING", "HEALTHY", "UNHEALTHY", "UPSCALE_COMPLETED", "REPLICA_STARTUP_FAILED")
+Word = Enum("Word", {name: name for name in WORDS}, type=str)  # as Serve has them
+ROW = DeploymentRow(
+    num_wanted=2, status="HEALTHY", message="", deployed_s=1.0, replicas=(A,), trigger="UPSCALE_COMPLETED"
+)
+FAILED = """The deployment failed to start 3 times in a row. See controller logs for details. Error:
+ray::ServeReplica.initialize()
+shoal_replica.errors.ConfigError: num_blocks: got 9
+The above exception was the cause
+"""
 
 
 def details(*replicas: ServeReplica, **fields: Any) -> dict[str, Any]:
@@ -34,7 +42,8 @@ def details(*replicas: ServeReplica, **fields: Any) -> dict[str, Any]:
         {"replica_id": r.replica_id, "state": Word(r.state), "node_id": r.node_id or None, "start_time_s": r.started_s}
         for r in replicas
     ]
-    deployment = {"target_num_replicas": 2, "status": Word("HEALTHY"), "message": "", "replicas": rows} | fields
+    status = {"status": Word("HEALTHY"), "status_trigger": Word("UPSCALE_COMPLETED"), "message": ""}
+    deployment = {"target_num_replicas": 2, "replicas": rows} | status | fields
     return {"applications": {"shoal": {"last_deployed_time_s": 1.0, "deployments": {"ReplicaServer": deployment}}}}
 
 
@@ -47,6 +56,16 @@ def test_a_deployment_is_read_and_counted() -> None:
 @pytest.mark.parametrize(("application", "deployment"), [("other", "ReplicaServer"), ("shoal", "Other")])
 def test_what_is_not_deployed_is_none(application: str, deployment: str) -> None:
     assert read_deployment(details(A), application, deployment) is None
+
+
+def test_a_deployment_that_fails_to_start_says_why() -> None:
+    fields = {"status": Word("UNHEALTHY"), "status_trigger": Word("REPLICA_STARTUP_FAILED"), "message": FAILED}
+    row = read_deployment(details(**fields), "shoal", "ReplicaServer")
+    assert row is not None
+    assert row.start_failure == "num_blocks: got 9"
+    for trigger in ("HEALTH_CHECK_FAILED", "AUTOSCALING"):  # Serve puts another in its place, or the first may come
+        assert replace(row, trigger=trigger).start_failure == ""
+    assert replace(row, message="Error:\n\nOSError: no such file\n").start_failure == "OSError: no such file"
 
 
 def kinds(before: DeploymentRow | None, after: DeploymentRow) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from fixtures.fake_serve import FakeServe, ask, serving, streaming
+from fixtures.replicas import replica
 from fixtures.waiting import until
 
 from shoal_cluster.policies.admission import AdmissionLimits
@@ -115,6 +116,25 @@ async def test_what_waits_for_a_replica_that_starts_waits_to_its_own_deadline() 
         serve.is_growing = False
         with pytest.raises(Unavailable, match="no replica became ready in time"):
             await waiting
+
+
+async def test_what_waits_for_replicas_that_fail_to_start_is_told_so_and_a_later_start_serves() -> None:
+    async with serving() as serve, replica() as late:
+        serve.is_growing = True
+        dispatcher = serve.hold()
+        waiting = [asyncio.create_task(ask(serve, f"call{i}", prompt_token_ids=range(9 + i))) for i in range(2)]
+        await until(lambda: dispatcher.num_held == 2)
+        serve.start_failure = "num_blocks: too many"
+        for task in waiting:
+            with pytest.raises(Unavailable, match="no replica could be started: num_blocks: too many"):
+                await task
+        with pytest.raises(Unavailable, match="no replica could be started"):
+            await ask(serve, "next")
+        assert dispatcher.num_held == 0
+        serve.join("late", late)
+        await until(lambda: serve.ledger.can_place(frozenset()))
+        assert (await ask(serve, "served", prompt_token_ids=range(9))).tokens == [expected_tokens(range(9), 4)]
+        serve.leave("late")
 
 
 async def test_a_deadline_ends_the_wait_and_leaves_nothing() -> None:

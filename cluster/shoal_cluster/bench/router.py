@@ -122,6 +122,7 @@ class _Bench:
             lambda num_tokens: nullcontext(),
             patience_s=1.0,
             is_growing=lambda: False,
+            start_failure=lambda: "",
         )
         self.replica_ids = [f"replica-{number:03d}" for number in range(load.num_replicas)]
         self._conversations: dict[str, deque[list[BlockHash]]] = {}

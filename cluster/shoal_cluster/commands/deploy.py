@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -13,13 +12,14 @@ import yaml
 from rich.console import Console
 
 from shoal_cluster.config import ClusterConfig
+from shoal_cluster.serve.deployment_watch import error_line
 from shoal_replica.errors import ConfigError, NotFound, Unavailable
 
 APP_IMPORT_PATH = "shoal_cluster.serve.app:build"
 DEPLOY_TIMEOUT_S = 300.0
 POLL_S = 0.25
 DEFAULT_DASHBOARD_URL = "http://127.0.0.1:8265"
-OUR_ERROR = re.compile(r"^shoal_replica\.errors\.\w+: ")
+CODE = ("import_path", "runtime_env", "args")  # of an application: where they change, Serve replaces all replicas
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
@@ -55,33 +55,36 @@ def arguments_of(document: object) -> dict[str, Any] | None:
 
 
 def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[str], None]) -> None:
-    """Send the document to the cluster's dashboard and wait until every application runs.
+    """Send the document to the cluster's dashboard; wait until every application runs and no replica of what it was
+    before, if its code or arguments have changed, is left. Those have their time to drain on top.
 
     Raises:
         ConfigError: the cluster refused it; the last line of its reason.
-        Unavailable: not running after DEPLOY_TIMEOUT_S, or no dashboard at ``dashboard_url``.
+        Unavailable: not so after DEPLOY_TIMEOUT_S, or no dashboard at ``dashboard_url``.
     """
     from ray.dashboard.modules.serve.sdk import ServeSubmissionClient  # heavy
 
     try:
         client = ServeSubmissionClient(dashboard_url)
+        former, drain_s = replaced(_applications(client, dashboard_url), document)
         client.deploy_applications(document)
     except ConnectionError:
         raise Unavailable(f"no Ray dashboard at {dashboard_url}") from None
     except RuntimeError as error:  # what the client makes of an HTTP error
-        raise ConfigError(_reason([str(error)])) from None
-    deadline = time.monotonic() + DEPLOY_TIMEOUT_S
+        raise ConfigError(error_line([str(error)])) from None
+    limit_s = DEPLOY_TIMEOUT_S + drain_s
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         applications = _applications(client, dashboard_url)
         for name, application in applications.items():
             if application["status"] == "DEPLOY_FAILED":
                 messages = [d["message"] for d in application["deployments"].values() if d["status"] != "HEALTHY"]
-                raise ConfigError(f"{name}: {_reason([application['message'], *messages])}")
-        on_progress(_progress(applications))
-        if applications and all(a["status"] == "RUNNING" for a in applications.values()):
+                raise ConfigError(f"{name}: {error_line([application['message'], *messages])}")
+        on_progress(progress(applications, former))
+        if applications and is_done(applications, former):
             return
         time.sleep(POLL_S)
-    raise Unavailable(f"not running after {DEPLOY_TIMEOUT_S:g} s: {_progress(applications)}")
+    raise Unavailable(f"not done after {limit_s:g} s: {progress(applications, former)}")
 
 
 def deploy_file(
@@ -90,7 +93,7 @@ def deploy_file(
         str, typer.Option(envvar="RAY_DASHBOARD_ADDRESS", help="the cluster's dashboard")
     ] = DEFAULT_DASHBOARD_URL,
 ) -> None:
-    """Check a Serve YAML, apply it as ``serve deploy`` does, and wait until it runs."""
+    """Check a Serve YAML, apply it as ``serve deploy`` does, and wait until it alone runs."""
     document, _ = read_config(config)
     with Console().status("deploying") as status:
         deploy(document, address, lambda progress: status.update(f"deploying: {progress}"))
@@ -106,17 +109,53 @@ def _applications(client: Any, dashboard_url: str) -> dict[str, Any]:
     return applications
 
 
-def _progress(applications: dict[str, Any]) -> str:
+def replaced(applications: Mapping[str, Any], document: Mapping[str, Any]) -> tuple[frozenset[str], float]:
+    """What of ``applications``, as Serve tells them, gives way to ``document``: ids of the replicas of those whose
+    code or arguments change, and the longest that any of these has to drain, in seconds.
+    """
+    ids: set[str] = set()
+    drain_s = 0.0
+    for wanted in document["applications"]:
+        present = applications.get(wanted.get("name", "default"))
+        if present is None or _code(wanted) == _code(present["deployed_app_config"]):
+            continue
+        for deployment in present["deployments"].values():
+            ids.update(replica["replica_id"] for replica in deployment["replicas"])
+            drain_s = max(drain_s, deployment["deployment_config"].get("graceful_shutdown_timeout_s") or 0.0)
+    return frozenset(ids), drain_s
+
+
+def is_done(applications: Mapping[str, Any], former: Collection[str]) -> bool:
+    """Whether all run, no replica of ``former`` is left, and a deployment that should have replicas has one.
+
+    Serve calls an application running while the count of its replicas changes, whatever there is of them.
+    """
+    return all(application["status"] == "RUNNING" for application in applications.values()) and all(
+        (not deployment["target_num_replicas"] or _num_running(deployment, former))
+        and not _num_left(deployment, former)
+        for application in applications.values()
+        for deployment in application["deployments"].values()
+    )
+
+
+def progress(applications: Mapping[str, Any], former: Collection[str]) -> str:
+    """Each deployment with its replicas that run, those that should, and those that have yet to go."""
     parts = []
     for application in applications.values():
         for name, deployment in application["deployments"].items():
-            running = sum(1 for r in deployment["replicas"] if r["state"] == "RUNNING")
-            parts.append(f"{name} {running}/{deployment['target_num_replicas']}")
+            num_left = _num_left(deployment, former)
+            left = f" ({num_left} of the former version left)" if num_left else ""
+            parts.append(f"{name} {_num_running(deployment, former)}/{deployment['target_num_replicas']}{left}")
     return ", ".join(parts) or "building the application"
 
 
-def _reason(messages: list[str]) -> str:
-    """The error itself, without the tracebacks around it: ours if there is one, else the last line."""
-    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
-    ours = [line for line in lines if OUR_ERROR.match(line)]
-    return OUR_ERROR.sub("", (ours or lines or ["no reason given"])[-1])
+def _code(application: Mapping[str, Any] | None) -> list[Any]:
+    return [(application or {}).get(key) or {} for key in CODE]
+
+
+def _num_running(deployment: Mapping[str, Any], former: Collection[str]) -> int:
+    return sum(r["state"] == "RUNNING" and r["replica_id"] not in former for r in deployment["replicas"])
+
+
+def _num_left(deployment: Mapping[str, Any], former: Collection[str]) -> int:
+    return sum(replica["replica_id"] in former for replica in deployment["replicas"])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from shoal_replica.errors import Unavailable
 
 PERIOD_S = 2.0
 ANSWER_TIMEOUT_S = 10.0
+START_FAILURES = ("REPLICA_STARTUP_FAILED", "DEPLOYMENT_ACTOR_FAILED")
+OUR_ERROR = re.compile(r"^shoal_replica\.errors\.\w+: ")
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class DeploymentRow:
     Attributes:
         num_wanted: replicas that the autoscaler has asked for last.
         status: Serve's word: HEALTHY, UPDATING, UPSCALING, UNHEALTHY and others.
+        trigger: Serve's word for what brought that about.
         message: what Serve says of it, empty when all is well.
         deployed_s: Unix time of the application's last deployment.
     """
@@ -47,6 +51,16 @@ class DeploymentRow:
     message: str
     deployed_s: float
     replicas: tuple[ServeReplica, ...]
+    trigger: str = ""
+
+    @property
+    def start_failure(self) -> str:
+        """Why no replica comes up, once so many starts in a row have failed that Serve says so; else empty.
+
+        Of a version that has never run Serve then starts no more, until it is deployed anew or more replicas are
+        wanted; of another it goes on trying.
+        """
+        return error_line([self.message]) if self.trigger in START_FAILURES else ""
 
     def num_in(self, *states: str) -> int:
         """Replicas in any of ``states``."""
@@ -62,6 +76,7 @@ def read_deployment(details: Mapping[str, Any], application: str, deployment: st
     return DeploymentRow(
         num_wanted=fields["target_num_replicas"],
         status=_word(fields["status"]),
+        trigger=_word(fields["status_trigger"]),
         message=fields["message"],
         deployed_s=found["last_deployed_time_s"],
         replicas=tuple(
@@ -74,6 +89,13 @@ def read_deployment(details: Mapping[str, Any], application: str, deployment: st
             for replica in fields["replicas"]
         ),
     )
+
+
+def error_line(messages: Iterable[str]) -> str:
+    """The error itself, without the tracebacks around it: ours if there is one, else the last line."""
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    ours = [line for line in lines if OUR_ERROR.match(line)]
+    return OUR_ERROR.sub("", (ours or lines or ["no reason given"])[-1])
 
 
 def _word(value: str) -> str:
@@ -121,6 +143,10 @@ class DeploymentWatch:
         self._journal = journal
         self.latest: DeploymentRow | None = None
         self._noted: DeploymentRow | None = None
+
+    def start_failure(self) -> str:
+        """See DeploymentRow; empty while nothing is known."""
+        return self.latest.start_failure if self.latest is not None else ""
 
     async def run(self) -> None:
         """Follow the deployment until cancelled. A controller that is silent or restarts is asked again."""

@@ -23,6 +23,9 @@ RESUMED_PRIORITY = -(2**31)
 MIN_WAKE_S = 0.001
 """How far past a date to look whether it is past."""
 
+LOOK_S = 1.0
+"""How often to look, with no replica there, whether any will come."""
+
 FEED_DELAY_S = 0.005
 """From a gateway's promise to the others' knowing it: a hop to the replica, ``feed.GATHER_S``, and a hop back."""
 
@@ -42,6 +45,7 @@ class Dispatcher:
         holding: entered while a request is held, with its prompt tokens: the autoscaler is to know.
         patience_s: how long a request is held while there is no replica that could ever take it, and none starts.
         is_growing: whether replicas are starting, as far as is known; what waits for them waits to its own deadline.
+        start_failure: why none of them comes up, empty while one may: then nobody waits.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Dispatcher:
         holding: Callable[[int], AbstractContextManager[None]],
         patience_s: float,
         is_growing: Callable[[], bool],
+        start_failure: Callable[[], str],
     ) -> None:
         self.limits = limits
         self._ledger = ledger
@@ -60,6 +65,7 @@ class Dispatcher:
         self._holding = holding
         self._patience_s = patience_s
         self._is_growing = is_growing
+        self._start_failure = start_failure
         self._rng = random.Random()
         self._waiters: dict[str, Waiter] = {}
         ledger.on_news = self.take_turn
@@ -81,7 +87,8 @@ class Dispatcher:
             InvalidArgument: no replica has blocks enough.
             ResourceExhausted: every replica has too much to do, or none could start it within the objective, where
                 the limits have one; not for one that is resumed.
-            Unavailable: there was no replica for ``patience_s``, and none was starting.
+            Unavailable: there was no replica for ``patience_s``, and none was starting; or those that were to start
+                have failed to.
         """
         query = pending.query
         try:
@@ -163,7 +170,11 @@ class Dispatcher:
         patience_ends_s = loop.time() + self._patience_s
         while True:
             left_s = self._time_left_s(pending)
-            await asyncio.wait([turn], timeout=min(left_s + MIN_WAKE_S, patience_ends_s - loop.time()))
+            is_alone = not self._ledger.can_place(excluded)
+            if is_alone and (failure := self._start_failure()):
+                raise Unavailable(f"no replica could be started: {failure}")
+            look_s = LOOK_S if is_alone else math.inf
+            await asyncio.wait([turn], timeout=min(left_s + MIN_WAKE_S, patience_ends_s - loop.time(), look_s))
             if turn.done():
                 return turn.result()
             if loop.time() < patience_ends_s:

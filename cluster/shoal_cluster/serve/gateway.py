@@ -98,8 +98,9 @@ class Gateway:
         )
         patience_s = self._settings.placement_timeout_s
         hold = HoldConfig(objective=due)
+        desk, watch = self._scaling, self._watch
         self._dispatcher = Dispatcher(
-            self._ledger, hold, limits, self._scaling.holding, patience_s, self._scaling.is_growing
+            self._ledger, hold, limits, desk.holding, patience_s, desk.is_growing, watch.start_failure
         )
         await self._open()
         gc.freeze()  # modules and tokenizer stay; a full collection over them would hold up all streams

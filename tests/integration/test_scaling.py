@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from fixtures.live_cluster import CHANGE_TIMEOUT_S, LOOK_S, free_address, num_connected, until_cluster
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.serve.call import ClusterRow, GenerateCall
 from shoal_replica import SamplingParams
 from shoal_replica.request import FinishReason
@@ -67,37 +73,84 @@ async def stream_until(client: GatewayClient, condition: Callable[[ClusterRow], 
         assert num_tokens == 1000
 
 
-async def test_none_one_three_one_none(local_yaml):
+@pytest.fixture(scope="module")
+def ray() -> Iterator[LocalRay]:
+    with LocalRay(num_cpus=4) as node:
+        node.wait_until_up()
+        yield node
+
+
+async def test_none_one_three_one_none(ray, local_yaml):
     document, _ = read_config(local_yaml)
     args = document["applications"][0]["args"]
     grpc_address = free_address()
     args["gateway"].update(grpc_address=grpc_address, http_address=free_address(), admin_key=ADMIN_KEY)
     args["scaling"] = {"min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3} | COLD
     args["replica"]["drain_timeout_s"] = 2  # what lasts longer goes on elsewhere
-    with LocalRay(num_cpus=4) as ray:
-        ray.wait_until_up()
-        deploy(document, ray.dashboard_url, lambda progress: None)
-        async with GatewayClient(grpc_address) as client:
-            assert num_connected(await client.cluster()) == 0
-            assert await run(client, 0) is FinishReason.LENGTH  # held until there is one
+    deploy(document, ray.dashboard_url, lambda progress: None)
+    async with GatewayClient(grpc_address) as client:
+        assert num_connected(await client.cluster()) == 0
+        assert await run(client, 0) is FinishReason.LENGTH  # held until there is one
 
-            await client.tune({"max_replicas": 3, "min_replicas": 1}, reset=False, admin_key=ADMIN_KEY)
-            load = Load(client, 16)
-            async with asyncio.timeout(CHANGE_TIMEOUT_S):
-                while num_connected(await client.cluster()) < 3:
-                    await load.turn()
-                await load.finish()
-            assert set(load.reasons) == {FinishReason.LENGTH}
-            async with asyncio.timeout(CHANGE_TIMEOUT_S):
-                await stream_until(client, lambda row: num_connected(row) == 1)
+        await client.tune({"max_replicas": 3, "min_replicas": 1}, reset=False, admin_key=ADMIN_KEY)
+        load = Load(client, 16)
+        async with asyncio.timeout(CHANGE_TIMEOUT_S):
+            while num_connected(await client.cluster()) < 3:
+                await load.turn()
+            await load.finish()
+        assert set(load.reasons) == {FinishReason.LENGTH}
+        async with asyncio.timeout(CHANGE_TIMEOUT_S):
+            await stream_until(client, lambda row: num_connected(row) == 1)
 
-            await client.tune({}, reset=True, admin_key=ADMIN_KEY)
-            await until_cluster(client, lambda row: num_connected(row) == 0)
-            async with asyncio.timeout(CHANGE_TIMEOUT_S):
-                while (await client.scaling()).records[-1].num_after != 0:  # noqa: ASYNC110 - it does not call us
-                    await asyncio.sleep(LOOK_S)
-            steps = [(record.num_before, record.num_after) for record in (await client.scaling()).records]
-            assert steps[0] == (0, 1)
-            assert all(after == before for (_, after), (before, _) in itertools.pairwise(steps))
-            assert max(after for _, after in steps) == 3
-            assert steps[-1] == (1, 0)
+        await client.tune({}, reset=True, admin_key=ADMIN_KEY)
+        await until_cluster(client, lambda row: num_connected(row) == 0)
+        async with asyncio.timeout(CHANGE_TIMEOUT_S):
+            while (await client.scaling()).records[-1].num_after != 0:  # noqa: ASYNC110 - it does not call us
+                await asyncio.sleep(LOOK_S)
+        steps = [(record.num_before, record.num_after) for record in (await client.scaling()).records]
+        assert steps[0] == (0, 1)
+        assert all(after == before for (_, after), (before, _) in itertools.pairwise(steps))
+        assert max(after for _, after in steps) == 3
+        assert steps[-1] == (1, 0)
+
+
+def pools(**user_config: Any) -> dict[str, Any]:
+    """Two pools in the proportion of 2 to 3, the second sized by the blocks of the first."""
+    settings = msgspec.to_builtins(ScaleConfig(max_replicas=2, downscale_delay_s=1)) | COLD
+    policy = {"settings": settings, "sized": "Decode", "ratios": {"Prefill": 1.5}}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    application = {
+        "name": "pools",
+        "import_path": "fixtures.pools:build",
+        "args": settings,
+        "runtime_env": {"env_vars": {"PYTHONPATH": path}},
+        "autoscaling_policy": {
+            "policy_function": "shoal_cluster.serve.pool_scaling:PoolScaling",
+            "policy_kwargs": policy,
+        },
+        "deployments": [{"name": "Decode", "user_config": user_config}],
+    }
+    return {"applications": [application]}
+
+
+def test_two_pools_grow_and_shrink_in_proportion(ray):
+    """In place of what was served before."""
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient  # after the environment is set
+
+    client = ServeSubmissionClient(ray.dashboard_url)
+
+    def until_running(*counts: int) -> None:
+        deadline = time.monotonic() + CHANGE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            deployments = client.get_serve_details()["applications"]["pools"]["deployments"]
+            rows = [deployments[name]["replicas"] for name in ("Decode", "Prefill")]
+            running = [[row["state"] for row in replicas] for replicas in rows]
+            if running == [["RUNNING"] * count for count in counts]:
+                return
+            time.sleep(LOOK_S)
+        raise AssertionError(f"{running} instead of {counts}")
+
+    deploy(pools(num_free_blocks=20), ray.dashboard_url, lambda progress: None)
+    until_running(2, 3)
+    deploy(pools(num_free_blocks=100), ray.dashboard_url, lambda progress: None)
+    until_running(1, 2)

@@ -77,12 +77,14 @@ def _sample(view: ScaleView, known: Sequence[ReplicaStats], state: ScaleState, n
         before = state.progress.get(row.replica_id)
         done = Progress(now, stats.num_steps, _computed(stats), stats.busy_s, stats)
         progress[row.replica_id] = done
+        if before is None and stats.busy_s < COST_PERIOD_S:  # it is new: all that it has done is news
+            before = Progress(now, 0, 0, 0.0, replace(stats, num_prompt_tokens=0, num_cached_tokens=0, num_finished=0))
         if before is None:
             continue
         num_begun += max(0, stats.num_prompt_tokens - before.last.num_prompt_tokens)
         num_computed += max(0, _computed(stats) - _computed(before.last))
         num_finished += max(0, stats.num_finished - before.last.num_finished)
-        if now - before.time_s < COST_PERIOD_S and cost != StepCost():  # a rough first idea is better than none
+        if now - before.time_s < COST_PERIOD_S and cost.tokens_tokens:  # a rough first idea is better than none
             progress[row.replica_id] = replace(before, last=stats)
         elif done.busy_s > before.busy_s:
             num_tokens = max(0, done.num_computed_tokens - before.num_computed_tokens)

@@ -322,3 +322,26 @@ def test_a_rise_that_is_more_than_a_hair_is_met_at_once_at_the_plain_target() ->
     after = world.target
     assert after > 5
     assert world.look(0.0).num_replicas == after
+
+
+def test_the_pace_of_a_new_replica_is_learnt_from_the_first_look() -> None:
+    world = World(num_running=1, target=1)
+    assert terms(world.look(4.0))["replica_tokens_per_s"] == pytest.approx(PACE, rel=0.1)
+
+
+def test_steps_that_compute_no_prompt_do_not_put_off_the_first_idea_of_the_pace() -> None:
+    state = ScaleState()
+    for now, tokens in ((1, 0), (2, 0), (3, 600)):
+        stats = make_stats(num_steps=10 * now, busy_s=float(now), num_prompt_tokens=tokens)
+        view = ScaleView(replicas=(make_row("r", stats=stats),), num_target=1, demand=Demand(num_requests=now))
+        state = desired_replicas(view, state, CONFIG, float(now)).state
+        assert (state.cost.tokens_per_s(256) is not None) == (tokens > 0)
+
+
+def test_what_a_replica_did_long_before_it_was_first_seen_counts_for_nothing() -> None:
+    """As after a restart of the controller: the totals of days would outweigh all that comes."""
+    stats = make_stats(num_steps=10**6, busy_s=1e5, num_prompt_tokens=10**8, num_finished=10**5)
+    view = ScaleView(replicas=(make_row("r", stats=stats),), num_target=1, demand=Demand(num_requests=10**5))
+    state = desired_replicas(view, ScaleState(), CONFIG, 1.0).state
+    assert state.cost == StepCost()
+    assert state.samples[-1].num_finished == 0

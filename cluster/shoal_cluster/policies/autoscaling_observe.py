@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from shoal_cluster.policies.autoscaling_state import Capacity, Held, Progress, Sample, ScaleState, StepCost
+from shoal_cluster.policies.autoscaling_state import Capacity, Held, Progress, Sample, ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 from shoal_cluster.policies.view import ReplicaView
 from shoal_replica.stats import ReplicaStats

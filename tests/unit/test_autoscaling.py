@@ -345,3 +345,38 @@ def test_what_a_replica_did_long_before_it_was_first_seen_counts_for_nothing() -
     state = desired_replicas(view, ScaleState(), CONFIG, 1.0).state
     assert state.cost == StepCost()
     assert state.samples[-1].num_finished == 0
+
+
+def test_a_gateway_that_is_heard_again_is_no_burst() -> None:
+    """Nor is a restart of the controller, after which totals of days come as the first that it hears."""
+    world = World()
+    world.run(2.0, 600)
+    before = world.target
+    for forgotten in (world.state, ScaleState()):
+        world.state = forgotten
+        world.is_heard = False
+        assert world.run(2.0, 15).reason == "hold: a gateway does not report"
+        world.is_heard = True
+        world.run(2.0, 60)
+        assert set(world.counts()[-75:]) == {before}
+        assert terms(world.decisions[-1])["requests_per_s"] == pytest.approx(2.0, abs=0.1)
+
+
+def test_what_replicas_hold_counts_while_a_gateway_is_silent() -> None:
+    world = World()
+    world.run(1.0, 100)
+    world.is_heard = False
+    assert world.run(19.0, 5).num_replicas > 2
+
+
+def test_nobody_has_reported_yet_is_no_reason_to_leave_zero() -> None:
+    config = replace(CONFIG, min_replicas=0)
+    state = ScaleState()
+    for now in range(5):
+        view = ScaleView(replicas=(), num_target=0, demand=None)
+        decision = desired_replicas(view, state, config, float(now))
+        state = decision.state
+        assert decision.num_replicas == 0
+    state = desired_replicas(replace(view, demand=Demand()), state, config, 5.0).state
+    assert desired_replicas(replace(view, demand=Demand(num_requests=1, num_held=1)), state, config, 6.0).num_replicas
+    assert desired_replicas(view, state, config, 6.0).num_replicas == 1, "of those who reported one may hold requests"

@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal_cluster.commands.deploy import is_done, progress, replaced
 
-ARGS = {"model": "m", "replica": {"num_blocks": 9}}
+ARGS = {"model": "m", "replica": {"num_blocks": 9}, "schedules": []}
 
 
 def application(*replicas: tuple[str, str], status: str = "RUNNING", wanted: int = 1) -> dict[str, Any]:
@@ -24,6 +24,7 @@ def test_only_new_code_or_arguments_replace_what_runs() -> None:
     present = {"shoal": application(("old", "RUNNING"))}
     same = {"name": "shoal", "import_path": "a:b", "args": ARGS, "deployments": [{"name": "ReplicaServer"}]}
     assert replaced(present, {"applications": [same]}) == (frozenset(), 0.0)
+    assert replaced(present, {"applications": [same | {"args": ARGS | {"schedules": ()}}]}) == (frozenset(), 0.0)
     assert replaced({}, {"applications": [same]}) == (frozenset(), 0.0)
     for change in ({"args": {"model": "n"}}, {"import_path": "c:d"}, {"runtime_env": {"env_vars": {"A": "1"}}}):
         assert replaced(present, {"applications": [same | change]}) == ({"old"}, 60.0)

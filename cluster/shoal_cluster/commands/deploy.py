@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -149,8 +150,9 @@ def progress(applications: Mapping[str, Any], former: Collection[str]) -> str:
     return ", ".join(parts) or "building the application"
 
 
-def _code(application: Mapping[str, Any] | None) -> list[Any]:
-    return [(application or {}).get(key) or {} for key in CODE]
+def _code(application: Mapping[str, Any] | None) -> str:
+    """As it is sent: a tuple is a list there."""
+    return json.dumps([(application or {}).get(key) or {} for key in CODE], sort_keys=True)
 
 
 def _num_running(deployment: Mapping[str, Any], former: Collection[str]) -> int:

@@ -37,10 +37,10 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
         state = replace(state, offered=remember_offered(load.rate_lasting / served, state, config, now))
     regrets = state.last_down_s is not None and now - state.last_down_s < REGRET_S
     needed = needs(load, state, config, min(1.0, config.target_utilization / (SLACK if regrets else 1.0)), now)
-    if regrets and _whole(needed, load, view) > view.num_target:  # by more than a hair: then all of it at once
+    if regrets and _whole(needed, load, view, state) > view.num_target:  # by more than a hair: then all of it at once
         needed = needs(load, state, config, config.target_utilization, now)
-    num_needed = _whole(needed, load, view)
-    num_careful = _whole(needs(load, state, config, SLACK * config.target_utilization, now), load, view)
+    num_needed = _whole(needed, load, view, state)
+    num_careful = _whole(needs(load, state, config, SLACK * config.target_utilization, now), load, view, state)
     delay_s = config.downscale_delay_s * state.patience
     state = state.with_need(now, num_careful, SMALL_STEP_PATIENCE * delay_s)
     if num_needed > view.num_target:
@@ -89,12 +89,14 @@ def replay(record: ScaleRecord) -> ScaleDecision:
     return desired_replicas(view, record.state, record.config, record.time_s)
 
 
-def _whole(needed: dict[str, float], load: Load, view: ScaleView) -> int:
-    """The greatest need in whole replicas. Not 0 unless nothing runs, waits or comes."""
+def _whole(needed: dict[str, float], load: Load, view: ScaleView, state: ScaleState) -> int:
+    """The greatest need in whole replicas. Not 0 unless nothing runs, waits or comes, or nobody has ever reported."""
     count = max((math.ceil(n - 1e-9) for n in needed.values()), default=0)
     if load.num_shed and view.num_target <= len(view.replicas):
         count = max(count, view.num_target + 1)  # it was refused, so what there is does not do, whatever the needs say
-    return count if load.is_idle and view.demand is not None else max(1, count)
+    if load.is_idle and (view.demand is not None or not (state.samples or view.num_target)):
+        return count
+    return max(1, count)
 
 
 def _up(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
-from shoal_cluster.policies.autoscaling_observe import reporting, uncached_share
+from shoal_cluster.policies.autoscaling_observe import SAMPLE_PERIOD_S, reporting, uncached_share
 from shoal_cluster.policies.autoscaling_reserve import reserve
 from shoal_cluster.policies.autoscaling_state import ScaleState, growth
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
@@ -60,8 +60,9 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
     longer = state.since(now - 3 * LEVEL_S)
     num_arrived = longer[-1].num_requests - longer[0].num_requests if longer else 0
     num_tokens = longer[-1].num_prompt_tokens - longer[0].num_prompt_tokens if longer else 0
-    num_blocks = _mean([s.num_allocated_blocks for s in recent])
-    num_sequences = _mean([s.num_running for s in recent])
+    blocks, sequences = [s.num_allocated_blocks for s in recent], [s.num_running for s in recent]
+    if not recent or now - recent[-1].time_s > 2 * SAMPLE_PERIOD_S:  # a gateway is silent
+        blocks, sequences = [sum(s.num_allocated_blocks for s in known)], [sum(s.num_running for s in known)]
     burst = state.since(now - config.burst_window_s)
     rate, rate_ahead = _arrival_rates(state, config, now)
     num_request_tokens = num_tokens / num_arrived if num_arrived else 0.0
@@ -72,8 +73,8 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
         rate_first=_first_rate(state, now),
         rate_lasting=growth(state.samples, lambda s: s.num_requests, now - LEVEL_S, now, PEAK_S) or 0.0,
         num_uncached_tokens=num_request_tokens * uncached,
-        num_blocks=num_blocks,
-        num_sequences=num_sequences,
+        num_blocks=_mean(blocks),
+        num_sequences=_mean(sequences),
         num_waiting_tokens=sum(s.num_waiting_tokens for s in known)
         + sum(row.num_reserved_tokens for row in view.replicas)
         + round(demand.num_held_tokens * uncached),
@@ -180,6 +181,8 @@ def _arrival_rates(state: ScaleState, config: ScaleConfig, now: float) -> tuple[
 
 def _first_rate(state: ScaleState, now: float) -> float:
     """Requests a second when there is no past that they could stand out from: what is held ready may err."""
+    if not state.samples:
+        return 0.0
     first, last = state.samples[0], state.samples[-1]
     span_s = last.time_s - first.time_s
     if not span_s or now - first.time_s >= LEVEL_S:

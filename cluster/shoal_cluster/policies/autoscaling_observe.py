@@ -31,7 +31,10 @@ def reporting(replicas: Sequence[ReplicaView]) -> list[ReplicaStats]:
 
 
 def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
-    """Enter a snapshot into memory. Samples are a second apart at least; a clock that goes back forgets the past."""
+    """Enter a snapshot into memory. Samples are a second apart at least; a clock that goes back forgets the past.
+
+    While a gateway is silent there are none: totals without its own would fall, and rise by all of them afterwards.
+    """
     known = reporting(view.replicas)
     state = _note_starts(view, state, now)
     is_blind = len(known) < len(view.replicas) or view.demand is None or (not known and view.num_target > 0)
@@ -39,9 +42,9 @@ def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
     state = replace(state, seen_since_s=seen_since_s, capacity=_capacity(known) or state.capacity)
     if state.samples and now < state.samples[-1].time_s:
         state = replace(state, samples=(), needs=(), seen_since_s=None)
-    if state.samples and now - state.samples[-1].time_s < SAMPLE_PERIOD_S:
+    if view.demand is None or (state.samples and now - state.samples[-1].time_s < SAMPLE_PERIOD_S):
         return state
-    return _sample(view, known, state, now)
+    return _sample(view, view.demand, known, state, now)
 
 
 def _note_starts(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
@@ -68,7 +71,9 @@ def _capacity(known: Sequence[ReplicaStats]) -> Capacity | None:
     )
 
 
-def _sample(view: ScaleView, known: Sequence[ReplicaStats], state: ScaleState, now: float) -> ScaleState:
+def _sample(
+    view: ScaleView, demand: Demand, known: Sequence[ReplicaStats], state: ScaleState, now: float
+) -> ScaleState:
     cost, progress = state.cost, {}
     num_begun = num_computed = num_finished = 0
     for row in view.replicas:
@@ -89,7 +94,6 @@ def _sample(view: ScaleView, known: Sequence[ReplicaStats], state: ScaleState, n
         elif done.busy_s > before.busy_s:
             num_tokens = max(0, done.num_computed_tokens - before.num_computed_tokens)
             cost = cost.add(done.num_steps - before.num_steps, num_tokens, done.busy_s - before.busy_s)
-    demand = view.demand or Demand()
     last = state.samples[-1] if state.samples else None
     sample = Sample(
         time_s=now,
@@ -104,7 +108,7 @@ def _sample(view: ScaleView, known: Sequence[ReplicaStats], state: ScaleState, n
     )
     kept = [s for s in state.samples if s.time_s > now - MEMORY_S]
     if last is not None and sample.num_requests < last.num_requests:
-        kept = []  # a gateway has been replaced, or none reports: totals start anew
+        kept = []  # a gateway has been replaced: totals start anew
     state = replace(state, samples=(*kept, sample), progress=MappingProxyType(progress), cost=cost)
     return replace(state, held=_learn_held(state, now))
 

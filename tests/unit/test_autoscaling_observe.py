@@ -1,0 +1,99 @@
+"""What the autoscaler learns: paces, start-up times, and what it makes of those who are not heard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fixtures.cluster_views import make_row, make_stats
+from fixtures.scaled_world import CONFIG, PACE, World, terms
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_cluster.policies.autoscaling import desired_replicas
+from shoal_cluster.policies.autoscaling_state import ScaleState, StepCost
+from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
+
+
+def test_startup_is_measured() -> None:
+    world = World(num_running=1, target=1, startup_s=12.0)
+    world.run(4.0, 60)
+    assert world.state.startup_s == pytest.approx(12.0, abs=1.0)
+
+
+def test_a_clock_that_goes_back_forgets_and_goes_on() -> None:
+    world = World()
+    world.run(2.0, 100)
+    world.now -= 50
+    world.run(2.0, 5)
+    assert len(world.state.samples) <= 6
+
+
+@given(base_s=st.floats(0.001, 0.1), token_s=st.floats(1e-5, 1e-2), data=st.data())
+def test_costs_are_found_in_what_replicas_did(base_s: float, token_s: float, data: st.DataObject) -> None:
+    cost = StepCost()
+    for steps, tokens in data.draw(
+        st.lists(st.tuples(st.integers(1, 100), st.integers(0, 5000)), min_size=5, max_size=20, unique=True)
+    ):
+        cost = cost.add(steps, tokens, base_s * steps + token_s * tokens)
+    pace = cost.tokens_per_s(512)
+    if pace is not None and cost.steps_steps * cost.tokens_tokens > 1.01 * cost.steps_tokens**2:
+        assert pace == pytest.approx(512 / (base_s + 512 * token_s), rel=1e-3)
+
+
+def test_the_pace_of_a_new_replica_is_learnt_from_the_first_look() -> None:
+    world = World(num_running=1, target=1)
+    assert terms(world.look(4.0))["replica_tokens_per_s"] == pytest.approx(PACE, rel=0.1)
+
+
+def test_steps_that_compute_no_prompt_do_not_put_off_the_first_idea_of_the_pace() -> None:
+    state = ScaleState()
+    for now, tokens in ((1, 0), (2, 0), (3, 600)):
+        stats = make_stats(num_steps=10 * now, busy_s=float(now), num_prompt_tokens=tokens)
+        view = ScaleView(replicas=(make_row("r", stats=stats),), num_target=1, demand=Demand(num_requests=now))
+        state = desired_replicas(view, state, CONFIG, float(now)).state
+        assert (state.cost.tokens_per_s(256) is not None) == (tokens > 0)
+
+
+def test_what_a_replica_did_long_before_it_was_first_seen_counts_for_nothing() -> None:
+    """As after a restart of the controller: the totals of days would outweigh all that comes."""
+    stats = make_stats(num_steps=10**6, busy_s=1e5, num_prompt_tokens=10**8, num_finished=10**5)
+    view = ScaleView(replicas=(make_row("r", stats=stats),), num_target=1, demand=Demand(num_requests=10**5))
+    state = desired_replicas(view, ScaleState(), CONFIG, 1.0).state
+    assert state.cost == StepCost()
+    assert state.samples[-1].num_finished == 0
+
+
+def test_a_gateway_that_is_heard_again_is_no_burst() -> None:
+    """Nor is a restart of the controller, after which totals of days come as the first that it hears."""
+    world = World()
+    world.run(2.0, 600)
+    before = world.target
+    for forgotten in (world.state, ScaleState()):
+        world.state = forgotten
+        world.is_heard = False
+        assert world.run(2.0, 15).reason == "hold: a gateway does not report"
+        world.is_heard = True
+        world.run(2.0, 60)
+        assert set(world.counts()[-75:]) == {before}
+        assert terms(world.decisions[-1])["requests_per_s"] == pytest.approx(2.0, abs=0.1)
+
+
+def test_what_replicas_hold_counts_while_a_gateway_is_silent() -> None:
+    world = World()
+    world.run(1.0, 100)
+    world.is_heard = False
+    assert world.run(19.0, 5).num_replicas > 2
+
+
+def test_nobody_has_reported_yet_is_no_reason_to_leave_zero() -> None:
+    config = replace(CONFIG, min_replicas=0)
+    state = ScaleState()
+    for now in range(5):
+        view = ScaleView(replicas=(), num_target=0, demand=None)
+        decision = desired_replicas(view, state, config, float(now))
+        state = decision.state
+        assert decision.num_replicas == 0
+    state = desired_replicas(replace(view, demand=Demand()), state, config, 5.0).state
+    assert desired_replicas(replace(view, demand=Demand(num_requests=1, num_held=1)), state, config, 6.0).num_replicas
+    assert desired_replicas(view, state, config, 6.0).num_replicas == 1, "of those who reported one may hold requests"

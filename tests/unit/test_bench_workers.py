@@ -120,8 +120,19 @@ async def test_rounds_alternate_and_each_row_has_a_sample_a_round() -> None:
     assert [s.value for s in outcome.samples if s.row == "b"] == [pytest.approx(1.0)] * 4  # 128 tokens less the first
     peaks = {s.row: s.value for s in outcome.samples if s.contender == SHOAL}
     assert peaks["f"] - peaks["f_beyond"] == pytest.approx(11)
-    assert len(outcome.floors) == 2 * len("bef")
+    # (b) alone has a floor: taken before the first turn of a round and after each.
+    assert len(outcome.floors) == 2 * 3
+    assert [s.row for s in outcome.samples if s.floor is not None] == ["b"] * 4
     assert not outcome.failures
+
+
+async def test_a_turn_is_held_to_the_better_floor_of_before_and_after() -> None:
+    contenders = [scripted(FLOOR, "slowing"), scripted(SHOAL, "exact"), scripted("peer", "exact")]
+    outcome = await Runner(PLAN, contenders).run()
+    reads = [floor.read_bytes_s for floor in outcome.floors]
+    assert reads == sorted(reads, reverse=True)
+    befores = [0, 1, 3, 4]  # two rounds of three samples: before Shoal, between the two, after the peer
+    assert [s.floor for s in outcome.samples] == [outcome.floors[i] for i in befores]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Measures the floor in a worker process, between the engines: ``{"op": "floor"}`` gives one sample."""
+"""Measures the floor in a worker process, between the engines.
+
+``{"op": "floor", "read_bytes": n}`` gives one sample; n: how much is read at a time, as many bytes as the weights have.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,21 @@ from torch.nn import functional
 
 from shoal_replica.bench.worker import Engine, Settings, serve
 
-READ_BYTES = 512 << 20
 GEMM_SIZES = ((256, 576, 1536), (1024, 576, 3072), (2048, 2048, 2048))
 MIN_SAMPLE_S = 0.1
+PAIR_BYTES = 8  # two float32
 
 
 class FloorMeter(Engine):
-    """Reads a gigabyte's half in huge pages, as fast as torch sums it, and multiplies bf16 matrices of model sizes."""
+    """Reads memory in huge pages by the faster of two readers, and multiplies bf16 matrices of model sizes.
+
+    The readers are a sum, one stream a thread, and the dot product of one half with the other, two streams.
+    """
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(settings.num_threads)
         self.versions, self.info = {"torch": torch.__version__}, {}
-        self._data = _huge_pages(READ_BYTES)
+        self._data = torch.empty(0)
         self._matrices = [(torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()) for m, k, n in GEMM_SIZES]
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -37,12 +43,19 @@ class FloorMeter(Engine):
         if request["op"] != "floor":
             return super().answer(request)
         with torch.inference_mode():
-            read = READ_BYTES / _seconds(self._data.sum)
+            read = self._read(int(request["read_bytes"]))
             flops = [
                 2 * x.numel() * weight.shape[0] / _seconds(partial(functional.linear, x, weight))
                 for x, weight in self._matrices
             ]
         return {"read_bytes_s": read, "gemm_flops_s": max(flops)}
+
+    def _read(self, num_bytes: int) -> float:
+        """Bytes per second."""
+        if self._data.nbytes != num_bytes // PAIR_BYTES * PAIR_BYTES:
+            self._data = _huge_pages(num_bytes // PAIR_BYTES * PAIR_BYTES)
+        halves = self._data.view(2, -1)
+        return self._data.nbytes / min(_seconds(self._data.sum), _seconds(partial(torch.dot, *halves)))
 
 
 def _huge_pages(num_bytes: int) -> Tensor:

@@ -23,15 +23,16 @@ FORMAT = 1
 class Line:
     """One contender's samples of one row, in the order of rounds.
 
-    ``floor`` is what the machine allows for the contender's weights (a peer's: for Shoal's). ``ratios`` has, by name of
-    each other engine of Shoal's, the median over common rounds of its figure over this contender's: for times below 1
-    is faster than this contender, for rates above 1 is.
+    ``floors`` has, for each sample, what the machine allowed at that time for the contender's weights (a peer's: for
+    Shoal's); none where the row has no floor. ``ratios`` has, by name of each other engine of Shoal's, the median over
+    common rounds of its figure over this contender's: for times below 1 is faster than this contender, for rates
+    above 1 is.
     """
 
     row: str
     contender: str
     samples: Sequence[Sample]
-    floor: float | None
+    floors: Sequence[float]
     ratios: Mapping[str, float]
 
     @property
@@ -43,8 +44,15 @@ class Line:
         return statistics.median(self.values)
 
     @property
+    def floor(self) -> float | None:
+        return statistics.median(self.floors) if self.floors else None
+
+    @property
     def ratio_to_floor(self) -> float | None:
-        return None if self.floor is None else self.median / self.floor
+        """The median of each sample's ratio to its own floor."""
+        if not self.floors:
+            return None
+        return statistics.median(value / floor for value, floor in zip(self.values, self.floors, strict=True))
 
     @property
     def foreign(self) -> float:
@@ -55,8 +63,7 @@ class Line:
 def lines(outcome: Outcome, contenders: Sequence[Contender]) -> list[Line]:
     """A line for each row and contender that has samples, in the rows' order, Shoal first."""
     contenders = [c for c in contenders if c.name != FLOOR]
-    best = Floor.best(outcome.floors)
-    floors = {c.name: _floors(best, outcome.model(c.name if c.is_shoal else SHOAL)) for c in contenders}
+    models = {c.name: outcome.model(c.name if c.is_shoal else SHOAL) for c in contenders}
     found = []
     for row in ROWS:
         by_name = {c.name: [s for s in outcome.samples if s.row == row and s.contender == c.name] for c in contenders}
@@ -65,7 +72,7 @@ def lines(outcome: Outcome, contenders: Sequence[Contender]) -> list[Line]:
                 ours = {c.name: by_name[c.name] for c in contenders if c.is_shoal and c.name != name}
                 ratios = {own: paired_ratio(theirs, samples) for own, theirs in ours.items()}
                 known = {own: ratio for own, ratio in ratios.items() if ratio is not None}
-                found.append(Line(row, name, samples, floors[name].get(row), known))
+                found.append(Line(row, name, samples, _floors(row, samples, models[name]), known))
     return found
 
 
@@ -118,6 +125,7 @@ def as_json(outcome: Outcome, contenders: Sequence[Contender]) -> dict[str, Any]
             "median": line.median,
             "max": max(line.values),
             "floor": line.floor,
+            "floors": list(line.floors),
             "ratio_to_floor": line.ratio_to_floor,
             "ratios": dict(line.ratios),
         }
@@ -135,11 +143,12 @@ def as_json(outcome: Outcome, contenders: Sequence[Contender]) -> dict[str, Any]
     }
 
 
-def _floors(best: Floor, model: ModelConfig) -> dict[str, float]:
-    """By row; none for a mixture of experts, where how much is read depends on the tokens."""
-    if model.moe is not None:
-        return {}
-    return {row: value for workload in GENERATED.values() for row, value in workload.floors(best, model).items()}
+def _floors(row: str, samples: Sequence[Sample], model: ModelConfig) -> list[float]:
+    """For each sample; none for a mixture of experts, where how much is read depends on the tokens."""
+    workload = GENERATED.get(row[0])
+    if workload is None or model.moe is not None:
+        return []
+    return [workload.floors(s.floor, model)[row] for s in samples if s.floor is not None]
 
 
 def _number(value: float | None) -> str:

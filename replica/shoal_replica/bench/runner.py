@@ -19,17 +19,24 @@ from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ShoalError, Unavailable
 
 MB = 1e6
+MAX_READ_BYTES = 1 << 30  # of a larger model's weights the floor reads so many
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One figure: of which row and contender, in which round. ``foreign``: the share of a core that others took."""
+    """One figure: of which row and contender, in which round.
+
+    Attributes:
+        foreign: the share of a core that others took meanwhile.
+        floor: the better of what the machine gave just before and just after; None where a row has no floor.
+    """
 
     row: str
     contender: str
     round: int
     value: float
     foreign: float
+    floor: Floor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +79,7 @@ class Runner:
         self._on_progress = on_progress
         self.outcome = Outcome()
         self._workers: dict[str, WorkerProcess] = {}
+        self._last_floor = Floor(0.0, 0.0)
 
     async def run(self) -> Outcome:
         """Start all, warm up, do the rounds, end all.
@@ -104,8 +112,8 @@ class Runner:
 
     async def _round(self, number: int) -> None:
         for letter in self._plan.workloads:
-            answer = await self._turn(FLOOR, {"op": "floor"})  # often: its best is found in the quietest moment
-            self.outcome.floors.append(Floor(answer["read_bytes_s"], answer["gemm_flops_s"]))
+            if letter in GENERATED:
+                await self._measure_floor()
             for contender in self._contenders:
                 if letter in self._chosen(contender) and self._is_repeated(letter, contender):
                     self._on_progress(f"round {number + 1} of {self._plan.repeats}: {contender.name} ({letter})")
@@ -153,7 +161,17 @@ class Runner:
             answers = [
                 await self._generate(name, request, steps=contender.is_shoal) for request in workload.requests(prompts)
             ]
-            self._note(workload.figures(answers), name, number, foreign.read())
+            share, before = foreign.read(), self._last_floor
+            floor = Floor.best((before, await self._measure_floor()))
+            self._note(workload.figures(answers), name, number, share, floor)
+
+    async def _measure_floor(self) -> Floor:
+        """What the machine gives at this moment, kept as the floor before the next repetition."""
+        read_bytes = min(self.outcome.hellos[SHOAL]["info"]["weight_bytes"], MAX_READ_BYTES)
+        answer = await self._turn(FLOOR, {"op": "floor", "read_bytes": read_bytes})
+        self._last_floor = Floor(answer["read_bytes_s"], answer["gemm_flops_s"])
+        self.outcome.floors.append(self._last_floor)
+        return self._last_floor
 
     async def _memory(self, contender: Contender) -> None:
         """The peak of the whole run, with at least one batch of (a) in it."""
@@ -184,8 +202,10 @@ class Runner:
         finally:
             worker.pause()
 
-    def _note(self, figures: Mapping[str, float], name: str, number: int, foreign: float) -> None:
-        self.outcome.samples.extend(Sample(row, name, number, value, foreign) for row, value in figures.items())
+    def _note(
+        self, figures: Mapping[str, float], name: str, number: int, foreign: float, floor: Floor | None = None
+    ) -> None:
+        self.outcome.samples.extend(Sample(row, name, number, value, foreign, floor) for row, value in figures.items())
 
     def _prompts(self, letter: str, number: int) -> Prompts:
         return Prompts(self.outcome.model(SHOAL).vocab_size, f"{self._plan.seed}/{letter}/{number}")

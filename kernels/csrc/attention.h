@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 #include "simd.h"
@@ -51,61 +52,79 @@ struct FetchPages {
     }
 };
 
-template <class T, int MR>
-SHOAL_INLINE void score_rows(const Word* queries, int steps, const KeyTile& tile, int first, int end,
-                             float (&scores)[kTileRows][kTileKeys]) {
-    for (int p = first; p < end; p += 2) {
-        const int q = std::min(p + 1, end - 1);
-        const Word *even = tile.pages[p], *odd = tile.pages[q];
-        for (int lane = 0; lane < kPanel; lane += kLanes) {
-            const Word* const right[2] = {even + lane, odd + lane};
-            F32 acc[MR][2] = {};
-            if (tile.streams)
-                accumulate<T>(acc, queries, steps, right, kPanel, steps,
-                              FetchPages{{tile.pages[p + kStreamedPages] + lane,
-                                          tile.pages[q + kStreamedPages] + lane}, kPanel});
-            else
-                accumulate<T>(acc, queries, steps, right, kPanel, steps);
+template <class T, int MR, int NV>
+SHOAL_INLINE void score_pages(const Word* queries, int steps, const KeyTile& tile, int p,
+                              float (&scores)[kTileRows][kTileKeys]) {
+    for (int lane = 0; lane < kPanel; lane += kLanes) {
+        const Word* right[NV];
+        for (int j = 0; j < NV; ++j) right[j] = tile.pages[p + j] + lane;
+        F32 acc[MR][NV] = {};
+        if (tile.streams)
+            accumulate<T>(acc, queries, steps, right, kPanel, steps,
+                          FetchPages{{tile.pages[p + kStreamedPages] + lane,
+                                      tile.pages[p + NV - 1 + kStreamedPages] + lane}, kPanel});
+        else
+            accumulate<T>(acc, queries, steps, right, kPanel, steps);
 #pragma GCC unroll 16
-            for (int i = 0; i < MR; ++i) store(&scores[i][p * kPanel + lane], acc[i][0]);
-            if (p + 1 == end) continue;
-#pragma GCC unroll 16
-            for (int i = 0; i < MR; ++i) store(&scores[i][(p + 1) * kPanel + lane], acc[i][1]);
-        }
+        for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 2
+            for (int j = 0; j < NV; ++j) store(&scores[i][(p + j) * kPanel + lane], acc[i][j]);
     }
 }
 
-// The largest of a row's scores over columns [begin, end). Masked: only [low, high) are visible, the others become -inf.
-template <bool Masked>
-SHOAL_INLINE float row_top(float* scores, int begin, int end, int low, int high) {
-    const I32 lanes = lane_index();
-    F32 top = splat(kMinusInfinity);
+template <class T, int MR>
+SHOAL_INLINE void score_rows(const Word* queries, int steps, const KeyTile& tile, int first, int end,
+                             float (&scores)[kTileRows][kTileKeys]) {
+    for (; first + 1 < end; first += 2) score_pages<T, MR, 2>(queries, steps, tile, first, scores);
+    if (first < end) score_pages<T, MR, 1>(queries, steps, tile, first, scores);
+}
+
+// Columns [begin, end) of a row's scores, whole vectors: in [all_begin, all_end) every key is visible, of the others those
+// in [low, high) are.
+struct Visible {
+    int begin, all_begin, all_end, end, low, high;
+
+    Visible(int first, int last, int low_key, int high_key) : begin(first), end(last), low(low_key), high(high_key) {
+        all_begin = low > begin ? std::min(static_cast<int>(divide_up(low, kPanel)) * kPanel, end) : begin;
+        all_end = high < end ? std::max(std::max(high, 0) / kPanel * kPanel, all_begin) : end;
+    }
+    // visit(column, whether all of the vector is visible), in order.
+    template <class Visit>
+    SHOAL_INLINE void each(const Visit& visit) const {
+        for (int c = begin; c < all_begin; c += kLanes) visit(c, std::false_type{});
 #pragma GCC unroll 4
-    for (int c = begin; c < end; c += kLanes) {
+        for (int c = all_begin; c < all_end; c += kLanes) visit(c, std::true_type{});
+        for (int c = all_end; c < end; c += kLanes) visit(c, std::false_type{});
+    }
+};
+
+// The largest of a row's visible scores; what is not visible becomes -inf.
+SHOAL_INLINE float row_top(float* scores, const Visible& visible) {
+    F32 top = splat(kMinusInfinity);
+    visible.each([&](int c, auto is_whole) {
         F32 s = load(scores + c);
-        if constexpr (Masked) {
-            const I32 column = lanes + c;
-            s = ((column >= low) & (column < high)) ? s : splat(kMinusInfinity);
+        if constexpr (!is_whole) {
+            const I32 column = lane_index() + c;
+            s = ((column >= visible.low) & (column < visible.high)) ? s : splat(kMinusInfinity);
             store(scores + c, s);
         }
         top = max(top, s);
-    }
+    });
     return horizontal_max(top);
 }
 
 // Turns a row's scores into weights 2^(score * scale - maximum), and gives their sum.
-template <class T, bool Masked>
-SHOAL_INLINE float weigh_row(const float* scores, Word* weights, int begin, int end, float scale, float maximum) {
+template <class T>
+SHOAL_INLINE float weigh_row(const float* scores, Word* weights, const Visible& visible, float scale, float maximum) {
     auto* out = reinterpret_cast<typename T::Scalar*>(weights);
     F32 sum{};
-#pragma GCC unroll 4
-    for (int c = begin; c < end; c += kLanes) {
+    visible.each([&](int c, auto is_whole) {
         const F32 s = load(scores + c);
         F32 w = exp2<T::kFine>(s * scale - maximum);
-        if constexpr (Masked) w = (s == splat(kMinusInfinity)) ? F32{} : w;
+        if constexpr (!is_whole) w = (s == splat(kMinusInfinity)) ? F32{} : w;
         sum += w;
         T::store_row(out + c, w);
-    }
+    });
     return horizontal_sum(sum);
 }
 
@@ -114,21 +133,18 @@ SHOAL_INLINE float weigh_row(const float* scores, Word* weights, int begin, int 
 template <class T, int MR>
 SHOAL_INLINE void weigh_rows(float (&scores)[kTileRows][kTileKeys], Word (&weights)[kTileRows][kTileKeys], int begin,
                              int end, const KeyTile& tile, float scale, int row, AttentionState& state, float* shrink) {
-    bool masked[MR];
     float top[MR];
-    for (int i = 0; i < MR; ++i) {  // all of them first: a maximum comes late, and nothing waits for it meanwhile
-        const int low = state.low[row + i] - tile.first_key, high = state.high[row + i] - tile.first_key;
-        masked[i] = low > begin || high < end;
-        top[i] = masked[i] ? row_top<true>(scores[i], begin, end, low, high)
-                           : row_top<false>(scores[i], begin, end, low, high);
-    }
+    const auto visible = [&](int i) {
+        return Visible(begin, end, state.low[row + i] - tile.first_key, state.high[row + i] - tile.first_key);
+    };
+    // All of them first: a maximum comes late, and nothing waits for it meanwhile.
+    for (int i = 0; i < MR; ++i) top[i] = row_top(scores[i], visible(i));
     for (int i = 0; i < MR; ++i) {
         const float before = state.maximum[row + i], maximum = std::max(before, top[i] * scale);
         state.maximum[row + i] = maximum;
         // Without any visible key so far, the scores are all -inf and so are the weights 0, whatever the maximum.
         const float finite = maximum == kMinusInfinity ? 0.0f : maximum;
-        const float sum = masked[i] ? weigh_row<T, true>(scores[i], weights[i], begin, end, scale, finite)
-                                    : weigh_row<T, false>(scores[i], weights[i], begin, end, scale, finite);
+        const float sum = weigh_row<T>(scores[i], weights[i], visible(i), scale, finite);
         shrink[i] = before == kMinusInfinity ? 0.0f : exp2<true>(splat(before - maximum))[0];
         state.denominator[row + i] = state.denominator[row + i] * shrink[i] + sum;
     }

@@ -1,6 +1,7 @@
 #include "attention_plan.h"
 
 #include <algorithm>
+#include <tuple>
 
 namespace shoal {
 
@@ -41,15 +42,18 @@ void AttentionPlan::build(const ShoalShape& shape, const ShoalStep& step) {
             add_prompt(shape, step, s);
     }
     for (const Sharers& sharers : sharers_) add_sharers(shape, step, sharers);
-    const auto length = [&](const AttentionTask& task) {
+    // The longest first, so that no thread is left with one when the others are done; but those of a prompt head by head,
+    // whose keys and values then stay in a near cache.
+    const auto place = [&](const AttentionTask& task) {
         int64_t pairs = 0;
         for (int i = task.first; i < task.first + task.count; ++i)
             pairs += int64_t{units_[i].tokens} * (units_[i].key_end - units_[i].key_begin);
-        return pairs;
+        const AttentionUnit& unit = *units(task);
+        const bool decodes = unit.tokens == 1;
+        return std::make_tuple(decodes, decodes ? 0 : unit.sequence, decodes ? 0 : unit.kv_head, -pairs);
     };
-    // The longest first, so that no thread is left with one when the others are done.
     std::stable_sort(tasks_.begin(), tasks_.end(),
-                     [&](const AttentionTask& a, const AttentionTask& b) { return length(a) > length(b); });
+                     [&](const AttentionTask& a, const AttentionTask& b) { return place(a) < place(b); });
 }
 
 void AttentionPlan::choose_sampled(const ShoalStep& step) {

@@ -67,13 +67,35 @@ private:
     void reserve(int64_t tokens, int64_t samples);
     void begin(Team::Member& member, const ShoalStep& step);   // the stream at this stage's first layer
     void finish(Team::Member& member, const ShoalStep& step);  // what leaves the stage after its last
-    void run_layer(Team::Member& member, const ShoalStep& step, int index);
+    void run_layers(Team::Member& member, const ShoalStep& step);
+    // A layer, before its attention and after it. By columns: all threads share out each product, and wait for one another
+    // before the next. By rows: a thread takes some rows from one attention to the next and waits for nobody; but each
+    // thread reads all weights, which pays where several threads have many rows. What comes before the attention needs
+    // few weights: a single thread does that by rows too, and finds what it has just written in a near cache.
+    bool goes_by_rows(int rows) const;
+    void project(Team::Member& member, const ShoalStep& step, int index);
+    void complete(Team::Member& member, int index, float* stream, const Word* attended, int rows);
+    void project_rows(const ShoalStep& step, int index, int begin, int end);
+    void complete_rows(int index, int begin, int end);
+    RotaryCall rotary_call(const ShoalStep& step, int index) const;
     void attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks);
     // The sampled rows of the stream and of what was attended, one after the other.
     void gather_sampled(Team::Member& member, const ShoalStep& step);
+    // work(begin, end) for a few pieces of the rows a thread, or for such as a product likes.
+    template <class Work>
+    void for_chunks(Team::Member& member, int rows, const Work& work);
+    template <class Work>
+    void for_row_chunks(Team::Member& member, int rows, const Work& work);
     void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows);
+    void normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end);
+    // Where the weight is of integers, of rows that round_rows() makes of x.
+    GemmCall product(const Linear& linear, const Word* x, int64_t x_values, void* out, int64_t out_stride,
+                     Finish finish) const;
+    void round_rows(const GemmCall& call, const Word* x, int64_t x_values, int begin, int end);
     void multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                   int64_t out_stride, Finish finish);
+    void multiply_rows(const Linear& linear, const Word* x, int64_t x_values, int begin, int end, void* out,
+                       int64_t out_stride, Finish finish);
     // Adds a product whose inputs are spread over the ranks to the stream's rows.
     void multiply_onto(Team::Member& member, float* stream, const Linear& linear, const Word* x, int64_t x_values, int rows);
     void compute_logits(Team::Member& member, const ShoalStep& step);

@@ -86,10 +86,21 @@ SHOAL_INLINE float horizontal_max(F32 v) {
     return v[0];
 }
 
-// 2^x; anything below 2^-125 counts as 2^-125. Fine: relative error about 1e-7 (Cephes exp2f). Coarse: 1e-4, a tenth
-// of what rounding to bf16 takes away.
+// 2^x; anything below 2^-125 counts as 2^-125, or as 0. Fine: relative error about 1e-7 (Cephes exp2f). Coarse: 1e-4, a
+// tenth of what rounding to bf16 takes away.
 template <bool Fine>
 SHOAL_INLINE F32 exp2(F32 x) {
+#if defined(__AVX512DQ__)
+    if constexpr (!Fine) {  // the fraction, in [0, 1), and the scaling by its whole part are an instruction each
+        constexpr int down = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+        const F32 f = (F32)_mm512_maskz_reduce_ps(0xffff, (__m512)x, down);
+        F32 p = splat(7.72059038e-2f);
+        p = p * f + 2.26738900e-1f;
+        p = p * f + 6.95927978e-1f;
+        p = p * f + 9.99914110e-1f;
+        return (F32)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
+    }
+#endif
     x = max(x, splat(-125.0f));
     const F32 magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to the nearest integer
     const F32 shifted = x + magic;

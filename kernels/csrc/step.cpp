@@ -9,9 +9,29 @@ namespace shoal {
 namespace {
 
 constexpr int kRowChunk = 10 * 12;    // rows of a product's unit: ten register tiles, which the second-level cache holds
+constexpr int kLeastRows = 32;        // of each thread, for going by rows
 constexpr int64_t kSumChunk = 4096;   // floats of a unit of a sum: the first-level cache keeps them over the ranks
 
 }  // namespace
+
+template <class Work>
+void Decoder::for_chunks(Team::Member& member, int rows, const Work& work) {
+    const int chunk = static_cast<int>(divide_up(rows, team_.size() * 4));
+    member.parallel_for(static_cast<int>(divide_up(rows, chunk)),
+                        [&](int i) { work(i * chunk, std::min(rows, (i + 1) * chunk)); });
+}
+
+template <class Work>
+void Decoder::for_row_chunks(Team::Member& member, int rows, const Work& work) {
+    const int threads = team_.size(), chunks = static_cast<int>(divide_up(divide_up(rows, kRowChunk), threads)) * threads;
+    member.parallel_for(chunks, [&](int i) {
+        work(static_cast<int>(int64_t{rows} * i / chunks), static_cast<int>(int64_t{rows} * (i + 1) / chunks));
+    });
+}
+
+bool Decoder::goes_by_rows(int rows) const {
+    return exchange_ == nullptr && team_.size() > 1 && rows >= kLeastRows * team_.size();
+}
 
 void Decoder::reserve(int64_t tokens, int64_t samples) {
     const int64_t pack = values_per_word(dtype_), heads = shape_.num_heads, size = shape_.head_size;
@@ -31,31 +51,44 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     integer_sums_.reserve(std::max(tokens, samples) * widest / kGroup);
 }
 
-void Decoder::normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows) {
-    const int hidden = shape_.hidden_size;
+void Decoder::normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end) {
+    const int64_t hidden = shape_.hidden_size, row_bytes = hidden * (4 / values_per_word(dtype_));
     auto* out = reinterpret_cast<char*>(normed_.data());
-    const int64_t row_bytes = static_cast<int64_t>(hidden) * (4 / values_per_word(dtype_));
-    const int chunk = static_cast<int>(divide_up(rows, team_.size() * 4));
-    member.parallel_for(static_cast<int>(divide_up(rows, chunk)), [&](int i) {
-        for (int row = i * chunk; row < std::min(rows, (i + 1) * chunk); ++row)
-            kernels_.rms_norm(dtype_, x + static_cast<int64_t>(row) * hidden, weight.data(), shape_.rms_norm_eps,
-                              out + row * row_bytes, hidden);
-    });
+    for (int row = begin; row < end; ++row)
+        kernels_.rms_norm(dtype_, x + row * hidden, weight.data(), shape_.rms_norm_eps, out + row * row_bytes,
+                          shape_.hidden_size);
+}
+
+void Decoder::normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows) {
+    for_chunks(member, rows, [&](int begin, int end) { normalise_rows(x, weight, begin, end); });
+}
+
+GemmCall Decoder::product(const Linear& linear, const Word* x, int64_t x_values, void* out, int64_t out_stride,
+                          Finish finish) const {
+    if (linear.format == Format::Plain)
+        return {&linear, x, {}, x_values / values_per_word(dtype_), out, out_stride, finish};
+    const IntegerRows integers{integers_.data(), integer_scales_.data(), integer_sums_.data()};
+    return {&linear, integers.values, integers, linear.inputs / 2, out, out_stride, finish};
+}
+
+void Decoder::round_rows(const GemmCall& call, const Word* x, int64_t x_values, int begin, int end) {
+    if (call.linear->format == Format::Plain) return;
+    for (int row = begin; row < end; ++row)
+        kernels_.round_row(x + row * (x_values / values_per_word(dtype_)), call.integers, row, call.linear->inputs);
+}
+
+void Decoder::multiply_rows(const Linear& linear, const Word* x, int64_t x_values, int begin, int end, void* out,
+                            int64_t out_stride, Finish finish) {
+    const GemmCall call = product(linear, x, x_values, out, out_stride, finish);
+    round_rows(call, x, x_values, begin, end);
+    kernels_.gemm(call, begin, end, 0, linear.blocks);
 }
 
 void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                        int64_t out_stride, Finish finish) {
-    GemmCall call{&linear, x, {}, x_values / values_per_word(dtype_), out, out_stride, finish};
-    if (linear.format != Format::Plain) {
-        call.integers = {integers_.data(), integer_scales_.data(), integer_sums_.data()};
-        const int chunk = static_cast<int>(divide_up(rows, team_.size() * 4));
-        member.parallel_for(static_cast<int>(divide_up(rows, chunk)), [&](int i) {
-            for (int row = i * chunk; row < std::min(rows, (i + 1) * chunk); ++row)
-                kernels_.round_row(x + row * call.x_stride, call.integers, row, linear.inputs);
-        });
-        call.x = call.integers.values;
-        call.x_stride = linear.inputs / 2;
-    }
+    const GemmCall call = product(linear, x, x_values, out, out_stride, finish);
+    if (linear.format != Format::Plain)
+        for_chunks(member, rows, [&](int begin, int end) { round_rows(call, x, x_values, begin, end); });
     const int row_chunks = static_cast<int>(divide_up(rows, kRowChunk));
     // A multiple of the threads, and not so many that taking a unit shows.
     const int threads = team_.size();
@@ -67,18 +100,17 @@ void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x
     });
 }
 
-void Decoder::attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks) {
+RotaryCall Decoder::rotary_call(const ShoalStep& step, int index) const {
     const Layer& layer = layers_[static_cast<size_t>(index)];
-    const int rows = step.num_tokens, chunk = static_cast<int>(divide_up(rows, team_.size() * 4));
     const auto norm = [](const std::vector<float>& w) { return w.empty() ? nullptr : w.data(); };
-    const RotaryCall rotary{qkv_.data(), queries_.data(), pool_.layer(index), step.positions, step.slots, cos_sin_.data(),
-                            norm(layer.query_norm), norm(layer.key_norm), shape_.rms_norm_eps, rows, shape_.num_heads,
-                            shape_.num_kv_heads, shape_.head_size, shape_.block_size};
-    member.parallel_for(static_cast<int>(divide_up(rows, chunk)), [&](int i) {
-        kernels_.rotary(dtype_, rotary, i * chunk, std::min(rows, (i + 1) * chunk));
-    });
+    return {qkv_.data(), queries_.data(), pool_.layer(index), step.positions, step.slots, cos_sin_.data(),
+            norm(layer.query_norm), norm(layer.key_norm), shape_.rms_norm_eps, step.num_tokens, shape_.num_heads,
+            shape_.num_kv_heads, shape_.head_size, shape_.block_size};
+}
+
+void Decoder::attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks) {
     const AttentionCall call{queries_.data(), pool_.layer(index), step.block_tables, step.table_stride, attended_.data(),
-                             partials_.data(), 1.0f / std::sqrt(static_cast<float>(shape_.head_size)), rows,
+                             partials_.data(), 1.0f / std::sqrt(static_cast<float>(shape_.head_size)), step.num_tokens,
                              shape_.num_heads, shape_.num_kv_heads, shape_.head_size, shape_.block_size,
                              shape_.sliding_window};
     const int count = static_cast<int>(tasks.size()), threads = team_.size();
@@ -124,23 +156,62 @@ void Decoder::gather_sampled(Team::Member& member, const ShoalStep& step) {
     });
 }
 
-void Decoder::run_layer(Team::Member& member, const ShoalStep& step, int index) {
+void Decoder::run_layers(Team::Member& member, const ShoalStep& step) {
+    const bool whole_rows = goes_by_rows(step.num_tokens);
+    for (int index = 0; index < shape_.num_layers; ++index) {
+        const bool is_last = shape_.is_last_stage && index + 1 == shape_.num_layers;
+        if (index == 0 || !whole_rows) project(member, step, index);
+        attend(member, step, index, is_last ? plan_.sampled_tasks() : plan_.tasks());
+        if (is_last) {
+            // Of the last layer, the keys and values of all tokens are wanted, and nothing else of those not sampled.
+            gather_sampled(member, step);
+            complete(member, index, sampled_.data(), sampled_attended_.data(), step.num_samples);
+        } else if (whole_rows) {
+            for_row_chunks(member, step.num_tokens, [&](int begin, int end) {
+                complete_rows(index, begin, end);
+                if (index + 1 < shape_.num_layers) project_rows(step, index + 1, begin, end);
+            });
+        } else {
+            complete(member, index, residual_.data(), attended_.data(), step.num_tokens);
+        }
+    }
+}
+
+void Decoder::project(Team::Member& member, const ShoalStep& step, int index) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
-    const bool is_last = shape_.is_last_stage && index + 1 == shape_.num_layers;
-    const int64_t hidden = shape_.hidden_size;
-    normalise(member, residual_.data(), layer.input_norm, step.num_tokens);
-    multiply(member, layer.qkv, normed_.data(), hidden, step.num_tokens, qkv_.data(), layer.qkv.outputs, Finish::Store);
-    attend(member, step, index, is_last ? plan_.sampled_tasks() : plan_.tasks());
-    // Of the last layer, the keys and values of all tokens are wanted, and nothing else of those that are not sampled.
-    const int rows = is_last ? step.num_samples : step.num_tokens;
+    const int rows = step.num_tokens;
+    if (team_.size() == 1 || goes_by_rows(rows))
+        return for_row_chunks(member, rows, [&](int begin, int end) { project_rows(step, index, begin, end); });
+    normalise(member, residual_.data(), layer.input_norm, rows);
+    multiply(member, layer.qkv, normed_.data(), shape_.hidden_size, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
+    const RotaryCall rotary = rotary_call(step, index);
+    for_chunks(member, rows, [&](int begin, int end) { kernels_.rotary(dtype_, rotary, begin, end); });
+}
+
+void Decoder::complete(Team::Member& member, int index, float* stream, const Word* attended, int rows) {
     if (rows == 0) return;
-    if (is_last) gather_sampled(member, step);
-    float* const stream = is_last ? sampled_.data() : residual_.data();
-    const Word* const attended = is_last ? sampled_attended_.data() : attended_.data();
+    const Layer& layer = layers_[static_cast<size_t>(index)];
     multiply_onto(member, stream, layer.output, attended, shape_.num_heads * shape_.head_size, rows);
     normalise(member, stream, layer.post_norm, rows);
-    multiply(member, layer.gate_up, normed_.data(), hidden, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
+    multiply(member, layer.gate_up, normed_.data(), shape_.hidden_size, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
     multiply_onto(member, stream, layer.down, gated_.data(), gated_stride_, rows);
+}
+
+void Decoder::project_rows(const ShoalStep& step, int index, int begin, int end) {
+    const Layer& layer = layers_[static_cast<size_t>(index)];
+    normalise_rows(residual_.data(), layer.input_norm, begin, end);
+    multiply_rows(layer.qkv, normed_.data(), shape_.hidden_size, begin, end, qkv_.data(), layer.qkv.outputs, Finish::Store);
+    kernels_.rotary(dtype_, rotary_call(step, index), begin, end);
+}
+
+void Decoder::complete_rows(int index, int begin, int end) {
+    const Layer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t hidden = shape_.hidden_size;
+    multiply_rows(layer.output, attended_.data(), int64_t{shape_.num_heads} * shape_.head_size, begin, end,
+                  residual_.data(), hidden, Finish::Add);
+    normalise_rows(residual_.data(), layer.post_norm, begin, end);
+    multiply_rows(layer.gate_up, normed_.data(), hidden, begin, end, gated_.data(), gated_stride_, Finish::SwiGlu);
+    multiply_rows(layer.down, gated_.data(), gated_stride_, begin, end, residual_.data(), hidden, Finish::Add);
 }
 
 void Decoder::begin(Team::Member& member, const ShoalStep& step) {
@@ -210,7 +281,7 @@ void Decoder::forward(const ShoalStep& step) {
     reserve(step.num_tokens, step.num_samples);
     team_.run([&](Team::Member& member) {
         begin(member, step);
-        for (int layer = 0; layer < shape_.num_layers; ++layer) run_layer(member, step, layer);
+        run_layers(member, step);
         finish(member, step);
     });
     if (exchange_ != nullptr && exchange_->has_failed()) throw LostRank("exchange: another rank did not come");

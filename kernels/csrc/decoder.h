@@ -88,8 +88,9 @@ private:
     void for_row_chunks(Team::Member& member, int rows, const Work& work);
     void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows);
     void normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end);
-    // Where the weight is of integers, of rows that round_rows() makes of x.
-    GemmCall product(const Linear& linear, const Word* x, int64_t x_values, void* out, int64_t out_stride,
+    int64_t widest_inputs() const;  // of a product within a layer, in whole groups
+    // Of rows from `first_row` on; where the weight is of integers, of those that round_rows() makes of x.
+    GemmCall product(const Linear& linear, const Word* x, int64_t x_values, int first_row, void* out, int64_t out_stride,
                      Finish finish) const;
     void round_rows(const GemmCall& call, const Word* x, int64_t x_values, int begin, int end);
     void multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,

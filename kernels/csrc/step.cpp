@@ -45,10 +45,9 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     sampled_attended_.reserve(samples * heads * size / pack);
     partials_.reserve(int64_t{plan_.num_partials()} * (heads / shape_.num_kv_heads) * (size + 2));
     if (!has_integers_) return;
-    const int64_t widest = std::max({int64_t{shape_.hidden_size}, heads * size, int64_t{shape_.intermediate_size}});
-    integers_.reserve(std::max(tokens, samples) * widest / 2);
-    integer_scales_.reserve(std::max(tokens, samples) * widest / kGroup);
-    integer_sums_.reserve(std::max(tokens, samples) * widest / kGroup);
+    integers_.reserve(std::max(tokens, samples) * widest_inputs() / 2);
+    integer_scales_.reserve(std::max(tokens, samples) * widest_inputs() / kGroup);
+    integer_sums_.reserve(std::max(tokens, samples) * widest_inputs() / kGroup);
 }
 
 void Decoder::normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end) {
@@ -63,11 +62,19 @@ void Decoder::normalise(Team::Member& member, const float* x, const std::vector<
     for_chunks(member, rows, [&](int begin, int end) { normalise_rows(x, weight, begin, end); });
 }
 
-GemmCall Decoder::product(const Linear& linear, const Word* x, int64_t x_values, void* out, int64_t out_stride,
-                          Finish finish) const {
+int64_t Decoder::widest_inputs() const {
+    const int64_t queries = int64_t{shape_.num_heads} * shape_.head_size;
+    return divide_up(std::max({int64_t{shape_.hidden_size}, queries, int64_t{shape_.intermediate_size}}), kGroup) * kGroup;
+}
+
+GemmCall Decoder::product(const Linear& linear, const Word* x, int64_t x_values, int first_row, void* out,
+                          int64_t out_stride, Finish finish) const {
     if (linear.format == Format::Plain)
         return {&linear, x, {}, x_values / values_per_word(dtype_), out, out_stride, finish};
-    const IntegerRows integers{integers_.data(), integer_scales_.data(), integer_sums_.data()};
+    // Others may be at another product, with rows of another length: these begin where the longest would.
+    const int64_t skipped = first_row * (widest_inputs() - linear.inputs);
+    const IntegerRows integers{integers_.data() + skipped / 2, integer_scales_.data() + skipped / kGroup,
+                               integer_sums_.data() + skipped / kGroup};
     return {&linear, integers.values, integers, linear.inputs / 2, out, out_stride, finish};
 }
 
@@ -79,14 +86,14 @@ void Decoder::round_rows(const GemmCall& call, const Word* x, int64_t x_values, 
 
 void Decoder::multiply_rows(const Linear& linear, const Word* x, int64_t x_values, int begin, int end, void* out,
                             int64_t out_stride, Finish finish) {
-    const GemmCall call = product(linear, x, x_values, out, out_stride, finish);
+    const GemmCall call = product(linear, x, x_values, begin, out, out_stride, finish);
     round_rows(call, x, x_values, begin, end);
     kernels_.gemm(call, begin, end, 0, linear.blocks);
 }
 
 void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                        int64_t out_stride, Finish finish) {
-    const GemmCall call = product(linear, x, x_values, out, out_stride, finish);
+    const GemmCall call = product(linear, x, x_values, 0, out, out_stride, finish);
     if (linear.format != Format::Plain)
         for_chunks(member, rows, [&](int begin, int end) { round_rows(call, x, x_values, begin, end); });
     const int row_chunks = static_cast<int>(divide_up(rows, kRowChunk));

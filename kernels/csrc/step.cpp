@@ -9,7 +9,9 @@ namespace shoal {
 namespace {
 
 constexpr int kRowChunk = 10 * 12;    // rows of a product's unit: ten register tiles, which the second-level cache holds
-constexpr int kLeastRows = 32;        // of each thread, for going by rows
+// Rows of a thread, for each of the threads, from which on they go by rows: what they then read of weights in a second,
+// all together, does not grow with their number.
+constexpr int kLeastRows = 16;
 constexpr int64_t kSumChunk = 4096;   // floats of a unit of a sum: the first-level cache keeps them over the ranks
 
 }  // namespace
@@ -30,7 +32,7 @@ void Decoder::for_row_chunks(Team::Member& member, int rows, const Work& work) {
 }
 
 bool Decoder::goes_by_rows(int rows) const {
-    return exchange_ == nullptr && team_.size() > 1 && rows >= kLeastRows * team_.size();
+    return exchange_ == nullptr && team_.size() > 1 && rows >= kLeastRows * team_.size() * team_.size();
 }
 
 void Decoder::reserve(int64_t tokens, int64_t samples) {

@@ -32,8 +32,10 @@ void rms_norm(Dtype dtype, const float* x, const float* weight, float eps, void*
         rms_norm_row<Float32>(x, weight, eps, static_cast<float*>(out), size);
 }
 
-// One head, normed if asked and turned to its position.
-SHOAL_INLINE void rotate(const float* x, const float* norm, float eps, const float* cos_sin, float* out, int size) {
+// One head, normed if asked and turned to its position, in the dtype.
+template <class T>
+SHOAL_INLINE void rotate(const float* x, const float* norm, float eps, const float* cos_sin, typename T::Scalar* out,
+                         int size) {
     float normed[kMaxHeadSize];
     if (norm != nullptr) {
         const float scale = inverse_rms(x, eps, size);
@@ -42,9 +44,15 @@ SHOAL_INLINE void rotate(const float* x, const float* norm, float eps, const flo
     }
     const int half = size / 2;
     const float* sin = cos_sin + half;
-    for (int i = 0; i < half; ++i) {
-        out[i] = x[i] * cos_sin[i] - x[half + i] * sin[i];
-        out[half + i] = x[half + i] * cos_sin[i] + x[i] * sin[i];
+    int i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+        const F32 first = load(x + i), second = load(x + half + i), c = load(cos_sin + i), s = load(sin + i);
+        T::store_row(out + i, first * c - second * s);
+        T::store_row(out + half + i, second * c + first * s);
+    }
+    for (; i < half; ++i) {
+        out[i] = T::narrow(x[i] * cos_sin[i] - x[half + i] * sin[i]);
+        out[half + i] = T::narrow(x[half + i] * cos_sin[i] + x[i] * sin[i]);
     }
 }
 
@@ -77,16 +85,14 @@ void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
     const int size = call.head_size, group = call.heads / call.kv_heads;
     const int64_t page = static_cast<int64_t>(size) * kPanel / pack;
     const int pages_per_block = call.block_size / kPanel;
-    float turned[kMaxHeadSize];
     alignas(Word) Scalar narrowed[kMaxHeadSize];
     for (int token = token_begin; token < token_end; ++token) {
         const float* row = call.qkv + static_cast<int64_t>(token) * (call.heads + 2 * call.kv_heads) * size;
         const float* cos_sin = call.cos_sin + call.positions[token] * size;
         auto* queries = reinterpret_cast<Scalar*>(call.queries);
         for (int head = 0; head < call.heads; ++head) {
-            rotate(row + head * size, call.query_norm, call.eps, cos_sin, turned, size);
             const int64_t at = (static_cast<int64_t>(head / group) * call.tokens + token) * group + head % group;
-            narrow_row<T>(turned, queries + at * size, size);
+            rotate<T>(row + head * size, call.query_norm, call.eps, cos_sin, queries + at * size, size);
         }
         const int64_t slot = call.slots[token], block = slot / call.block_size;
         const int offset = static_cast<int>(slot % call.block_size), lane = offset % kPanel;
@@ -96,8 +102,7 @@ void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
             Word* keys = call.pool + ((block * call.kv_heads + head) * pages_per_block + offset / kPanel) * 2 * page;
             Word* values = keys + page;
             if (lane == 0) clear_values<T>(values, tokens_ahead(call, token), size);
-            rotate(key, call.key_norm, call.eps, cos_sin, turned, size);
-            narrow_row<T>(turned, narrowed, size);
+            rotate<T>(key, call.key_norm, call.eps, cos_sin, narrowed, size);
             for (int i = 0; i < size / pack; ++i) std::memcpy(keys + i * kPanel + lane, narrowed + i * pack, sizeof(Word));
             narrow_row<T>(value, narrowed, size);
             auto* v = reinterpret_cast<Scalar*>(values) + (lane / pack) * size * pack + lane % pack;

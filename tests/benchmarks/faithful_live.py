@@ -1,7 +1,12 @@
 """A live cluster of two replicas and its simulation on the same arrivals: they should say the same.
 
+python tests/benchmarks/faithful_live.py
+
+Step times are fitted to a calibration run at another rate, by what the replicas tell of their work, and a request's way
+there and back to requests that have the cluster to themselves. The runs that are compared take no part in either.
+With --steps, step times are those of one engine alone instead:
+
 shoal bench engine --threads 1 --repeats 3 --workloads s --json steps.json
-python tests/benchmarks/faithful_live.py --steps steps.json
 """
 
 from __future__ import annotations
@@ -41,14 +46,20 @@ from shoal_cluster.policies.objective import LatencyObjective  # noqa: E402
 from shoal_cluster.policies.pending import HoldConfig  # noqa: E402
 from shoal_cluster.serve.call import GenerateCall, Usage  # noqa: E402
 from shoal_cluster.sim.config import SimConfig  # noqa: E402
-from shoal_cluster.sim.fit import fit_step_time  # noqa: E402
+from shoal_cluster.sim.fit import fit_live, fit_step_time  # noqa: E402
+from shoal_cluster.sim.latency import StepTime  # noqa: E402
 from shoal_cluster.sim.run import simulate  # noqa: E402
 from shoal_cluster.sim.workload import SimRequest  # noqa: E402
 from shoal_replica import SamplingParams  # noqa: E402
 from shoal_replica.config import CacheConfig  # noqa: E402
+from shoal_replica.stats import ReplicaStats  # noqa: E402
 
 TOLERANCE = 0.15
 TIMEOUT_S = 300.0
+LOOK_S = 0.2  # between looks at what the replicas tell
+NUM_ALONE = 12
+FEED_DELAY_S = 0.005  # where it is not measured
+CALIBRATION_SEED = 1000  # other prompts and arrivals than those of the runs that are compared
 NUM_GROUPS, NUM_PREFIX_TOKENS, NUM_OWN_TOKENS, NUM_OUTPUT_TOKENS = 8, 512, 32, 16
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 9000  # ordinary tokens
 
@@ -98,18 +109,58 @@ async def ask(client: GatewayClient, group: int, number: int, seed: int, started
     return Asked(group, asked_s - started_s, first_s - asked_s, time.monotonic() - started_s, usage)
 
 
-async def live(address: str, num_requests: int, rate: float, seed: int) -> list[Asked]:
+Told = list[tuple[ReplicaStats, ReplicaStats]]
+"""What a replica told, and what it told a little later."""
+
+
+async def look(client: GatewayClient, told: Told) -> None:
+    """Look at the replicas until cancelled."""
+    before: dict[str, ReplicaStats] = {}
+    while True:
+        for row in (await client.cluster()).replicas:
+            if row.stats is not None:
+                told.append((before.get(row.replica_id, row.stats), row.stats))
+                before[row.replica_id] = row.stats
+        await asyncio.sleep(LOOK_S)
+
+
+async def alone(client: GatewayClient, seed: int) -> list[Asked]:
+    """Requests one after the other, whose prefixes are cached."""
+    asked = [await ask(client, 0, number, seed, 0.0) for number in range(NUM_ALONE + 4)]
+    return asked[4:]
+
+
+async def calibrate(address: str, num_requests: int, rate: float, seed: int) -> tuple[StepTime, float]:
+    """Step times of a live run, and the seconds that a request's way there and back adds to its first token."""
+    async with GatewayClient(address) as client:
+        single = await alone(client, seed + 1)
+        told: Told = []
+        looking = asyncio.create_task(look(client, told))
+        await live(client, num_requests, rate, seed)
+        looking.cancel()
+    step_time = fit_live(told)
+    new = single[0].usage.num_prompt_tokens - single[0].usage.num_cached_tokens
+    first_s = statistics.median(a.ttft_s for a in single)
+    way_s = max(0.0, first_s - step_time.step_s - new * step_time.prefill.seconds(0, 1))
+    return step_time, way_s
+
+
+async def live(client: GatewayClient, num_requests: int, rate: float, seed: int) -> list[Asked]:
     """Poisson arrivals of random groups, whatever the answers do."""
     rng = Random(seed)
+    for number in range(4):  # warms up both replicas
+        await ask(client, number, number, -1 - seed, 0.0)
+    started_s, due_s, tasks = time.monotonic(), 0.0, []
+    for number in range(num_requests):
+        due_s += rng.expovariate(rate)
+        await asyncio.sleep(max(0.0, started_s + due_s - time.monotonic()))
+        tasks.append(asyncio.create_task(ask(client, rng.randrange(NUM_GROUPS), number, seed, started_s)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def run_live(address: str, num_requests: int, rate: float, seed: int) -> list[Asked]:
     async with GatewayClient(address) as client:
-        for number in range(4):  # warms up both replicas
-            await ask(client, number, number, -1 - seed, 0.0)
-        started_s, due_s, tasks = time.monotonic(), 0.0, []
-        for number in range(num_requests):
-            due_s += rng.expovariate(rate)
-            await asyncio.sleep(max(0.0, started_s + due_s - time.monotonic()))
-            tasks.append(asyncio.create_task(ask(client, rng.randrange(NUM_GROUPS), number, seed, started_s)))
-        return list(await asyncio.gather(*tasks))
+        return await live(client, num_requests, rate, seed)
 
 
 def shown_of(asked: list[Asked]) -> Shown:
@@ -122,9 +173,8 @@ def shown_of(asked: list[Asked]) -> Shown:
     )
 
 
-def simulated(asked: list[Asked], config: ClusterConfig, steps: Path) -> Shown:
+def simulated(asked: list[Asked], config: ClusterConfig, step_time: StepTime, way_s: float) -> Shown:
     """The same arrivals and prompts, in simulated time."""
-    step_time = fit_step_time(steps)
     replica = config.replica
     assert replica.num_blocks is not None
     requests = [
@@ -143,6 +193,7 @@ def simulated(asked: list[Asked], config: ClusterConfig, steps: Path) -> Shown:
             cache=CacheConfig(num_blocks=replica.num_blocks, block_size=replica.block_size),
             scheduler=replica.scheduler_config(),
             step_time=step_time,
+            feed_delay_s=way_s,
             hold=HoldConfig(objective=LatencyObjective(ttft_s=config.objective.ttft_s)),
         ),
         requests,
@@ -172,22 +223,29 @@ def configured() -> tuple[dict[str, Any], str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=Path, required=True, help="JSON of `shoal bench engine --workloads s`")
+    parser.add_argument("--steps", type=Path, help="JSON of `shoal bench engine --workloads s`; else from a live run")
+    parser.add_argument("--calibration-rate", type=float, default=3.0, help="requests/s of that run")
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 4.0], help="requests/s, a run each")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    fit_step_time(options.steps)  # say what is wrong with it before anything is started
+    step_time, way_s = StepTime(), FEED_DELAY_S
+    if options.steps is not None:
+        step_time = fit_step_time(options.steps)
     document, address = configured()
     config = ClusterConfig.from_args(document["applications"][0]["args"])
     agree = True
     with LocalRay(num_cpus=4) as ray:
         ray.wait_until_up()
         deploy(document, ray.dashboard_url, lambda progress: None)
+        if options.steps is None:
+            rate, seed = options.calibration_rate, options.seed + CALIBRATION_SEED
+            step_time, way_s = asyncio.run(calibrate(address, options.requests, rate, seed))
+            print(f"calibrated at {rate:g}/s: {step_time}; way there and back {way_s * 1000:.1f} ms")
         for number, rate in enumerate(options.rates):
-            asked = asyncio.run(live(address, options.requests, rate, options.seed + number))
+            asked = asyncio.run(run_live(address, options.requests, rate, options.seed + number))
             print(f"{options.requests} requests at {rate:g}/s")
-            agree &= compare(shown_of(asked), simulated(asked, config, options.steps))
+            agree &= compare(shown_of(asked), simulated(asked, config, step_time, way_s))
     sys.exit(0 if agree else 1)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import typer
+from fixtures.cluster_views import make_stats
 from typer.testing import CliRunner
 
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
@@ -15,13 +17,14 @@ from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.capacity import carries, find_capacity, find_replicas
 from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import SimConfig
-from shoal_cluster.sim.fit import fit_step_time
+from shoal_cluster.sim.fit import fit_live, fit_step_time
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.run import simulate
 from shoal_cluster.sim.traces import read_trace
 from shoal_cluster.sim.workload import SimRequest, poisson, shared_prefixes, speed_up
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.stats import ReplicaStats
 
 PREFILL = PrefillTime(tokens_per_s=8000.0)
 OBJECTIVE = LatencyObjective(ttft_s=0.5)
@@ -165,6 +168,30 @@ def test_a_benchmark_without_steps_is_named(tmp_path: Path, text: str) -> None:
         fit_step_time(path)
     with pytest.raises(NotFound):
         fit_step_time(tmp_path / "other.json")
+
+
+def test_step_times_are_found_again_from_what_replicas_tell() -> None:
+    true, rng = StepTime(prefill=PrefillTime(tokens_per_s=500.0, pair_s=0.0), step_s=0.02), Random(0)
+    told: list[tuple[ReplicaStats, ReplicaStats]] = []
+    before = make_stats()
+    for _ in range(40):
+        steps, new, generated = rng.randrange(20), rng.randrange(300), rng.randrange(60)
+        after = replace(
+            before,
+            num_steps=before.num_steps + steps,
+            num_prompt_tokens=before.num_prompt_tokens + 512 + new,
+            num_cached_tokens=before.num_cached_tokens + 512,
+            num_generated_tokens=before.num_generated_tokens + generated,
+            busy_s=before.busy_s + steps * true.step_s + new / 500.0 + generated * 0.003,
+        )
+        told.append((before, after))
+        before = after
+    fitted = fit_live(told)
+    assert fitted.step_s == pytest.approx(0.02, rel=1e-3)
+    assert fitted.prefill.tokens_per_s == pytest.approx(500.0, rel=1e-3)
+    assert (fitted.decode_s, fitted.decode_sequence_s) == (0.0, pytest.approx(0.003, rel=1e-3))
+    with pytest.raises(ConfigError, match="intervals with steps"):
+        fit_live(told[:5])
 
 
 # The command

@@ -1,9 +1,10 @@
-"""Step times from what ``shoal bench engine --json`` measured (its workload of single steps)."""
+"""Step times from what was measured: single steps by ``shoal bench engine --json``, or a live run by its reports."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 from shoal_cluster.policies.objective import PrefillTime
 from shoal_cluster.sim.latency import StepTime
 from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.stats import ReplicaStats
 
 MAX_TOKENS_PER_S = 1e12
+MIN_INTERVALS = 10
 FORMAT = "steps.prefill: num_new_tokens, num_computed_tokens, seconds; steps.decode: num_seqs, context, seconds"
 
 
@@ -36,6 +39,36 @@ def fit_step_time(path: Path) -> StepTime:
         raise ConfigError(f"model_from: {path.name} holds no steps ({error!r}); expected {FORMAT}") from None
 
 
+def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
+    """Fit a StepTime to what replicas did from one report to a later one: least squares of their busy time, by steps,
+    prompt tokens computed and tokens generated. So it holds for replicas that share a machine, beside what else runs
+    there, at about the load that they were told of.
+
+    Raises:
+        ConfigError: they did nothing, or all did the same.
+    """
+    rows = [
+        (
+            after.num_steps - before.num_steps,
+            (after.num_prompt_tokens - after.num_cached_tokens) - (before.num_prompt_tokens - before.num_cached_tokens),
+            after.num_generated_tokens - before.num_generated_tokens,
+            after.busy_s - before.busy_s,
+        )
+        for before, after in told
+        if after.num_steps > before.num_steps
+    ]
+    if len(rows) < MIN_INTERVALS:
+        raise ConfigError(f"live: {len(rows)} intervals with steps in them; must be at least {MIN_INTERVALS}")
+    steps, new, generated, busy_s = np.array(rows, np.float64).T
+    step_s, token_s, sequence_s = _least_squares([steps, new, generated], busy_s, relative=False)
+    return StepTime(
+        prefill=PrefillTime(tokens_per_s=1 / max(token_s, 1 / MAX_TOKENS_PER_S), pair_s=0.0),
+        step_s=step_s,
+        decode_s=0.0,
+        decode_sequence_s=sequence_s,
+    )
+
+
 def _median(step: dict[str, Any]) -> float:
     return float(statistics.median(step["seconds"]))
 
@@ -54,12 +87,15 @@ def _fit(prefill: list[tuple[int, int, float]], decode: list[tuple[int, float, f
     )
 
 
-def _least_squares(columns: list[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
+def _least_squares(
+    columns: list[NDArray[np.float64]], seconds: NDArray[np.float64], relative: bool = True
+) -> list[float]:
     """Coefficients, none negative: the most negative one is left out until none is."""
     kept = list(range(len(columns)))
+    weights = 1 / seconds if relative else np.ones_like(seconds)
     while kept:
-        matrix = np.stack([columns[i] / seconds for i in kept], axis=1)
-        found = np.linalg.lstsq(matrix, np.ones_like(seconds), rcond=None)[0]
+        matrix = np.stack([columns[i] * weights for i in kept], axis=1)
+        found = np.linalg.lstsq(matrix, seconds * weights, rcond=None)[0]
         if found.min() >= 0:
             coefficients = dict(zip(kept, found.tolist(), strict=True))
             return [coefficients.get(i, 0.0) for i in range(len(columns))]

@@ -56,7 +56,7 @@ from shoal_replica.stats import ReplicaStats  # noqa: E402
 
 TOLERANCE = 0.15
 TIMEOUT_S = 300.0
-LOOK_S = 0.2  # between looks at what the replicas tell
+LOOK_S = 0.1  # between looks at what the replicas tell
 NUM_ALONE = 12
 FEED_DELAY_S = 0.005  # where it is not measured
 CALIBRATION_SEED = 1000  # other prompts and arrivals than those of the runs that are compared
@@ -113,14 +113,15 @@ Told = list[tuple[ReplicaStats, ReplicaStats]]
 """What a replica told, and what it told a little later."""
 
 
-async def look(client: GatewayClient, told: Told) -> None:
-    """Look at the replicas until cancelled."""
+async def look(client: GatewayClient, told: Told, ages_s: list[float]) -> None:
+    """Look at the replicas, and how old the gateway's picture of them is, until cancelled."""
     before: dict[str, ReplicaStats] = {}
     while True:
         for row in (await client.cluster()).replicas:
             if row.stats is not None:
                 told.append((before.get(row.replica_id, row.stats), row.stats))
                 before[row.replica_id] = row.stats
+                ages_s.append(row.age_s)
         await asyncio.sleep(LOOK_S)
 
 
@@ -135,9 +136,13 @@ async def calibrate(address: str, num_requests: int, rate: float, seed: int) -> 
     async with GatewayClient(address) as client:
         single = await alone(client, seed + 1)
         told: Told = []
-        looking = asyncio.create_task(look(client, told))
+        ages_s: list[float] = []
+        looking = asyncio.create_task(look(client, told, ages_s))
         await live(client, num_requests, rate, seed)
         looking.cancel()
+    *_, p99_s = statistics.quantiles(ages_s, n=100)
+    p50_s, max_s = statistics.median(ages_s), max(ages_s)
+    print(f"ledger's age in {len(ages_s)} looks: p50 {p50_s:.4f} s, p99 {p99_s:.4f} s, longest {max_s:.4f} s")
     step_time = fit_live(told)
     new = single[0].usage.num_prompt_tokens - single[0].usage.num_cached_tokens
     first_s = statistics.median(a.ttft_s for a in single)

@@ -56,6 +56,7 @@ from shoal_replica.stats import ReplicaStats  # noqa: E402
 
 TOLERANCE = 0.15
 TIMEOUT_S = 300.0
+INTERVAL_S = 1.0
 LOOK_S = 0.1  # between looks at what the replicas tell
 NUM_ALONE = 12
 FEED_DELAY_S = 0.005  # where it is not measured
@@ -119,8 +120,12 @@ async def look(client: GatewayClient, told: Told, ages_s: list[float]) -> None:
     while True:
         for row in (await client.cluster()).replicas:
             if row.stats is not None:
-                told.append((before.get(row.replica_id, row.stats), row.stats))
-                before[row.replica_id] = row.stats
+                earlier = before.setdefault(row.replica_id, row.stats)
+                if (
+                    row.stats.time_s >= earlier.time_s + INTERVAL_S
+                ):  # tokens count when a step begins, time when it ends
+                    told.append((earlier, row.stats))
+                    before[row.replica_id] = row.stats
                 ages_s.append(row.age_s)
         await asyncio.sleep(LOOK_S)
 

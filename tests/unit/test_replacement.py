@@ -11,6 +11,7 @@ from fixtures.fake_serve import Answer, FakeServe, ask, serving
 from fixtures.replicas import Replica, replica
 from fixtures.waiting import until
 
+from shoal_cluster.policies import stall
 from shoal_replica.testing import expected_tokens
 
 RUNNING, WAITING = range(10, 31), range(40, 61)
@@ -51,6 +52,32 @@ async def test_what_waits_at_a_leaving_replica_goes_elsewhere_and_what_runs_stay
         await running
         if how == "told to drain":
             assert await drained
+        serve.leave("b")
+
+
+async def test_what_waits_at_a_replica_that_stalls_goes_elsewhere_until_its_step_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stall, "STALL_S", 0.2)
+    async with serving("a", max_num_seqs=1, max_num_batched_tokens=128) as serve, replica() as other:
+        made, stalls = serve.replicas["a"], list[None]()
+        serve.ledger.recalls.on_stall = lambda: stalls.append(None)
+        await ask(serve, "measures its pace", prompt_token_ids=range(100, 190))
+        made.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=RUNNING))
+        await until(lambda: made.executor.is_held)
+        waiting = asyncio.create_task(ask(serve, "waiting", prompt_token_ids=WAITING))
+        await until(lambda: made.engine.stats().num_waiting == 1 and "waiting" in serve.ledger._replica_of)
+        serve.join("b", other)
+        answer = await waiting
+        assert answer.tokens == [expected_tokens(WAITING, 4)]
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == ("b", 0)
+        assert not running.done()
+        assert len(stalls) == 1
+        assert not serve.ledger.can_place({"b"}), "nothing new goes to a"
+        made.executor.gate.set()
+        assert (await running).usage.replica_id == "a"
+        await until(lambda: serve.ledger.can_place({"b"}))
         serve.leave("b")
 
 

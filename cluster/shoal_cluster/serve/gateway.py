@@ -76,6 +76,7 @@ class Gateway:
         objective = LatencyObjective(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
         self._metrics = GatewayMetrics(self._ledger.gateway_id, LatencyWindow(objective))
         self._ledger.on_decision = self._metrics.add_decision
+        self._ledger.recalls.on_stall = self._metrics.add_stall
         self._watch = DeploymentWatch(
             serve_details, serve.get_replica_context().app_name, replicas.deployment_name, self._ledger.journal
         )

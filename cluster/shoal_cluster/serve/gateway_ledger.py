@@ -29,6 +29,7 @@ from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
+from shoal_cluster.serve.recalls import Recalls
 from shoal_cluster.serve.route_log import RouteLog
 from shoal_cluster.serve.shared_credit import SharedCredit
 from shoal_cluster.serve.view_tally import ViewTally
@@ -80,9 +81,9 @@ class GatewayLedger:
         self._followers: dict[str, Follower] = {}
         self._dispatched: dict[str, RouteRecord] = {}
         self._asked: set[str] = set()  # of those, whose ranks Serve knows
-        self._recalled: set[str] = set()  # asked back from replicas that leave
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
         self._replica_of: dict[str, str] = {}
+        self.recalls = Recalls(self.view, self._feeds, self._replica_of, self.can_place, self.journal)
         self.routes = RouteLog()
         self.tally = ViewTally()
         self._changed = asyncio.Event()
@@ -104,7 +105,8 @@ class GatewayLedger:
             del self._members[replica_id]
             self._note_leaving(replica_id)
             self.view.leave(replica_id)
-            self._recall(replica_id)
+            self.recalls.stalls.forget(replica_id)
+            self.recalls.recall(replica_id)
             if self.named is not None:
                 self.named.forget(replica_id)
             self._close_unused_feed(replica_id)
@@ -173,7 +175,7 @@ class GatewayLedger:
         self.tally.forget(request_id)
         self._dispatched.pop(request_id, None)
         self._asked.discard(request_id)
-        self._recalled.discard(request_id)
+        self.recalls.forget(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
             self._close_unused_feed(replica_id)
@@ -264,15 +266,19 @@ class GatewayLedger:
         if isinstance(message, Snapshot):
             if replica_id in self.view:
                 self.journal.note(EventKind.READY, "its feed is open: requests may go there", replica_id=replica_id)
-            self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
+            self.recalls.stalls.forget(replica_id)
+            stats = self.recalls.stalls.hear(replica_id, message.stats, now)
+            self.view.apply_snapshot(replica_id, stats, message.hashes, now)
             self._credit.take(replica_id, message, now)
             self._changed.set()
             self.on_news()
             return
         self._credit.take(replica_id, message, now)
-        self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
-        if message.stats is not None and message.stats.draining:
-            self._recall(replica_id)
+        told = None if message.stats is None else self.recalls.stalls.hear(replica_id, message.stats, now)
+        self.view.apply_update(replica_id, told, message.stored, message.removed, now)
+        if told is not None and told.draining:
+            self.recalls.recall(replica_id)
+        self.recalls.look(now)
         for request_id in message.accepted:  # this may come before Serve's word
             self._note_replica(request_id, replica_id)
         self.view.settle(message.accepted)
@@ -296,15 +302,6 @@ class GatewayLedger:
             self.view.move(request_id, replica_id, time.monotonic())
             self._credit.promise(request_id)
         follower.on_routed(replica_id)
-
-    def _recall(self, replica_id: str) -> None:
-        """A replica takes nothing new any more: what waits there and has not started goes elsewhere, if it can."""
-        if (feed := self._feeds.get(replica_id)) is None or not self.can_place({replica_id}):
-            return
-        for request_id, where in self._replica_of.items():
-            if where == replica_id and request_id not in self._recalled:
-                self._recalled.add(request_id)
-                feed.recall(request_id)
 
     def _lost(self, replica_id: str) -> None:
         if self.view.is_connected(replica_id):

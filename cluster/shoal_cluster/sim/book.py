@@ -25,6 +25,7 @@ class Outcome:
     objective_s: float = 0.0  # longest time to first token that counts as good
     refusal: str | None = None
     num_resumes: int = 0
+    num_moves: int = 0  # to another replica before it had started
 
     @property
     def is_open(self) -> bool:

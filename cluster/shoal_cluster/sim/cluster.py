@@ -105,6 +105,7 @@ class SimCluster:
             self.config.cache,
             self.config.step_time,
             self._publish,
+            self.config.stalls,
         )
         replica.scheduler.shared_pool = self.shared_pool
         self.replicas[replica.replica_id] = replica

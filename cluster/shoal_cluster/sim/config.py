@@ -31,6 +31,15 @@ class ScalingPlan:
     drain_timeout_s: float = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A fault: steps that the replica begins from ``from_s`` on do not end before ``until_s``."""
+
+    replica_id: str
+    from_s: float
+    until_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
     """A cluster to simulate.
@@ -60,4 +69,5 @@ class SimConfig:
     num_gateways: int = 1
     has_shared_pool: bool = False
     hold: HoldConfig | None = None
+    stalls: tuple[Stall, ...] = ()
     seed: int = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from random import Random
 
 from shoal_cluster.policies.admission import admit
@@ -13,6 +15,7 @@ from shoal_cluster.policies.memory import RoutingMemory
 from shoal_cluster.policies.pending import PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import priced_steps
 from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.stall import Stalls
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.book import Book
@@ -54,6 +57,8 @@ class SimGateway:
         self._replicas = replicas
         self._rng = rng
         self._memory = RoutingMemory()
+        self._stalls = Stalls()
+        self._sent: dict[str, PendingRequest] = {}  # those that were held, until their first token
 
     def take(self, request: SimRequest) -> None:
         """A request arrives here."""
@@ -103,11 +108,16 @@ class SimGateway:
 
     def hear(self, replica: SimReplica, message: FeedMessage) -> None:
         """A replica's news arrive."""
-        self.view.apply_update(replica.replica_id, message.stats, message.stored, message.removed, self._loop.now)
+        now, stats = self._loop.now, message.stats
+        stats = None if stats is None else self._stalls.hear(replica.replica_id, stats, now)
+        self.view.apply_update(replica.replica_id, stats, message.stored, message.removed, now)
+        for replica_id, _ in self._stalls.look(self.view, now):
+            self._loop.after(self._config.feed_delay_s, partial(self._recall, replica_id))
         if message.added:
             self.view.settle(message.added)
         for delta in message.deltas:
             self.view.computed(delta.request_id)
+            self._sent.pop(delta.request_id, None)
         if self._is_one_of_many:
             others = [p for p in message.promised if p.gateway_id != self._gateway_id]
             num_blocks, num_tokens = sum(p.num_blocks for p in others), sum(p.num_tokens for p in others)
@@ -146,8 +156,24 @@ class SimGateway:
             self._book.num_decisions += 1
             query = dispatch.pending.query
             num_matched = dispatch.candidates.matched_by(dispatch.replica_id)
-            if not self._send(query, dispatch.replica_id, num_matched, dispatch.due_s, dispatch.yields):
+            if self._send(query, dispatch.replica_id, num_matched, dispatch.due_s, dispatch.yields):
+                self._sent[query.request_id] = dispatch.pending
+            else:
                 self._place(query, dispatch.candidates)  # it has begun to drain: whoever else takes it
+
+    def _recall(self, replica_id: str) -> None:
+        """A replica has stalled: what has not started there is held again, for another one."""
+        outcomes, replica = self._book.outcomes, self._replicas.get(replica_id)
+        for request_id, pending in tuple(self._sent.items()):
+            if outcomes[request_id].replica_id == replica_id and replica is not None and replica.hand_back(request_id):
+                del self._sent[request_id]
+                outcomes[request_id].num_moves += 1
+                self.view.release(request_id)
+                self.view.computed(request_id)
+                query = replace(pending.query, excluded=pending.query.excluded | {replica_id}, passed=())
+                if self.queue is not None:
+                    self.queue.push(replace(pending, query=query))
+        self._take_turn()
 
     def _wish(self, wishes: dict[str, tuple[Wish, ...]]) -> None:
         """Tell each replica what this gateway means to send it, as far as it is news."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal_cluster.policies.wishes import Wish
+from shoal_cluster.sim.config import Stall
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.steady import SteadyScheduler
@@ -54,6 +55,7 @@ class SimReplica:
 
     Args:
         publish: called with a message at the end of each step, and whenever ``tell`` is.
+        stalls: of all replicas.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class SimReplica:
         cache_config: CacheConfig,
         step_time: StepTime,
         publish: Callable[[SimReplica, FeedMessage], None],
+        stalls: tuple[Stall, ...] = (),
     ) -> None:
         self.replica_id = replica_id
         self.scheduler = SteadyScheduler(
@@ -75,6 +78,7 @@ class SimReplica:
         self._loop = loop
         self._step_time = step_time
         self._publish = publish
+        self._stalls = tuple(stall for stall in stalls if stall.replica_id == replica_id)
         self._added: list[str] = []
         self._promised: list[Promise] = []  # of those
         self._wishes: tuple[tuple[str, Wish], ...] = ()  # with their gateways
@@ -114,6 +118,14 @@ class SimReplica:
         self._is_telling = False
         self._publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes))
 
+    def hand_back(self, request_id: str) -> bool:
+        """Give a request up if nothing of it has been computed."""
+        if request_id not in self.scheduler.request_ids(only_unstarted=True):
+            return False
+        self.scheduler.abort(request_id)
+        self.tell(())
+        return True
+
     def drain(self) -> None:
         """Take nothing new; finish what is here."""
         self.draining = True
@@ -152,12 +164,12 @@ class SimReplica:
         if output is None:
             self._is_stepping = False
             return
-        self._step_s = step_s = self._step_time.of(output)
         now = self._loop.now
+        stalled_s = max((stall.until_s - now for stall in self._stalls if stall.from_s <= now), default=0.0)
+        self._step_s = step_s = max(self._step_time.of(output), stalled_s)
         num_steps = self.scheduler.num_steady_steps(output, int(MAX_STRETCH_S / step_s) if step_s else 1)
         if num_steps == 1:
-            self.busy_s += step_s
-            self._loop.at(now + step_s, lambda: self._end_step(output))
+            self._loop.at(now + step_s, lambda: self._end_step(output, step_s))
             return
         num_sequences = len(output.scheduled)
         num_context_tokens = sum(share.num_computed_tokens for share in output.scheduled)
@@ -168,7 +180,8 @@ class SimReplica:
         stretch = self._stretch = _Stretch(output, steps_s, ends_s)
         self._loop.at(now, lambda: self._end_stretch(stretch, num_steps))
 
-    def _end_step(self, output: SchedulerOutput) -> None:
+    def _end_step(self, output: SchedulerOutput, step_s: float) -> None:
+        self.busy_s += step_s
         self._pace.take(sum(share.num_new_tokens for share in output.scheduled), len(output.scheduled), self._step_s)
         self.tell(tuple(self.scheduler.update(output, _sampled(output))))
         self._start_step()

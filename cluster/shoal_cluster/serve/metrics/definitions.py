@@ -120,6 +120,9 @@ WITHIN_OBJECTIVE = _gateway(
 )
 ACTIVE = _gateway("requests_active", _G, "requests", "Requests in progress")
 RESUMES = _gateway("resumes_total", _C, "streams", "Streams that went on at another replica")
+STALLS = _gateway(
+    "stalls_total", _C, "stalls", "Replicas whose step did not end, so that what waited there was asked back"
+)
 REQUEST_TIME = _gateway(
     "request_seconds", _H, "seconds", "From arrival to the end, of finished requests", buckets=REQUEST_BUCKETS
 )

@@ -62,6 +62,10 @@ class GatewayMetrics:
         """A call that could not be read, so that there is nothing to observe."""
         self.tally.inc(d.REQUESTS, RequestOutcome.INVALID)
 
+    def add_stall(self) -> None:
+        """A replica has stalled."""
+        self.tally.inc(d.STALLS)
+
     def add_call(self, record: CallRecord) -> None:
         """A call is over. Those that ended by the client's doing say nothing of the objective."""
         outcome = record.outcome

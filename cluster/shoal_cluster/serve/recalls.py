@@ -1,0 +1,64 @@
+"""Requests that are asked back before they start: from replicas that leave, that drain, and that have stalled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+
+from shoal_cluster.policies.stall import Stalls
+from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.serve.feed_client import FeedClient
+from shoal_cluster.serve.journal import EventKind, Journal
+
+
+class Recalls:
+    """Owner: the gateway's ledger.
+
+    Args:
+        feeds, replica_of: to the replicas, by id; where each request is. The ledger's own.
+        can_place: whether a replica other than these takes requests.
+
+    Attributes:
+        stalls: is to hear all news of replicas.
+        on_stall: called when one has stalled.
+    """
+
+    def __init__(
+        self,
+        view: ClusterView,
+        feeds: Mapping[str, FeedClient],
+        replica_of: Mapping[str, str],
+        can_place: Callable[[Set[str]], bool],
+        journal: Journal,
+    ) -> None:
+        self.stalls = Stalls()
+        self.on_stall: Callable[[], None] = lambda: None
+        self._view = view
+        self._feeds = feeds
+        self._replica_of = replica_of
+        self._can_place = can_place
+        self._journal = journal
+        self._asked: set[str] = set()
+
+    def look(self, now: float) -> None:
+        """Ask back what waits where a replica has stalled."""
+        for replica_id, quiet_s in self.stalls.look(self._view, now):
+            self.on_stall()
+            num_asked = self.recall(replica_id)
+            text = f"no step has ended for {quiet_s:.1f} s: nothing new goes there; {num_asked} requests asked back"
+            self._journal.note(EventKind.LOST, text, replica_id=replica_id)
+
+    def recall(self, replica_id: str) -> int:
+        """A replica takes nothing new: what waits there and has not started goes elsewhere, if it can. Returns how many
+        requests were asked back.
+        """
+        if (feed := self._feeds.get(replica_id)) is None or not self._can_place({replica_id}):
+            return 0
+        request_ids = [r for r, where in self._replica_of.items() if where == replica_id and r not in self._asked]
+        for request_id in request_ids:
+            self._asked.add(request_id)
+            feed.recall(request_id)
+        return len(request_ids)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over here."""
+        self._asked.discard(request_id)

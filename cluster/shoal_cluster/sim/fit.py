@@ -42,7 +42,8 @@ def fit_step_time(path: Path) -> StepTime:
 def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
     """Fit a StepTime to what replicas did from one report to a later one: least squares of their busy time, by steps,
     prompt tokens computed and tokens generated. So it holds for replicas that share a machine, beside what else runs
-    there, at about the load that they were told of.
+    there, at about the load that they were told of. Prompts count when they start, time when a step ends: what is left
+    of them is taken off, and reports while requests wait are left out, for those have not started.
 
     Raises:
         ConfigError: they did nothing, or all did the same.
@@ -50,12 +51,12 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
     rows = [
         (
             after.num_steps - before.num_steps,
-            (after.num_prompt_tokens - after.num_cached_tokens) - (before.num_prompt_tokens - before.num_cached_tokens),
+            _num_computed(after) - _num_computed(before),
             after.num_generated_tokens - before.num_generated_tokens,
             after.busy_s - before.busy_s,
         )
         for before, after in told
-        if after.num_steps > before.num_steps
+        if after.num_steps > before.num_steps and not before.num_waiting + after.num_waiting
     ]
     if len(rows) < MIN_INTERVALS:
         raise ConfigError(f"live: {len(rows)} intervals with steps in them; must be at least {MIN_INTERVALS}")
@@ -67,6 +68,11 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
         decode_s=0.0,
         decode_sequence_s=sequence_s,
     )
+
+
+def _num_computed(stats: ReplicaStats) -> int:
+    """Prompt tokens that steps which have ended had to compute, but for a token of each sequence that decodes."""
+    return stats.num_prompt_tokens - stats.num_cached_tokens - stats.num_waiting_tokens
 
 
 def _median(step: dict[str, Any]) -> float:

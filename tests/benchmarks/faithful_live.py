@@ -2,8 +2,9 @@
 
 python tests/benchmarks/faithful_live.py
 
-Step times are fitted to a calibration run at another rate, by what the replicas tell of their work, and a request's way
-there and back to requests that have the cluster to themselves. The runs that are compared take no part in either.
+Each rate has a calibration run before it, with other arrivals and prompts. Step times are fitted to what the replicas
+tell of their work in it; a request's way there and back is by how much first tokens of cached prompts came later in it
+than in its simulation. The run that is compared takes no part in either.
 With --steps, step times are those of one engine alone instead:
 
 shoal bench engine --threads 1 --repeats 3 --workloads s --json steps.json
@@ -60,7 +61,6 @@ TOLERANCE = 0.15
 TIMEOUT_S = 300.0
 INTERVAL_S = 1.0
 LOOK_S = 0.1  # between looks at what the replicas tell
-NUM_ALONE = 12
 FEED_DELAY_S = 0.005  # where it is not measured
 CALIBRATION_SEED = 1000  # other prompts and arrivals than those of the runs that are compared
 NUM_GROUPS, NUM_PREFIX_TOKENS, NUM_OWN_TOKENS, NUM_OUTPUT_TOKENS = 8, 512, 32, 16
@@ -132,29 +132,28 @@ async def look(client: GatewayClient, told: Told, ages_s: list[float]) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-async def alone(client: GatewayClient, seed: int) -> list[Asked]:
-    """Requests one after the other, whose prefixes are cached."""
-    asked = [await ask(client, 0, number, seed, 0.0) for number in range(NUM_ALONE + 4)]
-    return asked[4:]
-
-
-async def calibrate(address: str, num_requests: int, rate: float, seed: int) -> tuple[StepTime, float]:
-    """Step times of a live run, and the seconds that a request's way there and back adds to its first token."""
+async def watched(address: str, num_requests: int, rate: float, seed: int) -> tuple[list[Asked], Told]:
+    """A run, and what the replicas told meanwhile."""
     async with GatewayClient(address) as client:
-        single = await alone(client, seed + 1)
         told: Told = []
         ages_s: list[float] = []
         looking = asyncio.create_task(look(client, told, ages_s))
-        await live(client, num_requests, rate, seed)
+        asked = await live(client, num_requests, rate, seed)
         looking.cancel()
     *_, p99_s = statistics.quantiles(ages_s, n=100)
     p50_s, max_s = statistics.median(ages_s), max(ages_s)
     print(f"ledger's age in {len(ages_s)} looks: p50 {p50_s:.4f} s, p99 {p99_s:.4f} s, longest {max_s:.4f} s")
+    return asked, told
+
+
+def calibrate(address: str, config: ClusterConfig, num_requests: int, rate: float, seed: int) -> tuple[StepTime, float]:
+    """Step times of a live run, and the seconds that the way there and back adds to the first token of a request whose
+    prompt is cached.
+    """
+    asked, told = asyncio.run(watched(address, num_requests, rate, seed))
     step_time = fit_live(told)
-    new = single[0].usage.num_prompt_tokens - single[0].usage.num_cached_tokens
-    first_s = statistics.median(a.ttft_s for a in single)
-    way_s = max(0.0, first_s - step_time.step_s - new * step_time.prefill.seconds(0, 1))
-    return step_time, way_s
+    way_s = shown_of(asked).ttft_warm_s - simulated(asked, config, step_time, 0.0).ttft_warm_s
+    return step_time, max(0.0, way_s)
 
 
 async def live(client: GatewayClient, num_requests: int, rate: float, seed: int) -> list[Asked]:
@@ -255,7 +254,6 @@ def configured() -> tuple[dict[str, Any], str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=Path, help="JSON of `shoal bench engine --workloads s`; else from a live run")
-    parser.add_argument("--calibration-rate", type=float, default=3.0, help="requests/s of that run")
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 4.0], help="requests/s, a run each")
     parser.add_argument("--seed", type=int, default=0)
@@ -269,11 +267,11 @@ def main() -> None:
     with LocalRay(num_cpus=4) as ray:
         ray.wait_until_up()
         deploy(document, ray.dashboard_url, lambda progress: None)
-        if options.steps is None:
-            rate, seed = options.calibration_rate, options.seed + CALIBRATION_SEED
-            step_time, way_s = asyncio.run(calibrate(address, options.requests, rate, seed))
-            print(f"calibrated at {rate:g}/s: {step_time}; way there and back {way_s * 1000:.1f} ms")
         for number, rate in enumerate(options.rates):
+            if options.steps is None:
+                seed = options.seed + CALIBRATION_SEED + number
+                step_time, way_s = calibrate(address, config, options.requests, rate, seed)
+                print(f"calibrated at {rate:g}/s: {step_time}; way there and back {way_s * 1000:.1f} ms")
             asked = asyncio.run(run_live(address, options.requests, rate, options.seed + number))
             print(f"{options.requests} requests at {rate:g}/s")
             agree &= compare(shown_of(asked), simulated(asked, config, step_time, way_s))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_cluster.policies.candidates import CAPACITY, SEQUENCES, Candidates
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import CAPACITY, SEQUENCES
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.stats import ReplicaStats
 

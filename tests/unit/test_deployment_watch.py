@@ -68,6 +68,14 @@ def test_a_deployment_that_fails_to_start_says_why() -> None:
     assert replace(row, message="Error:\n\nOSError: no such file\n").start_failure == "OSError: no such file"
 
 
+def test_starts_that_fail_beside_a_replica_that_runs_are_no_start_failure() -> None:
+    """Serve's trigger stays while a scale-up fails: what comes waits for the replica that is there."""
+    failing = replace(ROW, status="UNHEALTHY", trigger="REPLICA_STARTUP_FAILED", message=FAILED, replicas=(B,))
+    assert failing.start_failure == "num_blocks: got 9"
+    assert replace(failing, replicas=(A, B)).start_failure == ""
+    assert replace(failing, replicas=(replace(A, state="STOPPING"), B)).start_failure == "num_blocks: got 9"
+
+
 def kinds(before: DeploymentRow | None, after: DeploymentRow) -> list[tuple[str, str]]:
     journal = Journal()
     note_changes(before, after, journal, now_s=15.0)

@@ -55,12 +55,15 @@ class DeploymentRow:
 
     @property
     def start_failure(self) -> str:
-        """Why no replica comes up, once so many starts in a row have failed that Serve says so; else empty.
+        """Why no replica comes up, once so many starts in a row have failed that Serve says so; else empty, and while
+        a replica runs: Serve says it of a failing scale-up too, which takes nothing from those that are there.
 
         Of a version that has never run Serve then starts no more, until it is deployed anew or more replicas are
         wanted; of another it goes on trying.
         """
-        return error_line([self.message]) if self.trigger in START_FAILURES else ""
+        if self.trigger not in START_FAILURES or self.num_in("RUNNING"):
+            return ""
+        return error_line([self.message])
 
     def num_in(self, *states: str) -> int:
         """Replicas in any of ``states``."""

@@ -29,6 +29,38 @@ def test_a_clock_that_goes_back_forgets_and_goes_on() -> None:
     assert len(world.state.samples) <= 6
 
 
+def times_s(state: ScaleState) -> list[float]:
+    """All that are kept."""
+    pairs = [time_s for time_s, _ in (*state.needs, *state.offered, *state.left)]
+    known = [s.time_s for s in (*state.samples, *state.progress.values())]
+    return [*pairs, *known, *state.pending_s, *(t for t in (state.seen_since_s, state.last_down_s) if t is not None)]
+
+
+def test_a_clock_that_goes_back_does_not_put_off_the_next_step_down() -> None:
+    world = World(now=10_000.0, config=replace(CONFIG, burst_memory_s=100.0))
+    world.run(8.0, 100)
+    while world.state.last_down_s is None:
+        world.look(3.0)
+    before = world.target
+    world.now -= 3600.0
+    world.look(3.0)
+    assert world.state.offered, "what the load has been lately may come again"
+    assert max(times_s(world.state)) <= world.now
+    world.run(0.5, 200)
+    assert world.target < before
+
+
+def test_a_clock_that_goes_back_during_a_start_makes_it_no_shorter_than_nothing() -> None:
+    world = World(now=10_000.0, num_running=1, target=1, startup_s=None)
+    world.run(6.0, 10)
+    assert world.state.pending_s
+    world.now -= 3600.0
+    world.run(6.0, 5)
+    world.num_running = world.target
+    world.look(6.0)
+    assert world.state.startup_s == pytest.approx(5.0, abs=1.0), "since it was first known to start"
+
+
 @given(base_s=st.floats(0.001, 0.1), token_s=st.floats(1e-5, 1e-2), data=st.data())
 def test_costs_are_found_in_what_replicas_did(base_s: float, token_s: float, data: st.DataObject) -> None:
     cost = StepCost()

@@ -31,20 +31,36 @@ def reporting(replicas: Sequence[ReplicaView]) -> list[ReplicaStats]:
 
 
 def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
-    """Enter a snapshot into memory. Samples are a second apart at least; a clock that goes back forgets the past.
+    """Enter a snapshot into memory. Samples are a second apart at least. A clock that goes back forgets the past but
+    for the peaks of the load, which are then as of now.
 
     While a gateway is silent there are none: totals without its own would fall, and rise by all of them afterwards.
     """
     known = reporting(view.replicas)
+    if state.samples and now < state.samples[-1].time_s:
+        state = _without_times(state, now)
     state = _note_starts(view, state, now)
     is_blind = len(known) < len(view.replicas) or view.demand is None or (not known and view.num_target > 0)
     seen_since_s = None if is_blind else (now if state.seen_since_s is None else state.seen_since_s)
     state = replace(state, seen_since_s=seen_since_s, capacity=_capacity(known) or state.capacity)
-    if state.samples and now < state.samples[-1].time_s:
-        state = replace(state, samples=(), needs=(), seen_since_s=None)
     if view.demand is None or (state.samples and now - state.samples[-1].time_s < SAMPLE_PERIOD_S):
         return state
     return _sample(view, view.demand, known, state, now)
+
+
+def _without_times(state: ScaleState, now: float) -> ScaleState:
+    """Nothing that is kept with its time, which may lie far ahead; the load's peaks are kept for as long again."""
+    return replace(
+        state,
+        samples=(),
+        progress=MappingProxyType({}),
+        needs=(),
+        offered=tuple((min(time_s, now), value) for time_s, value in state.offered),
+        seen_since_s=None,
+        pending_s=(),
+        last_down_s=None,
+        left=(),
+    )
 
 
 def _note_starts(view: ScaleView, state: ScaleState, now: float) -> ScaleState:

@@ -30,3 +30,19 @@ def test_what_has_not_started_leaves_a_replica_that_stalls() -> None:
     assert all(o.first_token_s is not None and o.first_token_s < 11.0 for o in moved), "before the step has ended"
     fine = run(SimCluster(CONFIG), requests)
     assert not any(o.num_moves for o in fine.book.outcomes.values())
+
+
+def test_what_was_handed_back_stays_where_only_those_who_did_so_could_take_it() -> None:
+    cluster = SimCluster(CONFIG)
+    (request,) = poisson(requests_per_s=1.0, num_requests=1, num_prompt_tokens=1000, num_output_tokens=4, seed=3)
+    cluster.book.expect(request)
+    gateway = cluster.gateways[0]
+    gateway.take(request)
+    outcome = cluster.book.outcomes[request.request_id]
+    first = outcome.replica_id
+    gateway._recall(first)
+    second = outcome.replica_id
+    assert second != first
+    gateway._recall(second)
+    assert not gateway.queue
+    assert (outcome.replica_id, outcome.num_moves) == (second, 1)

@@ -81,6 +81,28 @@ async def test_what_waits_at_a_replica_that_stalls_goes_elsewhere_until_its_step
         serve.leave("b")
 
 
+async def test_what_was_handed_back_stays_where_only_those_who_did_so_could_take_it() -> None:
+    """Asked back from a, it waits at b; b drains when nobody but a is left to take it."""
+    async with one_runs_and_one_waits() as (serve, made, running, waiting), replica(max_num_seqs=2) as other:
+        serve.hold()
+        other.executor.gate.clear()
+        serve.join("b", other)
+        await until(lambda: serve.ledger.view.is_connected("b"))
+        first = asyncio.create_task(ask(serve, "first at b", prompt_token_ids=WAITING))
+        await until(lambda: other.executor.is_held)
+        serve.ledger.recalls.recall("a")
+        await until(lambda: serve.ledger._replica_of.get("waiting#2") == "b" and other.engine.stats().num_waiting)
+        drained = asyncio.create_task(other.engine.drain(30.0))
+        await until(lambda: not serve.ledger.can_place({"a"}))
+        other.executor.gate.set()
+        assert (await waiting).usage.replica_id == "b"
+        await first
+        made.executor.gate.set()
+        await running
+        assert await drained
+        serve.leave("b")
+
+
 async def test_what_waits_stays_where_nobody_else_could_take_it() -> None:
     async with one_runs_and_one_waits() as (serve, made, running, waiting):
         drained = asyncio.create_task(made.engine.drain(30.0))

@@ -83,7 +83,7 @@ class GatewayLedger:
         self._asked: set[str] = set()  # of those, whose ranks Serve knows
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
         self._replica_of: dict[str, str] = {}
-        self.recalls = Recalls(self.view, self._feeds, self._replica_of, self.can_place, self.journal)
+        self.recalls = Recalls(self.view, self._feeds, self._replica_of, self._dispatched, self.can_place, self.journal)
         self.routes = RouteLog()
         self.tally = ViewTally()
         self._changed = asyncio.Event()

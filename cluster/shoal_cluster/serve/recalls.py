@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 
+from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.policies.stall import Stalls
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed_client import FeedClient
@@ -14,7 +15,8 @@ class Recalls:
     """Owner: the gateway's ledger.
 
     Args:
-        feeds, replica_of: to the replicas, by id; where each request is. The ledger's own.
+        feeds, replica_of, dispatched: to the replicas, by id; where each request is; why it was sent there. The
+            ledger's own.
         can_place: whether a replica other than these takes requests.
 
     Attributes:
@@ -27,6 +29,7 @@ class Recalls:
         view: ClusterView,
         feeds: Mapping[str, FeedClient],
         replica_of: Mapping[str, str],
+        dispatched: Mapping[str, RouteRecord],
         can_place: Callable[[Set[str]], bool],
         journal: Journal,
     ) -> None:
@@ -35,6 +38,7 @@ class Recalls:
         self._view = view
         self._feeds = feeds
         self._replica_of = replica_of
+        self._dispatched = dispatched
         self._can_place = can_place
         self._journal = journal
         self._asked: set[str] = set()
@@ -53,11 +57,19 @@ class Recalls:
         """
         if (feed := self._feeds.get(replica_id)) is None or not self._can_place({replica_id}):
             return 0
-        request_ids = [r for r, where in self._replica_of.items() if where == replica_id and r not in self._asked]
+        there = [r for r, where in self._replica_of.items() if where == replica_id and r not in self._asked]
+        request_ids = [r for r in there if self._can_move(r, replica_id)]
         for request_id in request_ids:
             self._asked.add(request_id)
             feed.recall(request_id)
         return len(request_ids)
+
+    def _can_move(self, request_id: str, replica_id: str) -> bool:
+        """Whether a request may go to another replica, where one takes requests: not back to those that have refused
+        it or handed it back.
+        """
+        record = self._dispatched.get(request_id)
+        return record is None or not record.query.excluded or self._can_place(record.query.excluded | {replica_id})
 
     def forget(self, request_id: str) -> None:
         """The request is over here."""

@@ -13,7 +13,7 @@ from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.memory import RoutingMemory
 from shoal_cluster.policies.pending import PendingQueue, PendingRequest
-from shoal_cluster.policies.ranking import priced_steps
+from shoal_cluster.policies.ranking import is_eligible, priced_steps
 from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.stall import Stalls
 from shoal_cluster.policies.view import ClusterView
@@ -162,17 +162,21 @@ class SimGateway:
                 self._place(query, dispatch.candidates)  # it has begun to drain: whoever else takes it
 
     def _recall(self, replica_id: str) -> None:
-        """A replica has stalled: what has not started there is held again, for another one."""
+        """A replica has stalled: what has not started there is held again, for another one that could take it."""
         outcomes, replica = self._book.outcomes, self._replicas.get(replica_id)
+        candidates = self.view.candidates((), self._loop.now)
         for request_id, pending in tuple(self._sent.items()):
-            if outcomes[request_id].replica_id == replica_id and replica is not None and replica.hand_back(request_id):
-                del self._sent[request_id]
-                outcomes[request_id].num_moves += 1
-                self.view.release(request_id)
-                self.view.computed(request_id)
-                query = replace(pending.query, excluded=pending.query.excluded | {replica_id}, passed=())
-                if self.queue is not None:
-                    self.queue.push(replace(pending, query=query))
+            if outcomes[request_id].replica_id != replica_id or replica is None:
+                continue
+            query = replace(pending.query, excluded=pending.query.excluded | {replica_id}, passed=())
+            if not is_eligible(query, candidates).any() or not replica.hand_back(request_id):
+                continue
+            del self._sent[request_id]
+            outcomes[request_id].num_moves += 1
+            self.view.release(request_id)
+            self.view.computed(request_id)
+            if self.queue is not None:
+                self.queue.push(replace(pending, query=query))
         self._take_turn()
 
     def _wish(self, wishes: dict[str, tuple[Wish, ...]]) -> None:

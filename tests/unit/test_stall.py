@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fixtures.cluster_views import make_row, make_stats
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.stall import Progress, stalled
+from shoal_cluster.policies.stall import LOOK_S, Progress, Stalls, stalled
+from shoal_cluster.policies.view import ClusterView
+from shoal_replica.stats import ReplicaStats
 
 PACE = {
     "token_s": 0.01,
@@ -16,6 +20,27 @@ PACE = {
     "num_running": 1,
 }  # the longest step takes 2.96 s
 OTHER = make_row("b", make_stats(token_s=0.01))
+
+
+class Gateway:
+    """Hears of replicas and looks, as the ledger does."""
+
+    def __init__(self, *replica_ids: str) -> None:
+        self.view, self.stalls = ClusterView(), Stalls()
+        for replica_id in replica_ids:
+            self.view.join(replica_id)
+            self.view.apply_snapshot(replica_id, make_stats(), (), 0.0)
+
+    def hear(self, replica_id: str, stats: ReplicaStats, now: float) -> list[str]:
+        """Returns who is found to have stalled."""
+        self.view.apply_update(replica_id, self.stalls.hear(replica_id, stats, now), (), (), now)
+        return self.look(now)
+
+    def look(self, now: float) -> list[str]:
+        return [replica_id for replica_id, _ in self.stalls.look(self.view, now)]
+
+    def takes(self, replica_id: str) -> bool:
+        return not self.view.candidates((), 0.0).view(replica_id).stats.draining
 
 
 @pytest.mark.parametrize(
@@ -52,3 +77,28 @@ def test_progress_is_a_step_that_ends_or_having_nothing_to_do() -> None:
     idle = begun.after(make_stats(busy_s=2.0), 6.0)
     assert idle == Progress(2.0, 6.0, True)
     assert idle.after(make_stats(num_waiting=1, busy_s=2.0), 7.0) == Progress(2.0, 7.0, False), "its step begins now"
+
+
+def test_who_stalls_is_found_once_and_takes_nothing_until_its_step_ends() -> None:
+    gateway = Gateway("a", "b")
+    busy = make_stats(num_running=1, busy_s=1.0, token_s=1e-4)
+    gateway.hear("a", busy, 1.0)
+    found = [gateway.hear("b", make_stats(num_running=1, busy_s=i, token_s=1e-4), 1.0 + i * 0.15) for i in range(1, 12)]
+    assert found == [[]] * 7 + [["a"]] + [[]] * 3, "0.15 s after the step has taken a second"
+    assert not gateway.takes("a")
+    gateway.hear("a", replace(busy, num_waiting=1), 3.0)
+    assert not gateway.takes("a")
+    gateway.hear("a", replace(busy, busy_s=3.0), 3.1)
+    assert gateway.takes("a")
+
+
+def test_nobody_has_stalled_where_the_gateway_itself_stood_still() -> None:
+    """Of what came meanwhile it reads one replica's before it looks."""
+    gateway = Gateway("a", "b", "c")
+    for step in range(10):
+        for replica_id in ("a", "b", "c"):
+            stats = make_stats(num_running=1, busy_s=0.03 * step, token_s=1e-4)
+            assert not gateway.hear(replica_id, stats, 1.0 + 0.03 * step)
+    for replica_id in ("a", "b", "c"):
+        assert not gateway.hear(replica_id, make_stats(num_running=1, busy_s=2.0, token_s=1e-4), 5.0)
+    assert not gateway.look(5.0 + 2 * LOOK_S)

@@ -52,6 +52,7 @@ class Stalls:
     def __init__(self) -> None:
         self._progress: dict[str, Progress] = {}
         self._stalled: set[str] = set()
+        self._suspects: set[str] = set()  # as of the last look
         self._looked_s = -np.inf
 
     def hear(self, replica_id: str, stats: ReplicaStats, now: float) -> ReplicaStats:
@@ -64,7 +65,8 @@ class Stalls:
 
     def look(self, view: ClusterView, now: float) -> list[tuple[str, float]]:
         """Replicas that are found to have stalled, and since how many seconds; ``view`` says so from now on. It may be
-        called at all news, and looks now and then.
+        called at all news, and looks now and then. Two looks in a row have to agree: the first one after a pause of the
+        gateway itself comes before it has read what the others have told meanwhile.
         """
         if now - self._looked_s < LOOK_S:
             return []
@@ -73,9 +75,11 @@ class Stalls:
         seen = [self._progress.get(replica_id) for replica_id in candidates.replica_ids]
         quiet_s = np.array([0.0 if one is None else now - one.time_s for one in seen])
         found: list[tuple[str, float]] = []
-        for place in stalled(candidates, quiet_s).nonzero()[0].tolist():
-            replica_id, stats = candidates.replica_ids[place], candidates.stats[place]
-            if replica_id not in self._stalled and stats is not None:
+        places = {candidates.replica_ids[place]: place for place in stalled(candidates, quiet_s).nonzero()[0].tolist()}
+        suspects, self._suspects = self._suspects, set(places)
+        for replica_id, place in places.items():
+            stats = candidates.stats[place]
+            if replica_id in suspects and replica_id not in self._stalled and stats is not None:
                 self._stalled.add(replica_id)
                 view.apply_update(replica_id, replace(stats, draining=True), (), (), now)
                 found.append((replica_id, float(quiet_s[place])))

@@ -102,3 +102,14 @@ def test_nobody_has_stalled_where_the_gateway_itself_stood_still() -> None:
     for replica_id in ("a", "b", "c"):
         assert not gateway.hear(replica_id, make_stats(num_running=1, busy_s=2.0, token_s=1e-4), 5.0)
     assert not gateway.look(5.0 + 2 * LOOK_S)
+
+
+def test_one_that_was_idle_has_stalled_only_once_it_has_told_of_work() -> None:
+    """What was just promised to it, it does not know yet; it last spoke up to a heartbeat ago."""
+    gateway = Gateway("a", "b")
+    gateway.hear("a", make_stats(token_s=1e-4), 1.0)
+    gateway.view.reserve("request", "a", 1, 16, 2.1)
+    for now in (2.2, 2.4, 2.6):
+        assert not gateway.hear("b", make_stats(), now)
+    gateway.hear("a", make_stats(num_running=1, token_s=1e-4), 2.7)
+    assert [gateway.look(now) for now in (3.6, 3.8, 4.0)] == [[], [], ["a"]]

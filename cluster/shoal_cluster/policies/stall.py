@@ -73,7 +73,8 @@ class Stalls:
         self._looked_s = now
         candidates = view.present(now)
         seen = [self._progress.get(replica_id) for replica_id in candidates.replica_ids]
-        quiet_s = np.array([0.0 if one is None else now - one.time_s for one in seen])
+        # One with nothing to do seldom tells so; once it has something to do it tells within a beat.
+        quiet_s = np.array([0.0 if one is None or one.is_idle else now - one.time_s for one in seen])
         found: list[tuple[str, float]] = []
         places = {candidates.replica_ids[place]: place for place in stalled(candidates, quiet_s).nonzero()[0].tolist()}
         suspects, self._suspects = self._suspects, set(places)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -48,9 +49,9 @@ def read_ahead(folder: Path, limit_bytes: int = READ_AHEAD_BYTES) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         if left <= 0:
             return
-        with path.open("rb") as file:
+        with suppress(OSError), path.open("rb") as file:  # a hint: who loads them says what is wrong
             os.posix_fadvise(file.fileno(), 0, left, os.POSIX_FADV_WILLNEED)
-        left -= path.stat().st_size
+            left -= os.fstat(file.fileno()).st_size
 
 
 def cache_folder() -> Path:

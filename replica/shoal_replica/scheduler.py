@@ -90,7 +90,8 @@ class Scheduler:
         """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
         self.now = now
         behind, level = by_progress(self._running)
-        plan, decodes_wait = self._pieces.plan(level, behind, self._waiting)
+        room = self._config.max_num_seqs - len(self._running)
+        plan, decodes_wait = self._pieces.plan(level, behind, self._waiting, room)
         if not decodes_wait:
             self._advance(plan, level)
         for sequence in behind:
@@ -100,7 +101,7 @@ class Scheduler:
         if decodes_wait and not plan.num_sequences:  # nor has anybody room who waits for a place
             decodes_wait = False
             self._advance(plan, level)
-        self._pieces.note(plan.num_prompt_tokens, decodes_wait)
+        self._pieces.note(plan, decodes_wait)
         if not plan.num_sequences:
             return None
         self._totals.num_steps += 1
@@ -251,12 +252,14 @@ class Scheduler:
         first = next(iter(self._waiting), None)
         any_preempted = first is not None and first.status is SequenceStatus.PREEMPTED
         for sequence in self._waiting:
-            if len(admitted) == room or plan.share(sequence) == 0:
+            if len(admitted) == room or plan.budget == 0:
                 break
             if before is not None and rank(before, self._config.policy) < rank(sequence, self._config.policy):
                 break
             if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
                 break  # blocks are short: nobody new before those who were pushed out are back
+            if plan.share(sequence) == 0:
+                continue  # it yields
             matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
             if self._kv.is_caching and plan.computes_most_of(sequence, len(matched), self._kv.block_size):
                 continue

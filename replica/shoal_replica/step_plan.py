@@ -14,15 +14,19 @@ class StepPlan:
 
     Args:
         piece: prompt tokens of the step, anybody's, beyond which prompts that yield get none.
+        is_due: whether only those of prompts that yield count: others have passed them for long enough.
 
     Attributes:
-        num_prompt_tokens: planned so far.
+        num_prompt_tokens, num_yielding_tokens: planned so far; the latter of prompts that yield.
+        has_put_off: whether a prompt that yields got none for the others'.
     """
 
-    def __init__(self, budget: int, piece: int) -> None:
+    def __init__(self, budget: int, piece: int, is_due: bool = False) -> None:
         self.budget = budget
-        self.num_sequences = self.num_prompt_tokens = 0
+        self.num_sequences = self.num_prompt_tokens = self.num_yielding_tokens = 0
+        self.has_put_off = False
         self._piece = piece
+        self._is_due = is_due
         self._hashes: set[BlockHash] = set()
         self._scheduled: list[ScheduledSequence] = []
         self._new_sequences: list[NewSequence] = []
@@ -33,7 +37,9 @@ class StepPlan:
         """Tokens of ``sequence`` that the rest of the budget allows."""
         num_behind = sequence.num_behind
         if num_behind > 1 and sequence.request.yields:
-            return max(0, min(num_behind, self.budget, self._piece - self.num_prompt_tokens))
+            left = self._piece - (self.num_yielding_tokens if self._is_due else self.num_prompt_tokens)
+            self.has_put_off |= left <= 0
+            return max(0, min(num_behind, self.budget, left))
         return min(num_behind, self.budget)
 
     def compute(self, sequence: Sequence, num_new: int, block_size: int) -> None:
@@ -42,6 +48,7 @@ class StepPlan:
         end = start + num_new
         if num_new > 1 or end < len(sequence.token_ids):
             self.num_prompt_tokens += num_new
+            self.num_yielding_tokens += num_new * sequence.request.yields
         self._scheduled.append(ScheduledSequence(sequence.seq_id, start, num_new, end == len(sequence.token_ids)))
         self.budget -= num_new
         if end % block_size < num_new:  # it fills a block

@@ -15,6 +15,7 @@ from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
+from shoal_replica.model import weights
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.model_runner import ModelRunner
 from shoal_replica.model.weights import load_weights, stream_weights
@@ -214,6 +215,12 @@ def test_weights_lent_from_the_file_are_those_that_are_copied(llama: Path, dtype
         assert torch.equal(weight, copied[name])
         names.append(name)
     assert names == list(copied)
+
+
+def test_a_tensor_between_words_of_its_file_is_copied() -> None:
+    cpu, data = torch.device("cpu"), torch.zeros(9, dtype=torch.bfloat16)
+    assert weights._is_ready(data, torch.bfloat16, cpu)
+    assert not weights._is_ready(data[1:], torch.bfloat16, cpu)
 
 
 def test_weights_are_converted(llama: Path) -> None:

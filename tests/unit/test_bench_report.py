@@ -165,6 +165,11 @@ def test_rows_without_a_floor_have_no_ratio_to_it() -> None:
     assert ours.ratio_to_floor is None
 
 
+def test_a_run_without_a_floor_is_written_too() -> None:
+    outcome = replace(outcome_of(*[replace(s, floor=None) for s in samples(SHOAL, [2, 4], "e")]), floors=[])
+    assert as_json(outcome, CONTENDERS)["floor"] == {"best": None, "samples": []}
+
+
 def test_the_table_and_the_json_say_the_same() -> None:
     outcome = outcome_of(*samples(SHOAL, [2, 4, 9]), *samples("vllm", [4, 8, 12]))
     console = Console(width=140, record=True, file=StringIO())

@@ -19,7 +19,10 @@ def steps(*requests: Request, late: tuple[int, Request] | None = None) -> list[S
     for request in requests:
         scheduler.add(request)
     outputs: list[SchedulerOutput] = []
-    while (output := scheduler.schedule(0.0)) is not None:
+    while scheduler.has_work:
+        output = scheduler.schedule(0.0)
+        assert output is not None
+        assert len(outputs) < 1000
         outputs.append(output)
         scheduler.update(output, executor.execute(output))
         scheduler.check_invariants()
@@ -42,6 +45,47 @@ def test_who_does_not_yield_has_the_whole_of_the_next_step() -> None:
     late = prompt("b", 900, yields=False, due_s=1.0)
     outputs = steps(prompt("a", 1000, yields=True), late=(2, late))
     assert [output.num_tokens for output in outputs[:4]] == [PIECE, PIECE, 900, PIECE]
+
+
+def test_who_does_not_yield_passes_all_that_wait_and_do() -> None:
+    heavy = [prompt(name, 1000, yields=True) for name in ("a", "c", "d")]
+    outputs = steps(*heavy, late=(2, prompt("b", 300, yields=False, due_s=99.0)))
+    assert outputs[2].num_tokens == PIECE + 300
+
+
+def test_a_prompt_that_yields_goes_on_though_others_come_in_every_step() -> None:
+    scheduler, executor = make_scheduler(
+        num_blocks=4000, max_num_batched_tokens=WHOLE, max_model_len=8000, policy="priority"
+    )
+    scheduler.add(prompt("a", 1000, yields=True))
+    for number in range(3 * WHOLE // PIECE * 1000 // PIECE):
+        first = 1000 * number  # nothing of it is cached
+        scheduler.add(make_request(str(number), range(first, first + PIECE), max_tokens=1, priority=-1))
+        output = scheduler.schedule(0.0)
+        assert output is not None
+        if any(delta.request_id == "a" for delta in scheduler.update(output, executor.execute(output))):
+            return
+    raise AssertionError("it starves")
+
+
+def test_decodes_run_along_where_there_is_no_place_for_those_who_wait() -> None:
+    """Else each sequence that ends would have its follower computed alone, and the weights read once more for it."""
+
+    def num_steps(yields: bool) -> int:
+        scheduler, executor = make_scheduler(num_blocks=4000, max_num_batched_tokens=WHOLE, max_num_seqs=16)
+        for number in range(100):
+            first = 100 * number
+            scheduler.add(
+                make_request(str(number), range(first, first + 20), max_tokens=32 + number % 13, yields=yields)
+            )
+        for count in range(1000):
+            output = scheduler.schedule(0.0)
+            if output is None:
+                return count
+            scheduler.update(output, executor.execute(output))
+        raise AssertionError("it does not end")
+
+    assert num_steps(yields=True) <= 1.05 * num_steps(yields=False)
 
 
 def test_decodes_run_along_once_for_a_whole_step_of_pieces() -> None:

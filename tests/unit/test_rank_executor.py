@@ -165,6 +165,7 @@ def test_ranks_that_ended_together_for_want_of_another_are_not_named(monkeypatch
         return poll(timeout_s)
 
     monkeypatch.setattr(executor, "_poll", look_late)
+    monkeypatch.setattr("shoal_replica.ranks.executor.BLAME_S", DEADLINE_S)
     with pytest.raises(EngineDead, match=rf"^rank {CULPRIT} \(pid \d+ on 127.0.0.1\) died: signal 9"):
         executor.execute(first_step(DIE_LAST))
 

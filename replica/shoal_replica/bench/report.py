@@ -131,7 +131,10 @@ def as_json(outcome: Outcome, contenders: Sequence[Contender]) -> dict[str, Any]
         }
     return {
         "format": FORMAT,
-        "floor": {"best": asdict(Floor.best(outcome.floors)), "samples": [asdict(f) for f in outcome.floors]},
+        "floor": {
+            "best": asdict(Floor.best(outcome.floors)) if outcome.floors else None,
+            "samples": [asdict(f) for f in outcome.floors],
+        },
         "rows": rows,
         "steps": outcome.steps.as_json(),
         "engines": {

@@ -7,7 +7,6 @@ import secrets
 import select
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from time import monotonic
 from typing import NoReturn
 
@@ -61,9 +60,13 @@ class RankExecutor:
         self._raise_failure()
         data = frame(Step(output, self._sampled))
         started = monotonic()
-        for link in self._links:
-            with suppress(OSError):  # it has gone: what it said before is read below
+        for rank, link in enumerate(self._links):
+            try:
                 link.send(data)
+            except TimeoutError:
+                self._fail(rank, f"hangs: has not read its step for {self._timeout_s:g} s")
+            except OSError:
+                continue  # it has gone: what it said before is read below
         while True:
             for rank, message in self._poll(self._until_overdue_s(started)):
                 if isinstance(message, Done) and message.step == output.step:

@@ -194,6 +194,19 @@ def test_step_times_are_found_again_from_what_replicas_tell() -> None:
         fit_live(told[:5])
 
 
+@pytest.mark.parametrize("varying", ["nothing", "steps", "steps and outputs"])
+def test_step_times_are_not_made_up_from_intervals_that_are_alike(varying: str) -> None:
+    """Nor the time of a prompt's token where there was no prompt."""
+    told = []
+    for i in range(12):
+        steps = 10 if varying == "nothing" else 10 + i
+        generated = 30 + i * i if varying == "steps and outputs" else 3 * steps
+        after = replace(make_stats(), num_steps=steps, num_generated_tokens=generated, busy_s=0.03 * steps)
+        told.append((make_stats(), after))
+    with pytest.raises(ConfigError, match="too alike"):
+        fit_live(told)
+
+
 # The command
 
 

@@ -46,7 +46,8 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
     of them is taken off, and reports while requests wait are left out, for those have not started.
 
     Raises:
-        ConfigError: they did nothing, or all did the same.
+        ConfigError: they did too little, or too much of the same to tell what a step, a prompt's token and an output's
+            take.
     """
     rows = [
         (
@@ -61,6 +62,8 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
     if len(rows) < MIN_INTERVALS:
         raise ConfigError(f"live: {len(rows)} intervals with steps in them; must be at least {MIN_INTERVALS}")
     steps, new, generated, busy_s = np.array(rows, np.float64).T
+    if np.linalg.matrix_rank(np.stack([steps, new, generated], axis=1)) < 3:
+        raise ConfigError("live: the intervals are too alike to tell steps, prompts and outputs apart")
     step_s, token_s, sequence_s = _least_squares([steps, new, generated], busy_s, relative=False)
     return StepTime(
         prefill=PrefillTime(tokens_per_s=1 / max(token_s, 1 / MAX_TOKENS_PER_S), pair_s=0.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -21,6 +22,15 @@ DEPLOY_TIMEOUT_S = 300.0
 POLL_S = 0.25
 DEFAULT_DASHBOARD_URL = "http://127.0.0.1:8265"
 CODE = ("import_path", "runtime_env", "args")  # of an application: where they change, Serve replaces all replicas
+ACTOR_OPTIONS = (  # of a deployment: where they change, Serve replaces its replicas
+    "ray_actor_options",
+    "placement_group_bundles",
+    "placement_group_strategy",
+    "placement_group_bundle_label_selector",
+    "max_replicas_per_node",
+    "gang_scheduling_config",
+)
+ROLLING_SHARE = 0.2  # of its replicas that Serve replaces at a time, where a deployment does not say
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
@@ -57,7 +67,7 @@ def arguments_of(document: object) -> dict[str, Any] | None:
 
 def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[str], None]) -> None:
     """Send the document to the cluster's dashboard; wait until every application runs and no replica of what it was
-    before, if its code or arguments have changed, is left. Those have their time to drain on top.
+    before, if its code, arguments or actors' options have changed, is left. Those have their time to drain on top.
 
     Raises:
         ConfigError: the cluster refused it; the last line of its reason.
@@ -111,29 +121,37 @@ def _applications(client: Any, dashboard_url: str) -> dict[str, Any]:
 
 
 def replaced(applications: Mapping[str, Any], document: Mapping[str, Any]) -> tuple[frozenset[str], float]:
-    """What of ``applications``, as Serve tells them, gives way to ``document``: ids of the replicas of those whose
-    code or arguments change, and the longest that any of these has to drain, in seconds.
+    """What of ``applications``, as Serve tells them, gives way to ``document``: ids of the replicas of those that go or
+    whose code or arguments change, and of deployments whose actors' options do; and the longest that any of these
+    takes to drain, in seconds: all replicas of an application that goes at once, others batch by batch.
     """
     ids: set[str] = set()
     drain_s = 0.0
-    for wanted in document["applications"]:
-        present = applications.get(wanted.get("name", "default"))
-        if present is None or _code(wanted) == _code(present["deployed_app_config"]):
-            continue
-        for deployment in present["deployments"].values():
+    wanted = {application.get("name", "default"): application for application in document["applications"]}
+    for application, present in applications.items():
+        after, before = wanted.get(application), present["deployed_app_config"]
+        for name, deployment in present["deployments"].items():
+            if after and _code(after) == _code(before) and _options(after, name) == _options(before, name):
+                continue
             ids.update(replica["replica_id"] for replica in deployment["replicas"])
-            drain_s = max(drain_s, deployment["deployment_config"].get("graceful_shutdown_timeout_s") or 0.0)
+            num_batches = _num_batches(deployment) if after else 1
+            one_s = deployment["deployment_config"].get("graceful_shutdown_timeout_s") or 0.0
+            drain_s = max(drain_s, num_batches * one_s)
     return frozenset(ids), drain_s
 
 
 def is_done(applications: Mapping[str, Any], former: Collection[str]) -> bool:
     """Whether all run, no replica of ``former`` is left, and a deployment that should have replicas has one.
 
-    Serve calls an application running while the count of its replicas changes, whatever there is of them.
+    Serve calls an application running while the count of its replicas changes, whatever there is of them. A deployment
+    is healthy when just those that it should have run, and of the version that it should: what is there then stays.
     """
     return all(application["status"] == "RUNNING" for application in applications.values()) and all(
-        (not deployment["target_num_replicas"] or _num_running(deployment, former))
-        and not _num_left(deployment, former)
+        deployment["status"] == "HEALTHY"
+        or (
+            (not deployment["target_num_replicas"] or _num_running(deployment, former))
+            and not _num_left(deployment, former)
+        )
         for application in applications.values()
         for deployment in application["deployments"].values()
     )
@@ -153,6 +171,22 @@ def progress(applications: Mapping[str, Any], former: Collection[str]) -> str:
 def _code(application: Mapping[str, Any] | None) -> str:
     """As it is sent: a tuple is a list there."""
     return json.dumps([(application or {}).get(key) or {} for key in CODE], sort_keys=True)
+
+
+def _options(application: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
+    """Those of a deployment's actors that are written out."""
+    for deployment in (application or {}).get("deployments") or ():
+        if deployment["name"] == name:
+            return {key: deployment[key] for key in ACTOR_OPTIONS if key in deployment}
+    return {}
+
+
+def _num_batches(deployment: Mapping[str, Any]) -> int:
+    """At most, in which Serve replaces its replicas one after the other. A batch is the share of them, rounded down, or
+    one: no fewer than half the share, or each replica by itself.
+    """
+    share = deployment["deployment_config"].get("rolling_update_percentage") or ROLLING_SHARE
+    return max(1, min(len(deployment["replicas"]), math.ceil(2 / share)))
 
 
 def _num_running(deployment: Mapping[str, Any], former: Collection[str]) -> int:

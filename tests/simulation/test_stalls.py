@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig, Stall
+from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.latency import StepTime
+from shoal_cluster.sim.replica import FeedMessage, SimReplica
 from shoal_cluster.sim.run import run
 from shoal_cluster.sim.workload import poisson
 from shoal_replica.config import CacheConfig, SchedulerConfig
+from shoal_replica.request import Request
+from shoal_replica.sampling_params import SamplingParams
 
 CONFIG = SimConfig(
     num_replicas=2,
@@ -46,3 +53,28 @@ def test_what_was_handed_back_stays_where_only_those_who_did_so_could_take_it() 
     gateway._recall(second)
     assert not gateway.queue
     assert (outcome.replica_id, outcome.num_moves) == (second, 1)
+
+
+@pytest.mark.parametrize(("from_s", "until_s"), [(2.0, 2.4), (2.01, 4.5), (2.0, 2.9)])
+def test_a_replica_that_only_decodes_stalls_too(from_s: float, until_s: float) -> None:
+    """Its steps are many in one event: none of them begins in the stall and ends before it does."""
+    loop, step_s = EventLoop(), 0.03
+    told: list[tuple[float, int, float]] = []
+
+    def hear(replica: SimReplica, message: FeedMessage) -> None:
+        if message.stats is not None and message.deltas:
+            told.append((loop.now, message.stats.num_generated_tokens, replica.busy_s))
+
+    stalls = (Stall("a", from_s, until_s), Stall("b", 0.0, 9.0))
+    replica = SimReplica("a", loop, CONFIG.scheduler, CONFIG.cache, StepTime(decode_s=step_s), hear, stalls)
+    request = Request(request_id="r", prompt_token_ids=tuple(range(64)), sampling_params=SamplingParams(max_tokens=200))
+    loop.at(0.0, lambda: replica.add(request))
+    loop.run()
+    before = [time_s for time_s, _, _ in told if time_s < until_s]
+    assert from_s <= before[-1] < from_s + step_s, "the last step begun before it"
+    after_s = next(time_s for time_s, _, _ in told if time_s > before[-1])
+    assert after_s == pytest.approx(until_s)
+    num_before = next(n for time_s, n, _ in told if time_s == before[-1])
+    num_after = next(n for time_s, n, _ in told if time_s == after_s)
+    assert num_after == num_before + 1
+    assert told[-1][2] == pytest.approx(told[-1][0]), "busy all the time"

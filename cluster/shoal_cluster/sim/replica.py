@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,18 +168,22 @@ class SimReplica:
         now = self._loop.now
         stalled_s = max((stall.until_s - now for stall in self._stalls if stall.from_s <= now), default=0.0)
         self._step_s = step_s = max(self._step_time.of(output), stalled_s)
-        num_steps = self.scheduler.num_steady_steps(output, int(MAX_STRETCH_S / step_s) if step_s else 1)
+        max_steps = int(MAX_STRETCH_S / step_s) if step_s and stalled_s <= 0 else 1
+        num_steps = self.scheduler.num_steady_steps(output, max_steps)
         if num_steps == 1:
             self._loop.at(now + step_s, lambda: self._end_step(output, step_s))
             return
         num_sequences = len(output.scheduled)
         num_context_tokens = sum(share.num_computed_tokens for share in output.scheduled)
+        stalls_s = min((stall.from_s for stall in self._stalls if stall.from_s > now), default=math.inf)
         steps_s = [
             self._step_time.decode(num_sequences, num_context_tokens + i * num_sequences) for i in range(num_steps)
         ]
         ends_s = [now := now + step_s for step_s in steps_s]
+        num_steps = min(num_steps, bisect_left(ends_s, stalls_s) + 1)  # a step that begins later is none of the stretch
+        del ends_s[num_steps:]
         stretch = self._stretch = _Stretch(output, steps_s, ends_s)
-        self._loop.at(now, lambda: self._end_stretch(stretch, num_steps))
+        self._loop.at(ends_s[-1], lambda: self._end_stretch(stretch, num_steps))
 
     def _end_step(self, output: SchedulerOutput, step_s: float) -> None:
         self.busy_s += step_s

@@ -113,3 +113,23 @@ def test_one_that_was_idle_has_stalled_only_once_it_has_told_of_work() -> None:
         assert not gateway.hear("b", make_stats(), now)
     gateway.hear("a", make_stats(num_running=1, token_s=1e-4), 2.7)
     assert [gateway.look(now) for now in (3.6, 3.8, 4.0)] == [[], [], ["a"]]
+
+
+def test_one_that_has_stalled_takes_requests_again_once_nobody_else_does() -> None:
+    gateway = Gateway("a", "b")
+    gateway.hear("a", make_stats(num_running=1, token_s=1e-4), 1.0)
+    for now in (2.1, 2.3):
+        gateway.hear("b", make_stats(), now)
+    assert not gateway.takes("a")
+    assert gateway.view.candidates((), 2.3).view("a").age_s == pytest.approx(1.3), "it has told nothing since"
+    told = make_stats(num_running=1, num_waiting=1, token_s=1e-4)
+    gateway.hear("a", told, 2.4)
+    gateway.view.leave("b")
+    for now in (2.6, 2.8):
+        gateway.look(now)
+    row = gateway.view.candidates((), 2.8).view("a")
+    assert (row.stats, row.age_s) == (told, pytest.approx(0.4))
+    gateway.view.check_invariants()
+    gateway.view.join("b")
+    gateway.view.apply_snapshot("b", make_stats(), (), 2.9)
+    assert [gateway.look(now) for now in (3.0, 3.2)] == [[], ["a"]], "there is another again"

@@ -51,7 +51,7 @@ class Stalls:
 
     def __init__(self) -> None:
         self._progress: dict[str, Progress] = {}
-        self._stalled: set[str] = set()
+        self._stalled: dict[str, ReplicaStats] = {}  # with what they told last
         self._suspects: set[str] = set()  # as of the last look
         self._looked_s = -np.inf
 
@@ -60,13 +60,16 @@ class Stalls:
         progress = self._progress.get(replica_id, Progress(-1.0, now, True)).after(stats, now)
         self._progress[replica_id] = progress
         if progress.time_s == now:
-            self._stalled.discard(replica_id)
-        return replace(stats, draining=True) if replica_id in self._stalled else stats
+            self._stalled.pop(replica_id, None)
+        if replica_id not in self._stalled:
+            return stats
+        self._stalled[replica_id] = stats
+        return replace(stats, draining=True)
 
     def look(self, view: ClusterView, now: float) -> list[tuple[str, float]]:
-        """Replicas that are found to have stalled, and since how many seconds; ``view`` says so from now on. It may be
-        called at all news, and looks now and then. Two looks in a row have to agree: the first one after a pause of the
-        gateway itself comes before it has read what the others have told meanwhile.
+        """Replicas that are found to have stalled, and since how many seconds; ``view`` says so from now on, as long as
+        it is so. It may be called at all news, and looks now and then. Two looks in a row have to agree: the first one
+        after a pause of the gateway itself comes before it has read what the others have told meanwhile.
         """
         if now - self._looked_s < LOOK_S:
             return []
@@ -76,17 +79,27 @@ class Stalls:
         # One with nothing to do seldom tells so; once it has something to do it tells within a beat.
         quiet_s = np.array([0.0 if one is None or one.is_idle else now - one.time_s for one in seen])
         found: list[tuple[str, float]] = []
-        places = {candidates.replica_ids[place]: place for place in stalled(candidates, quiet_s).nonzero()[0].tolist()}
-        suspects, self._suspects = self._suspects, set(places)
-        for replica_id, place in places.items():
-            stats = candidates.stats[place]
-            if replica_id in suspects and replica_id not in self._stalled and stats is not None:
-                self._stalled.add(replica_id)
-                view.apply_update(replica_id, replace(stats, draining=True), (), (), now)
+        ids = candidates.replica_ids
+        suspects = {ids[place] for place in stalled(candidates, quiet_s).nonzero()[0].tolist()}
+        before, self._suspects = self._suspects, suspects
+        for replica_id in sorted(self._stalled.keys() - before - suspects):  # it is the only one left to go to
+            stats = self._stalled.pop(replica_id)
+            if replica_id in ids:
+                _tell(view, candidates, ids.index(replica_id), stats)
+        for replica_id in sorted((before & suspects) - self._stalled.keys()):
+            place = ids.index(replica_id)
+            if (told := candidates.stats[place]) is not None:
+                self._stalled[replica_id] = told
+                _tell(view, candidates, place, replace(told, draining=True))
                 found.append((replica_id, float(quiet_s[place])))
         return found
 
     def forget(self, replica_id: str) -> None:
         """It is no member any more, or begins anew."""
         self._progress.pop(replica_id, None)
-        self._stalled.discard(replica_id)
+        self._stalled.pop(replica_id, None)
+
+
+def _tell(view: ClusterView, candidates: Candidates, place: int, stats: ReplicaStats) -> None:
+    """Put ``stats`` in the place of what was told, which gets no newer by that."""
+    view.apply_update(candidates.replica_ids[place], stats, (), (), float(candidates.updated_s[place]))

@@ -133,3 +133,16 @@ def test_one_that_has_stalled_takes_requests_again_once_nobody_else_does() -> No
     gateway.view.join("b")
     gateway.view.apply_snapshot("b", make_stats(), (), 2.9)
     assert [gateway.look(now) for now in (3.0, 3.2)] == [[], ["a"]], "there is another again"
+
+
+def test_one_that_has_left_is_forgotten_though_its_last_requests_are_still_told_of() -> None:
+    gateway = Gateway("a", "b")
+    gateway.hear("a", make_stats(num_running=1, token_s=1e-4), 1.0)
+    for now in (2.1, 2.3):
+        gateway.hear("b", make_stats(), now)
+    gateway.view.leave("a")
+    gateway.hear("a", make_stats(num_running=1, token_s=1e-4), 2.4)
+    gateway.hear("b", make_stats(), 2.5)
+    gateway.hear("b", make_stats(), 2.7)
+    assert gateway.stalls._progress.keys() == {"b"}
+    assert not gateway.stalls._stalled

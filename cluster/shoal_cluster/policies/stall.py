@@ -68,18 +68,20 @@ class Stalls:
 
     def look(self, view: ClusterView, now: float) -> list[tuple[str, float]]:
         """Replicas that are found to have stalled, and since how many seconds; ``view`` says so from now on, as long as
-        it is so. It may be called at all news, and looks now and then. Two looks in a row have to agree: the first one
-        after a pause of the gateway itself comes before it has read what the others have told meanwhile.
+        it is so. Those that have left are forgotten. It may be called at all news, and looks now and then. Two looks in
+        a row have to agree: the first one after a pause of the gateway itself comes before it has read what the others
+        have told meanwhile.
         """
         if now - self._looked_s < LOOK_S:
             return []
         self._looked_s = now
         candidates = view.present(now)
-        seen = [self._progress.get(replica_id) for replica_id in candidates.replica_ids]
+        ids = candidates.replica_ids
+        seen = [self._progress.get(replica_id) for replica_id in ids]
+        self._progress = {replica_id: one for replica_id, one in zip(ids, seen, strict=True) if one is not None}
         # One with nothing to do seldom tells so; once it has something to do it tells within a beat.
         quiet_s = np.array([0.0 if one is None or one.is_idle else now - one.time_s for one in seen])
         found: list[tuple[str, float]] = []
-        ids = candidates.replica_ids
         suspects = {ids[place] for place in stalled(candidates, quiet_s).nonzero()[0].tolist()}
         before, self._suspects = self._suspects, suspects
         for replica_id in sorted(self._stalled.keys() - before - suspects):  # it is the only one left to go to
@@ -95,7 +97,7 @@ class Stalls:
         return found
 
     def forget(self, replica_id: str) -> None:
-        """It is no member any more, or begins anew."""
+        """It begins anew."""
         self._progress.pop(replica_id, None)
         self._stalled.pop(replica_id, None)
 

@@ -105,7 +105,6 @@ class GatewayLedger:
             del self._members[replica_id]
             self._note_leaving(replica_id)
             self.view.leave(replica_id)
-            self.recalls.stalls.forget(replica_id)
             self.recalls.recall(replica_id)
             if self.named is not None:
                 self.named.forget(replica_id)

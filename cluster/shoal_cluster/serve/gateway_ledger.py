@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.named import NamedPlacement, placement_by
@@ -125,7 +125,7 @@ class GatewayLedger:
         if record is None:
             return ()
         if request_id in self._asked:
-            return self.decide(record.query).ranked
+            return self.decide(replace(record.query, passed=())).ranked  # of then
         self._asked.add(request_id)
         return record.decision.ranked
 

@@ -17,6 +17,7 @@ from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.tenants import BURST_TOKENS, FairShares
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
+from shoal_cluster.policies.yielding import Yielding
 from shoal_replica.errors import ConfigError
 from shoal_replica.prefix_cache import BlockHash, hash_blocks
 from shoal_replica.stats import ReplicaStats
@@ -267,6 +268,16 @@ def test_who_had_less_passes_what_yields_and_goes_where_nothing_of_its_own_is_be
     assert [dispatch.replica_id for dispatch in sent] == ["own", "other", "own", "other"]
     assert dict(sent[3].pending.query.passed) == {"own": 800, "other": 10_000}, "what yields and is on its way, too"
     assert not sent[0].pending.query.passed
+
+
+def test_replicas_where_nothing_yields_are_not_told_of() -> None:
+    view = view_of(
+        idle=make_stats(),
+        its=make_stats(num_waiting_tokens=100),
+        theirs=make_stats(num_waiting_tokens=10_000, due_tokens=(*[0] * 4, *[10_000] * 3)),
+    )
+    assert Yielding().passed(view, 0.0, 1.0) == (("theirs", 10_000),)
+    assert Yielding().passed(view, 0.0, 60.0) == ()
 
 
 def test_who_had_most_of_the_service_lately_waits_for_others_at_the_replica_too() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.plan import Plan
-from shoal_cluster.policies.ranking import RouteDecision, RouteQuery
+from shoal_cluster.policies.ranking import BYTES_PER_PASSED, RouteDecision, RouteQuery
 from shoal_cluster.policies.routing import RouteWeights, choose
 from shoal_cluster.policies.wishes import PlacedWish
 
@@ -78,8 +78,8 @@ class Look:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the arrays, but for those of the snapshot."""
-        return sum(one.matched.nbytes for one in self.considered)
+        """Memory of what is known by replica, but for the snapshot, about."""
+        return sum(one.matched.nbytes + BYTES_PER_PASSED * len(one.query.passed) for one in self.considered)
 
     def replay(self) -> tuple[Step, ...]:
         """Decide again from the record: equal to ``steps``."""

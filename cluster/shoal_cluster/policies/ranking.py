@@ -20,6 +20,7 @@ Amounts = NDArray[np.float64] | NDArray[np.int64]
 
 MAX_REASONS_SHOWN = 4
 PRICED_STEPS = 128
+BYTES_PER_PASSED = 96  # of ``RouteQuery.passed``: a pair, its number and its place; the replica's id is shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

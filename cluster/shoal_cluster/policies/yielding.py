@@ -23,12 +23,14 @@ class Yielding:
         self._sent.add(request_id)
 
     def passed(self, view: ClusterView, now: float, due_in_s: float) -> tuple[tuple[str, int], ...]:
-        """Tokens that a request goes before, by replica, if it yields to nobody and is due in so many seconds."""
+        """Tokens that a request goes before, by replica, if it yields to nobody and is due in so many seconds; replicas
+        where it goes before none are left out.
+        """
         candidates = view.present(now)
         later = candidates.told["num_waiting_tokens"] - candidates.told[due_column(due_in_s)]
-        passed = dict(zip(candidates.replica_ids, later.tolist(), strict=True))
+        passed = {candidates.replica_ids[place]: later.item(place) for place in later.nonzero()[0].tolist()}
         for held in self._promised(view):
-            passed[held.replica_id] += held.num_tokens
+            passed[held.replica_id] = passed.get(held.replica_id, 0) + held.num_tokens
         return tuple(sorted(passed.items()))
 
     def _promised(self, view: ClusterView) -> list[Reservation]:

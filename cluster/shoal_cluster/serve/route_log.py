@@ -6,6 +6,7 @@ import itertools
 from collections import OrderedDict
 
 from shoal_cluster.policies.look import Look
+from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord
 
 MAX_REQUESTS = 4096
@@ -74,4 +75,6 @@ class RouteLog:
 
 
 def _size(record: RouteRecord) -> int:
-    return BYTES_PER_HASH * len(record.query.block_hashes) + record.replicas.num_bytes
+    query = record.query
+    num_bytes = BYTES_PER_HASH * len(query.block_hashes) + BYTES_PER_PASSED * len(query.passed)
+    return num_bytes + record.replicas.num_bytes

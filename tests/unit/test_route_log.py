@@ -1,0 +1,45 @@
+"""The last decisions, bounded in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from fixtures.cluster_views import make_query, make_row
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.look import Considered, Look
+from shoal_cluster.policies.ranking import BYTES_PER_PASSED
+from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
+from shoal_cluster.serve.route_log import RouteLog
+
+CANDIDATES = Candidates.of([make_row("a"), make_row("b")])
+QUERY = make_query()
+PASSING = replace(QUERY, passed=(("a", 10), ("b", 20)))
+
+
+def record(request_id: str, passed: tuple[tuple[str, int], ...]) -> RouteRecord:
+    query = replace(QUERY, request_id=request_id, passed=passed)
+    return decide(query, CANDIDATES, RouteWeights(), seed=0, time_s=0.0)
+
+
+def test_what_requests_pass_counts_as_memory_of_records_and_looks() -> None:
+    log = RouteLog()
+    log.add(record("one", ()))
+    before = log.num_bytes
+    log.add(record("other", PASSING.passed))
+    assert log.num_bytes == 2 * before + 2 * BYTES_PER_PASSED
+    matched = np.zeros(2, np.int64)
+    seen = Considered(QUERY, 0.0, matched), Considered(PASSING, 0.0, matched)
+    look = Look(CANDIDATES, RouteWeights(), 1.0, False, seen, {}, ())
+    assert look.num_bytes == 2 * matched.nbytes + 2 * BYTES_PER_PASSED
+
+
+def test_records_that_pass_many_push_out_older_ones() -> None:
+    passed = tuple((f"replica-{number}", number) for number in range(1000))
+    log = RouteLog(max_bytes=250 * 1000)
+    for number in range(5):
+        log.add(record(f"call{number}", passed))
+    assert len(log) == 2
+    assert log.of_call("call4")
+    assert not log.of_call("call2")

@@ -39,6 +39,20 @@ def test_what_has_not_started_leaves_a_replica_that_stalls() -> None:
     assert not any(o.num_moves for o in fine.book.outcomes.values())
 
 
+def test_nothing_goes_to_a_replica_that_stalls_in_its_first_step_until_the_step_ends() -> None:
+    """It was idle before; what it hands back meanwhile does not make it take requests."""
+    arrivals_s = [1.0] * 2 + [6.0] * 8 + [6.4 + 0.2 * i for i in range(20)]
+    prompts = poisson(
+        requests_per_s=1.0, num_requests=len(arrivals_s), num_prompt_tokens=400, num_output_tokens=4, seed=3
+    )
+    requests = [replace(request, arrival_s=at) for request, at in zip(prompts, arrivals_s, strict=True)]
+    cluster = run(SimCluster(replace(CONFIG, stalls=(Stall("replica-0000", 5.0, 12.0),))), requests)
+    outcomes = [cluster.book.outcomes[request.request_id] for request in requests]
+    assert any(outcome.num_moves for outcome in outcomes)
+    late = [o for request, o in zip(requests, outcomes, strict=True) if request.arrival_s > 7.5]
+    assert {outcome.replica_id for outcome in late} == {"replica-0001"}
+
+
 def test_what_was_handed_back_stays_where_only_those_who_did_so_could_take_it() -> None:
     cluster = SimCluster(CONFIG)
     (request,) = poisson(requests_per_s=1.0, num_requests=1, num_prompt_tokens=1000, num_output_tokens=4, seed=3)

@@ -19,6 +19,7 @@ from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
 
+BEAT_S = 0.03  # into a step that does not end, its replica tells of the work that it has
 GATHER_S = 0.005  # how long wishes are gathered before the gateways are told
 MAX_STRETCH_S = 1.0  # replicas report at least as often
 FIRST_OUTPUT_TOKEN_ID = 2**31  # above every token id of a simulated prompt: outputs never look like prompts
@@ -167,10 +168,12 @@ class SimReplica:
             return
         now = self._loop.now
         stalled_s = max((stall.until_s - now for stall in self._stalls if stall.from_s <= now), default=0.0)
-        self._step_s = step_s = max(self._step_time.of(output), stalled_s)
+        step_s = max(self._step_time.of(output), stalled_s)
         max_steps = int(MAX_STRETCH_S / step_s) if step_s and stalled_s <= 0 else 1
         num_steps = self.scheduler.num_steady_steps(output, max_steps)
         if num_steps == 1:
+            if stalled_s > BEAT_S:
+                self._loop.after(BEAT_S, lambda: self.tell(()))
             self._loop.at(now + step_s, lambda: self._end_step(output, step_s))
             return
         num_sequences = len(output.scheduled)
@@ -186,8 +189,9 @@ class SimReplica:
         self._loop.at(ends_s[-1], lambda: self._end_stretch(stretch, num_steps))
 
     def _end_step(self, output: SchedulerOutput, step_s: float) -> None:
+        self._step_s = step_s
         self.busy_s += step_s
-        self._pace.take(sum(share.num_new_tokens for share in output.scheduled), len(output.scheduled), self._step_s)
+        self._pace.take(sum(share.num_new_tokens for share in output.scheduled), len(output.scheduled), step_s)
         self.tell(tuple(self.scheduler.update(output, _sampled(output))))
         self._start_step()
 

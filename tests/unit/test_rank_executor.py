@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from fixtures.fake_rank import CULPRIT, DIE, DIE_LAST, FREEZE, LAST_S, LINGER, LINGER_S, RAISE, STALL
+from fixtures.fake_rank import CULPRIT, DIE, DIE_LAST, FREEZE, LINGER, LINGER_S, RAISE, STALL
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
@@ -161,7 +161,9 @@ def test_ranks_that_ended_together_for_want_of_another_are_not_named(monkeypatch
     poll = executor._poll
 
     def look_late(timeout_s: float) -> list[tuple[int, FromRank]]:
-        time.sleep(LAST_S / 2)
+        for rank, process in enumerate(executor._processes):
+            if rank != CULPRIT:
+                process.exit_reason(DEADLINE_S)
         return poll(timeout_s)
 
     monkeypatch.setattr(executor, "_poll", look_late)

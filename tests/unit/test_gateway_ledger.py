@@ -10,7 +10,8 @@ from fixtures.cluster_views import make_query, make_stats
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.routing import RouteWeights
-from shoal_cluster.serve.gateway_ledger import Follower, GatewayLedger
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_cluster.serve.sent import Follower
 
 CONFIG = HoldConfig(objective=LatencyObjective(), prefill=PrefillTime(tokens_per_s=1000.0, pair_s=0.0))
 YIELDING = make_stats(num_waiting_tokens=10_000, max_num_batched_tokens=2048, due_tokens=(*[0] * 4, *[10_000] * 3))

@@ -326,6 +326,7 @@ async def test_every_sequence_has_its_own_three_resumes() -> None:
 async def test_a_call_that_ends_without_its_tokens_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leg, "GRACE_S", 0.02)
     async with serving("a") as serve:
+        serve.submits = False
         real = serve.replicas["a"].call
 
         async def hurried(request: Request, gateway_id: str) -> Outcome:

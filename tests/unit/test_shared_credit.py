@@ -13,7 +13,8 @@ from fixtures.waiting import until
 from shoal_cluster.policies.candidates import ReplicaView
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
 from shoal_cluster.policies.wishes import Wish
-from shoal_cluster.serve.gateway_ledger import Follower, GatewayLedger, Member
+from shoal_cluster.serve.gateway_ledger import GatewayLedger, Member
+from shoal_cluster.serve.sent import Follower
 
 
 def query(request_id: str, num_tokens: int = 40) -> RouteQuery:

@@ -19,7 +19,8 @@ from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
 from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.feed_messages import Update
-from shoal_cluster.serve.gateway_ledger import Follower, GatewayLedger
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_cluster.serve.sent import Follower
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 from shoal_replica.stats import ReplicaStats
 

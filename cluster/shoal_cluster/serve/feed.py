@@ -26,6 +26,7 @@ from shoal_cluster.serve.feed_messages import (
     Promised,
     Recall,
     Snapshot,
+    Submit,
     Subscribe,
     ToldWish,
     Update,
@@ -36,7 +37,7 @@ from shoal_cluster.serve.feed_messages import (
     frame_size,
 )
 from shoal_replica.engine import Engine, StepReport
-from shoal_replica.request import TokenDelta
+from shoal_replica.request import Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
 
 MAX_BACKLOG_BYTES = 32 * 2**20
@@ -76,12 +77,14 @@ class _Subscriber:
 class FeedServer:
     """The replica's end. Requests belong to the gateway that sent them; when it is gone, they are aborted.
 
-    ``answers`` makes the body of the answer to each question that a gateway may ask.
+    ``answers`` makes the body of the answer to each question that a gateway may ask. ``on_submit`` takes requests that
+    come by the feed, with their gateway's id.
     """
 
     def __init__(self, engine: Engine, answers: Mapping[str, Callable[[], bytes]] | None = None) -> None:
         self._engine = engine
         self._answers = answers or {}
+        self.on_submit: Callable[[Request, str], None] = lambda request, gateway_id: None
         self._subscribers: dict[str, _Subscriber] = {}
         self._server: asyncio.Server | None = None
         self._unsubscribe: Callable[[], None] | None = None
@@ -157,6 +160,8 @@ class FeedServer:
 
     def _take(self, subscriber: _Subscriber, message: FromGateway) -> None:
         match message:
+            case Submit() if self._subscribers.get(subscriber.gateway_id) is subscriber:  # else lost to its gateway
+                self.on_submit(message.request, subscriber.gateway_id)
             case Abort() if message.request_id in subscriber.request_ids:
                 self._engine.abort(message.request_id, message.index)
             case Recall() if message.request_id in subscriber.request_ids:

@@ -10,6 +10,8 @@ import msgspec
 
 from shoal_cluster.serve import feed_messages
 from shoal_cluster.serve.feed_messages import (
+    LENGTH_BYTES,
+    MAX_REQUEST_BYTES,
     Abort,
     Answer,
     Ask,
@@ -18,6 +20,7 @@ from shoal_cluster.serve.feed_messages import (
     Promise,
     Recall,
     Snapshot,
+    Submit,
     Subscribe,
     ToldWish,
     Update,
@@ -26,6 +29,7 @@ from shoal_cluster.serve.feed_messages import (
     frame,
 )
 from shoal_replica.errors import Unavailable
+from shoal_replica.request import Request
 
 MIN_REDIAL_S, MAX_REDIAL_S = 0.02, 1.0
 
@@ -51,8 +55,16 @@ class FeedClient:
         self._num_asked = 0
         self._task = asyncio.get_running_loop().create_task(self._follow(), name=f"shoal-feed-{address[1]}")
 
-    def abort(self, request_id: str, index: int) -> None:
-        """Ask the replica to end one sequence; when the feed is down it is ended anyway."""
+    def submit(self, request: Request) -> bool:
+        """Bring a request. False if the feed is down, or the request too long for it."""
+        data = frame(Submit(request))
+        if self._connection is None or len(data) > LENGTH_BYTES + MAX_REQUEST_BYTES:
+            return False
+        self._connection.transport.write(data)
+        return True
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ask the replica to end one sequence, or a request; when the feed is down it is ended anyway."""
         self._send(Abort(request_id, index))
 
     def recall(self, request_id: str) -> None:

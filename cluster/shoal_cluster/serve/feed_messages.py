@@ -8,14 +8,14 @@ import msgspec
 
 from shoal_cluster.policies.wishes import Wish
 from shoal_replica.prefix_cache import BlockHash
-from shoal_replica.request import TokenDelta
+from shoal_replica.request import Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
 
 # What a gateway may ask: a BlockMap; PastSamples; metrics' points; that the replica takes nothing new and is replaced.
 BLOCKS, PAST, METRICS, DRAIN = "blocks", "past", "metrics", "drain"
 SILENCE_S = 5.0
 MAX_FRAME_BYTES = 256 * 2**20  # a snapshot of millions of blocks
-MAX_REQUEST_BYTES = 64 * 2**10  # what a gateway sends is short
+MAX_REQUEST_BYTES = 64 * 2**10  # a longer request comes by Serve's call alone
 LENGTH_BYTES = 4
 
 
@@ -25,11 +25,17 @@ class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
     gateway_id: str
 
 
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A request whose turn has come; its ``due_s`` counts from its arrival. Serve's call with the same follows it."""
+
+    request: Request
+
+
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """A gateway wants no more of one sequence (its text has met a stop string)."""
+    """A gateway wants no more of one sequence (its text has met a stop string), or of a request."""
 
     request_id: str
-    index: int
+    index: int | None = None
 
 
 class Recall(msgspec.Struct, frozen=True, tag="recall"):
@@ -128,7 +134,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     body: bytes
 
 
-FromGateway = Subscribe | Abort | Recall | Promise | Withdraw | Wishes | Ask
+FromGateway = Subscribe | Submit | Abort | Recall | Promise | Withdraw | Wishes | Ask
 FromReplica = Snapshot | Update | Answer
 
 _encoder = msgspec.msgpack.Encoder()

@@ -313,7 +313,7 @@ class Gateway:
             tenant=request.tenant,
             priority=RESUMED_PRIORITY if request.output_token_ids else request.priority,
         )
-        return ServePlacement(self._dispatcher, request, pending, self._send)
+        return ServePlacement(self._ledger, self._dispatcher, request, pending, self._send)
 
     def _send(self, request: Request) -> DeploymentResponse:
         return self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id)

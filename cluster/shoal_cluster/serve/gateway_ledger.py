@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.named import NamedPlacement, placement_by
@@ -31,10 +31,11 @@ from shoal_cluster.serve.feed_messages import Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.recalls import Recalls
 from shoal_cluster.serve.route_log import RouteLog
+from shoal_cluster.serve.sent import Follower, SentRequests
 from shoal_cluster.serve.shared_credit import SharedCredit
 from shoal_cluster.serve.view_tally import ViewTally
 from shoal_replica.errors import InvalidArgument, NotFound
-from shoal_replica.request import TokenDelta
+from shoal_replica.request import Request
 
 ANSWER_TIMEOUT_S = 3.0
 
@@ -47,15 +48,6 @@ class Member:
     node_id: str
     feed_address: tuple[str, int]
     start_report: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Follower:
-    """Who wants to know what becomes of a placed request."""
-
-    on_routed: Callable[[str], None]
-    on_delta: Callable[[str, TokenDelta], None]
-    on_lost: Callable[[], None]
 
 
 class GatewayLedger:
@@ -79,11 +71,12 @@ class GatewayLedger:
         self._credit = SharedCredit(self.view, self._feeds, num_gateways > 1)
         self._draining: set[str] = set()  # no members any more; their last requests are followed
         self._followers: dict[str, Follower] = {}
-        self._dispatched: dict[str, RouteRecord] = {}
-        self._asked: set[str] = set()  # of those, whose ranks Serve knows
+        self._sent = SentRequests()
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
         self._replica_of: dict[str, str] = {}
-        self.recalls = Recalls(self.view, self._feeds, self._replica_of, self._dispatched, self.can_place, self.journal)
+        self.recalls = Recalls(
+            self.view, self._feeds, self._replica_of, self._sent.records, self.can_place, self.journal
+        )
         self.routes = RouteLog()
         self.tally = ViewTally()
         self._changed = asyncio.Event()
@@ -106,6 +99,7 @@ class GatewayLedger:
             self._note_leaving(replica_id)
             self.view.leave(replica_id)
             self.recalls.recall(replica_id)
+            self._tell_lost(self._sent.uncalled_at(replica_id))
             if self.named is not None:
                 self.named.forget(replica_id)
             self._close_unused_feed(replica_id)
@@ -120,14 +114,8 @@ class GatewayLedger:
         self._changed.set()
 
     def ranks(self, request_id: str) -> tuple[str, ...]:
-        """Where a dispatched request is to go, best first. Asked again, for nobody took it, by what is known now."""
-        record = self._dispatched.get(request_id)
-        if record is None:
-            return ()
-        if request_id in self._asked:
-            return self.decide(replace(record.query, passed=())).ranked  # of then
-        self._asked.add(request_id)
-        return record.decision.ranked
+        """Where Serve's call with a dispatched request is to go, best first."""
+        return self._sent.ranks(request_id, self.decide)
 
     def decide(self, query: RouteQuery) -> RouteDecision:
         """Route a request, reserve its blocks on the best replica and keep the record."""
@@ -144,13 +132,25 @@ class GatewayLedger:
             time.time(), query, dispatch.candidates, self.weights, dispatch.seed, dispatch.decision, dispatch.rule
         )
         if query.request_id in self._followers:
-            self._dispatched[query.request_id] = record
+            self._sent.records[query.request_id] = record
             if dispatch.look is not None:
                 self.routes.add_look(query.request_id, dispatch.look)
         self._commit(record)
 
+    def submit(self, request: Request, replica_id: str) -> Callable[[], None]:
+        """Send a request to ``replica_id`` by its feed, if that takes it; Serve's call then follows it there. Returns
+        the way to take it back.
+        """
+        feed, request_id = self._feeds.get(replica_id), request.request_id
+        if feed is None or replica_id not in self._members or not feed.submit(request):
+            return lambda: None
+        self._sent.submit(request_id, replica_id)
+        self._note_replica(request_id, replica_id)
+        return lambda: feed.abort(request_id)
+
     def routed(self, request_id: str, replica_id: str) -> None:
-        """Serve has handed the request to ``replica_id``, which may be a lower rank than the first."""
+        """Serve's call has reached ``replica_id``, a lower rank than the first if nobody had the request."""
+        self._sent.call(request_id)
         self._note_replica(request_id, replica_id)
 
     # What the gateway asks
@@ -172,8 +172,7 @@ class GatewayLedger:
         self.view.release(request_id)
         self.view.computed(request_id)
         self.tally.forget(request_id)
-        self._dispatched.pop(request_id, None)
-        self._asked.discard(request_id)
+        self._sent.forget(request_id)
         self.recalls.forget(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
@@ -278,7 +277,7 @@ class GatewayLedger:
         if told is not None and told.draining:
             self.recalls.recall(replica_id)
         self.recalls.look(now)
-        for request_id in message.accepted:  # this may come before Serve's word
+        for request_id in message.accepted:  # before Serve's word
             self._note_replica(request_id, replica_id)
         self.view.settle(message.accepted)
         for delta in message.deltas:
@@ -307,10 +306,13 @@ class GatewayLedger:
             text = "its feed broke: nothing goes there until it is back"
             self.journal.note(EventKind.LOST, text, replica_id=replica_id)
         self.view.disconnect(replica_id)
-        for request_id in [r for r, where in self._replica_of.items() if where == replica_id]:
+        self._tell_lost([r for r, where in self._replica_of.items() if where == replica_id])
+        self._changed.set()
+
+    def _tell_lost(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
             if (follower := self._followers.get(request_id)) is not None:
                 follower.on_lost()
-        self._changed.set()
 
     def _close_unused_feed(self, replica_id: str) -> None:
         if replica_id not in self._replica_of.values() and (feed := self._feeds.pop(replica_id, None)) is not None:

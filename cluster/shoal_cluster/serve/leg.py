@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shoal_cluster.serve.call_times import LegTimes
-from shoal_cluster.serve.gateway_ledger import Follower
 from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.sent import Follower
 from shoal_replica.errors import ShoalError, Unavailable
 from shoal_replica.request import FinishReason, TokenDelta
 from shoal_replica.text_stream import TextStream

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -22,7 +21,7 @@ from shoal_cluster.serve.logs import set_up_logs
 from shoal_cluster.serve.metrics.gathered import encode_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
-from shoal_cluster.serve.outcome import Outcome, run_to_end
+from shoal_cluster.serve.outcome import Outcome, Runs
 from shoal_cluster.serve.rank_actors import RayRanks
 from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.request_router import FEED_KEY, REPORT_KEY
@@ -73,6 +72,7 @@ class ReplicaServer:
                 DRAIN: self._begin_drain,
             },
         )
+        self._runs = Runs(self._engine, self._feed)
         host = ray.util.get_node_ip_address() if settings.feed_host == "node" else settings.feed_host
         self._address = await self._feed.start(host)
         self._watch = asyncio.get_running_loop().create_task(self._leave_when_dead(), name="shoal-replica-watch")
@@ -86,14 +86,12 @@ class ReplicaServer:
         return ledger_metrics(self._engine.stats())
 
     async def generate(self, request: Request, gateway_id: str) -> Outcome:
-        """Run a request to its end; its ``due_s`` counts from now. Cancelling the call frees its blocks.
+        """See a request to its end, as ``Runs.call`` does. Cancelling the call frees its blocks.
 
         Raises:
             EngineDead: the engine has failed; the replica is about to be replaced.
         """
-        now = monotonic()
-        request = replace(request, arrival_s=now, due_s=now + request.due_s)
-        return await run_to_end(self._engine, self._feed, request, gateway_id)
+        return await self._runs.call(request, gateway_id)
 
     def _measure(self, report: StepReport) -> None:
         """Called after each step, and once a second without any."""

@@ -1,0 +1,321 @@
+"""A request comes twice, by the feed and by Serve's call: whichever comes first, late or never, it runs once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from fixtures.fake_serve import Answer, ask, serving, streaming
+from fixtures.replicas import Replica, replica
+from fixtures.waiting import until
+
+from shoal_cluster.policies.pending import PendingRequest
+from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.serve import feed_client, outcome
+from shoal_cluster.serve.feed_client import FeedClient
+from shoal_cluster.serve.feed_messages import Submit, decode_from_gateway, frame
+from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.serve_placement import ServePlacement
+from shoal_replica.errors import EngineDead, ResourceExhausted
+from shoal_replica.request import FinishReason, Request
+from shoal_replica.testing import expected_tokens, make_request
+
+PROMPT = tuple(range(10, 31))
+
+
+@asynccontextmanager
+async def gateway(of: Replica) -> AsyncIterator[FeedClient]:
+    """Gateway g's end of the feed."""
+    client = FeedClient("g", of.address, lambda message: None, lambda: None)
+    await until(lambda: of.feed._subscribers)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def test_a_request_on_the_wire_is_the_same_at_the_other_end() -> None:
+    request = make_request("r", PROMPT, max_tokens=7, n=3)
+    request = replace(
+        request,
+        sampling_params=replace(request.sampling_params, stop=("é", "b"), stop_token_ids=(4, 5), seed=2**63 - 1),
+        block_hashes=(b"h" * 16, b"\xff" * 16),
+        tenant="tenant",
+        yields=True,
+    )
+    assert decode_from_gateway(frame(Submit(request))[4:]) == Submit(request)
+
+
+async def test_submitted_it_runs_before_its_call_and_the_call_joins_it() -> None:
+    async with replica() as one, gateway(one) as client:
+        one.executor.gate.clear()
+        assert client.submit(make_request("r", PROMPT))
+        await until(lambda: one.executor.is_held)
+        call = one.run("r", "g", prompt_token_ids=PROMPT)
+        await until(lambda: one.runs._runs["g", "r"].is_called)
+        one.executor.gate.set()
+        assert await call == Outcome(refused=False)
+        assert one.recorder.tokens["r", 0] == expected_tokens(PROMPT, 4)
+        assert one.engine.stats().num_finished == 1
+        assert not one.runs._runs
+
+
+async def test_the_call_comes_first_and_the_frame_behind_it_starts_nothing() -> None:
+    async with replica() as one, gateway(one) as client:
+        assert await one.run("r", "g", prompt_token_ids=PROMPT) == Outcome(refused=False)
+        client.submit(make_request("r", PROMPT))
+        await until(lambda: not one.runs._runs)
+        assert one.engine.stats().num_finished == 1
+        assert one.engine.stats().num_waiting + one.engine.stats().num_running == 0
+
+
+async def test_a_request_that_has_ended_before_its_call_comes_is_not_run_again() -> None:
+    async with replica() as one, gateway(one) as client:
+        client.submit(make_request("r", PROMPT))
+        await until(lambda: one.runs._kept)
+        assert await one.run("r", "g", prompt_token_ids=PROMPT) == Outcome(refused=False)
+        assert one.engine.stats().num_finished == 1
+        assert not one.runs._runs
+        assert not one.runs._kept
+
+
+async def test_a_refusal_waits_for_its_call() -> None:
+    async with replica() as one, gateway(one) as client:
+        one.engine._draining = True
+        client.submit(make_request("r", PROMPT))
+        await until(lambda: one.runs._kept)
+        one.engine._draining = False
+        assert await one.run("r", "g", prompt_token_ids=PROMPT) == Outcome(True, "the replica is draining")
+        assert one.engine.stats().num_waiting + one.engine.stats().num_running == 0
+
+
+async def test_what_the_engine_cannot_take_is_said_to_the_call_and_the_feed_stays() -> None:
+    async with replica() as one, gateway(one) as client:
+        client.submit(make_request("long", range(500)))
+        await until(lambda: one.runs._kept)
+        with pytest.raises(ValueError, match="does not fit the model"):
+            await one.run("long", "g", prompt_token_ids=range(500))
+        one.executor.failure = RuntimeError("fire")
+        client.submit(make_request("r", PROMPT))
+        await until(lambda: one.runs._kept)
+        with pytest.raises(EngineDead):
+            await one.run("r", "g", prompt_token_ids=PROMPT)
+        assert "g" in one.feed._subscribers
+
+
+async def test_a_request_handed_back_before_its_call_is_refused() -> None:
+    async with replica(max_num_seqs=1) as one, gateway(one) as client:
+        one.executor.gate.clear()
+        running = one.run("running", "g", prompt_token_ids=range(7))
+        await until(lambda: one.executor.is_held)
+        client.submit(make_request("r", PROMPT))
+        client.recall("r")
+        await until(lambda: ("g", "r") in one.runs._kept)
+        answer = await one.run("r", "g", prompt_token_ids=PROMPT)
+        assert answer.refused
+        assert "handed the request back" in answer.reason
+        one.executor.gate.set()
+        await running
+
+
+@pytest.mark.parametrize("how", ["abort", "feed breaks"])
+async def test_given_up_before_its_call_it_ends_and_a_call_after_all_does_not_run_it(how: str) -> None:
+    async with replica() as one, gateway(one) as client:
+        one.executor.gate.clear()
+        client.submit(make_request("r", PROMPT, max_tokens=50, n=2))
+        await until(lambda: one.executor.is_held)
+        if how == "abort":
+            client.abort("r")
+        else:
+            await client.close()
+        await until(lambda: one.runs._kept)
+        one.executor.gate.set()
+        assert one.engine.stats().num_allocated_blocks == 0
+        assert await one.run("r", "g", prompt_token_ids=PROMPT) == Outcome(refused=False)
+        assert set(one.recorder.reasons.values()) == {FinishReason.ABORT}
+
+
+async def test_a_cancelled_call_ends_what_the_feed_brought() -> None:
+    async with replica() as one, gateway(one) as client:
+        one.executor.gate.clear()
+        client.submit(make_request("r", PROMPT, max_tokens=50))
+        await until(lambda: one.executor.is_held)
+        call = one.run("r", "g", prompt_token_ids=PROMPT)
+        await until(lambda: one.runs._runs["g", "r"].is_called)
+        call.cancel()
+        await until(call.done)
+        assert one.engine.stats().num_allocated_blocks == 0
+        await until(lambda: not one.runs._runs)
+        one.executor.gate.set()
+
+
+async def test_two_gateways_ids_do_not_meet() -> None:
+    async with replica() as one, gateway(one) as client:
+        one.executor.gate.clear()
+        client.submit(make_request("r", PROMPT))
+        await until(lambda: one.executor.is_held)
+        with pytest.raises(ValueError, match="already here"):
+            await one.run("r", "other")
+        one.executor.gate.set()
+        assert await one.run("r", "g", prompt_token_ids=PROMPT) == Outcome(refused=False)
+        assert one.recorder.tokens["r", 0] == expected_tokens(PROMPT, 4)
+
+
+async def test_what_came_once_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome, "MAX_KEPT", 3)
+    async with replica() as one, gateway(one):
+        for i in range(9):
+            await one.run(f"r{i}", "g", prompt_token_ids=PROMPT)
+        assert [name for _, name in one.runs._kept] == ["r6", "r7", "r8"]
+        assert one.runs._runs.keys() == one.runs._kept.keys()
+        monkeypatch.setattr(outcome, "KEPT_S", 0.0)
+        await one.run("last", "g", prompt_token_ids=PROMPT)
+        assert [name for _, name in one.runs._kept] == ["last"]
+
+
+# Through a gateway's books
+
+
+async def test_tokens_do_not_wait_for_serves_call() -> None:
+    async with serving("a") as serve:
+        serve.may_call.clear()
+        answer = Answer()
+        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=9))) as chunks:
+            async for chunk in chunks:
+                answer.take(chunk)
+                assert not serve.replicas["a"].calls
+        assert answer.tokens == [expected_tokens(PROMPT, 9)]
+        serve.may_call.set()
+        await until(lambda: serve.is_idle)
+        assert not serve.placements[0].is_cancelled
+        assert serve.replicas["a"].engine.stats().num_finished == 1
+
+
+async def test_a_client_that_leaves_before_the_call_frees_its_blocks() -> None:
+    async with serving("a") as serve:
+        serve.may_call.clear()
+        made = serve.replicas["a"]
+        made.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=50))
+        await until(lambda: made.executor.is_held)
+        running.cancel()
+        await until(lambda: not made.engine.stats().num_allocated_blocks)
+        made.executor.gate.set()
+        await until(lambda: serve.is_idle)
+        assert not made.calls
+
+
+@pytest.mark.parametrize("how", ["feed breaks", "Serve takes it away", "dies"])
+@pytest.mark.parametrize("num_taken", [0, 5])
+async def test_a_replica_lost_before_the_call_leaves_no_gap_and_no_repeat(how: str, num_taken: int) -> None:
+    async with serving("a", "b") as serve:
+        serve.may_call.clear()
+        answer = Answer()
+        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=40))) as chunks:
+            while sum(map(len, answer.tokens)) < num_taken:
+                answer.take(await anext(chunks))
+            if not num_taken:
+                first = asyncio.ensure_future(anext(chunks))
+                await until(lambda: serve.ledger._replica_of)
+            name = serve.taken_by("call")
+            lost = serve.replicas[name]
+            lost.executor.gate.clear()
+            if how == "feed breaks":
+                await until(lambda: "gateway" in lost.feed._subscribers)
+                lost.feed._subscribers["gateway"].writer.transport.abort()
+            elif how == "dies":
+                await serve.leave(name).die()
+            else:
+                serve.leave(name)
+            lost.executor.gate.set()
+            if not num_taken:
+                answer.take(await first)
+            async for chunk in chunks:
+                answer.take(chunk)
+        assert answer.tokens == [expected_tokens(PROMPT, 40)]
+        await until(lambda: not lost.engine.stats().num_allocated_blocks)
+        serve.may_call.set()
+
+
+async def test_a_refusal_by_the_feed_goes_to_the_next_rank() -> None:
+    async with serving("a", "b") as serve:
+        serve.may_call.clear()
+        warm = (await ask(serve, "warm", prompt_token_ids=PROMPT)).usage.replica_id
+        serve.replicas[warm].engine._draining = True  # and nobody has been told
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
+        await until(lambda: ("gateway", "call") in serve.replicas[warm].runs._kept)
+        serve.may_call.set()
+        answer = await running
+        assert answer.tokens == [expected_tokens(PROMPT, 4)]
+        assert (answer.usage.replica_id != warm, answer.usage.num_resumes) == (True, 0)
+
+
+async def test_a_request_too_long_for_the_feed_goes_by_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_client, "MAX_REQUEST_BYTES", 64)
+    async with serving("a") as serve:
+        answer = await ask(serve, prompt_token_ids=PROMPT)
+        assert answer.tokens == [expected_tokens(PROMPT, 4)]
+        assert not any(run.is_submitted for run in serve.replicas["a"].runs._runs.values())
+
+
+class Response:
+    """Serve's call, as its handle gives it."""
+
+    def __init__(self, ends: asyncio.Future[Outcome]) -> None:
+        self.ends = ends
+        self.is_cancelled = False
+
+    def __await__(self) -> Generator[Any, None, Outcome]:
+        return self.ends.__await__()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+@pytest.mark.parametrize("how", ["returns", "is cancelled", "fails", "cannot be made"])
+async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_it_back(how: str) -> None:
+    async with serving("a", "b") as serve:
+        made, calls = serve.replicas, list[Response]()
+
+        def send(request: Request) -> Response:
+            if how == "cannot be made":
+                raise ResourceExhausted("no")
+            [name] = serve.ledger.ranks(request.request_id)
+            assert serve.ledger._replica_of[request.request_id] == name
+            calls.append(Response(asyncio.get_running_loop().create_future()))
+            return calls[-1]
+
+        def place(request: Request, query: RouteQuery) -> ServePlacement:
+            pending = PendingRequest(query=query, arrival_s=0.0)
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
+
+        dispatcher = serve.hold()
+        serve.place = place  # type: ignore[method-assign, assignment]
+        for one in made.values():
+            one.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=6))
+        await until(lambda: how == "cannot be made" or any(one.executor.is_held for one in made.values()))
+        if how == "is cancelled":
+            running.cancel()
+            await until(running.done)
+            assert calls[0].is_cancelled
+        elif how == "fails":
+            calls[0].ends.set_exception(ConnectionError("gone"))
+            await until(lambda: len(calls) == 2)
+        elif how == "cannot be made":
+            with pytest.raises(ResourceExhausted):
+                await running
+        if how != "returns":
+            num_left = int(how == "fails")
+            await until(lambda: sum(len(one.engine._finished) for one in made.values()) == num_left)
+        for one in made.values():
+            one.executor.gate.set()
+        if how in ("returns", "fails"):
+            await until(lambda: any(one.runs._kept for one in made.values()) and serve.ledger.tally is not None)
+            calls[-1].ends.set_result(Outcome(refused=False))
+            assert (await running).tokens == [expected_tokens(PROMPT, 6)]
+            assert not calls[-1].is_cancelled

@@ -1,8 +1,9 @@
 """The feed: one socket from a replica to each gateway, written once per engine step.
 
 A replica sends a ``Snapshot`` when a gateway dials, then ``Update``s numbered without a gap. A gateway that sees a gap,
-or hears nothing for ``SILENCE_S``, dials again. What gateways promise a replica and mean to send it, it passes on to
-the others, so that they do not all send their next request to the same one, and the most urgent goes first.
+or hears nothing for ``SILENCE_S``, dials again. Gateways submit their requests by it. What they promise a replica and
+mean to send it, it passes on to the others, so that they do not all send their next request to the same one, and the
+most urgent goes first.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
-from shoal_cluster.policies import pending
+from shoal_cluster.policies import pending, standing
 from shoal_cluster.policies.autoscaling import desired_replicas, replay, scale_record
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_state import ScaleState
@@ -48,11 +48,15 @@ def chats(requests_per_s: float, num_requests: int) -> list[SimRequest]:
 
 
 class NotedPlan(Plan):
-    """Knows what it was made of."""
+    """Knows what it is a plan of."""
 
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
         super().__init__(snapshot, weights, max_steps_ahead)
-        self.inputs = (snapshot, max_steps_ahead)
+        self.snapshot, self.max_steps_ahead = snapshot, max_steps_ahead
+
+    def keep(self, snapshot: Candidates, changed: Iterable[int]) -> None:
+        super().keep(snapshot, changed)
+        self.snapshot = snapshot
 
 
 @pytest.mark.parametrize("num_gateways", [1, 3])
@@ -62,7 +66,11 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
     sent_by: list[tuple[str, Look]] = []
 
     def spy(
-        plan: Plan, considered: Iterable[Considered], plans_all: bool, draw: Callable[[int], Draw]
+        plan: Plan,
+        considered: Iterable[Considered],
+        plans_all: bool,
+        draw: Callable[[int], Draw],
+        decided: Sequence[Step],
     ) -> tuple[tuple[Step, ...], Sent | None]:
         draws: dict[int, Draw] = {}
         considered = list(considered)
@@ -72,10 +80,13 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
             return draws[number]
 
         assert isinstance(plan, NotedPlan)
-        snapshot, max_steps_ahead = plan.inputs
-        steps, sent = look(plan, considered, plans_all, noted)
-        record = Look(snapshot, plan.weights, max_steps_ahead, plans_all, tuple(considered[: len(steps)]), draws, steps)
+        steps, sent = look(plan, considered, plans_all, noted, decided)
+        if decided:
+            noted(0)
+        seen = tuple(considered[: len(steps)])
+        record = Look(plan.snapshot, plan.weights, plan.max_steps_ahead, plans_all, seen, draws, steps)
         assert record.replay() == steps
+        counts["kept"] += len(decided)
         counts["held"] += sum(not step.is_sent for step in steps)
         counts["sent"] += sent is not None
         return steps, sent
@@ -96,12 +107,13 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
         return dispatch
 
     monkeypatch.setattr(pending, "look", spy)
-    monkeypatch.setattr(pending, "Plan", NotedPlan)
+    monkeypatch.setattr(standing, "Plan", NotedPlan)
     monkeypatch.setattr(PendingQueue, "next", noting_next)
     report = simulate(replace(CONFIG, num_gateways=num_gateways), chats(16.0, 200))
     assert report.num_finished == 200
     assert len({request_id for request_id, _ in sent_by}) == counts["sent"] == 200
     assert counts["held"] > 0
+    assert counts["kept"] > 0 or num_gateways > 1
     assert any(len(record.considered) > 1 for _, record in sent_by)
 
 

@@ -47,6 +47,11 @@ class ExpectedBlocks:
         """Whether one of them is expected anywhere."""
         return bool(self._slots) and not self._slots.keys().isdisjoint(block_hashes)
 
+    def is_at(self, slot: int, block_hashes: Sequence[BlockHash]) -> bool:
+        """Whether one of them is expected at ``slot``."""
+        get = self._slots.get
+        return any(get(block_hash, 0) >> slot & 1 for block_hash in block_hashes)
+
     def rows(self, block_hashes: Sequence[BlockHash], num_words: int) -> Words:
         """Where each is expected, in words of 64 slots [n, words]."""
         get, size = self._slots.get, num_words * WORD_BITS // 8

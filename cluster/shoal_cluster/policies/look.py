@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -27,13 +27,13 @@ class Considered:
     """A held request as a look sees it.
 
     Attributes:
-        due_in_s: seconds until its first token is due.
+        due_s: when its first token is due, on the clock of ``Candidates.now``.
         matched: blocks cached on each replica, as looked up lately [n].
         before: what other gateways hold that comes before it and after the one considered before it.
     """
 
     query: RouteQuery
-    due_in_s: float
+    due_s: float
     matched: Ints
     before: tuple[PlacedWish, ...] = ()
 
@@ -88,35 +88,47 @@ class Look:
 
 
 def look(
-    plan: Plan, considered: Iterable[Considered], plans_all: bool, draw: Callable[[int], Draw]
+    plan: Plan,
+    considered: Iterable[Considered],
+    plans_all: bool,
+    draw: Callable[[int], Draw],
+    decided: Sequence[Step] = (),
 ) -> tuple[tuple[Step, ...], Sent | None]:
     """Decide of ``considered`` in order, up to the first that is sent or until no replica may start anything more.
 
     Each is placed, busy replicas included; if the best one cannot start it, it is planned there before the next is
-    considered. The first is placed without a plan: mostly it goes.
+    considered. The first is placed without a plan: mostly it goes. ``decided`` are the first steps, which the plan has
+    already: they would be decided the same again.
     """
-    steps: list[Step] = []
-    waiting = iter(considered)
-    row, batch = 0, list(islice(waiting, 1))
+    steps = list(decided)
+    waiting = islice(considered, len(steps), None)
+    if not steps:
+        batch = list(islice(waiting, 1))
+    elif not (plans_all or plan.num_startable):
+        return tuple(steps), None
+    else:
+        batch = _priced(plan, waiting)
     while batch:
         for row, one in enumerate(batch):
             for other in one.before:
                 plan.set_aside(other.place, other.wish.num_blocks, other.wish.num_tokens)
             query, is_first = one.query, not steps
             place, may_go = (-1, True) if is_first else plan.best(row)
-            num_matched = 0 if place < 0 else int(one.matched[place])
-            if is_first or (may_go and plan.can_start(query, place, num_matched, one.due_in_s)):
+            matched = one.matched
+            num_matched = 0 if place < 0 else matched.item(place)
+            if is_first or (may_go and plan.can_start(query, place, num_matched, one.due_s)):
                 candidates, seed = draw(len(steps))
                 candidates = plan.seen_by_next(candidates)
                 place, decision = choose(query, candidates, plan.weights, seed)
-                num_matched = 0 if place < 0 else candidates.num_matched_blocks.item(place)
-                if place >= 0 and plan.can_start(query, place, num_matched, one.due_in_s):
+                matched = candidates.num_matched_blocks
+                num_matched = 0 if place < 0 else matched.item(place)
+                if place >= 0 and plan.can_start(query, place, num_matched, one.due_s):
                     steps.append(Step(place, num_matched, is_sent=True))
                     return tuple(steps), Sent(candidates, seed, decision)
             steps.append(Step(place, num_matched))
             if place < 0:
                 continue
-            plan.give(query, place, num_matched)
+            plan.give(query, place, matched, one.due_s)
             if not (plans_all or plan.num_startable):
                 return tuple(steps), None
         batch = _priced(plan, waiting)

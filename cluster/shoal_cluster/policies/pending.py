@@ -13,23 +13,24 @@ from heapq import nsmallest
 from itertools import accumulate
 from random import Random
 
-import numpy as np
-
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import Ints
+from shoal_cluster.policies.held import Held, PendingRequest
 from shoal_cluster.policies.look import Considered, Draw, Look, look
 from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.pace import Pace
 from shoal_cluster.policies.plan import Plan
-from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.ranking import RouteDecision, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, Rule
+from shoal_cluster.policies.standing import EPSILON_S, MAX_MATCH_AGE_S, Planned, StandingPlan
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
 from shoal_cluster.policies.yielding import Yielding
 from shoal_replica.errors import ConfigError
 
-MAX_MATCH_AGE_S = 0.5
+__all__ = ["Dispatch", "HoldConfig", "PendingQueue", "PendingRequest"]
+
 TURN_DELAYS = 2.4  # feed delays for each gateway that may want a turn
 URGENCY = 0.75  # what of a turn's place is urgency; the rest is chance
 
@@ -59,16 +60,6 @@ class HoldConfig:
             raise ConfigError(f"max_considered: got {self.max_considered!r}; must be at least 1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingRequest:
-    """A request that waits at the gateway. ``arrival_s`` is on the clock of ``PendingQueue.next``'s ``now``."""
-
-    query: RouteQuery
-    arrival_s: float
-    tenant: str = ""
-    priority: int = 0  # lower goes first, whatever is due
-
-
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """A request to send now, to ``replica_id``; ``route`` with these candidates and ``seed`` decides the same again.
@@ -93,22 +84,6 @@ class Dispatch:
     yields: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Held:
-    """``num_new_tokens`` to compute where it is cached best, as far as known: ``takes_s`` and ``due_s`` follow."""
-
-    pending: PendingRequest
-    num_new_tokens: int = 1
-    takes_s: float = 0.0
-    is_lost: bool = False  # its objective: ``due_s`` is a later date
-    due_s: float = 0.0
-    length_s: float = 0.0  # of its objective
-    matched: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # blocks cached by replica,
-    matched_s: float = -math.inf  # as of then,
-    matched_of: tuple[str, ...] = ()  # of these replicas
-    wish: tuple[str, int, int] | None = None  # where it was planned last: replica, blocks, tokens
-
-
 class PendingQueue:
     """The requests that a gateway holds; owner and only writer is the gateway.
 
@@ -122,7 +97,10 @@ class PendingQueue:
         self._pace = Pace(config.prefill)
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Held] = {}
+        self._order: list[tuple[Held, float]] | None = None  # to consider, and when due; None: not known
+        self._dates_until_s = math.inf  # no date changes before a replica can begin as late as that
+        self._standing = StandingPlan()
         self._shares = FairShares()
         self._sent = Yielding()
 
@@ -141,9 +119,10 @@ class PendingQueue:
         request_id = pending.query.request_id
         if request_id in self._held:
             raise ValueError(f"request {request_id!r} is held already")
-        held = self._held[request_id] = _Held(pending)
+        held = self._held[request_id] = Held(pending)
         held.num_new_tokens = pending.query.num_prompt_tokens
         self._note_times(held, pending.arrival_s)
+        self._order = None
         self._shares.enter(pending.tenant)
         self._has_unplanned = self._is_one_of_many
 
@@ -152,6 +131,7 @@ class PendingQueue:
         held = self._held.pop(request_id, None)
         if held is None:
             return None
+        self._order = None
         self._shares.leave(held.pending.tenant)
         return held.pending
 
@@ -192,22 +172,37 @@ class PendingQueue:
         if not self._held:
             return None
         present = view.present(now)
-        plan = Plan(present, weights, self._config.max_steps_ahead)
-        if len(self._held) > 1 and not (self._has_unplanned or plan.num_startable):
+        if self._is_one_of_many:  # what others wish comes in between
+            self._standing.forget()
+        plan = self._standing.renew(view, present, weights, self._config.max_steps_ahead)
+        if len(self._held) > 1 and not (self._has_unplanned or plan.num_open):
             return None
         is_new = self._pace.look(present, now)
         latest_s = now + plan.wait_at_most_s(self._pace.token_s)
-        urgent = self._most_urgent(plan, latest_s, is_new, now)
+        self._note_dates(plan, latest_s, is_new, now)
+        order = self._in_order(now)
+        num_kept = self._standing.keep(plan, order, now)
+        if num_kept == len(order):
+            return None
+        kept = self._standing.planned[:num_kept]
         considered: list[Considered] = []
         draws: dict[int, Draw] = {}
 
         def draw(number: int) -> Draw:
-            draws[number] = view.candidates(considered[number].query.block_hashes, now), rng.getrandbits(32)
+            held, _ = order[number]
+            if held.seed is None:
+                held.seed = rng.getrandbits(32)
+            candidates = view.candidates(held.pending.query.block_hashes, now)
+            held.matched, held.matched_s, held.matched_of = candidates.num_matched_blocks, now, view.replica_ids
+            draws[number] = candidates, held.seed
             return draws[number]
 
         plans_all, self._has_unplanned = self._has_unplanned, False
-        steps, sent = look(plan, self._considered(urgent, view, now, considered), plans_all, draw)
-        for held, step in zip(urgent, steps, strict=False):
+        decided = tuple([planned.step for planned in kept])
+        seen_by_look = self._considered(order, kept, view, now, considered)
+        steps, sent = look(plan, seen_by_look, plans_all, draw, decided)
+        for number in range(num_kept, len(steps)):
+            (held, _), step = order[number], steps[number]
             if step.place < 0:
                 continue
             query = held.pending.query
@@ -217,52 +212,60 @@ class PendingQueue:
             if held.is_lost:
                 self._note_times(held, now + plan.wait_s(self._pace.token_s))
             if step.is_sent and sent is not None:
+                if kept:
+                    draw(0)
                 self._has_unplanned = plans_all
                 self.remove(query.request_id)
                 yields = self._shares.had_more(held.pending.tenant)
                 if yields:
                     self._sent.note(query.request_id, view)
                 self._shares.charge(held.pending.tenant, size[1], now)
+                if self._shares.are_several:  # who goes before whom may be another
+                    self._standing.forget()
                 seen, max_steps = tuple(considered[: len(steps)]), self._config.max_steps_ahead
                 record = Look(view.candidates((), now), weights, max_steps, plans_all, seen, draws, steps)
-                due_s = now + seen[-1].due_in_s
                 pending = held.pending
                 if seen[-1].query is not query:
                     pending = replace(pending, query=seen[-1].query)
                 return Dispatch(
                     pending,
                     sent.decision.best,
-                    due_s,
+                    seen[-1].due_s,
                     sent.candidates,
                     sent.seed,
                     sent.decision,
                     record,
                     yields=yields,
                 )
+            if considered[number].query is query and not (number and number in draws):
+                self._standing.note(number, held, considered[number], step, now)
             if self._is_one_of_many:
                 held.wish = (view.replica_ids[step.place], *size)
         return None
 
     def _considered(
-        self, urgent: Sequence[_Held], view: ClusterView, now: float, considered: list[Considered]
+        self,
+        order: Sequence[tuple[Held, float]],
+        kept: Sequence[Planned],
+        view: ClusterView,
+        now: float,
+        considered: list[Considered],
     ) -> Iterator[Considered]:
         """As a look sees them, with the other gateways' wishes between them; noted in ``considered``."""
+        for planned in kept:
+            considered.append(planned.considered)
+            yield considered[-1]
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
         other = next(foreign, None)
-        there_s = [self._due_there_s(held, now) for held in urgent]
-        before_others_s = list(accumulate(reversed(there_s), min))[::-1]
-        for number, held in enumerate(urgent):
+        for held, due_s in order[len(kept) :]:
             before: list[PlacedWish] = []
             while other is not None and other.wish.rank < self._rank(held):
                 before.append(other)
                 other = next(foreign, None)
-            matched = self._matched(held, view, now)
-            query, tenant = held.pending.query, held.pending.tenant
-            yields = self._shares.had_more(tenant)
-            due_in_s = (there_s if yields else before_others_s)[number] - now
-            if self._shares.had_less(tenant):
-                query = replace(query, passed=self._sent.passed(view, now, due_in_s))
-            considered.append(Considered(query, due_in_s, matched, tuple(before)))
+            matched, query = self._matched(held, view, now), held.pending.query
+            if self._shares.had_less(held.pending.tenant):
+                query = replace(query, passed=self._sent.passed(view, now, due_s - now))
+            considered.append(Considered(query, due_s, matched, tuple(before)))
             yield considered[-1]
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
@@ -277,17 +280,19 @@ class PendingQueue:
                 wishes.setdefault(replica_id, []).append(Wish(self._rank(held), num_blocks, num_tokens))
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
 
-    def _matched(self, held: _Held, view: ClusterView, now: float) -> Ints:
+    def _matched(self, held: Held, view: ClusterView, now: float) -> Ints:
         """Cached blocks by replica, looked up when they were not lately: the one who goes is looked up again."""
         if held.matched_s < now - MAX_MATCH_AGE_S or held.matched_of is not view.replica_ids:
             held.matched = view.match(held.pending.query.block_hashes)
             held.matched_s, held.matched_of = now, view.replica_ids
         return held.matched
 
-    def _most_urgent(self, plan: Plan, latest_s: float, is_new: bool, now: float) -> list[_Held]:
-        """Those to consider, in order, with due dates that can be met. ``latest_s``: no later does a replica begin with
-        something more; when exactly is found where it matters. ``is_new``: so is the pace.
+    def _note_dates(self, plan: Plan, latest_s: float, is_new: bool, now: float) -> None:
+        """Make due dates such that can be met. ``latest_s``: no later does a replica begin with something more; when
+        exactly is found where it matters. ``is_new``: so is the pace.
         """
+        if not is_new and latest_s <= self._dates_until_s:
+            return
         begins_s = None
         for held in self._held.values():
             if not is_new and held.due_s >= (latest_s if begins_s is None else begins_s) + held.takes_s:
@@ -296,14 +301,27 @@ class PendingQueue:
                 begins_s = now + plan.wait_s(self._pace.token_s)
             if is_new or held.due_s < begins_s + held.takes_s:
                 self._note_times(held, begins_s)
-        if len(self._held) == 1:
-            return list(self._held.values())
-        return nsmallest(self._config.max_considered, self._held.values(), key=self._rank)
+        self._dates_until_s = min(held.due_s - held.takes_s for held in self._held.values()) - EPSILON_S
 
-    def _rank(self, held: _Held) -> Rank:
+    def _in_order(self, now: float) -> list[tuple[Held, float]]:
+        """Those to consider, and when each is due: those before others that are due sooner, no later."""
+        if self._order is not None:
+            return self._order
+        urgent = list(self._held.values())
+        if len(urgent) > 1:
+            urgent = nsmallest(self._config.max_considered, urgent, key=self._rank)
+        there_s = [self._due_there_s(held, now) for held in urgent]
+        before_others_s = list(accumulate(reversed(there_s), min))[::-1]
+        yields = [self._shares.had_more(held.pending.tenant) for held in urgent]
+        dues_s = [there_s[i] if yields[i] else before_others_s[i] for i in range(len(urgent))]
+        order = list(zip(urgent, dues_s, strict=True))
+        self._order = None if any(yields) else order  # there, dates go by the time of the look
+        return order
+
+    def _rank(self, held: Held) -> Rank:
         return held.pending.priority, self._shares.place(held.pending.tenant), held.due_s
 
-    def _due_there_s(self, held: _Held, now: float) -> float:
+    def _due_there_s(self, held: Held, now: float) -> float:
         """When it is due at the replica: of a tenant that had most of the service lately, not before others' that may
         come while it waits for the step that runs.
         """
@@ -311,12 +329,15 @@ class PendingQueue:
             return held.due_s
         return max(held.due_s, now + RENEWAL * held.length_s)
 
-    def _note_times(self, held: _Held, begins_s: float) -> None:
+    def _note_times(self, held: Held, begins_s: float) -> None:
         """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
         num_tokens = held.num_new_tokens
         num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
         alone_s, held.takes_s = self._pace.seconds(num_cached_tokens, num_tokens)
         held.length_s = self._config.objective.due_in_s(alone_s)
         arrival_s = held.pending.arrival_s
-        held.due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + held.takes_s)
-        held.is_lost = held.due_s > arrival_s + held.length_s
+        due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + held.takes_s)
+        held.is_lost = due_s > arrival_s + held.length_s
+        self._dates_until_s = min(self._dates_until_s, due_s - held.takes_s - EPSILON_S)
+        if due_s != held.due_s:
+            held.due_s, self._order = due_s, None

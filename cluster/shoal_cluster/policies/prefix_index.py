@@ -29,9 +29,14 @@ class PrefixIndex:
     answer). So memory is fixed, 24 bytes an entry for up to 64 replicas and 8 more for each further 64, and a
     whole prompt or feed message is one pass of array operations. A use is ``store`` or ``touch``; ``match`` only asks.
 
+    Attributes:
+        is_by_replica: news of one replica change the answers for that one alone, as long as nothing is evicted.
+
     Args:
         max_entries: hard cap; rounded up to whole sets, their number a power of two.
     """
+
+    is_by_replica = True
 
     def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
         if max_entries < 1:
@@ -172,6 +177,19 @@ class PrefixIndex:
                 break
             start, stop = stop, stop * NEXT_LOOK
         return counts
+
+    def match_slot(self, slot: int, block_hashes: Sequence[BlockHash]) -> int:
+        """``match_slots`` at one ``slot``."""
+        rows, entries = self._find(_keys_of(block_hashes))
+        rows = rows[(self._holders[entries, slot // WORD_BITS] & bit_of(slot)) != 0]
+        count = _leading(rows)
+        if self.expected.is_at(slot, block_hashes[count : count + 1]):
+            held = set(rows.tolist())
+            while count < len(block_hashes) and (
+                count in held or self.expected.is_at(slot, block_hashes[count : count + 1])
+            ):
+                count += 1
+        return count
 
     def slot(self, replica_id: str) -> int:
         """Where ``match_slots`` counts for ``replica_id``; it keeps the place until it is dropped."""

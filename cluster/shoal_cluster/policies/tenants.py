@@ -22,6 +22,7 @@ class FairShares:
         self._num_held: dict[str, int] = {}
         self._excess: dict[str, float] = {}
         self._served: dict[str, float] = {}  # tokens, those of long ago counting less
+        self._num_served = 0.0  # their sum
         self._served_s = 0.0
 
     def enter(self, tenant: str) -> None:
@@ -41,6 +42,7 @@ class FairShares:
             name: left for name, served in self._served.items() if (left := served * faded) > FORGOTTEN_TOKENS
         }
         self._served[tenant] = self._served.get(tenant, 0.0) + num_tokens
+        self._num_served = sum(self._served.values())
         self._served_s = now
         self._excess[tenant] = self._excess.get(tenant, 0.0) + num_tokens
         sharers = self._excess.keys() | self._num_held.keys()
@@ -57,8 +59,13 @@ class FairShares:
 
     def had_more(self, tenant: str) -> bool:
         """Whether of those served lately it had more than an equal part."""
-        return self._served.get(tenant, 0.0) * len(self._served) > sum(self._served.values())
+        return self._served.get(tenant, 0.0) * len(self._served) > self._num_served
+
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one was served lately."""
+        return len(self._served) > 1
 
     def had_less(self, tenant: str) -> bool:
         """Whether others had more than it."""
-        return self._served.get(tenant, 0.0) * len(self._served) < sum(self._served.values())
+        return self._served.get(tenant, 0.0) * len(self._served) < self._num_served

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView
 from shoal_cluster.policies.columns import PROMISED, Ints, column, promise, told_row, unknown_columns, unknown_rows
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
+from shoal_cluster.policies.reservation import Reservation
 from shoal_cluster.policies.wishes import ForeignWishes, PlacedWish, Wish
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
@@ -18,16 +18,6 @@ from shoal_replica.stats import ReplicaStats
 __all__ = ["ClusterView", "ReplicaView", "Reservation"]
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Room promised to a request on a replica, until the replica counts the request itself."""
-
-    replica_id: str
-    num_blocks: int
-    num_tokens: int
-    time_s: float
 
 
 class ClusterView:
@@ -60,6 +50,7 @@ class ClusterView:
         self._known: Candidates | None = None  # the last snapshot for no prompt, until something changes
         self._asked: tuple[Sequence[BlockHash], tuple[str, ...], int] = ((), (), -1)
         self._matched = np.zeros(0, np.int64)
+        self._changed: set[int] = set()  # places of which there are news
 
     def __len__(self) -> int:
         return len(self._replica_ids)
@@ -180,6 +171,7 @@ class ClusterView:
         self.computed(request_id)
         if block_hashes and replica_id in self._place_of:
             self._expected[request_id] = replica_id, self.index.expect(replica_id, block_hashes, num_matched_blocks)
+            self._changed.add(self._place_of[replica_id])
 
     def computed(self, request_id: str) -> None:
         """A prompt is computed, or will not be: what its replica says it caches is all that counts. Idempotent."""
@@ -187,6 +179,7 @@ class ClusterView:
         if expected is not None:
             replica_id, block_hashes = expected
             self.index.expected.remove(self.index.slot(replica_id), block_hashes)
+            self._changed.add(self._place_of[replica_id])
 
     def settle(self, request_ids: Iterable[str]) -> None:
         """The replica's own stats count these requests from now on, so their promises end. Idempotent."""
@@ -198,8 +191,7 @@ class ClusterView:
         place, foreign = self._place_of.get(replica_id), (num_requests, num_blocks, num_tokens)
         if place is not None and foreign != self._foreign[place]:
             before, self._foreign[place] = self._foreign[place], foreign
-            self._own_promised()
-            promise(self._columns, place, *(new - old for new, old in zip(foreign, before, strict=True)))
+            self._promise(place, *(new - old for new, old in zip(foreign, before, strict=True)))
 
     def set_wishes(self, replica_id: str, wishes: Sequence[Wish]) -> None:
         """What other gateways mean to send to ``replica_id``, as it says itself; due dates are on our clock."""
@@ -274,8 +266,18 @@ class ClusterView:
             self._asked = asked
         return self._matched
 
+    def match_at(self, place: int, block_hashes: Sequence[BlockHash]) -> int:
+        """``match`` of one member."""
+        return self.index.match_slot(self._slots.item(place), block_hashes)
+
+    def take_changed(self) -> set[int]:
+        """Places of members of which there are news since this was asked last, if ``replica_ids`` are the same."""
+        changed, self._changed = self._changed, set()
+        return changed
+
     def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
         self._own_told()
+        self._changed.add(place)
         if stats is not None:
             self._stats[place] = stats
             self._told[place] = row = told_row(stats, True)
@@ -290,12 +292,17 @@ class ClusterView:
     def _tell(self, place: int, row: Sequence[Any]) -> None:
         """What is told of a replica has changed to ``row``."""
         self._own_promised()
+        self._changed.add(place)
         self._columns[:, place] = column(row, self._columns[: len(PROMISED), place].tolist())
 
     def _count(self, reservation: Reservation, sign: int) -> None:
-        num_blocks, num_tokens = sign * reservation.num_blocks, sign * reservation.num_tokens
+        place = self._place_of[reservation.replica_id]
+        self._promise(place, sign, sign * reservation.num_blocks, sign * reservation.num_tokens)
+
+    def _promise(self, place: int, num_requests: int, num_blocks: int, num_tokens: int) -> None:
         self._own_promised()
-        promise(self._columns, self._place_of[reservation.replica_id], sign, num_blocks, num_tokens)
+        self._changed.add(place)
+        promise(self._columns, place, num_requests, num_blocks, num_tokens)
 
     def _own_told(self) -> None:
         """Before what replicas told, or when, changes."""
@@ -327,6 +334,7 @@ class ClusterView:
             node_ids[new], stats[new], foreign[new] = self._node_ids[old], self._stats[old], self._foreign[old]
             connected[new] = self._connected[old]
         self._connected, self._present = tuple(connected), Present(told)
+        self._changed = set()
         self._foreign, self._known, self._nothing = foreign, None, np.zeros(len(members), np.int64)
         self._told, self._columns, self._updated_s = told, columns, updated_s
         self._node_ids, self._stats, self._replica_ids = tuple(node_ids), stats, members

@@ -47,6 +47,8 @@ class SharedPool:
 class SharedIndex(PrefixIndex):
     """A gateway's index when every replica can use what any has cached."""
 
+    is_by_replica = False
+
     def __init__(self, pool: SharedPool) -> None:
         super().__init__()
         self._pool = pool

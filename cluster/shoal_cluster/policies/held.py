@@ -1,0 +1,38 @@
+"""A request that waits at the gateway."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shoal_cluster.policies.columns import Ints
+from shoal_cluster.policies.ranking import RouteQuery
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingRequest:
+    """A request that waits at the gateway. ``arrival_s`` is on the clock of ``PendingQueue.next``'s ``now``."""
+
+    query: RouteQuery
+    arrival_s: float
+    tenant: str = ""
+    priority: int = 0  # lower goes first, whatever is due
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """``num_new_tokens`` to compute where it is cached best, as far as known: ``takes_s`` and ``due_s`` follow."""
+
+    pending: PendingRequest
+    num_new_tokens: int = 1
+    takes_s: float = 0.0
+    is_lost: bool = False  # its objective: ``due_s`` is a later date
+    due_s: float = 0.0
+    length_s: float = 0.0  # of its objective
+    matched: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # blocks cached by replica,
+    matched_s: float = -math.inf  # as of then,
+    matched_of: tuple[str, ...] = ()  # of these replicas
+    seed: int | None = None  # of its dice among equals: drawn once, so that it waits where it waited
+    wish: tuple[str, int, int] | None = None  # where it was planned last: replica, blocks, tokens

@@ -1,0 +1,15 @@
+"""A promise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room promised to a request on a replica, until the replica counts the request itself."""
+
+    replica_id: str
+    num_blocks: int
+    num_tokens: int
+    time_s: float

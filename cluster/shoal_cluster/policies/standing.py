@@ -1,0 +1,114 @@
+"""What a look has decided and still holds: the next one goes on after it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.held import Held
+from shoal_cluster.policies.look import Considered, Step
+from shoal_cluster.policies.objective import RENEWAL
+from shoal_cluster.policies.plan import Plan
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.policies.view import ClusterView
+from shoal_replica.stats import DUE_WITHIN_S
+
+MAX_MATCH_AGE_S = 0.5
+MAX_NEWS = 32  # with news of more replicas at once all is looked at again
+EPSILON_S = 1e-9
+
+
+@dataclass(slots=True, eq=False)
+class Planned:
+    """A request that is held, and what a look decided of it: true ``until_s`` unless there are news."""
+
+    held: Held
+    due_s: float
+    considered: Considered
+    step: Step
+    until_s: float
+
+
+class StandingPlan:
+    """A gateway's plan from look to look. Owner: its queue, where it is the only gateway.
+
+    Every look would decide of the requests in ``planned``, the first in order, as before; the property test compares it
+    with looks that begin anew.
+    """
+
+    def __init__(self) -> None:
+        self.planned: list[Planned] = []
+        self._plan: Plan | None = None
+        self._made_for: tuple[object, ...] = ()
+        self._index_version = -1
+        self._order: Sequence[tuple[Held, float]] = ()  # that of which ``planned`` is the beginning
+        self._until_s = -math.inf  # the least
+        self._is_lasting = False
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.planned = []
+
+    def renew(self, view: ClusterView, present: Candidates, weights: RouteWeights, max_steps_ahead: float) -> Plan:
+        """The plan of ``present``, the cluster as of now, with what is ``planned`` given away."""
+        changed, index = view.take_changed(), view.index
+        made_for = (view, view.replica_ids, weights, index.num_evicted)
+        self._is_lasting = index.is_by_replica and not present.is_stale(weights.max_age_s)
+        is_same = len(made_for) == len(self._made_for) and all(map(_is, made_for[:3], self._made_for))
+        if not is_same or made_for[3] != self._made_for[3] or not self._is_lasting or len(changed) > MAX_NEWS:
+            self.forget()
+        if not self.planned or self._plan is None:
+            plan = self._plan = Plan(present, weights, max_steps_ahead)
+        else:
+            plan = self._plan
+            plan.take_back(len(self.planned))
+            if index.version != self._index_version:
+                block_hashes = self.planned[0].held.pending.query.block_hashes
+                for place in changed:
+                    plan.know_matched(place, view.match_at(place, block_hashes))
+            plan.keep(present, changed)
+            del self.planned[len(plan.given) :]
+        self._made_for, self._index_version = made_for, index.version
+        return plan
+
+    def keep(self, plan: Plan, order: Sequence[tuple[Held, float]], now: float) -> int:
+        """The requests are to be considered in this ``order``, with the dates when they are due: how many of the first
+        are ``planned``, the others no longer.
+        """
+        num_kept = len(self.planned)
+        if order is not self._order or now >= self._until_s:
+            for number, (planned, (held, due_s)) in enumerate(zip(self.planned, order, strict=False)):
+                if held is not planned.held or due_s != planned.due_s or now >= planned.until_s:
+                    num_kept = number
+                    break
+            num_kept = min(num_kept, len(order))
+            del self.planned[num_kept:]
+            plan.take_back(num_kept)
+            self._order, self._until_s = order, min((planned.until_s for planned in self.planned), default=math.inf)
+        if self.planned:  # its match is as of now, by all news
+            first = self.planned[0].held
+            first.matched, first.matched_s = plan.given[0].matched, now
+        return num_kept
+
+    def note(self, number: int, held: Held, considered: Considered, step: Step, now: float) -> None:
+        """A look has planned ``held``. What is not certain to be decided in the same way again begins no plan."""
+        if not self._is_lasting or number != len(self.planned) or step.place < 0:
+            return
+        if held.is_lost:  # and its date comes nearer again if a replica can begin sooner
+            arrival_s = held.pending.arrival_s
+            if now <= arrival_s + (held.due_s - arrival_s) / RENEWAL - held.takes_s:
+                return
+        place = bisect_left(DUE_WITHIN_S, considered.due_s - now)
+        until_s = math.inf if number == 0 else held.matched_s + MAX_MATCH_AGE_S
+        if place:
+            until_s = min(until_s, considered.due_s - DUE_WITHIN_S[place - 1])
+        until_s -= EPSILON_S
+        self.planned.append(Planned(held, considered.due_s, considered, step, until_s))
+        self._until_s = min(self._until_s, until_s)
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other

@@ -165,7 +165,7 @@ async def test_a_gateway_that_dials_again_gets_a_new_snapshot_and_loses_its_requ
         one.executor.gate.clear()
         running = one.run("r", "g", prompt_token_ids=range(9), max_tokens=50)
         await until(lambda: one.executor.is_held)
-        one.feed._subscribers["g"].writer.transport.abort()
+        one.feed._subscribers["g"].transport.abort()
         await until(lambda: len(g.snapshots) == 2)
         await running
         assert g.num_lost == 1
@@ -302,7 +302,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off(monkeypatch: pytest.Monke
         one.executor.gate.clear()
         running = one.run("r", "sleeps", prompt_token_ids=range(9))
         await until(lambda: one.executor.is_held)
-        one.feed._subscribers["sleeps"].writer.write(b"\x00" * 2**25)  # more than sockets and reader buffer
+        one.feed._subscribers["sleeps"].transport.write(b"\x00" * 2**25)  # more than sockets and reader buffer
         one.executor.gate.set()
         await running
         assert one.recorder.reasons["r", 0] is ABORT
@@ -368,7 +368,9 @@ class TestClient:
             await one.feed.stop()
             late = Gateway("g", (host, port))
             await until(lambda: late.num_lost >= 2)
-            server = await asyncio.start_server(one.feed._accept, host, port)
+            server = await asyncio.get_running_loop().create_server(
+                lambda: feed_module._Connection(one.feed), host, port
+            )
             await until(lambda: late.snapshots)
             await late.client.close()
             server.close()

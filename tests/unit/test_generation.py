@@ -173,7 +173,7 @@ async def _silent_crash(serve: FakeServe, name: str) -> None:
 
 
 async def _feed_breaks(serve: FakeServe, name: str) -> None:
-    serve.replicas[name].feed._subscribers["gateway"].writer.transport.abort()
+    serve.replicas[name].feed._subscribers["gateway"].transport.abort()
 
 
 async def _engine_fails(serve: FakeServe, name: str) -> None:

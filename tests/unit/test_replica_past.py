@@ -86,7 +86,7 @@ async def test_a_question_ends_with_the_feed() -> None:
 
 def _die(feed: FeedServer) -> bytes:
     for subscriber in feed._subscribers.values():
-        subscriber.writer.transport.abort()
+        subscriber.transport.abort()
     return b"never sent"
 
 

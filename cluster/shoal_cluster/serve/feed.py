@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import msgspec
 
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve import feed_messages
 from shoal_cluster.serve.feed_messages import (
-    LENGTH_BYTES,
-    MAX_REQUEST_BYTES,
     Abort,
     Answer,
     Ask,
@@ -33,9 +32,8 @@ from shoal_cluster.serve.feed_messages import (
     Update,
     Wishes,
     Withdraw,
-    decode_from_gateway,
     frame,
-    frame_size,
+    frames_from_gateway,
 )
 from shoal_replica.engine import Engine, StepReport
 from shoal_replica.request import Request, TokenDelta
@@ -48,9 +46,9 @@ GATHER_S = 0.002  # how long promises are gathered before the other gateways are
 class _Subscriber:
     """A connected gateway: its place in the numbering, its requests, what it has promised and what it means to send."""
 
-    def __init__(self, gateway_id: str, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, gateway_id: str, transport: asyncio.Transport) -> None:
         self.gateway_id = gateway_id
-        self.writer = writer
+        self.transport = transport
         self.seq = 0
         self.request_ids: set[str] = set()
         self.accepted: list[str] = []
@@ -72,7 +70,7 @@ class _Subscriber:
         stats = None if report.stats is self.told[0] else report.stats
         self.told = (report.stats, promised)
         update = Update(self.seq, stats, report.stored, report.removed, deltas, accepted, promised, wishes)
-        self.writer.write(frame(update))
+        self.transport.write(frame(update))
 
 
 class FeedServer:
@@ -89,13 +87,13 @@ class FeedServer:
         self._subscribers: dict[str, _Subscriber] = {}
         self._server: asyncio.Server | None = None
         self._unsubscribe: Callable[[], None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: set[_Connection] = set()
         self._telling: asyncio.TimerHandle | None = None
         self._num_wished = 0  # how often a gateway's wishes have changed
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listen on a free port of ``host``; returns the address."""
-        self._server = await asyncio.start_server(self._accept, host, 0)
+        self._server = await asyncio.get_running_loop().create_server(lambda: _Connection(self), host, 0)
         self._unsubscribe = self._engine.subscribe(self._publish)
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return address
@@ -124,42 +122,35 @@ class FeedServer:
             self._telling.cancel()
         if self._server is not None:
             self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections)
+        for connection in tuple(self._connections):
+            connection.hang_up()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = asyncio.create_task(self._serve(reader, writer), name="shoal-feed-connection")
+    # What connections tell
+
+    def connected(self, connection: _Connection) -> None:
+        """Somebody has dialled."""
         self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        subscriber: _Subscriber | None = None
-        try:
-            async with asyncio.timeout(feed_messages.SILENCE_S):
-                first = await _read(reader)
-            if not isinstance(first, Subscribe):
-                return
-            if (older := self._subscribers.pop(first.gateway_id, None)) is not None:
-                self._forget(older)
-                older.writer.transport.abort()
-            hashes = self._engine.cache_hashes()
-            subscriber = _Subscriber(first.gateway_id, writer)
-            self._subscribers[first.gateway_id] = subscriber
-            promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber) or ()
-            writer.write(frame(Snapshot(0, self._engine.stats(), hashes, promised, wishes)))
-            while True:
-                self._take(subscriber, await _read(reader))
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError):
-            return
-        finally:
-            writer.close()
-            if subscriber is not None and self._subscribers.get(subscriber.gateway_id) is subscriber:
-                del self._subscribers[subscriber.gateway_id]
-                self._forget(subscriber)
+    def subscribe(self, gateway_id: str, transport: asyncio.Transport) -> _Subscriber:
+        """A gateway has said who it is. Its older connection, if there is one, is hung up on."""
+        if (older := self._subscribers.pop(gateway_id, None)) is not None:
+            self._forget(older)
+            older.transport.abort()
+        hashes = self._engine.cache_hashes()
+        subscriber = self._subscribers[gateway_id] = _Subscriber(gateway_id, transport)
+        promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber) or ()
+        transport.write(frame(Snapshot(0, self._engine.stats(), hashes, promised, wishes)))
+        return subscriber
 
-    def _take(self, subscriber: _Subscriber, message: FromGateway) -> None:
+    def lost(self, connection: _Connection, subscriber: _Subscriber | None) -> None:
+        """The connection is over."""
+        self._connections.discard(connection)
+        if subscriber is not None and self._subscribers.get(subscriber.gateway_id) is subscriber:
+            del self._subscribers[subscriber.gateway_id]
+            self._forget(subscriber)
+
+    def take(self, subscriber: _Subscriber, message: FromGateway) -> None:
+        """A gateway has said something."""
         match message:
             case Submit() if self._subscribers.get(subscriber.gateway_id) is subscriber:  # else lost to its gateway
                 self.on_submit(message.request, subscriber.gateway_id)
@@ -179,7 +170,7 @@ class FeedServer:
                 self._tell_others()
             case Ask():
                 answer = self._answers.get(message.question, bytes)
-                subscriber.writer.write(frame(Answer(message.number, answer())))
+                subscriber.transport.write(frame(Answer(message.number, answer())))
 
     def _forget(self, subscriber: _Subscriber) -> None:
         for request_id in tuple(subscriber.request_ids):
@@ -193,8 +184,8 @@ class FeedServer:
             for request_id in subscriber.accepted:
                 subscriber.promises.pop(request_id, None)  # these stats are the first to count it
         for subscriber in tuple(self._subscribers.values()):
-            if subscriber.writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
-                subscriber.writer.transport.abort()  # it will dial again and take a snapshot
+            if subscriber.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
+                subscriber.transport.abort()  # it will dial again and take a snapshot
                 continue
             accepted, subscriber.accepted = tuple(subscriber.accepted), []
             deltas = tuple(d for d in report.deltas if d.request_id in subscriber.request_ids)
@@ -232,6 +223,39 @@ class FeedServer:
         return tuple(ToldWish.at(wish, now) for other in others for wish in other.wishes)
 
 
-async def _read(reader: asyncio.StreamReader) -> FromGateway:
-    size = frame_size(await reader.readexactly(LENGTH_BYTES), MAX_REQUEST_BYTES)
-    return decode_from_gateway(await reader.readexactly(size))
+class _Connection(asyncio.Protocol):
+    """Frames of a gateway as they come, without a task switch for each: requests are among them."""
+
+    def __init__(self, server: FeedServer) -> None:
+        self._server = server
+        self._frames = frames_from_gateway()
+        self._subscriber: _Subscriber | None = None
+        self._transport: asyncio.Transport
+        self._patience: asyncio.TimerHandle
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._patience = asyncio.get_running_loop().call_later(feed_messages.SILENCE_S, self.hang_up)
+        self._server.connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._frames.take(data):
+                if self._subscriber is not None:
+                    self._server.take(self._subscriber, message)
+                elif isinstance(message, Subscribe):
+                    self._patience.cancel()
+                    self._subscriber = self._server.subscribe(message.gateway_id, self._transport)
+                else:
+                    raise ConnectionError("a gateway's first frame says who it is")
+        except (ConnectionError, msgspec.DecodeError):
+            self.hang_up()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._patience.cancel()
+        self._server.lost(self, self._subscriber)
+
+    def hang_up(self) -> None:
+        """Close, once what is buffered has been sent."""
+        self._transport.close()
+        self.connection_lost(None)

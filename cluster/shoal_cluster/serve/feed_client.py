@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -15,7 +15,6 @@ from shoal_cluster.serve.feed_messages import (
     Abort,
     Answer,
     Ask,
-    FrameReader,
     FromReplica,
     Promise,
     Recall,
@@ -27,15 +26,24 @@ from shoal_cluster.serve.feed_messages import (
     Wishes,
     Withdraw,
     frame,
+    frames_from_replica,
 )
 from shoal_replica.errors import Unavailable
 from shoal_replica.request import Request
 
 MIN_REDIAL_S, MAX_REDIAL_S = 0.02, 1.0
 
+T = TypeVar("T")
+
 
 class FeedClient:
-    """Follows one replica's feed, dialling again whenever it breaks, until closed."""
+    """Follows one replica's feed, dialling again whenever it breaks, until closed.
+
+    Args:
+        on_tokens: is told at once of an update with tokens or newly accepted requests; clients wait for them.
+        on_message: is told of every message, in order, once those who wait for tokens have been woken.
+        on_lost: the feed has broken.
+    """
 
     def __init__(
         self,
@@ -43,11 +51,13 @@ class FeedClient:
         address: tuple[str, int],
         on_message: Callable[[Snapshot | Update], None],
         on_lost: Callable[[], None],
+        on_tokens: Callable[[Update], None] = lambda update: None,
     ) -> None:
         self._gateway_id = gateway_id
         self._address = address
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_tokens = on_tokens
         self._connection: _Connection | None = None
         self._expected: int | None = None
         self._delay_s = MIN_REDIAL_S
@@ -152,7 +162,10 @@ class FeedClient:
             raise ConnectionError(f"feed update {message.seq} came where {self._expected} was due")
         self._expected = message.seq + 1
         self._delay_s = MIN_REDIAL_S
-        self._on_message(message)
+        if isinstance(message, Update) and (message.deltas or message.accepted):
+            self._on_tokens(message)
+        if (connection := self._connection) is not None:
+            asyncio.get_running_loop().call_soon(connection.guard, self._on_message, message)
 
 
 class _Connection(asyncio.Protocol):
@@ -161,7 +174,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, take: Callable[[FromReplica], None]) -> None:
         loop = asyncio.get_running_loop()
         self._take = take
-        self._reader = FrameReader()
+        self._frames = frames_from_replica()
         self._lost: asyncio.Future[None] = loop.create_future()
         self._lost.add_done_callback(lambda lost: lost.exception())  # nobody looks at that of a closed client's
         self._heard_s = loop.time()
@@ -175,11 +188,19 @@ class _Connection(asyncio.Protocol):
         if self._lost.done():
             return
         self._heard_s = self._clock()
+        self.guard(self._take_all, data)
+
+    def _take_all(self, data: bytes) -> None:
+        for message in self._frames.take(data):
+            self._take(message)
+
+    def guard(self, take: Callable[[T], None], what: T) -> None:
+        """An error in ``take`` ends the connection: whoever follows the feed sees it."""
         try:
-            for message in self._reader.take(data):
-                self._take(message)
+            take(what)
         except Exception as error:
-            self._lost.set_exception(error)  # whoever follows the feed sees it
+            if not self._lost.done():
+                self._lost.set_exception(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._lost.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -136,6 +137,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 FromGateway = Subscribe | Submit | Abort | Recall | Promise | Withdraw | Wishes | Ask
 FromReplica = Snapshot | Update | Answer
+Message = TypeVar("Message")
 
 _encoder = msgspec.msgpack.Encoder()
 _from_gateway = msgspec.msgpack.Decoder(FromGateway)
@@ -148,7 +150,7 @@ def frame(message: msgspec.Struct) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
-def frame_size(length: bytes | bytearray, max_bytes: int) -> int:
+def _frame_size(length: bytes | bytearray, max_bytes: int) -> int:
     """The size of the frame behind ``length``. Raises ConnectionError when it is over ``max_bytes``."""
     size = int.from_bytes(length, "big")
     if size > max_bytes:
@@ -156,19 +158,15 @@ def frame_size(length: bytes | bytearray, max_bytes: int) -> int:
     return size
 
 
-def decode_from_gateway(body: bytes) -> FromGateway:
-    """Raises msgspec.DecodeError."""
-    message: FromGateway = _from_gateway.decode(body)
-    return message
+class FrameReader(Generic[Message]):
+    """Takes bytes as they come, gives the messages that are complete."""
 
-
-class FrameReader:
-    """Takes bytes as they come, gives the messages of a replica that are complete."""
-
-    def __init__(self) -> None:
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Message], max_bytes: int) -> None:
+        self._decode = decoder.decode
+        self._max_bytes = max_bytes
         self._buffer = bytearray()
 
-    def take(self, data: bytes) -> Iterator[FromReplica]:
+    def take(self, data: bytes) -> Iterator[Message]:
         """Raises ConnectionError or msgspec.DecodeError when they are none."""
         buffer = self._buffer
         buffer += data
@@ -176,10 +174,20 @@ class FrameReader:
         try:
             while len(buffer) - start >= LENGTH_BYTES:
                 body = start + LENGTH_BYTES
-                end = body + frame_size(buffer[start:body], MAX_FRAME_BYTES)
+                end = body + _frame_size(buffer[start:body], self._max_bytes)
                 if len(buffer) < end:
                     return
                 start = end
-                yield _from_replica.decode(buffer[body:end])
+                yield self._decode(buffer[body:end])
         finally:
             del buffer[:start]
+
+
+def frames_from_gateway() -> FrameReader[FromGateway]:
+    """Of a gateway's connection, which says little at once."""
+    return FrameReader(_from_gateway, MAX_REQUEST_BYTES)
+
+
+def frames_from_replica() -> FrameReader[FromReplica]:
+    """Of a replica's connection."""
+    return FrameReader(_from_replica, MAX_FRAME_BYTES)

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 
 from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.named import NamedPlacement, placement_by
@@ -251,12 +252,16 @@ class GatewayLedger:
     # What the feeds tell
 
     def _feed(self, replica_id: str, address: tuple[str, int]) -> FeedClient:
-        return FeedClient(
-            self.gateway_id,
-            address,
-            on_message=lambda message: self.hear(replica_id, message),
-            on_lost=lambda: self._lost(replica_id),
-        )
+        on_message, on_tokens = partial(self.hear, replica_id), partial(self._hear_tokens, replica_id)
+        return FeedClient(self.gateway_id, address, on_message, partial(self._lost, replica_id), on_tokens)
+
+    def _hear_tokens(self, replica_id: str, update: Update) -> None:
+        """Pass tokens on; the books follow at once, but clients wait for tokens."""
+        for request_id in update.accepted:
+            self._note_replica(request_id, replica_id)
+        for delta in update.deltas:
+            if (follower := self._followers.get(delta.request_id)) is not None:
+                follower.on_delta(replica_id, delta)
 
     def hear(self, replica_id: str, message: Snapshot | Update) -> None:
         """Take one message of a replica's feed."""
@@ -277,14 +282,10 @@ class GatewayLedger:
         if told is not None and told.draining:
             self.recalls.recall(replica_id)
         self.recalls.look(now)
-        for request_id in message.accepted:  # before Serve's word
-            self._note_replica(request_id, replica_id)
         self.view.settle(message.accepted)
         for delta in message.deltas:
-            if (follower := self._followers.get(delta.request_id)) is not None:
-                if self.tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
-                    self.view.computed(delta.request_id)
-                follower.on_delta(replica_id, delta)
+            if self.tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
+                self.view.computed(delta.request_id)
         self.on_news()
 
     def _note_replica(self, request_id: str, replica_id: str) -> None:

@@ -34,6 +34,7 @@ CONTROL = "shoal.v1.Control"
 DEFAULT_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 READINESS_PERIOD_S = 0.25
 TENANT_KEY = "x-tenant"
+NUM_TASKS_BEFORE = 2  # a call's leg and its placement: the request goes to its replica before the client hears its id
 KEEPALIVE_OPTIONS = (  # a client that vanished without a word is noticed within 40 s
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -63,11 +64,15 @@ class GenerationService:
                 self._core.refuse_unread()
                 raise
             call = replace(call, trace=trace_context(headers))
-        async with _errors_as_status(context, call.request_id):
-            await context.send_initial_metadata((("x-request-id", call.request_id),))
-            async with open_chunks(self._core, call) as chunks:
-                async for chunk in chunks:
-                    await context.write(codec.chunk_to_proto(chunk))
+        async with (
+            _errors_as_status(context, call.request_id),
+            _telling_id(context, call.request_id) as told,
+            open_chunks(self._core, call) as chunks,
+        ):
+            async for chunk in chunks:
+                if not told.done():
+                    await told
+                await context.write(codec.chunk_to_proto(chunk))
 
     async def tokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> generation_pb2.TokenizeResponse:
         async with _errors_as_status(context, new_request_id()):
@@ -194,6 +199,27 @@ async def _set_health(core: GatewayCore, service: health.aio.HealthServicer) -> 
     status = response.SERVING if core.is_ready() else response.NOT_SERVING
     for name in ("", GENERATION, CONTROL):
         await service.set(name, status)
+
+
+@asynccontextmanager
+async def _telling_id(context: grpc.aio.ServicerContext, request_id: str) -> AsyncIterator[asyncio.Task[None]]:
+    """The client hears the id beside the call; it has heard it when this ends, unless it has left."""
+    telling = asyncio.create_task(_tell_id(context, request_id))
+    try:
+        yield telling
+    except asyncio.CancelledError:
+        telling.cancel()
+        raise
+    except BaseException:
+        await telling
+        raise
+    await telling
+
+
+async def _tell_id(context: grpc.aio.ServicerContext, request_id: str) -> None:
+    for _ in range(NUM_TASKS_BEFORE):
+        await asyncio.sleep(0)
+    await context.send_initial_metadata((("x-request-id", request_id),))
 
 
 @asynccontextmanager

@@ -153,7 +153,7 @@ class FeedClient:
             await asyncio.sleep(self._delay_s)
             self._delay_s = min(MAX_REDIAL_S, self._delay_s * 2)
 
-    def _take(self, message: FromReplica) -> None:
+    def _take(self, connection: _Connection, message: FromReplica) -> None:
         if isinstance(message, Answer):
             if (answer := self._asked.get(message.number)) is not None and not answer.done():
                 answer.set_result(message.body)
@@ -164,14 +164,13 @@ class FeedClient:
         self._delay_s = MIN_REDIAL_S
         if isinstance(message, Update) and (message.deltas or message.accepted):
             self._on_tokens(message)
-        if (connection := self._connection) is not None:
-            asyncio.get_running_loop().call_soon(connection.guard, self._on_message, message)
+        asyncio.get_running_loop().call_soon(connection.guard, self._on_message, message)
 
 
 class _Connection(asyncio.Protocol):
     """Messages as they come, without a task switch for each: there are tens of thousands a second."""
 
-    def __init__(self, take: Callable[[FromReplica], None]) -> None:
+    def __init__(self, take: Callable[[_Connection, FromReplica], None]) -> None:
         loop = asyncio.get_running_loop()
         self._take = take
         self._frames = frames_from_replica()
@@ -192,7 +191,7 @@ class _Connection(asyncio.Protocol):
 
     def _take_all(self, data: bytes) -> None:
         for message in self._frames.take(data):
-            self._take(message)
+            self._take(self, message)
 
     def guard(self, take: Callable[[T], None], what: T) -> None:
         """An error in ``take`` ends the connection: whoever follows the feed sees it."""

@@ -205,6 +205,7 @@ async def _set_health(core: GatewayCore, service: health.aio.HealthServicer) -> 
 async def _telling_id(context: grpc.aio.ServicerContext, request_id: str) -> AsyncIterator[asyncio.Task[None]]:
     """The client hears the id beside the call; it has heard it when this ends, unless it has left."""
     telling = asyncio.create_task(_tell_id(context, request_id))
+    telling.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else looks at a leaver's
     try:
         yield telling
     except asyncio.CancelledError:

@@ -208,7 +208,7 @@ class _Collector:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         params = request.sampling_params
-        self.result = RequestOutput(request.prompt_token_ids, [SequenceOutput() for _ in range(params.n)])
+        self.result = RequestOutput(tuple(request.prompt_token_ids), [SequenceOutput() for _ in range(params.n)])
         self._tokenizer = tokenizer
         self._texts = [TextStream(tokenizer, params.stop) for _ in range(params.n)] if params.stop else []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import MutableSequence
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
@@ -43,7 +45,7 @@ class Request:
 
     Attributes:
         request_id: unique in the cluster.
-        prompt_token_ids: at least one token.
+        prompt_token_ids: at least one token; nobody changes them.
         sampling_params: with ``seed`` resolved, so that a resumed request draws the same tokens.
         output_token_ids: tokens already emitted by another replica; generation goes on after them.
         index: number of the first sequence; a resumed sequence of an ``n > 1`` request keeps its own.
@@ -58,7 +60,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Items[int]
     sampling_params: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     index: int = 0
@@ -74,6 +76,10 @@ class Request:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
+    def known_token_ids(self) -> MutableSequence[int]:
+        """What a sequence of it begins with."""
+        return [*self.prompt_token_ids, *self.output_token_ids]
+
 
 @dataclass(slots=True, eq=False)  # one sequence is one object: queues find it by identity
 class Sequence:
@@ -86,7 +92,7 @@ class Sequence:
     seq_id: int
     request: Request
     index: int
-    token_ids: list[int]
+    token_ids: MutableSequence[int]
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first ran

@@ -42,7 +42,7 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.policy)
-        self._running: list[Sequence] = []  # in rank order
+        self._running: list[Sequence] = []  # in rank order: victims come last
         self._held_by_executor: set[int] = set()
         self._dropped: list[int] = []
         self._next_seq_id = 0
@@ -80,11 +80,10 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
         if not self.has_room:
             self._totals.num_refused += 1
-            raise ResourceExhausted(
-                f"{len(self._waiting)} sequences are waiting, which is the limit", retry_after_s=1.0
-            )
+            limit = f"{len(self._waiting)} sequences are waiting, which is the limit"
+            raise ResourceExhausted(limit, retry_after_s=1.0)
         self._requests[request.request_id] = []
-        self._enqueue(self._new_sequence(request, request.index, request.output_token_ids))
+        self._enqueue(self._new_sequence(request, request.index))
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
@@ -93,14 +92,14 @@ class Scheduler:
         room = self._config.max_num_seqs - len(self._running)
         plan, decodes_wait = self._pieces.plan(level, behind, self._waiting, room)
         if not decodes_wait:
-            self._advance(plan, level)
+            self._advance_level(plan, level)
         for sequence in behind:
             self._admit_waiting(plan, now, before=sequence)
             self._advance(plan, [sequence])
         self._admit_waiting(plan, now)
         if decodes_wait and not plan.num_sequences:  # nor has anybody room who waits for a place
             decodes_wait = False
-            self._advance(plan, level)
+            self._advance_level(plan, level)
         self._pieces.note(plan, decodes_wait)
         if not plan.num_sequences:
             return None
@@ -142,10 +141,10 @@ class Scheduler:
         Siblings that have not started end with the sequence that was to start them.
         """
         deltas: list[TokenDelta] = []
-        for sequence in list(self._requests.get(request_id, ())):
-            if index is None or sequence.index == index:
-                deltas += [sequence.delta(i, None, reason) for i in (sequence.index, *sequence.unstarted_indexes)]
-                self._finish(sequence, reason)
+        own = self._requests.get(request_id, ())
+        for sequence in [s for s in own if index is None or s.index == index]:
+            deltas += [sequence.delta(i, None, reason) for i in (sequence.index, *sequence.unstarted_indexes)]
+            self._finish(sequence, reason)
         return deltas
 
     def request_ids(self, only_unstarted: bool = False) -> list[str]:
@@ -194,12 +193,12 @@ class Scheduler:
 
     # Steps of the above
 
-    def _new_sequence(self, request: Request, index: int, output_token_ids: tuple[int, ...]) -> Sequence:
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
         sequence = Sequence(
             seq_id=self._next_seq_id,
             request=request,
             index=index,
-            token_ids=[*request.prompt_token_ids, *output_token_ids],
+            token_ids=request.known_token_ids(),
             block_hashes=list(request.block_hashes),
         )
         self._next_seq_id += 1
@@ -211,9 +210,9 @@ class Scheduler:
         sequence.extend_hashes(self._kv.block_size)
         self._waiting.push(sequence, expected_cached_tokens(sequence, self._kv, (*self._running, *self._waiting)))
 
-    def _sort_running(self) -> None:
-        """Rank order: victims come last."""
-        self._running.sort(key=lambda s: rank(s, self._config.policy))
+    def _advance_level(self, plan: StepPlan, level: list[Sequence]) -> None:
+        """Plan those that decode, one token each."""
+        self._advance(plan, level)
 
     def _advance(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Plan running sequences, given in rank order; those at the back give way when blocks run out."""
@@ -275,7 +274,7 @@ class Scheduler:
         if admitted:
             self._waiting.take(admitted)
             self._running.extend(admitted)
-            self._sort_running()
+            self._running.sort(key=lambda s: rank(s, self._config.policy))
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Preempt from the back until ``sequence`` can grow to ``num_tokens``. False if it had to go itself."""
@@ -309,7 +308,7 @@ class Scheduler:
     def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
         if sequence.first_scheduled_s is None:
             sequence.start(now)
-            num_from_host = sum(1 for block in matched if not isinstance(block, int)) * self._kv.block_size
+            num_from_host = sum(not isinstance(block, int) for block in matched) * self._kv.block_size
             self._totals.note_start(sequence.num_prompt_tokens, sequence.num_cached_tokens, num_from_host)
 
     def _fork_siblings(self, parent: Sequence) -> None:
@@ -318,7 +317,7 @@ class Scheduler:
         Each computes the last prompt token again, which is what its own first token is drawn from.
         """
         for index in parent.unstarted_indexes:
-            child = self._new_sequence(parent.request, index, ())
+            child = self._new_sequence(parent.request, index)  # nobody resumes several
             child.num_cached_tokens = parent.num_cached_tokens
             child.first_scheduled_s = parent.first_scheduled_s
             if len(self._running) < self._config.max_num_seqs:
@@ -327,7 +326,7 @@ class Scheduler:
                 child.extend_hashes(self._kv.block_size)
                 child.move(SequenceStatus.RUNNING)
                 self._running.append(child)
-                self._sort_running()
+                self._running.sort(key=lambda s: rank(s, self._config.policy))
             else:
                 self._enqueue(child)
 

@@ -49,7 +49,7 @@ class RouteQuery:
     @classmethod
     def for_request(cls, request: Request, block_size: int) -> RouteQuery:
         """The query that places ``request``; tokens that another replica has generated count as prompt."""
-        token_ids = request.prompt_token_ids + request.output_token_ids
+        token_ids = request.known_token_ids()
         return cls(
             request_id=request.request_id,
             block_hashes=tuple(hash_blocks(token_ids, block_size, request.cache_salt)),

@@ -92,7 +92,7 @@ class SimCluster:
             return
         for replica in self.replicas.values():
             if replica.is_idle:
-                replica.tell(())
+                replica.beat()
         self.loop.after(self.config.heartbeat_s, self._beat)
 
     # Replicas

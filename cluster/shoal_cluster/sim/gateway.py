@@ -21,10 +21,10 @@ from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
-from shoal_cluster.sim.replica import FIRST_OUTPUT_TOKEN_ID, FeedMessage, Promise, SimReplica
+from shoal_cluster.sim.replica import FeedMessage, Promise, SimReplica
+from shoal_cluster.sim.steady import FIRST_OUTPUT_TOKEN_ID, CompactRequest
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.errors import ResourceExhausted
-from shoal_replica.request import Request
 from shoal_replica.sampling_params import SamplingParams
 
 
@@ -210,7 +210,7 @@ class SimGateway:
         replica = self._replicas.get(replica_id)
         if replica is None or replica.draining:
             return False
-        engine_request = Request(
+        engine_request = CompactRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids(),
             sampling_params=SamplingParams(

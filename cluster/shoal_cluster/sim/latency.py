@@ -33,10 +33,11 @@ class StepTime:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name}: got {value!r}; must be a finite number of at least 0")
 
-    def of(self, output: SchedulerOutput) -> float:
-        """Seconds of one step: its prompts' chunks and its decodes (shares of one token that samples)."""
+    def of(self, output: SchedulerOutput, num_decodes: int = 0, num_context_tokens: int = 0) -> float:
+        """Seconds of one step: its prompts' chunks and its decodes (shares of one token that samples), and of so many
+        decodes, with a context of so many tokens, beside it.
+        """
         prefill_s = 0.0
-        num_decodes = num_context_tokens = 0
         for share in output.scheduled:
             if share.num_new_tokens == 1 and share.samples:
                 num_decodes += 1

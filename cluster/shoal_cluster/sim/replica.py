@@ -13,7 +13,7 @@ from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.steady import SteadyScheduler
 from shoal_replica.config import CacheConfig, SchedulerConfig
-from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
+from shoal_replica.executor import SchedulerOutput
 from shoal_replica.prefill_pace import PrefillPace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
@@ -22,7 +22,6 @@ from shoal_replica.stats import ReplicaStats
 BEAT_S = 0.03  # into a step that does not end, its replica tells of the work that it has
 GATHER_S = 0.005  # how long wishes are gathered before the gateways are told
 MAX_STRETCH_S = 1.0  # replicas report at least as often
-FIRST_OUTPUT_TOKEN_ID = 2**31  # above every token id of a simulated prompt: outputs never look like prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +70,8 @@ class SimReplica:
         stalls: tuple[Stall, ...] = (),
     ) -> None:
         self.replica_id = replica_id
-        self.scheduler = SteadyScheduler(
-            scheduler_config, cache_config, cache_config.num_blocks * cache_config.block_size, ()
-        )
+        max_model_len = cache_config.num_blocks * cache_config.block_size
+        self.scheduler = SteadyScheduler(scheduler_config, cache_config, max_model_len)
         self.draining = False
         self.busy_s = 0.0
         self.started_s = loop.now
@@ -150,11 +148,13 @@ class SimReplica:
         stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s, self._pace.token_s)
         self._publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas, (), self._wishes))
 
+    def beat(self) -> None:
+        """It is alive, and all that it told last is still true."""
+        self._publish(self, FeedMessage(None, (), (), (), (), (), self._wishes))
+
     def _abort_all(self) -> None:
         request_ids = self.scheduler.request_ids()
-        for request_id in request_ids:
-            self.scheduler.abort(request_id)
-        self.tell(())
+        self.tell(tuple(self.scheduler.abort_all()))
         on_cut, self._on_cut = self._on_cut, None
         assert on_cut is not None
         on_cut(request_ids)
@@ -168,7 +168,8 @@ class SimReplica:
             return
         now = self._loop.now
         stalled_s = max((stall.until_s - now for stall in self._stalls if stall.from_s <= now), default=0.0)
-        step_s = max(self._step_time.of(output), stalled_s)
+        num_alike, num_alike_tokens = len(self.scheduler.alike), self.scheduler.num_alike_tokens
+        step_s = max(self._step_time.of(output, num_alike, num_alike_tokens), stalled_s)
         max_steps = int(MAX_STRETCH_S / step_s) if step_s and stalled_s <= 0 else 1
         num_steps = self.scheduler.num_steady_steps(output, max_steps)
         if num_steps == 1:
@@ -176,23 +177,20 @@ class SimReplica:
                 self._loop.after(BEAT_S, lambda: self.tell(()))
             self._loop.at(now + step_s, lambda: self._end_step(output, step_s))
             return
-        num_sequences = len(output.scheduled)
-        num_context_tokens = sum(share.num_computed_tokens for share in output.scheduled)
         stalls_s = min((stall.from_s for stall in self._stalls if stall.from_s > now), default=math.inf)
-        steps_s = [
-            self._step_time.decode(num_sequences, num_context_tokens + i * num_sequences) for i in range(num_steps)
-        ]
+        steps_s = [self._step_time.decode(num_alike, num_alike_tokens + i * num_alike) for i in range(num_steps)]
         ends_s = [now := now + step_s for step_s in steps_s]
         num_steps = min(num_steps, bisect_left(ends_s, stalls_s) + 1)  # a step that begins later is none of the stretch
         del ends_s[num_steps:]
-        stretch = self._stretch = _Stretch(output, steps_s, ends_s)
+        stretch = self._stretch = _Stretch(steps_s, ends_s)
         self._loop.at(ends_s[-1], lambda: self._end_stretch(stretch, num_steps))
 
     def _end_step(self, output: SchedulerOutput, step_s: float) -> None:
         self._step_s = step_s
         self.busy_s += step_s
-        self._pace.take(sum(share.num_new_tokens for share in output.scheduled), len(output.scheduled), step_s)
-        self.tell(tuple(self.scheduler.update(output, _sampled(output))))
+        num_alike = len(self.scheduler.alike)
+        self._pace.take(output.num_tokens + num_alike, len(output.scheduled) + num_alike, step_s)
+        self.tell(tuple(self.scheduler.finish_step(output)))
         self._start_step()
 
     def _cut_stretch(self) -> None:
@@ -211,21 +209,14 @@ class SimReplica:
         self._stretch = None
         for self._step_s in stretch.steps_s[:num_steps]:
             self.busy_s += self._step_s
-        deltas = self.scheduler.update_steady(stretch.output, _sampled(stretch.output), num_steps)
-        self.tell(tuple(deltas))
+        self.scheduler.finish_steps(num_steps)
+        self.tell(())
         self._start_step()
 
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Like steps under way: the first one's output, how long each takes and when it ends."""
+    """Like steps under way: how long each takes and when it ends."""
 
-    output: SchedulerOutput
     steps_s: list[float]
     ends_s: list[float]
-
-
-def _sampled(output: SchedulerOutput) -> StepResult:
-    return StepResult(
-        tuple(SampledToken(s.seq_id, FIRST_OUTPUT_TOKEN_ID + s.seq_id) for s in output.scheduled if s.samples)
-    )

@@ -1,74 +1,161 @@
-"""Many steps at once: stretches in which a replica only decodes are one event of simulated time."""
+"""Decodes that are alike, taken together: within a step as one, and over a stretch of steps as one event."""
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import dataclass, replace
+
 from shoal_cluster.sim.shared_pool import SharedPool
-from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.config import CacheConfig, SchedulerConfig
+from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
 from shoal_replica.kv_cache import Cached
-from shoal_replica.request import Sequence, SequenceStatus, TokenDelta
+from shoal_replica.request import Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduler import Scheduler
 from shoal_replica.step_plan import StepPlan
 
+FIRST_OUTPUT_TOKEN_ID = 2**31  # above every token id of a simulated prompt: outputs never look like prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompactRequest(Request):
+    """A request whose tokens are four bytes each: thousands of long prompts are in memory at once.
+
+    ``prompt_token_ids`` is an array of unsigned words.
+    """
+
+    def known_token_ids(self) -> array[int]:
+        token_ids = array("I", self.prompt_token_ids)
+        token_ids.extend(self.output_token_ids)
+        return token_ids
+
 
 class SteadyScheduler(Scheduler):
-    """The scheduler, which can also say how long it will go on alike, and take that stretch in one call.
+    """The scheduler, where nothing is computed: each sequence draws one token again and again.
 
-    Nothing differs from as many calls of ``schedule`` and ``update``; a test holds it to that.
+    Most decodes do nothing but go on by that token: they take no block, fill none and end nothing. These are no part of
+    a step's output but in ``alike``, and deltas tell of a sequence's first token and of its last, with all between.
+    Beside that, a step leaves what the scheduler leaves; a test holds it to that. For requests of one sequence (n = 1)
+    that no drawn token ends.
 
     Attributes:
+        alike: sequences of the step that was scheduled last which just go on.
+        num_alike_tokens: computed ones of these, before that step.
         shared_pool: prefixes that need not be computed although they are not cached here.
     """
 
     shared_pool: SharedPool | None = None
 
-    def num_steady_steps(self, output: SchedulerOutput, limit: int) -> int:
-        """Steps from ``output`` on, itself included and at most ``limit``, that are sure to be alike: all sequences
-        decode, inside the blocks they have; nobody waits, ends or fills a block. It holds until a request comes or
-        goes, if no drawn token ends a sequence. At least 1.
-        """
-        scheduled = output.scheduled
-        if self._waiting or len(scheduled) != len(self._running) or scheduled[-1].num_new_tokens != 1:
-            return 1
-        block_size = self._kv.block_size
-        for share in scheduled:
-            if share.num_new_tokens != 1 or not share.samples:
-                return 1
-            sequence = self._by_id[share.seq_id]
-            max_tokens = sequence.request.sampling_params.max_tokens
-            limit = min(
-                limit,
-                block_size - 1 - share.num_computed_tokens % block_size,
-                self._finish_rule.max_model_len - sequence.num_tokens - 1,
-            )
-            if max_tokens is not None:
-                limit = min(limit, max_tokens - sequence.num_output_tokens - 1)
-            if limit <= 1 or sequence.unstarted_indexes:
-                return 1
-        return limit
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, max_model_len: int) -> None:
+        super().__init__(config, cache_config, max_model_len, ())
+        self.alike: list[Sequence] = []
+        self.num_alike_tokens = 0
+        self._alike_until: dict[int, int] = {}  # by seq_id: with how many tokens it needs a look again
+        self._started: dict[str, tuple[Sequence, int]] = {}  # by request id, with how many output tokens were told
 
-    def update_steady(self, output: SchedulerOutput, result: StepResult, num_steps: int) -> list[TokenDelta]:
-        """``update`` for ``num_steps`` steps like ``output``, each with the same ``result``."""
-        sampled = {token.seq_id: token.token_id for token in result.sampled}
-        deltas = []
-        for share in output.scheduled:
-            sequence = self._by_id[share.seq_id]
-            assert sequence.status is SequenceStatus.RUNNING
-            token_ids = (sampled[share.seq_id],) * num_steps
-            position = sequence.num_output_tokens
-            sequence.num_computed_tokens = share.num_computed_tokens + num_steps
-            sequence.token_ids.extend(token_ids)
-            deltas.append(
-                TokenDelta(
-                    request_id=sequence.request.request_id,
-                    index=sequence.index,
-                    position=position,
-                    token_ids=token_ids,
-                    num_cached_tokens=sequence.num_cached_tokens,
-                )
-            )
-        self._totals.num_generated_tokens += num_steps * len(output.scheduled)
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        self.alike, self.num_alike_tokens = [], 0
+        return super().schedule(now)
+
+    def finish_step(self, output: SchedulerOutput) -> list[TokenDelta]:
+        """``update`` with a token for each sequence that samples."""
+        shares = (share for share in output.scheduled if share.samples)
+        sampled = tuple(SampledToken(share.seq_id, FIRST_OUTPUT_TOKEN_ID + share.seq_id) for share in shares)
+        deltas = self.update(output, StepResult(sampled))
+        self._go_on(1)
+        return [self._with_untold(d) for d in deltas if d.start is not None or d.finish_reason is not None]
+
+    def num_steady_steps(self, output: SchedulerOutput, limit: int) -> int:
+        """Steps from ``output`` on, itself included and at most ``limit``, in which all sequences are alike and nobody
+        waits. It holds until a request comes or goes. At least 1.
+        """
+        if self._waiting or output.scheduled or len(self.alike) != len(self._running):
+            return 1
+        until = self._alike_until
+        return max(1, min(limit, min(until[s.seq_id] - len(s.token_ids) for s in self.alike)))
+
+    def finish_steps(self, num_steps: int) -> None:
+        """``finish_step`` for ``num_steps`` steps of the same sequences, all alike."""
         self._totals.num_steps += num_steps - 1
-        return deltas
+        self._go_on(num_steps)
+
+    def abort_all(self) -> list[TokenDelta]:
+        """End every request; returns what no delta has told of their tokens yet."""
+        untold = [self._delta(s, num_told) for s, num_told in self._started.values() if s.num_output_tokens > num_told]
+        self._started.clear()
+        for request_id in self.request_ids():
+            self.abort(request_id)
+        return untold
+
+    # Steps of the above
+
+    def _advance_level(self, plan: StepPlan, level: list[Sequence]) -> None:
+        until = self._alike_until
+        alike = [s for s in level if len(s.token_ids) < until.get(s.seq_id, 0)]
+        others = [] if len(alike) == len(level) else [s for s in level if len(s.token_ids) >= until.get(s.seq_id, 0)]
+        sizes = [(s.seq_id, s.num_computed_tokens, len(s.token_ids)) for s in others]
+        if sum([self._kv.num_blocks_to_append(*size) for size in sizes]) > self._kv.pool.num_free:
+            super()._advance_level(plan, level)  # some have to give way
+            return
+        for sequence in others:
+            if self._becomes_alike(sequence):
+                alike.append(sequence)
+            else:
+                self._advance(plan, [sequence])
+        plan.budget -= len(alike)
+        plan.num_sequences += len(alike)
+        self.alike, self.num_alike_tokens = alike, sum([s.num_computed_tokens for s in alike])
+
+    def _becomes_alike(self, sequence: Sequence) -> bool:
+        """Whether a sequence that decodes just goes on for a while; it gets the block that it needs for that."""
+        request, start, end = sequence.request, sequence.num_computed_tokens, len(sequence.token_ids)
+        if sequence.num_output_tokens <= len(request.output_token_ids):
+            return False  # its first token is still to come
+        block_size, max_tokens = self._kv.block_size, request.sampling_params.max_tokens
+        last = self._finish_rule.max_model_len
+        if max_tokens is not None:
+            last = min(last, request.num_prompt_tokens + max_tokens)
+        until = min(last - 1, (start // block_size + 1) * block_size)
+        if end >= until:
+            return False
+        if not self._kv.fits_last_block(sequence.seq_id, start, end):
+            self._kv.append(sequence.seq_id, start, end)
+        self._alike_until[sequence.seq_id] = until
+        return True
+
+    def _go_on(self, num_steps: int) -> None:
+        running = SequenceStatus.RUNNING
+        going = [s for s in self.alike if s.status is running]  # others have given way
+        self._totals.num_generated_tokens += num_steps * len(going)
+        for sequence in going:
+            sequence.num_computed_tokens += num_steps
+            if num_steps == 1:
+                sequence.token_ids.append(FIRST_OUTPUT_TOKEN_ID + sequence.seq_id)
+            else:
+                sequence.token_ids.extend((FIRST_OUTPUT_TOKEN_ID + sequence.seq_id,) * num_steps)
+
+    def _with_untold(self, delta: TokenDelta) -> TokenDelta:
+        """``delta``, and the tokens before it that were not told of."""
+        request_id, position = delta.request_id, delta.position
+        if delta.finish_reason is not None:
+            sequence, num_told = self._started.pop(request_id, (None, position))
+            if sequence is not None and num_told < position:
+                return replace(self._delta(sequence, num_told), finish_reason=delta.finish_reason)
+        else:
+            self._started[request_id] = (self._requests[request_id][0], position + 1)
+        return delta
+
+    def _delta(self, sequence: Sequence, num_told: int) -> TokenDelta:
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            position=num_told,
+            token_ids=(FIRST_OUTPUT_TOKEN_ID + sequence.seq_id,) * (sequence.num_output_tokens - num_told),
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._alike_until.pop(sequence.seq_id, None)
+        super()._drop(sequence)
 
     def _introduce(self, plan: StepPlan, sequence: Sequence) -> None:
         """No executor is to be told of the tokens and blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -36,11 +37,11 @@ class SimRequest:
     def num_prompt_tokens(self) -> int:
         return sum(count for _, count in self.prompt_runs)
 
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        token_ids: list[int] = []
+    def prompt_token_ids(self) -> array[int]:
+        token_ids = array("I")
         for token_id, count in self.prompt_runs:
-            token_ids += [token_id] * count
-        return tuple(token_ids)
+            token_ids += array("I", (token_id,)) * count
+        return token_ids
 
     def block_hashes(self, block_size: int) -> tuple[BlockHash, ...]:
         """One for each full block, chained: equal exactly where prompts are. Made of the runs, not of every token."""

@@ -76,7 +76,7 @@ def test_a_replica_that_only_decodes_stalls_too(from_s: float, until_s: float) -
     told: list[tuple[float, int, float]] = []
 
     def hear(replica: SimReplica, message: FeedMessage) -> None:
-        if message.stats is not None and message.deltas:
+        if message.stats is not None and message.stats.num_generated_tokens > (told[-1][1] if told else 0):
             told.append((loop.now, message.stats.num_generated_tokens, replica.busy_s))
 
     stalls = (Stall("a", from_s, until_s), Stall("b", 0.0, 9.0))

@@ -21,6 +21,9 @@ class PendingRequest:
     priority: int = 0  # lower goes first, whatever is due
 
 
+UNKNOWN = np.zeros(0, np.int64)
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """``num_new_tokens`` to compute where it is cached best, as far as known: ``takes_s`` and ``due_s`` follow."""
@@ -31,7 +34,7 @@ class Held:
     is_lost: bool = False  # its objective: ``due_s`` is a later date
     due_s: float = 0.0
     length_s: float = 0.0  # of its objective
-    matched: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # blocks cached by replica,
+    matched: Ints = field(default_factory=lambda: UNKNOWN)  # blocks cached by replica,
     matched_s: float = -math.inf  # as of then,
     matched_of: tuple[str, ...] = ()  # of these replicas
     seed: int | None = None  # of its dice among equals: drawn once, so that it waits where it waited

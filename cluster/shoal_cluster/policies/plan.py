@@ -31,6 +31,7 @@ from shoal_cluster.policies.routing import RouteWeights, load, work
 
 Bools = NDArray[np.bool_]
 TOKENS = 2  # of ``Candidates.columns``
+NOBODY, NOTHING, NO_BLOCKS = np.zeros(0, np.bool_), np.zeros(0), np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -76,15 +77,15 @@ class Plan:
         self._max_steps_ahead = max_steps_ahead
         self.is_untouched = True
         self.given: list[Given] = []
-        self._is_given: Bools = np.zeros(len(snapshot), np.bool_)  # who was given some of them
-        self._slack: Floats = np.full(len(snapshot), -np.inf)  # with a greater load, it is the best for none of them
+        self._is_given: Bools = NOBODY  # who was given some of them
+        self._slack: Floats = NOTHING  # with a greater load, it is the best for none of them
         self._open: Bools | None = None  # who may start something; made when asked, then kept
-        self._startable: Bools = self._is_given  # the same after what was given
+        self._startable: Bools = NOBODY  # the same after what was given
         self._num_open = self._num_startable = 0
         self._wait_s: float | None = None
-        self._costs: Floats = np.zeros((0, 0))  # of the queries considered now
-        self._sequence_prices: Floats = np.zeros(0)
-        self._blocks: Ints = np.zeros((0, 0), np.int64)
+        self._costs: Floats = NOTHING  # of the queries considered now
+        self._sequence_prices: Floats = NOTHING
+        self._blocks: Ints = NO_BLOCKS
 
     @property
     def num_replicas(self) -> int:
@@ -177,6 +178,9 @@ class Plan:
         least_blocks, sequence_price = int(bool(self.given)), self.weights.sequence_price(query)
         given = Given(query, place, matched, num_matched, due_s, num_blocks, num_tokens, least_blocks, sequence_price)
         given.price = self._price(given, place, self._columns[:, place].tolist())
+        if not self._is_given.size:
+            self._is_given = np.zeros(len(self._snapshot), np.bool_)
+            self._slack = np.full(len(self._snapshot), -np.inf)
         self.given.append(given)
         self._is_given[place] = True
         has_no_room, cost = given.price
@@ -193,9 +197,10 @@ class Plan:
         first that would each be given to the same replica again, to wait there. It may keep fewer.
         """
         self._snapshot, self._wait_s = snapshot, None
-        self._costs = np.zeros((0, 0))
+        self._costs = NOTHING
         if self.is_untouched:
-            self._columns = snapshot.columns
+            self._columns, self._open = snapshot.columns, None
+            return
         num_kept = len(self.given)
         for place in changed:
             num_kept = self._num_standing(place, num_kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class StandingPlan:
         self.planned: list[Planned] = []
         self._plan: Plan | None = None
         self._made_for: tuple[object, ...] = ()
-        self._index_version = -1
+        self._num_evicted = self._index_version = -1
         self._order: Sequence[tuple[Held, float]] = ()  # that of which ``planned`` is the beginning
         self._until_s = -math.inf  # the least
         self._is_lasting = False
@@ -55,10 +56,14 @@ class StandingPlan:
     def renew(self, view: ClusterView, present: Candidates, weights: RouteWeights, max_steps_ahead: float) -> Plan:
         """The plan of ``present``, the cluster as of now, with what is ``planned`` given away."""
         changed, index = view.take_changed(), view.index
-        made_for = (view, view.replica_ids, weights, index.num_evicted)
+        made_for = (view, view.replica_ids, weights)
         self._is_lasting = index.is_by_replica and not present.is_stale(weights.max_age_s)
-        is_same = len(made_for) == len(self._made_for) and all(map(_is, made_for[:3], self._made_for))
-        if not is_same or made_for[3] != self._made_for[3] or not self._is_lasting or len(changed) > MAX_NEWS:
+        if self.planned and not (
+            self._is_lasting
+            and len(changed) <= MAX_NEWS
+            and all(map(operator.is_, made_for, self._made_for))
+            and index.num_evicted == self._num_evicted
+        ):
             self.forget()
         if not self.planned or self._plan is None:
             plan = self._plan = Plan(present, weights, max_steps_ahead)
@@ -71,7 +76,7 @@ class StandingPlan:
                     plan.know_matched(place, view.match_at(place, block_hashes))
             plan.keep(present, changed)
             del self.planned[len(plan.given) :]
-        self._made_for, self._index_version = made_for, index.version
+        self._made_for, self._num_evicted, self._index_version = made_for, index.num_evicted, index.version
         return plan
 
     def keep(self, plan: Plan, order: Sequence[tuple[Held, float]], now: float) -> int:
@@ -79,6 +84,10 @@ class StandingPlan:
         are ``planned``, the others no longer.
         """
         num_kept = len(self.planned)
+        if not num_kept:
+            self._order, self._until_s = order, math.inf
+            plan.take_back(0)
+            return 0
         if order is not self._order or now >= self._until_s:
             for number, (planned, (held, due_s)) in enumerate(zip(self.planned, order, strict=False)):
                 if held is not planned.held or due_s != planned.due_s or now >= planned.until_s:
@@ -88,7 +97,7 @@ class StandingPlan:
             del self.planned[num_kept:]
             plan.take_back(num_kept)
             self._order, self._until_s = order, min((planned.until_s for planned in self.planned), default=math.inf)
-        if self.planned:  # its match is as of now, by all news
+        if num_kept:  # its match is as of now, by all news
             first = self.planned[0].held
             first.matched, first.matched_s = plan.given[0].matched, now
         return num_kept
@@ -108,7 +117,3 @@ class StandingPlan:
         until_s -= EPSILON_S
         self.planned.append(Planned(held, considered.due_s, considered, step, until_s))
         self._until_s = min(self._until_s, until_s)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

@@ -52,11 +52,11 @@ Decoder::Decoder(const ShoalShape& shape, std::unique_ptr<Exchange> exchange)
       dtype_(static_cast<Dtype>(shape.dtype)),
       kernels_(choose_kernels(shape)),
       exchange_(std::move(exchange)),
-      team_(shape.num_threads),
       pool_(shape.num_layers, shape.num_blocks,
             int64_t{2} * shape.num_kv_heads * (shape.block_size / kPanel) * page_words(dtype_, shape.head_size)),
       layers_(static_cast<size_t>(shape.num_layers)),
-      gated_stride_(static_cast<int>(divide_up(shape.intermediate_size, kPanel) * kPanel)) {
+      gated_stride_(static_cast<int>(divide_up(shape.intermediate_size, kPanel) * kPanel)),
+      team_(shape.num_threads) {
     if (exchange_ != nullptr && exchange_->capacity < std::max<int64_t>(shape.hidden_size, vocab_share()))
         throw std::invalid_argument("exchange: capacity: a row does not fit");
 }

@@ -65,6 +65,7 @@ private:
     Matrix matrix(ShoalParameter parameter, int layer);  // a null linear when the parameter is a vector
     void check(const ShoalStep& step) const;
     void reserve(int64_t tokens, int64_t samples);
+    void list_first_read();
     void begin(Team::Member& member, const ShoalStep& step);   // the stream at this stage's first layer
     void finish(Team::Member& member, const ShoalStep& step);  // what leaves the stage after its last
     void run_layers(Team::Member& member, const ShoalStep& step);
@@ -88,6 +89,8 @@ private:
     void for_row_chunks(Team::Member& member, int rows, const Work& work);
     void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows);
     void normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end);
+    // What a member reads while it waits for others, where a step waits for weights: its own part of the next product.
+    void read_ahead(Team::Member& member, const Linear& linear, int rows);
     int64_t widest_inputs() const;  // of a product within a layer, in whole groups
     // Of rows from `first_row` on; where the weight is of integers, of those that round_rows() makes of x.
     GemmCall product(const Linear& linear, const Word* x, int64_t x_values, int first_row, void* out, int64_t out_stride,
@@ -107,7 +110,6 @@ private:
     const Dtype dtype_;
     const Kernels& kernels_;
     const std::unique_ptr<Exchange> exchange_;
-    Team team_;
     Pool pool_;
     Arena arena_;
     std::vector<Layer> layers_;
@@ -121,6 +123,9 @@ private:
     Buffer<Word> normed_, queries_, attended_, gated_, integers_, sampled_attended_;
     Buffer<float> integer_scales_, integer_sums_;
     AttentionPlan plan_;
+    std::vector<Span> first_read_;  // the weights that a step begins with
+
+    Team team_;  // the last: until it has ended, helpers may read the rest
 };
 
 }  // namespace shoal

@@ -12,6 +12,11 @@ constexpr int kRowChunk = 10 * 12;    // rows of a product's unit: ten register 
 // Rows of a thread, for each of the threads, from which on they go by rows: what they then read of weights in a second,
 // all together, does not grow with their number.
 constexpr int kLeastRows = 16;
+constexpr int kStreamedRows = 16;     // up to these, a step waits for weights rather than for arithmetic
+// Bytes that a thread reads ahead of a product, which a near cache of its own holds, and that helpers read ahead of a step:
+// half a shared cache of a usual size, and more than they come to read between two steps of one sequence.
+constexpr int64_t kMostAhead = 128 << 10;
+constexpr int64_t kFirstRead = 16 << 20;
 constexpr int64_t kSumChunk = 4096;   // floats of a unit of a sum: the first-level cache keeps them over the ranks
 
 }  // namespace
@@ -103,10 +108,19 @@ void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x
     const int threads = team_.size();
     const int parts = threads == 1 ? 1 : threads * std::clamp(linear.blocks / (8 * threads), 1, 8);
     member.parallel_for(row_chunks * parts, [&](int i) {
-        const int64_t chunk = i / parts, part = i % parts;
+        // Each thread's own parts lie one after the other.
+        const int64_t chunk = i / parts, part = i % threads * (parts / threads) + i % parts / threads;
         kernels_.gemm(call, static_cast<int>(rows * chunk / row_chunks), static_cast<int>(rows * (chunk + 1) / row_chunks),
                       static_cast<int>(linear.blocks * part / parts), static_cast<int>(linear.blocks * (part + 1) / parts));
     });
+}
+
+void Decoder::read_ahead(Team::Member& member, const Linear& linear, int rows) {
+    if (rows > kStreamedRows) return;
+    const int64_t first = int64_t{linear.blocks} * member.number() / team_.size();
+    const int64_t end = int64_t{linear.blocks} * (member.number() + 1) / team_.size();
+    const int64_t bytes = (end - first) * linear.block_words() * int64_t{sizeof(Word)};
+    member.read_ahead({reinterpret_cast<const char*>(linear.block(first)), std::min(kMostAhead, bytes)});
 }
 
 RotaryCall Decoder::rotary_call(const ShoalStep& step, int index) const {
@@ -192,6 +206,7 @@ void Decoder::project(Team::Member& member, const ShoalStep& step, int index) {
     if (team_.size() == 1 || goes_by_rows(rows))
         return for_row_chunks(member, rows, [&](int begin, int end) { project_rows(step, index, begin, end); });
     normalise(member, residual_.data(), layer.input_norm, rows);
+    read_ahead(member, layer.output, rows);
     multiply(member, layer.qkv, normed_.data(), shape_.hidden_size, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
     const RotaryCall rotary = rotary_call(step, index);
     for_chunks(member, rows, [&](int begin, int end) { kernels_.rotary(dtype_, rotary, begin, end); });
@@ -200,9 +215,12 @@ void Decoder::project(Team::Member& member, const ShoalStep& step, int index) {
 void Decoder::complete(Team::Member& member, int index, float* stream, const Word* attended, int rows) {
     if (rows == 0) return;
     const Layer& layer = layers_[static_cast<size_t>(index)];
+    read_ahead(member, layer.gate_up, rows);
     multiply_onto(member, stream, layer.output, attended, shape_.num_heads * shape_.head_size, rows);
     normalise(member, stream, layer.post_norm, rows);
+    read_ahead(member, layer.down, rows);
     multiply(member, layer.gate_up, normed_.data(), shape_.hidden_size, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
+    read_ahead(member, index + 1 < shape_.num_layers ? layers_[static_cast<size_t>(index) + 1].qkv : head_, rows);
     multiply_onto(member, stream, layer.down, gated_.data(), gated_stride_, rows);
 }
 
@@ -282,17 +300,29 @@ void Decoder::finish(Team::Member& member, const ShoalStep& step) {
     compute_logits(member, step);
 }
 
+void Decoder::list_first_read() {
+    int64_t left = kFirstRead;
+    for (const Layer& layer : layers_)
+        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+            const int64_t bytes = std::min(left, linear->blocks * linear->block_words() * int64_t{sizeof(Word)});
+            first_read_.push_back({reinterpret_cast<const char*>(linear->words), bytes});
+            left -= bytes;
+        }
+}
+
 void Decoder::forward(const ShoalStep& step) {
     check(step);
     if (step.num_tokens == 0) return;
     plan_.build(shape_, step);
     if (shape_.is_last_stage) plan_.choose_sampled(step);
     reserve(step.num_tokens, step.num_samples);
-    team_.run([&](Team::Member& member) {
+    if (first_read_.empty()) list_first_read();
+    const auto body = [&](Team::Member& member) {
         begin(member, step);
         run_layers(member, step);
         finish(member, step);
-    });
+    };
+    team_.run(body, step.num_tokens <= kStreamedRows ? &first_read_ : nullptr);
     if (exchange_ != nullptr && exchange_->has_failed()) throw LostRank("exchange: another rank did not come");
 }
 

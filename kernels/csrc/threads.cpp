@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <algorithm>
 #include <chrono>
 
 namespace shoal {
@@ -9,7 +10,19 @@ namespace {
 constexpr int kSpins = 4000;  // tens of microseconds: longer than the gaps inside a step, shorter than a time slice
 
 // What lies between two steps of one sequence; to be woken takes a tenth of that, and the step waits.
-constexpr std::chrono::microseconds kLinger{600};
+constexpr std::chrono::microseconds kLinger{1000};
+
+// Bytes read ahead between two looks at what is awaited, and at whether another thread wants the core.
+constexpr int64_t kPiece = 1 << 10;
+constexpr int64_t kYieldPiece = 64 << 10;
+
+// Reads a word of each line. Not by prefetches: some processors drop those while many are under way.
+template <class Condition>
+void read_while(Span& span, const Condition& condition) {
+    for (; span.bytes > 0 && condition(); span.data += kPiece, span.bytes -= kPiece)
+        for (int64_t i = 0; i < std::min(kPiece, span.bytes); i += 64)
+            asm volatile("" ::"r"(*reinterpret_cast<const volatile char*>(span.data + i)));
+}
 
 // Past a short spin the awaited thread is likely waiting for this core.
 template <class Condition>
@@ -19,8 +32,8 @@ void await(const Condition& condition) {
 
 }  // namespace
 
-Team::Team(int num_threads) {
-    for (int i = 1; i < num_threads; ++i) helpers_.emplace_back([this] { help(); });
+Team::Team(int num_threads) : shares_(static_cast<size_t>(num_threads)) {
+    for (int i = 1; i < num_threads; ++i) helpers_.emplace_back([this, i] { help(i); });
 }
 
 Team::~Team() {
@@ -33,13 +46,20 @@ Team::~Team() {
     for (std::thread& helper : helpers_) helper.join();
 }
 
-void Team::run(const std::function<void(Member&)>& body) {
-    Member caller(*this, current_phase());
+uint64_t Team::progress() const {
+    uint64_t taken = 0;
+    for (const Share& share : shares_) taken += share.taken.load(std::memory_order_relaxed);
+    return taken;
+}
+
+void Team::run(const std::function<void(Member&)>& body, const std::vector<Span>* next_read) {
+    Member caller(*this, current_phase(), 0);
     if (helpers_.empty()) return body(caller);
     bool asleep;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         body_ = &body;
+        next_ = next_read;
         first_phase_ = caller.phase_;
         unsigned next = step_.load(std::memory_order_relaxed) + 1;
         if (next == 0) next = 1;
@@ -54,12 +74,29 @@ void Team::run(const std::function<void(Member&)>& body) {
     await([&] { return inside_.load() == 0; });
 }
 
-void Team::help() {
+void Team::linger(unsigned seen, int number, const std::vector<Span>* next) {
+    const auto waits = [&] { return step_.load(std::memory_order_acquire) == seen; };
+    const auto end = std::chrono::steady_clock::now() + kLinger;
+    if (next != nullptr) {
+        int64_t piece = 0;  // helpers take them in turn
+        for (const Span& span : *next)
+            for (int64_t begin = 0; begin < span.bytes; begin += kYieldPiece) {
+                if (piece++ % static_cast<int64_t>(helpers_.size()) != number - 1) continue;
+                Span part{span.data + begin, std::min(kYieldPiece, span.bytes - begin)};
+                read_while(part, waits);
+                if (!waits()) return;
+                std::this_thread::yield();
+            }
+    }
+    for (int spin = 0; spin < kSpins && waits(); ++spin) relax();
+    while (waits() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+}
+
+void Team::help(int number) {
+    const std::vector<Span>* next = nullptr;
     for (unsigned seen = 0;;) {
-        const auto waits = [&] { return step_.load(std::memory_order_acquire) == seen; };
-        for (int spin = 0; spin < kSpins && waits(); ++spin) relax();
-        for (const auto end = std::chrono::steady_clock::now() + kLinger; waits() && std::chrono::steady_clock::now() < end;)
-            std::this_thread::yield();
+        linger(seen, number, next);
+        next = nullptr;
         if (step_.load(std::memory_order_acquire) == seen) {
             std::unique_lock<std::mutex> lock(mutex_);
             ++sleepers_;
@@ -70,28 +107,38 @@ void Team::help() {
         if (stopping_) return;
         inside_.fetch_add(1);
         if (open_.load() == seen) {
-            Member member(*this, first_phase_);
+            Member member(*this, first_phase_, number);
             (*body_)(member);
+            next = next_;
         }
         inside_.fetch_sub(1);
     }
 }
 
-int Team::claim(uint32_t phase, int count) {
-    uint64_t turn = turn_.load(std::memory_order_acquire);
-    while (static_cast<uint32_t>(turn >> 32) == phase && static_cast<int>(turn & 0xffffffffu) < count)
-        if (turn_.compare_exchange_weak(turn, turn + 1, std::memory_order_acq_rel, std::memory_order_acquire))
-            return static_cast<int>(turn & 0xffffffffu);
+int Team::claim(uint64_t phase, int count, int member) {
+    constexpr uint64_t units = (uint64_t{1} << kUnitBits) - 1;
+    for (int i = 0; i < size(); ++i) {
+        const int owner = (member + i) % size();
+        std::atomic<uint64_t>& taken = shares_[static_cast<size_t>(owner)].taken;
+        // A count of an earlier phase is none of this one. A later one's: this phase is over, for this share is not empty.
+        for (uint64_t seen = taken.load(std::memory_order_acquire); seen >> kUnitBits <= phase;) {
+            const uint64_t now = seen >> kUnitBits == phase ? seen : phase << kUnitBits;
+            const int unit = owner + static_cast<int>(now & units) * size();
+            if (unit >= count) break;
+            if (taken.compare_exchange_weak(seen, now + 1, std::memory_order_acq_rel, std::memory_order_acquire)) return unit;
+        }
+    }
     return -1;
 }
 
-void Team::finish(uint32_t phase, int count) {
+void Team::finish(uint64_t phase, int count) {
     if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
     done_.store(0, std::memory_order_relaxed);
-    turn_.store(static_cast<uint64_t>(phase + 1) << 32, std::memory_order_release);
+    phase_.store(phase + 1, std::memory_order_release);
 }
 
-void Team::await_end(uint32_t phase) {
+void Team::await_end(uint64_t phase, Span& ahead) {
+    read_while(ahead, [&] { return current_phase() == phase; });
     await([&] { return current_phase() != phase; });
 }
 

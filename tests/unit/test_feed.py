@@ -93,6 +93,24 @@ async def test_first_a_snapshot_then_updates_without_a_gap() -> None:
             assert g.updates[-1].stats.num_finished == 2
 
 
+async def test_tokens_are_passed_on_before_the_books_and_both_in_order() -> None:
+    tokens, heard, known = list[int](), list[int](), list[int]()
+
+    def hear(message: Snapshot | Update) -> None:
+        heard.append(message.seq)
+        known.append(len(tokens))
+
+    async with replica() as one:
+        client = FeedClient("g", one.address, hear, lambda: None, lambda update: tokens.append(update.seq))
+        await until(lambda: heard)
+        await one.run("r", "g", max_tokens=9)
+        await until(lambda: tokens and heard[-1] > tokens[-1] and len(tokens) >= 9)
+        assert heard == list(range(heard[0], heard[0] + len(heard)))
+        assert tokens == sorted(set(tokens))
+        assert all(known[heard.index(seq)] > number for number, seq in enumerate(tokens))
+        await client.close()
+
+
 async def test_tokens_go_to_their_owner_alone_and_news_to_all() -> None:
     async with replica() as one, gateway("a", one) as a, gateway("b", one) as b:
         await asyncio.gather(one.run("ra", "a", prompt_token_ids=(1,)), one.run("rb", "b", prompt_token_ids=(2,)))

@@ -203,7 +203,7 @@ class PendingQueue:
         steps, sent = look(plan, seen_by_look, plans_all, draw, decided)
         for number in range(num_kept, len(steps)):
             (held, _), step = order[number], steps[number]
-            if step.place < 0:
+            if step.is_sent or step.place < 0:
                 continue
             query = held.pending.query
             size = uncached_blocks(query, step.num_matched_blocks), uncached_tokens(query, step.num_matched_blocks)
@@ -211,37 +211,37 @@ class PendingQueue:
             self._note_times(held, latest_s)
             if held.is_lost:
                 self._note_times(held, now + plan.wait_s(self._pace.token_s))
-            if step.is_sent and sent is not None:
-                if kept:
-                    draw(0)
-                self._has_unplanned = plans_all
-                self.remove(query.request_id)
-                yields = self._shares.had_more(held.pending.tenant)
-                if yields:
-                    self._sent.note(query.request_id, view)
-                self._shares.charge(held.pending.tenant, size[1], now)
-                if self._shares.are_several:  # who goes before whom may be another
-                    self._standing.forget()
-                seen, max_steps = tuple(considered[: len(steps)]), self._config.max_steps_ahead
-                record = Look(view.candidates((), now), weights, max_steps, plans_all, seen, draws, steps)
-                pending = held.pending
-                if seen[-1].query is not query:
-                    pending = replace(pending, query=seen[-1].query)
-                return Dispatch(
-                    pending,
-                    sent.decision.best,
-                    seen[-1].due_s,
-                    sent.candidates,
-                    sent.seed,
-                    sent.decision,
-                    record,
-                    yields=yields,
-                )
             if considered[number].query is query and not (number and number in draws):
                 self._standing.note(number, held, considered[number], step, now)
             if self._is_one_of_many:
                 held.wish = (view.replica_ids[step.place], *size)
-        return None
+        if sent is None:
+            return None
+        if kept:
+            draw(0)
+        self._has_unplanned = plans_all
+        pending, seen = order[len(steps) - 1][0].pending, tuple(considered[: len(steps)])
+        query = pending.query
+        self.remove(query.request_id)
+        yields = self._shares.had_more(pending.tenant)
+        if yields:
+            self._sent.note(query.request_id, view)
+        self._shares.charge(pending.tenant, uncached_tokens(query, steps[-1].num_matched_blocks), now)
+        if self._shares.are_several:  # who goes before whom may be another
+            self._standing.forget()
+        record = Look(view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, seen, draws, steps)
+        if seen[-1].query is not query:
+            pending = replace(pending, query=seen[-1].query)
+        return Dispatch(
+            pending,
+            sent.decision.best,
+            seen[-1].due_s,
+            sent.candidates,
+            sent.seed,
+            sent.decision,
+            record,
+            yields=yields,
+        )
 
     def _considered(
         self,
@@ -307,9 +307,10 @@ class PendingQueue:
         """Those to consider, and when each is due: those before others that are due sooner, no later."""
         if self._order is not None:
             return self._order
-        urgent = list(self._held.values())
-        if len(urgent) > 1:
-            urgent = nsmallest(self._config.max_considered, urgent, key=self._rank)
+        if len(self._held) == 1:
+            (held,) = self._held.values()
+            return [(held, self._due_there_s(held, now))]
+        urgent = nsmallest(self._config.max_considered, self._held.values(), key=self._rank)
         there_s = [self._due_there_s(held, now) for held in urgent]
         before_others_s = list(accumulate(reversed(there_s), min))[::-1]
         yields = [self._shares.had_more(held.pending.tenant) for held in urgent]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,6 +138,7 @@ class NativeDecoder:
     ) -> None:
         self.shape = shape
         self._step = CStep()
+        self._kept = [_KeptArray(dtype) for dtype in (np.int64,) * 3 + (np.int32,) * 3 + (np.int64,)]
         self._logits = torch.empty((0, shape.vocab_size), dtype=torch.float32)
         self._exchange = exchange
         peers = ctypes.byref(exchange.native) if exchange is not None else None
@@ -194,28 +196,18 @@ class NativeDecoder:
             LostRank: another rank did not come to an exchange; whatever the function that carries it raised.
             ValueError: a token, position, slot, block or row that does not exist; nothing was computed.
         """
-        arrays = (
-            np.ascontiguousarray(input_ids, np.int64),
-            np.ascontiguousarray(positions, np.int64),
-            np.ascontiguousarray(slot_mapping, np.int64),
-            np.ascontiguousarray(query_start_loc, np.int32),
-            np.ascontiguousarray(seq_lens, np.int32),
-            np.ascontiguousarray(block_tables, np.int32),
-            np.ascontiguousarray(sample_rows, np.int64),
-        )
-        ids, places, slots, starts, lens, tables, rows = arrays
-        num_logits = len(rows) if wants_logits and self.shape.is_last_stage else 0
+        num_logits = len(sample_rows) if wants_logits and self.shape.is_last_stage else 0
         if num_logits > len(self._logits):
             self._logits = torch.empty((num_logits, self.shape.vocab_size), dtype=torch.float32)
         logits = self._logits[:num_logits]
         if not (self.shape.is_first_stage and self.shape.is_last_stage):
-            _check_hidden(hidden, len(ids), self.shape.hidden_size)
-        step = self._step
-        step.num_tokens, step.num_seqs, step.num_samples = len(ids), len(lens), len(rows)
-        step.input_ids, step.positions, step.slots = ids.ctypes.data, places.ctypes.data, slots.ctypes.data
-        step.query_start_loc, step.seq_lens = starts.ctypes.data, lens.ctypes.data
-        step.block_tables, step.table_stride = tables.ctypes.data, tables.shape[1] if tables.ndim == 2 else 0
-        step.sample_rows, step.logits = rows.ctypes.data, logits.data_ptr() if num_logits else None
+            _check_hidden(hidden, len(input_ids), self.shape.hidden_size)
+        step, put = self._step, [kept.put for kept in self._kept]
+        step.num_tokens, step.num_seqs, step.num_samples = len(input_ids), len(seq_lens), len(sample_rows)
+        step.input_ids, step.positions, step.slots = put[0](input_ids), put[1](positions), put[2](slot_mapping)
+        step.query_start_loc, step.seq_lens = put[3](query_start_loc), put[4](seq_lens)
+        step.block_tables, step.table_stride = put[5](block_tables.reshape(-1)), block_tables.shape[-1]
+        step.sample_rows, step.logits = put[6](sample_rows), logits.data_ptr() if num_logits else None
         step.hidden = hidden.data_ptr() if hidden is not None else None
         status = library().shoal_decoder_forward(self._open(), ctypes.byref(step))
         if status == LOST_RANK:
@@ -293,6 +285,22 @@ class NativeDecoder:
     def _check(self, status: int) -> None:
         if status != 0:
             raise ValueError(last_error())
+
+
+class _KeptArray:
+    """A step's input, copied to where the last one was: asking numpy for an address shows in a step of one sequence."""
+
+    def __init__(self, dtype: type[np.integer[Any]]) -> None:
+        self._array = np.empty(0, dtype)
+        self._address = 0
+
+    def put(self, values: Sequence[int] | NDArray[np.integer[Any]]) -> int:
+        """The address of a copy of ``values``, good until the next call."""
+        if len(values) > len(self._array):
+            self._array = np.empty(2 * len(values), self._array.dtype)
+            self._address = self._array.ctypes.data
+        self._array[: len(values)] = values
+        return self._address
 
 
 def _check_hidden(hidden: Tensor | None, num_tokens: int, size: int) -> None:

@@ -84,6 +84,8 @@ class SequenceTable:
 
     def arrays(self, scheduled: Sequence[ScheduledSequence]) -> StepArrays:
         """Inputs of a step that computes ``scheduled``, in that order."""
+        if len(scheduled) == 1 and scheduled[0].num_new_tokens == 1:
+            return self._lone_decode(scheduled[0])
         rows = np.array([self._held[s.seq_id].row for s in scheduled])
         starts = np.array([s.num_computed_tokens for s in scheduled])
         counts = np.array([s.num_new_tokens for s in scheduled])
@@ -107,6 +109,20 @@ class SequenceTable:
             seq_lens=seq_lens.tolist(),
             block_tables=table,
             slot_mapping=self._block_ids[token_rows, blocks].astype(np.int64) * self._block_size + offsets,
+        )
+
+    def _lone_decode(self, share: ScheduledSequence) -> StepArrays:
+        """The same for one token of one sequence, where each operation on arrays shows in the step of a small model."""
+        row, position = self._held[share.seq_id].row, share.num_computed_tokens
+        block, offset = divmod(position, self._block_size)
+        table = self._block_ids[row : row + 1, : block + 1].copy()
+        return StepArrays(
+            input_ids=self._token_ids[row, position : position + 1].copy(),
+            positions=np.array([position]),
+            query_start_loc=[0, 1],
+            seq_lens=[position + 1],
+            block_tables=table,
+            slot_mapping=np.array([int(table[0, block]) * self._block_size + offset]),
         )
 
     def _grow(self) -> None:

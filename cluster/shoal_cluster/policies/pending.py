@@ -227,7 +227,7 @@ class PendingQueue:
         if yields:
             self._sent.note(query.request_id, view)
         self._shares.charge(pending.tenant, uncached_tokens(query, steps[-1].num_matched_blocks), now)
-        if self._shares.are_several:  # who goes before whom may be another
+        if self._shares.are_several:  # who goes before whom, and passes what, may be another
             self._standing.forget()
         record = Look(view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, seen, draws, steps)
         if seen[-1].query is not query:

@@ -63,8 +63,8 @@ class FairShares:
 
     @property
     def are_several(self) -> bool:
-        """Whether more than one was served lately."""
-        return len(self._served) > 1
+        """Whether more than one was served lately or waits."""
+        return len(self._served.keys() | self._num_held.keys()) > 1
 
     def had_less(self, tenant: str) -> bool:
         """Whether others had more than it."""

@@ -1,0 +1,48 @@
+"""What a look has decided, until something can change it."""
+
+from __future__ import annotations
+
+from random import Random
+
+from fixtures.cluster_views import make_query, make_stats
+
+from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.policies.view import ClusterView
+from shoal_replica.stats import ReplicaStats
+
+WEIGHTS = RouteWeights(decode_price=0.0)
+BUSY = make_stats(num_waiting_tokens=300)  # with more than a step of 256: it starts nothing now
+
+
+def view_of(**stats: ReplicaStats) -> ClusterView:
+    view = ClusterView()
+    for replica_id, its_stats in stats.items():
+        view.join(replica_id)
+        view.apply_snapshot(replica_id, its_stats, (), 0.0)
+    return view
+
+
+def pending(request_id: str, num_tokens: int, arrival_s: float = 0.0) -> PendingRequest:
+    """Of a tenant of its own."""
+    query = make_query(num_tokens, request_id=request_id)
+    return PendingRequest(query=query, arrival_s=arrival_s, tenant=request_id)
+
+
+def look(queue: PendingQueue, view: ClusterView, now: float) -> Dispatch | None:
+    return queue.next(view, WEIGHTS, now, Random(0))
+
+
+def test_who_waits_goes_before_what_yields_once_another_tenant_was_served() -> None:
+    """Nobody was served before: that first service leaves one tenant that had more and one that had less."""
+    view = view_of(busy=BUSY, later=make_stats(num_waiting_tokens=500, due_tokens=(*[0] * 5, 500, 500)))
+    queue = PendingQueue(HoldConfig())
+    queue.push(pending("first", 640))
+    queue.push(pending("second", 160, arrival_s=0.5))
+    sent = look(queue, view, 0.5)
+    assert sent is not None
+    assert (sent.pending.tenant, sent.replica_id) == ("second", "later")
+    view.reserve("second", "later", 10, 160, 0.5)
+    sent = look(queue, view, 0.5)
+    assert sent is not None
+    assert (sent.pending.tenant, sent.replica_id) == ("first", "later")

@@ -26,7 +26,7 @@ async def test_where_a_request_goes_that_nobody_took_is_priced_by_what_waits_now
     for tenant, num_tokens in (("heavy", 800), ("light", 160)):
         query = make_query(num_tokens, request_id=tenant, num_blocks_needed=11)
         queue.push(PendingRequest(query=query, arrival_s=0.0, tenant=tenant))
-        ledger.follow(tenant, Follower(lambda replica_id: None, lambda replica_id, delta: None, lambda: None))
+        ledger.follow(tenant, Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None))
         dispatch = queue.next(ledger.view, ledger.weights, 0.0, Random(0))
         assert dispatch is not None
         ledger.commit(dispatch)

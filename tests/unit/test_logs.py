@@ -56,7 +56,7 @@ def test_a_finished_request_is_one_line_with_its_numbers(capsys: pytest.CaptureF
     with observer().observe(secret_call()) as watch:
         start_s = watch.times.arrived_s
         leg = watch.times.start_leg(start_s + 0.1)
-        leg.route("r1", start_s + 0.25)
+        leg.replica_id, leg.routed_s = "r1", start_s + 0.25
         leg.take(StartTimes(0.5, 0.25), start_s + 1.0)
         for moment_s in (1.0, 1.2, 1.4):
             watch.times.take(0, 1, start_s + moment_s)

@@ -18,9 +18,10 @@ from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve import feed_client, outcome
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
+from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.serve_placement import ServePlacement
-from shoal_replica.errors import EngineDead, ResourceExhausted
+from shoal_replica.errors import EngineDead, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason, Request
 from shoal_replica.testing import expected_tokens, make_request
 
@@ -249,11 +250,70 @@ async def test_a_refusal_by_the_feed_goes_to_the_next_rank() -> None:
         warm = (await ask(serve, "warm", prompt_token_ids=PROMPT)).usage.replica_id
         serve.replicas[warm].engine._draining = True  # and nobody has been told
         running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
-        await until(lambda: ("gateway", "call") in serve.replicas[warm].runs._kept)
-        serve.may_call.set()
         answer = await running
+        assert not any(one.calls for one in serve.replicas.values())
+        serve.may_call.set()
+        assert [leg.routed_s is None for leg in serve.times[-1].legs] == [True, False]
         assert answer.tokens == [expected_tokens(PROMPT, 4)]
         assert (answer.usage.replica_id != warm, answer.usage.num_resumes) == (True, 0)
+
+
+async def test_a_hand_back_by_the_feed_goes_to_the_next_rank() -> None:
+    async with serving("a", "b", max_num_seqs=1) as serve:
+        held = serve.replicas["a"]
+        held.executor.gate.clear()
+        running = held.run("running", "gateway", prompt_token_ids=range(7))
+        await until(lambda: held.executor.is_held)
+        serve.may_call.clear()
+        other = serve.leave("b")
+        asked = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
+        await until(lambda: ("gateway", "call") in held.runs._runs)
+        serve.join("b", other)
+        await until(lambda: serve.ledger.can_place({"a"}))
+        serve.ledger.recalls.recall("a")
+        answer = await asked
+        assert answer.tokens == [expected_tokens(PROMPT, 4)]
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == ("b", 0)
+        serve.may_call.set()
+        held.executor.gate.set()
+        await running
+
+
+async def test_a_request_that_no_replica_takes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving("a") as serve:
+        serve.may_call.clear()
+        monkeypatch.setattr(serve.replicas["a"].feed, "on_submit", lambda request, gateway_id: None)
+        generation = serve.generation(make_request(), placement_timeout_s=0.05)
+        with pytest.raises(Unavailable, match=r"no replica could take the request within 0\.05 s"):
+            async with streaming(generation) as chunks:
+                await anext(chunks)
+        assert serve.times[0].legs[0].routed_s is None
+        serve.may_call.set()
+
+
+@pytest.mark.parametrize("is_alone", [False, True], ids=["another runs", "another comes"])
+async def test_taken_away_before_call_and_token_it_is_placed_whole_and_not_resumed(is_alone: bool) -> None:
+    async with serving("a", "b") as serve:
+        serve.may_call.clear()
+        for one in serve.replicas.values():
+            one.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=6, n=3))
+        await until(lambda: any(one.executor.is_held for one in serve.replicas.values()))
+        name = serve.taken_by("call")
+        other = serve.leave("ab".replace(name, "")) if is_alone else None
+        left = serve.leave(name)
+        if other is not None:
+            await until(lambda: len(serve.placements) == 2)
+            serve.join("c", other)
+        for one in (left, *serve.replicas.values()):
+            one.executor.gate.set()
+        answer = await running
+        assert answer.tokens == [expected_tokens(PROMPT, 6, index) for index in range(3)]
+        assert [placement.request.sampling_params.n for placement in serve.placements] == [3, 3]
+        assert answer.usage.num_resumes == 0
+        assert not [event for event in serve.ledger.journal.last(99) if event.kind is EventKind.RESUMED]
+        await until(lambda: not left.engine.stats().num_allocated_blocks)
+        serve.may_call.set()
 
 
 async def test_a_request_too_long_for_the_feed_goes_by_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ class _Bench:
         self.replica_ids = [f"replica-{number:03d}" for number in range(load.num_replicas)]
         self._conversations: dict[str, deque[list[BlockHash]]] = {}
         self._seq = 0
-        self._follower = Follower(lambda replica_id: None, lambda replica_id, delta: None, lambda: None)
+        self._follower = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
         self.num_index_bytes = 0
         self.num_matched = 0
         self.decisions_s: list[float] = []

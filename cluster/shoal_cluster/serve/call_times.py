@@ -26,7 +26,7 @@ class LegTimes:
 
     Attributes:
         placed_s: handed to Serve.
-        routed_s: a replica took it.
+        routed_s: it went to the replica that took it.
         queue_s, prefill_s: how long it waited there for its first step, and from then to its first token, by the
             replica's own clock.
         first_token_s, last_token_s: of those that went on to the client.
@@ -41,12 +41,6 @@ class LegTimes:
     first_token_s: float | None = None
     last_token_s: float | None = None
     end: str = ""
-
-    def route(self, replica_id: str, now: float) -> None:
-        """``replica_id`` took it; what is told twice counts once."""
-        self.replica_id = replica_id
-        if self.routed_s is None:
-            self.routed_s = now
 
     def take(self, start: StartTimes | None, now: float) -> None:
         """A token came."""

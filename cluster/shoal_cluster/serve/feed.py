@@ -25,6 +25,7 @@ from shoal_cluster.serve.feed_messages import (
     Promise,
     Promised,
     Recall,
+    Refused,
     Snapshot,
     Submit,
     Subscribe,
@@ -112,6 +113,11 @@ class FeedServer:
         if (subscriber := self._subscribers.get(gateway_id)) is not None:
             subscriber.request_ids.discard(request_id)
             subscriber.promises.pop(request_id, None)
+
+    def refuse(self, request_id: str, gateway_id: str, reason: str) -> None:
+        """Tell a gateway at once that a request of its does not run here. One that is not connected finds out."""
+        if (subscriber := self._subscribers.get(gateway_id)) is not None:
+            subscriber.transport.write(frame(Refused(request_id, reason)))
 
     async def stop(self) -> None:
         """Close every connection; what they still buffer is sent as far as the gateways read."""

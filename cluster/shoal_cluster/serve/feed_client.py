@@ -18,6 +18,7 @@ from shoal_cluster.serve.feed_messages import (
     FromReplica,
     Promise,
     Recall,
+    Refused,
     Snapshot,
     Submit,
     Subscribe,
@@ -43,6 +44,7 @@ class FeedClient:
         on_tokens: is told at once of an update with tokens or newly accepted requests; clients wait for them.
         on_message: is told of every message, in order, once those who wait for tokens have been woken.
         on_lost: the feed has broken.
+        on_refused: is told of a request that does not run there, and why.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class FeedClient:
         on_message: Callable[[Snapshot | Update], None],
         on_lost: Callable[[], None],
         on_tokens: Callable[[Update], None] = lambda update: None,
+        on_refused: Callable[[str, str], None] = lambda request_id, reason: None,
     ) -> None:
         self._gateway_id = gateway_id
         self._address = address
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_tokens = on_tokens
+        self._on_refused = on_refused
         self._connection: _Connection | None = None
         self._expected: int | None = None
         self._delay_s = MIN_REDIAL_S
@@ -157,6 +161,9 @@ class FeedClient:
         if isinstance(message, Answer):
             if (answer := self._asked.get(message.number)) is not None and not answer.done():
                 answer.set_result(message.body)
+            return
+        if isinstance(message, Refused):
+            self._on_refused(message.request_id, message.reason)
             return
         if isinstance(message, Update) and message.seq != self._expected:
             raise ConnectionError(f"feed update {message.seq} came where {self._expected} was due")

@@ -128,6 +128,15 @@ class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
     wishes: tuple[ToldWish, ...] | None = None
 
 
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A submitted request that Serve's call has not reached does not run here, or no more, and has no token. The
+    gateway places it elsewhere. It takes no part in the updates' numbering.
+    """
+
+    request_id: str
+    reason: str
+
+
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """To the question of that number; empty where nobody here knows it. It takes no part in the updates' numbering."""
 
@@ -136,7 +145,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 FromGateway = Subscribe | Submit | Abort | Recall | Promise | Withdraw | Wishes | Ask
-FromReplica = Snapshot | Update | Answer
+FromReplica = Snapshot | Update | Refused | Answer
 Message = TypeVar("Message")
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,7 +101,8 @@ class GatewayLedger:
             self._note_leaving(replica_id)
             self.view.leave(replica_id)
             self.recalls.recall(replica_id)
-            self._tell_lost(self._sent.uncalled_at(replica_id))
+            for request_id in self._sent.uncalled_at(replica_id):
+                self._refused(replica_id, request_id, "Serve took it away before its call came")
             if self.named is not None:
                 self.named.forget(replica_id)
             self._close_unused_feed(replica_id)
@@ -139,14 +141,12 @@ class GatewayLedger:
         self._commit(record)
 
     def submit(self, request: Request, replica_id: str) -> Callable[[], None]:
-        """Send a request to ``replica_id`` by its feed, if that takes it; Serve's call then follows it there. Returns
-        the way to take it back.
-        """
+        """Send a request by ``replica_id``'s feed, if that is up; Serve's call follows. Returns how to take it back."""
         feed, request_id = self._feeds.get(replica_id), request.request_id
         if feed is None or replica_id not in self._members or not feed.submit(request):
             return lambda: None
         self._sent.submit(request_id, replica_id)
-        self._note_replica(request_id, replica_id)
+        self._note_replica(request_id, replica_id, is_taken=False)
         return lambda: feed.abort(request_id)
 
     def routed(self, request_id: str, replica_id: str) -> None:
@@ -233,11 +233,9 @@ class GatewayLedger:
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return when a replica has joined, left, connected or been lost, or after ``timeout_s``."""
         self._changed.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
     def check_health(self) -> None:
         """Raise if a feed is no longer followed."""
@@ -253,7 +251,8 @@ class GatewayLedger:
 
     def _feed(self, replica_id: str, address: tuple[str, int]) -> FeedClient:
         on_message, on_tokens = partial(self.hear, replica_id), partial(self._hear_tokens, replica_id)
-        return FeedClient(self.gateway_id, address, on_message, partial(self._lost, replica_id), on_tokens)
+        on_lost, on_refused = partial(self._lost, replica_id), partial(self._refused, replica_id)
+        return FeedClient(self.gateway_id, address, on_message, on_lost, on_tokens, on_refused)
 
     def _hear_tokens(self, replica_id: str, update: Update) -> None:
         """Pass tokens on; the books follow at once, but clients wait for tokens."""
@@ -288,7 +287,7 @@ class GatewayLedger:
                 self.view.computed(delta.request_id)
         self.on_news()
 
-    def _note_replica(self, request_id: str, replica_id: str) -> None:
+    def _note_replica(self, request_id: str, replica_id: str, is_taken: bool = True) -> None:
         """A request is at ``replica_id``: its reservation too, and what it may want to say goes there."""
         if (follower := self._followers.get(request_id)) is None:
             self._credit.withdraw(request_id, replica_id)
@@ -300,20 +299,21 @@ class GatewayLedger:
             self._credit.withdraw(request_id, replica_id)
             self.view.move(request_id, replica_id, time.monotonic())
             self._credit.promise(request_id)
-        follower.on_routed(replica_id)
+        follower.on_routed(replica_id, is_taken)
+
+    def _refused(self, replica_id: str, request_id: str, reason: str) -> None:
+        if (follower := self._followers.get(request_id)) is not None:
+            follower.on_refused(replica_id, reason)
 
     def _lost(self, replica_id: str) -> None:
         if self.view.is_connected(replica_id):
             text = "its feed broke: nothing goes there until it is back"
             self.journal.note(EventKind.LOST, text, replica_id=replica_id)
         self.view.disconnect(replica_id)
-        self._tell_lost([r for r, where in self._replica_of.items() if where == replica_id])
-        self._changed.set()
-
-    def _tell_lost(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if (follower := self._followers.get(request_id)) is not None:
+        for request_id, where in self._replica_of.items():
+            if where == replica_id and (follower := self._followers.get(request_id)) is not None:
                 follower.on_lost()
+        self._changed.set()
 
     def _close_unused_feed(self, replica_id: str) -> None:
         if replica_id not in self._replica_of.values() and (feed := self._feeds.pop(replica_id, None)) is not None:

@@ -151,6 +151,8 @@ class Generation:
             if refusal is None:
                 return
             refused |= [refusal]
+            if refusal[0] not in self._ledger.view:
+                continue  # Serve has taken it away: another may come in its place
             if not self._ledger.can_place(refused.keys() | self._gone):
                 break
         reason = next(reversed(refused.values()))
@@ -181,7 +183,10 @@ class Generation:
             self._ledger.unfollow(request.request_id)
 
     def _resume(self, request: Request, indexes: range, num_resumes: int) -> None:
-        """Go on elsewhere after the tokens that the client has; sequences that have any go on alone."""
+        """Go on elsewhere after the tokens that the client has, each sequence alone; together when there are none."""
+        if not any(self._outputs[index].token_ids for index in indexes):
+            self._start_leg(request, indexes, num_resumes)
+            return
         for index in indexes:
             output = self._outputs[index]
             if output.is_done:

@@ -58,12 +58,15 @@ class Leg:
         loop = asyncio.get_running_loop()
         self.replica_id = ""
         self.is_replica_gone = False  # it cannot finish what it took, this request or another
-        self._routed: asyncio.Future[None] = loop.create_future()
-        self._ended: asyncio.Future[None] = loop.create_future()  # its sequences are done, or its feed is lost
+        self._sent_s: float | None = None  # when it went to ``replica_id`` by the feed
+        self._refusal: str | None = None  # why that does not run it
+        self._lost = ""  # why that does not finish it
+        self._routed: asyncio.Future[None] = loop.create_future()  # a replica has taken it
+        self._ended: asyncio.Future[None] = loop.create_future()  # its sequences are done, or it is refused or lost
         self._outputs = outputs
         self._times = times
         self._take = take
-        self.follower = Follower(self._on_routed, self._on_delta, self._on_lost)
+        self.follower = Follower(self._on_routed, self._on_delta, self._on_refused, self._on_lost)
 
     @property
     def is_done(self) -> bool:
@@ -73,8 +76,8 @@ class Leg:
         """Wait for the end. Returns why the replica refused the request, or None when its sequences are done.
 
         Raises:
-            ReplicaLost: the replica took the request and did not finish it.
-            Unavailable: no replica took it within ``placement_timeout_s`` of its turn.
+            ReplicaLost: the replica that the request went to did not finish it.
+            Unavailable: no replica said within ``placement_timeout_s`` of its turn that it has taken it.
         """
         outcome = placement.outcome()
         outcome.add_done_callback(_error)  # nobody else looks at the error of a cancelled call
@@ -82,11 +85,13 @@ class Leg:
             await _first(outcome, self._routed, placement.sent)
             if outcome.done() and not placement.sent.done():
                 outcome.result()  # it was never sent: why, is for the client
-            await _first(outcome, self._routed, timeout_s=placement_timeout_s)
-            if not (outcome.done() or self._routed.done()):
+            await _first(outcome, self._routed, self._ended, timeout_s=placement_timeout_s)
+            if not (outcome.done() or self._routed.done() or self._ended.done()):
                 raise Unavailable(f"no replica could take the request within {placement_timeout_s:g} s")
             await _first(outcome, self._ended)
-            lost = f"the feed of replica {self.replica_id} broke"
+            if self._refusal is not None:
+                return self._refusal
+            lost = self._lost or f"the feed of replica {self.replica_id} broke"
             if outcome.done() and (error := _error(outcome)) is not None:
                 self.is_replica_gone = True
                 lost = f"replica {self.replica_id}: {type(error).__name__}"
@@ -104,13 +109,17 @@ class Leg:
             if not outcome.done():
                 placement.cancel()
 
-    def _on_routed(self, replica_id: str) -> None:
-        self.replica_id = replica_id
-        self._times.route(replica_id, time.monotonic())
-        if not self._routed.done():
+    def _on_routed(self, replica_id: str, is_taken: bool) -> None:
+        if replica_id != self.replica_id or self._sent_s is None:
+            self._sent_s = time.monotonic()
+        self.replica_id = self._times.replica_id = replica_id
+        if is_taken and not self._routed.done():
+            self._times.routed_s = self._sent_s
             self._routed.set_result(None)
 
     def _on_delta(self, replica_id: str, delta: TokenDelta) -> None:
+        if not self._routed.done():
+            self._on_routed(replica_id, True)
         output = self._outputs[delta.index]
         if output.is_done:
             return
@@ -123,6 +132,14 @@ class Leg:
             self._take(self._times, replica_id, delta)
             if self.is_done:
                 self._on_lost()
+
+    def _on_refused(self, replica_id: str, reason: str) -> None:
+        self.replica_id = replica_id
+        if self._times.first_token_s is None:
+            self._refusal = reason
+        else:
+            self._lost = f"replica {replica_id}: {reason}"
+        self._on_lost()
 
     def _on_lost(self) -> None:
         if not self._ended.done():

@@ -5,6 +5,7 @@ counts, drains and cancels. Whichever comes first starts it; the call waits for 
 
 * A call that comes first, or alone (the feed is down, the request too long for it), runs the request. The ``Submit``
   behind it starts nothing, not even if the request has ended meanwhile.
+* A refusal or hand-back before the call is told by the feed: while the replica is full, the call may wait for long.
 * The outcome of a request that ends, is refused or handed back before its call comes is kept for the call.
 * A gateway that gives a request up says so on the feed, behind its ``Submit``, for the call may never come. A cancelled
   call ends it too; and when a gateway's feed breaks, all its requests are aborted.
@@ -117,7 +118,9 @@ class Runs:
         self._settle(key, run)
 
     def _settle(self, key: _Key, run: _Run) -> None:
-        """Let a run go when it has ended and came twice; keep it for the other when it came once."""
+        """Let a run go when it has ended and came twice; keep it for the other when it came once. A call tells its
+        gateway of a refusal itself.
+        """
         if not run.ended.done():
             return
         self._kept.pop(key, None)
@@ -125,6 +128,9 @@ class Runs:
             self._runs.pop(key, None)
         elif key in self._runs:
             self._kept[key] = monotonic()
+        if not run.is_called and run.ended.exception() is None and run.ended.result().refused:
+            gateway_id, request_id = key
+            self._feed.refuse(request_id, gateway_id, run.ended.result().reason)
 
     def _forget_kept(self, now: float) -> None:
         while self._kept:

@@ -11,10 +11,18 @@ from shoal_replica.request import TokenDelta
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """Who wants to know what becomes of a placed request."""
+    """Who wants to know what becomes of a placed request.
 
-    on_routed: Callable[[str], None]
+    Attributes:
+        on_routed: it is on its way to this replica, or (True) the replica has taken it.
+        on_delta: this replica has computed tokens.
+        on_refused: this replica does not run it after all, and why.
+        on_lost: the replica's feed has broken.
+    """
+
+    on_routed: Callable[[str, bool], None]
     on_delta: Callable[[str, TokenDelta], None]
+    on_refused: Callable[[str, str], None]
     on_lost: Callable[[], None]
 
 

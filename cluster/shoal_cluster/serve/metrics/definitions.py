@@ -133,7 +133,11 @@ INTER_TOKEN = _gateway(
     "inter_token_seconds", _H, "seconds", "Between the tokens of a sequence, one for each token", buckets=STEP_BUCKETS
 )
 PLACEMENT = _gateway(
-    "placement_seconds", _H, "seconds", "From arrival until a replica took the request", buckets=WAIT_BUCKETS
+    "placement_seconds",
+    _H,
+    "seconds",
+    "From arrival until the request went to the replica that took it",
+    buckets=WAIT_BUCKETS,
 )
 DECISIONS = _gateway(
     "routing_decisions_total", _C, "decisions", "Routing decisions", Label("reason", tuple(DecisionReason))

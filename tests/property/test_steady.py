@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from shoal_cluster.sim.steady import FIRST_OUTPUT_TOKEN_ID, CompactRequest, SteadyScheduler
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.executor import SampledToken, StepResult
+from shoal_replica.request import Request
 from shoal_replica.scheduler import Scheduler
 from shoal_replica.testing import make_request
 
 MAX_MODEL_LEN = 60
+STEP_S = 1.0
 
 prompts = st.tuples(st.integers(0, 2), st.integers(1, 30))  # of which kind, and how many tokens
 events = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), prompts, st.integers(1, 40), st.integers(0, 9), st.booleans()),
+        st.tuples(st.just("add"), prompts, st.integers(1, 40), st.integers(0, 9), st.booleans(), st.integers(0, 6)),
         st.tuples(st.just("abort"), st.integers(0, 30)),
         st.tuples(st.just("steps"), st.integers(1, 12)),
         st.tuples(st.just("cut")),
@@ -40,9 +42,15 @@ def state(scheduler: Scheduler):
         "refs": kv.pool._num_refs,
         "cached": kv.prefix_cache._block_of,
         "events": scheduler.take_block_events(),
+        "now": scheduler.now,
         "stats": scheduler.stats(0.0),
         "lives": scheduler.request_ids(),
     }
+
+
+def compact(request: Request) -> CompactRequest:
+    its = {f.name: getattr(request, f.name) for f in fields(request)}
+    return CompactRequest(**(its | {"prompt_token_ids": array("I", request.prompt_token_ids)}))
 
 
 @settings(max_examples=150, deadline=None)
@@ -65,8 +73,12 @@ def test_decodes_taken_together_are_decodes_taken_one_by_one(
     firsts, ends = [], []  # of the plain one: in which step requests had their first and last token
     now = 0.0
 
-    def step_plainly() -> None:
+    def step_plainly(coming: Request | None) -> None:
+        nonlocal now
+        now += STEP_S
         output = plain.schedule(now)
+        if coming is not None:
+            plain.add(coming)
         sampled = (SampledToken(s.seq_id, FIRST_OUTPUT_TOKEN_ID + s.seq_id) for s in output.scheduled if s.samples)
         for delta in plain.update(output, StepResult(tuple(sampled))):
             drawn[delta.request_id] += len(delta.token_ids)
@@ -85,18 +97,22 @@ def test_decodes_taken_together_are_decodes_taken_one_by_one(
                 assert ends.pop(0) == (delta.request_id, steady._totals.num_steps, delta.finish_reason)
                 assert told[delta.request_id] == drawn[delta.request_id]
 
-    def step(limit: int) -> int:
-        nonlocal now
-        now += 1.0
-        output = steady.schedule(now)
+    def step(limit: int, coming: Request | None = None) -> int:
+        """At most so many steps; ``coming`` comes while the last of them runs."""
+        output = steady.schedule(now + STEP_S)
         if output is None:
-            assert plain.schedule(now) is None
+            assert plain.schedule(now + STEP_S) is None
+            if coming is not None:
+                plain.add(coming)
+                steady.add(compact(coming))
             return 0
         num_steps = steady.num_steady_steps(output, limit)
-        for _ in range(num_steps):
-            step_plainly()
+        for number in range(num_steps):
+            step_plainly(coming if number == num_steps - 1 else None)
+        if coming is not None:
+            steady.add(compact(coming))
         if num_steps > 1:
-            steady.finish_steps(num_steps)
+            steady.finish_steps(num_steps, now)
         else:
             take(steady.finish_step(output))
         assert not firsts
@@ -108,21 +124,22 @@ def test_decodes_taken_together_are_decodes_taken_one_by_one(
     num_before = {}
     for number, event in enumerate(events):
         if event[0] == "add":
-            _, (kind, num_tokens), max_tokens, num_drawn, yields = event
+            _, (kind, num_tokens), max_tokens, num_drawn, yields, num_steps_before = event
             request = make_request(
                 f"r{number}",
                 [kind] * num_tokens,
                 max_tokens=max_tokens,
                 output_token_ids=[7] * min(num_drawn, max_tokens - 1),
                 arrival_s=float(number),
-                due_s=float(number % 3),
+                due_s=now + number % 9,
                 yields=yields,
             )
-            compact = {f.name: getattr(request, f.name) for f in fields(request)}
-            compact["prompt_token_ids"] = array("I", request.prompt_token_ids)
             num_before[request.request_id] = len(request.output_token_ids)
-            plain.add(request)
-            steady.add(CompactRequest(**compact))
+            if num_steps_before:
+                step(num_steps_before, request)
+            else:
+                plain.add(request)
+                steady.add(compact(request))
         elif event[0] == "abort" and f"r{event[1]}" in plain.request_ids(only_unstarted=True):
             plain.abort(f"r{event[1]}")
             steady.abort(f"r{event[1]}")

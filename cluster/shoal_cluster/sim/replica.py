@@ -209,7 +209,8 @@ class SimReplica:
         self._stretch = None
         for self._step_s in stretch.steps_s[:num_steps]:
             self.busy_s += self._step_s
-        self.scheduler.finish_steps(num_steps)
+        began_s = stretch.ends_s[-2] if num_steps > 1 else self.scheduler.now
+        self.scheduler.finish_steps(num_steps, began_s)
         self.tell(())
         self._start_step()
 

@@ -73,8 +73,9 @@ class SteadyScheduler(Scheduler):
         until = self._alike_until
         return max(1, min(limit, min(until[s.seq_id] - len(s.token_ids) for s in self.alike)))
 
-    def finish_steps(self, num_steps: int) -> None:
-        """``finish_step`` for ``num_steps`` steps of the same sequences, all alike."""
+    def finish_steps(self, num_steps: int, now: float) -> None:
+        """``finish_step`` for ``num_steps`` steps of the same sequences, all alike. The last of them began ``now``."""
+        self.now = now
         self._totals.num_steps += num_steps - 1
         self._go_on(num_steps)
 

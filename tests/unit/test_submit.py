@@ -110,6 +110,27 @@ async def test_what_the_engine_cannot_take_is_said_to_the_call_and_the_feed_stay
         assert "g" in one.feed._subscribers
 
 
+async def test_an_error_of_the_engine_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with replica() as one, gateway(one) as client:
+        real = one.engine.add
+
+        def add(request: Request) -> asyncio.Future[None]:
+            if request.request_id.startswith("bad"):
+                raise OverflowError("a bug")
+            return real(request)
+
+        monkeypatch.setattr(one.engine, "add", add)
+        client.submit(make_request("bad", PROMPT))
+        client.submit(make_request("good", PROMPT))
+        await until(lambda: len(one.runs._kept) == 2)
+        assert await one.run("good", "g", prompt_token_ids=PROMPT) == Outcome(refused=False)
+        for name in ("bad", "bad too"):
+            with pytest.raises(OverflowError, match="a bug"):
+                await one.run(name, "g", prompt_token_ids=PROMPT)
+        assert one.runs._runs.keys() == {("g", "bad too")}
+        assert "g" in one.feed._subscribers
+
+
 async def test_a_request_handed_back_before_its_call_is_refused() -> None:
     async with replica(max_num_seqs=1) as one, gateway(one) as client:
         one.executor.gate.clear()

@@ -19,6 +19,7 @@ wants it run. So is the oldest when there are more than ``MAX_KEPT``.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -29,6 +30,8 @@ from shoal_replica.request import Request
 
 KEPT_S = 10.0
 MAX_KEPT = 10_000
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Runs:
         Raises:
             EngineDead: the engine has failed.
             ValueError: another gateway runs a request of that id, or it does not fit the model.
+            Exception: what else the engine raised when it was to take it.
         """
         key = (gateway_id, request.request_id)
         run = self._runs.get(key) or self._start(key, request)
@@ -94,7 +98,9 @@ class Runs:
             finished = self._engine.add(replace(request, arrival_s=now, due_s=now + request.due_s))
         except (ResourceExhausted, Unavailable) as error:
             run.ended.set_result(Outcome(refused=True, reason=str(error)))
-        except (EngineDead, ValueError) as error:
+        except Exception as error:  # whatever it is, it is this request's: its gateway's feed carries others
+            if not isinstance(error, (EngineDead, ValueError)):
+                _log.exception("the engine could not take request %s", request_id)
             run.ended.set_exception(error)
             run.ended.exception()  # the call raises it, if it comes
         else:

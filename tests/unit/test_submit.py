@@ -189,6 +189,21 @@ async def test_two_gateways_ids_do_not_meet() -> None:
         assert one.recorder.tokens["r", 0] == expected_tokens(PROMPT, 4)
 
 
+@pytest.mark.parametrize("by", ["feed", "call"])
+async def test_a_later_request_of_the_same_id_runs(by: str) -> None:
+    async with replica() as one, gateway(one) as client:
+        for number, prompt in enumerate((PROMPT, PROMPT[:7]), start=1):
+            one.recorder.tokens.clear()
+            one.recorder.reasons.clear()
+            if by == "feed":
+                client.submit(make_request("r", prompt))
+                await until(lambda number=number: one.engine.stats().num_finished == number and one.runs._kept)
+            else:
+                assert await one.run("r", "g", prompt_token_ids=prompt) == Outcome(refused=False)
+            assert one.recorder.tokens["r", 0] == expected_tokens(prompt, 4)
+        assert one.runs._runs.keys() == one.runs._kept.keys() == {("g", "r")}
+
+
 async def test_what_came_once_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcome, "MAX_KEPT", 3)
     async with replica() as one, gateway(one):

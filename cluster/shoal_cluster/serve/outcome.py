@@ -12,7 +12,8 @@ counts, drains and cancels. Whichever comes first starts it; the call waits for 
 * The call goes where the request was submitted and nowhere else. If that replica leaves before, the gateway places the
   request anew, under another id.
 
-What only one of the two has brought is forgotten ``KEPT_S`` after its end: whoever waits longer for a call to be taken
+What the same messenger brings twice is two requests of one id: the second runs once the first has ended. What only one
+of the two has brought is forgotten ``KEPT_S`` after its end: whoever waits longer for a call to be taken
 wants it run. So is the oldest when there are more than ``MAX_KEPT``.
 """
 
@@ -72,7 +73,9 @@ class Runs:
             Exception: what else the engine raised when it was to take it.
         """
         key = (gateway_id, request.request_id)
-        run = self._runs.get(key) or self._start(key, request)
+        run = self._runs.get(key)
+        if run is None or (run.is_called and run.ended.done()):
+            run = self._start(key, request)
         run.is_called = True
         try:
             await asyncio.wait([run.ended])
@@ -85,12 +88,15 @@ class Runs:
 
     def _submit(self, request: Request, gateway_id: str) -> None:
         key = (gateway_id, request.request_id)
-        run = self._runs.get(key) or self._start(key, request)
+        run = self._runs.get(key)
+        if run is None or (run.is_submitted and run.ended.done()):
+            run = self._start(key, request)
         run.is_submitted = True
         self._settle(key, run)
 
     def _start(self, key: _Key, request: Request) -> _Run:
         now = monotonic()
+        self._kept.pop(key, None)  # an earlier request's of that id
         self._forget_kept(now)
         gateway_id, request_id = key
         run = self._runs[key] = _Run(asyncio.get_running_loop().create_future())
@@ -129,11 +135,12 @@ class Runs:
         """
         if not run.ended.done():
             return
-        self._kept.pop(key, None)
-        if run.is_submitted and run.is_called:
-            self._runs.pop(key, None)
-        elif key in self._runs:
-            self._kept[key] = monotonic()
+        if self._runs.get(key) is run:  # else forgotten, or another request has its id now
+            self._kept.pop(key, None)
+            if run.is_submitted and run.is_called:
+                del self._runs[key]
+            else:
+                self._kept[key] = monotonic()
         if not run.is_called and run.ended.exception() is None and run.ended.result().refused:
             gateway_id, request_id = key
             self._feed.refuse(request_id, gateway_id, run.ended.result().reason)

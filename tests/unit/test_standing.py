@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
+import pytest
 from fixtures.cluster_views import make_query, make_stats
 
 from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
@@ -46,3 +48,16 @@ def test_who_waits_goes_before_what_yields_once_another_tenant_was_served() -> N
     sent = look(queue, view, 0.5)
     assert sent is not None
     assert (sent.pending.tenant, sent.replica_id) == ("first", "later")
+
+
+@pytest.mark.parametrize(("silent", "is_kept"), [("gone", True), ("draining", True), ("busy", False)])
+def test_stale_stats_of_who_takes_nothing_begin_no_look_anew(silent: str, is_kept: bool) -> None:
+    view = view_of(busy=BUSY, gone=BUSY, draining=replace(BUSY, draining=True))
+    view.disconnect("gone")
+    queue = PendingQueue(HoldConfig())
+    queue.push(pending("waits", 640))
+    now = WEIGHTS.max_age_s + 1.0
+    for replica_id in {"busy", "draining"} - {silent}:
+        view.apply_update(replica_id, None, (), (), now)
+    assert look(queue, view, now) is None
+    assert [planned.held.pending.tenant for planned in queue._standing.planned] == ["waits"] * is_kept

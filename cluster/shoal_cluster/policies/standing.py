@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import CAPACITY
 from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.look import Considered, Step
 from shoal_cluster.policies.objective import RENEWAL
@@ -57,7 +58,7 @@ class StandingPlan:
         """The plan of ``present``, the cluster as of now, with what is ``planned`` given away."""
         changed, index = view.take_changed(), view.index
         made_for = (view, view.replica_ids, weights)
-        self._is_lasting = index.is_by_replica and not present.is_stale(weights.max_age_s)
+        self._is_lasting = index.is_by_replica and not _grows_dearer(present, weights)
         if self.planned and not (
             self._is_lasting
             and len(changed) <= MAX_NEWS
@@ -117,3 +118,11 @@ class StandingPlan:
         until_s -= EPSILON_S
         self.planned.append(Planned(held, considered.due_s, considered, step, until_s))
         self._until_s = min(self._until_s, until_s)
+
+
+def _grows_dearer(present: Candidates, weights: RouteWeights) -> bool:
+    """Whether a replica that takes requests costs more from look to look, without news: its stats are stale."""
+    if not present.is_stale(weights.max_age_s):
+        return False
+    is_stale = present.now - present.updated_s > weights.max_age_s
+    return bool((is_stale & (present.columns[CAPACITY] >= 0)).any())

@@ -50,7 +50,7 @@ class ClusterView:
         self._known: Candidates | None = None  # the last snapshot for no prompt, until something changes
         self._asked: tuple[Sequence[BlockHash], tuple[str, ...], int] = ((), (), -1)
         self._matched = np.zeros(0, np.int64)
-        self._changed: set[int] = set()  # places of which there are news
+        self._changed: set[int] = set()  # places of which there are news; that they are alive is none
 
     def __len__(self) -> int:
         return len(self._replica_ids)
@@ -113,11 +113,13 @@ class ClusterView:
         ``removed`` applies before ``stored``: the events are net, no hash is in both. No ``stats``: the last ones are
         still true.
         """
-        if not self.is_connected(replica_id):
+        place = self._place_of.get(replica_id)
+        if place is None or not self._connected[place]:
             return False
         if stored or removed:
             self.index.change(replica_id, stored, removed)
-        self._take(self._place_of[replica_id], stats, now)
+            self._changed.add(place)
+        self._take(place, stats, now)
         return True
 
     def disconnect(self, replica_id: str) -> None:
@@ -277,7 +279,6 @@ class ClusterView:
 
     def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
         self._own_told()
-        self._changed.add(place)
         if stats is not None:
             self._stats[place] = stats
             self._told[place] = row = told_row(stats, True)

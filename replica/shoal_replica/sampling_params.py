@@ -13,6 +13,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
+MAX_TOKEN_ID = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,8 @@ class SamplingParams:
     """Sampling controls of one request. Raises InvalidArgument for a value outside its range.
 
     Attributes:
-        max_tokens: most tokens to generate per sequence, at least 1. None means as many as the model has room for.
+        max_tokens: most tokens to generate per sequence, at least 1. None means as many as the model has room for,
+            and so does any number beyond its context; one above MAX_INTEGER is kept as that.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
@@ -57,8 +60,9 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
+            object.__setattr__(self, "max_tokens", min(self.max_tokens, MAX_INTEGER))
         _number("temperature", self.temperature, lambda x: x >= 0, "must be a finite number of at least 0")
-        _integer("top_k", self.top_k, 0, None)
+        _integer("top_k", self.top_k, 0, MAX_INTEGER)
         _number("top_p", self.top_p, lambda x: 0 < x <= 1, "must be in (0, 1]")
         _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "must be in [0, 1]")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -75,7 +79,7 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", text, "must be non-empty strings")
         for token_id in self.stop_token_ids:
-            _integer("stop_token_ids", token_id, 0, None)
+            _integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
     @property
     def is_greedy(self) -> bool:

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,9 +18,11 @@ import uvicorn
 from fixtures.fake_gateway import MODEL, TOKENIZER, FakeGateway
 from fixtures.waiting import DEADLINE_S, until
 
+from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
+from shoal_replica.testing import make_request
 
 MAX_BODY_BYTES = 64 * 1024
 HI = [{"role": "user", "content": "hi"}]
@@ -175,6 +178,15 @@ async def test_completion_prompts(
     assert len({call.request_id for call in core.calls}) == len(asked)
 
 
+async def test_a_huge_max_tokens_is_no_limit_and_fits_the_feed(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    answer = await http.post(CHAT, json={"messages": HI, "max_tokens": 10**30, "priority": 2**31 - 1})
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    (call,) = core.calls
+    request = replace(make_request(priority=call.priority), sampling_params=call.sampling_params)
+    (submit,) = frames_from_gateway().take(frame(Submit(request)))
+    assert submit.request.sampling_params == call.sampling_params
+
+
 async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
     await client.chat.completions.create(
         model=MODEL,
@@ -242,6 +254,18 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": HI, "top_p": 1.5}, 400, "top_p", "(0, 1]"),
         (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens", "at least 1"),
         (CHAT, {"messages": HI, "max_tokens": "7"}, 400, "max_tokens", "integer"),
+        (CHAT, {"messages": HI, "temperature": 10**400}, 400, "temperature", "number"),
+        (CHAT, {"messages": HI, "top_k": 2**70}, 400, "top_k", f"got {2**70}; must be an integer of at least 0 and at"),
+        (CHAT, {"messages": HI, "seed": 2**70}, 400, "seed", f"at most {2**63 - 1}"),
+        (CHAT, {"messages": HI, "stop_token_ids": [2**70]}, 400, "stop_token_ids", f"at most {2**32 - 1}"),
+        (
+            CHAT,
+            {"messages": HI, "priority": 2**70},
+            400,
+            "priority",
+            f"got {2**70}; input should be less than or equal",
+        ),
+        (CHAT, {"messages": HI, "priority": -(2**70)}, 400, "priority", f"equal to {1 - 2**31}"),
         (CHAT, {"messages": HI, "n": 0}, 400, "n", "at least 1"),
         (CHAT, {"messages": HI, "stop": 3}, 400, "stop", "valid string, or input should be a valid list"),
         (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),

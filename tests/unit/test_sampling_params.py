@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SEED, SamplingParams
+from shoal_replica.sampling_params import MAX_INTEGER, MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_TOKEN_ID, SamplingParams
 
 GOOD: list[dict[str, Any]] = [
     {"max_tokens": 1},
@@ -17,6 +17,7 @@ GOOD: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 100.0},
     {"top_k": 0},
+    {"top_k": MAX_INTEGER},
     {"top_p": 1},
     {"top_p": 1e-9},
     {"min_p": 0.0},
@@ -30,7 +31,7 @@ GOOD: list[dict[str, Any]] = [
     {"logprobs": 0},
     {"logprobs": MAX_LOGPROBS},
     {"stop": ("a",) * 16},
-    {"stop_token_ids": (0,)},
+    {"stop_token_ids": (0, MAX_TOKEN_ID)},
 ]
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", 0),
@@ -43,6 +44,7 @@ BAD: list[tuple[str, Any]] = [
     ("temperature", True),
     ("top_k", -1),
     ("top_k", 1.5),
+    ("top_k", MAX_INTEGER + 1),
     ("top_p", 0),
     ("top_p", 1.0001),
     ("top_p", math.nan),
@@ -65,6 +67,7 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ("a",) * 17),
     ("stop_token_ids", (-1,)),
     ("stop_token_ids", ("x",)),
+    ("stop_token_ids", (MAX_TOKEN_ID + 1,)),
 ]
 
 
@@ -80,6 +83,10 @@ def test_refuses_what_is_not(field: str, value: Any) -> None:
         SamplingParams(**{field: value})
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: got ")
+
+
+def test_a_huge_max_tokens_is_no_limit() -> None:
+    assert SamplingParams(max_tokens=10**30).max_tokens == MAX_INTEGER
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:

@@ -53,6 +53,13 @@ async def test_a_request_on_the_wire_is_the_same_at_the_other_end() -> None:
     assert replace(submitted.request, prompt_token_ids=tuple(submitted.request.prompt_token_ids)) == request
 
 
+async def test_a_huge_max_tokens_runs_to_the_models_length() -> None:
+    async with replica() as one, gateway(one) as client:
+        assert client.submit(make_request("r", PROMPT, max_tokens=10**30))
+        await until(lambda: one.runs._kept)
+        assert one.recorder.reasons["r", 0] == FinishReason.LENGTH
+
+
 async def test_submitted_it_runs_before_its_call_and_the_call_joins_it() -> None:
     async with replica() as one, gateway(one) as client:
         one.executor.gate.clear()

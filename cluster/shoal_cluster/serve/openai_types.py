@@ -17,6 +17,7 @@ from shoal_replica.sampling_params import MAX_LOGPROBS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions; a chat may go on as long as the model has room
 MAX_PROMPTS = 128
+MAX_PRIORITY = 2**31 - 1  # as in gRPC
 
 _PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
@@ -80,7 +81,7 @@ class _Request(_Body):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    priority: int = 0
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     user: Text = ""
     cache_salt: Text = ""
     logit_bias: dict[str, float] | None = None

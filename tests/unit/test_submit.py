@@ -359,6 +359,20 @@ async def test_taken_away_before_call_and_token_it_is_placed_whole_and_not_resum
         serve.may_call.set()
 
 
+async def test_a_request_clearly_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with replica() as one, gateway(one) as client:
+        monkeypatch.setattr(feed_client, "MAX_REQUEST_BYTES", 63)
+        with monkeypatch.context() as patch:
+            patch.setattr(feed_client, "frame", None)
+            assert not client.submit(make_request("r", range(22)))
+            assert not client.submit(replace(make_request("r"), block_hashes=(b"h" * 16,) * 4))
+        assert not client.submit(make_request("r", range(20)))  # its other fields are too much
+        await client.close()
+        await until(lambda: client._connection is None)
+        monkeypatch.setattr(feed_client, "frame", None)
+        assert not client.submit(make_request("r", range(20)))
+
+
 async def test_a_request_too_long_for_the_feed_goes_by_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_client, "MAX_REQUEST_BYTES", 64)
     async with serving("a") as serve:

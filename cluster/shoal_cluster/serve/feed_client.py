@@ -32,6 +32,8 @@ from shoal_cluster.serve.feed_messages import (
 from shoal_replica.errors import Unavailable
 from shoal_replica.request import Request
 
+TOKEN_BYTES = 3  # msgpack's, for most ids of a large vocabulary; 1 and 5 for others
+HASH_BYTES = 18
 MIN_REDIAL_S, MAX_REDIAL_S = 0.02, 1.0
 
 T = TypeVar("T")
@@ -71,8 +73,10 @@ class FeedClient:
 
     def submit(self, request: Request) -> bool:
         """Bring a request. False if the feed is down, or the request too long for it."""
+        if self._connection is None or _usual_bytes(request) > MAX_REQUEST_BYTES:
+            return False
         data = frame(Submit(request))
-        if self._connection is None or len(data) > LENGTH_BYTES + MAX_REQUEST_BYTES:
+        if len(data) > LENGTH_BYTES + MAX_REQUEST_BYTES:
             return False
         self._connection.transport.write(data)
         return True
@@ -172,6 +176,12 @@ class FeedClient:
         if isinstance(message, Update) and (message.deltas or message.accepted):
             self._on_tokens(message)
         asyncio.get_running_loop().call_soon(connection.guard, self._on_message, message)
+
+
+def _usual_bytes(request: Request) -> int:
+    """About what a request's numbers and hashes take, without the milliseconds that encoding a long one takes."""
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+    return TOKEN_BYTES * num_tokens + HASH_BYTES * len(request.block_hashes)
 
 
 class _Connection(asyncio.Protocol):

@@ -263,7 +263,7 @@ class GatewayLedger:
                 follower.on_delta(replica_id, delta)
 
     def hear(self, replica_id: str, message: Snapshot | Update) -> None:
-        """Take one message of a replica's feed."""
+        """Take one message of a replica's feed into the books. Its tokens have been passed on before."""
         now = time.monotonic()
         if isinstance(message, Snapshot):
             if replica_id in self.view:

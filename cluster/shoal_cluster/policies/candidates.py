@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -43,12 +45,15 @@ class ReplicaView:
 
 
 class Present:
-    """``told`` of all replicas, which changes with the next report: ``is_past`` from then on."""
+    """``told`` of all replicas, which changes with the next report: ``is_past`` from then on. None of them told it
+    before ``oldest_s``.
+    """
 
-    __slots__ = ("is_past", "told")
+    __slots__ = ("is_past", "oldest_s", "told")
 
-    def __init__(self, told: NDArray[np.void]) -> None:
+    def __init__(self, told: NDArray[np.void], oldest_s: float = -math.inf) -> None:
         self.told = told
+        self.oldest_s = oldest_s
         self.is_past = False
 
 
@@ -162,8 +167,13 @@ class Candidates:
 
     def is_stale(self, max_age_s: float) -> bool:
         """Whether some stats are older than that."""
-        updated_s = self.updated_s
-        return bool(updated_s.size and self.now - updated_s[updated_s.argmin()] > max_age_s)
+        present, updated_s = self._present, self.updated_s
+        if not updated_s.size or (present is not None and self.now - present.oldest_s <= max_age_s):
+            return False
+        oldest_s = updated_s.item(updated_s.argmin())
+        if present is not None and not present.is_past:
+            present.oldest_s = oldest_s
+        return bool(self.now - oldest_s > max_age_s)
 
     @property
     def num_reserved(self) -> Ints:
@@ -187,11 +197,18 @@ class Candidates:
 
     def view(self, replica_id: str) -> ReplicaView:
         """The row of one replica. Raises ValueError when it is not here."""
-        return self._row(self.replica_ids.index(replica_id))
+        return self._row(self.place(replica_id))
+
+    def place(self, replica_id: str) -> int:
+        """Which element one replica is. Raises ValueError when it is not here."""
+        place = bisect_left(self.replica_ids, replica_id)
+        if self.replica_ids[place : place + 1] != (replica_id,):
+            raise ValueError(f"replica_id: {replica_id!r} is not here")
+        return place
 
     def matched_by(self, replica_id: str) -> int:
         """``num_matched_blocks`` of one replica. Raises ValueError when it is not here."""
-        count: int = self.num_matched_blocks.item(self.replica_ids.index(replica_id))
+        count: int = self.num_matched_blocks.item(self.place(replica_id))
         return count
 
     def views(self) -> tuple[ReplicaView, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal_cluster.policies.expected_blocks import ExpectedBlocks
-from shoal_cluster.policies.replica_bits import WORD_BITS, Ints, Words, add_lengths, bit_of, count_bits
+from shoal_cluster.policies.replica_bits import ALL, WORD_BITS, Ints, Words, add_lengths, bit_of, count_bits
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
 LOG_WAYS = 5
@@ -153,27 +153,22 @@ class PrefixIndex:
         keys = _keys_of(block_hashes)
         is_expected = self.expected.has_any(block_hashes)
         start, stop = 0, FIRST_LOOK
-        alive: Words | None = None  # who has all so far
+        alive = ALL  # who has all so far
         while start < keys.size:
             look = keys[start:stop]
             rows, entries = self._find(look)
+            num_leading = _leading(rows)
             if look.size == keys.size:
-                self._found = _Found(block_hashes, self._num_changes, rows, entries)
+                self._found = _Found(block_hashes, self._num_changes, rows, entries, num_leading)
             if is_expected:
                 held = self.expected.rows(block_hashes[start:stop], self._holders.shape[1])
                 held[rows] |= self._holders.take(entries, axis=0)
             else:
-                if rows.size < look.size:
-                    entries = entries[: _leading(rows)]  # up to the first hole
-                    if not entries.size:
-                        break
-                held = self._holders.take(entries, axis=0)
-            if alive is not None:
-                held[0] &= alive
-            np.bitwise_and.accumulate(held, axis=0, out=held)
-            add_lengths(counts, held)
-            alive = held[-1]
-            if len(held) < look.size or not alive.any():
+                if not num_leading:
+                    break
+                held = self._holders.take(entries[:num_leading], axis=0)  # up to the first hole
+            alive = add_lengths(counts, held, alive)
+            if len(held) < look.size or not alive:
                 break
             start, stop = stop, stop * NEXT_LOOK
         return counts
@@ -205,6 +200,9 @@ class PrefixIndex:
         count = len(block_hashes) if count is None else count
         found = self._found
         if found is not None and found.block_hashes is block_hashes and found.num_changes == self._num_changes:
+            if count <= found.num_leading:
+                self._used.reshape(-1)[found.entries[:count]] = self._next_ticks(count)
+                return
             num_known = int(np.count_nonzero(found.rows < count))  # rows rise
             rows, entries = found.rows[:num_known], found.entries[:num_known]
         else:
@@ -326,6 +324,7 @@ class _Found:
     num_changes: int
     rows: Ints
     entries: Ints
+    num_leading: int  # of the rows, without a hole
 
 
 def _keys_of(block_hashes: Iterable[BlockHash]) -> Words:
@@ -337,6 +336,6 @@ def _keys_of(block_hashes: Iterable[BlockHash]) -> Words:
 
 def _leading(rows: Ints) -> int:
     """How many of ``rows``, which rise, are 0, 1, 2, ... without a hole."""
-    if not rows.size or rows[-1] == rows.size - 1:
+    if not rows.size or rows.item(-1) == rows.size - 1:
         return rows.size
     return int(np.count_nonzero(rows == np.arange(rows.size)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,27 +11,43 @@ Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 WORD_BITS = 64
+ALL = -1  # bits
 FEW = 8  # bits that are sooner counted one by one
 
 
-def add_lengths(counts: Ints, held: Words) -> None:
-    """Add to each bit's count the number of rows of ``held`` [n, words] that have it; a bit that ends stays away."""
-    last = [held.shape[0] - 1]
-    changes = held[1:] != held[:-1]  # holders drop out on the way: each distinct row counts as often as it comes
-    if np.count_nonzero(changes):
-        rows = changes.reshape(-1) if held.shape[1] == 1 else changes.any(axis=1)
-        last = [*rows.nonzero()[0].tolist(), *last]
-    before = -1
-    for row in last:
-        length, holders = row - before, int.from_bytes(held[row].tobytes(), "little")
-        before = row
-        if holders.bit_count() <= FEW:
-            while holders:
-                lowest = holders & -holders
-                counts[lowest.bit_length() - 1] += length
-                holders ^= lowest
-        else:
-            counts += length * np.unpackbits(held[row].view(np.uint8), bitorder="little").astype(np.int64)
+def add_lengths(counts: Ints, held: Words, alive: int) -> int:
+    """Add to the count of each bit in ``alive`` the number of rows of ``held`` [n, words] that have it; a bit that ends
+    stays away. Returns the bits that are left.
+    """
+    changes: Iterable[tuple[int, int]]  # rows in which bits may end, and what they have
+    if held.shape[1] == 1:
+        words = held.reshape(-1).tolist()
+        changes = enumerate(words) if words.count(words[0]) < len(words) else ((0, words[0]),)
+    else:
+        np.bitwise_and.accumulate(held, axis=0, out=held)
+        rows = [0, *((held[1:] != held[:-1]).any(axis=1).nonzero()[0] + 1).tolist()]
+        changes = [(row, int.from_bytes(held[row].tobytes(), "little")) for row in rows]
+    for row, holders in changes:
+        left = alive & holders
+        if left != alive:
+            if row:
+                _add(counts, alive ^ left, row)
+            alive = left
+            if not alive:
+                return 0
+    _add(counts, alive, held.shape[0])
+    return alive
+
+
+def _add(counts: Ints, holders: int, length: int) -> None:
+    if holders.bit_count() <= FEW:
+        while holders:
+            lowest = holders & -holders
+            counts[lowest.bit_length() - 1] += length
+            holders ^= lowest
+    else:
+        each = np.frombuffer(holders.to_bytes(counts.size // 8, "little"), np.uint8)
+        counts += length * np.unpackbits(each, bitorder="little").astype(np.int64)
 
 
 def bit_of(slot: int) -> np.uint64:

@@ -9,9 +9,10 @@ from random import Random
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import LOAD, OPEN_BLOCKS, OPEN_SLOTS, ROOM, SEQUENCES, Floats, Ints
+from shoal_cluster.policies.columns import CAPACITY, LOAD, OPEN_BLOCKS, OPEN_SLOTS, ROOM, SEQUENCES, Floats, Ints
 from shoal_cluster.policies.ranking import (
     PRICED_STEPS,
     CandidateTerms,
@@ -19,6 +20,7 @@ from shoal_cluster.policies.ranking import (
     RouteQuery,
     Scores,
     best_of,
+    is_eligible,
     rank,
     some,
     uncached_blocks,
@@ -96,7 +98,13 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
 
 def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, seed: int) -> tuple[int, RouteDecision]:
     """``route`` with a fresh generator of ``seed``: the best's place, -1 for none; the rest is worked out if read."""
-    place, num_eligible = best_of(query, candidates, _price(query, candidates, weights), seed)
+    costs = _cost(query, candidates, weights)
+    place = int(costs.argmin()) if costs.size else -1
+    if place >= 0 and not query.excluded and _has_room(query, candidates, place) and _is_alone(costs, place):
+        num_eligible = int(np.count_nonzero(is_eligible(query, candidates)))
+    else:
+        scores = Scores(costs, _must_wait(query, candidates))
+        place, num_eligible = best_of(query, candidates, scores, seed)
     best = "" if place < 0 else candidates.replica_ids[place]
     return place, RouteDecision.deferred(best, num_eligible, lambda: route(query, candidates, weights, Random(seed)))
 
@@ -126,13 +134,32 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
 
 def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
     """The same without its terms."""
-    matched = candidates.num_matched_blocks
-    num_new_blocks: Ints = query.num_blocks_needed - matched
-    np.maximum(num_new_blocks, 0, out=num_new_blocks)
-    return Scores(
-        work(candidates, _uncached(query, matched), weights.sequence_price(query), weights, load(query, candidates)),
-        candidates.columns[ROOM] < num_new_blocks,
+    return Scores(_cost(query, candidates, weights), _must_wait(query, candidates))
+
+
+def _cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Floats:
+    uncached = _uncached(query, candidates.num_matched_blocks)
+    return work(candidates, uncached, weights.sequence_price(query), weights, load(query, candidates))
+
+
+def _must_wait(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
+    """Which replicas have no room now [n]."""
+    num_new_blocks: Ints = query.num_blocks_needed - candidates.num_matched_blocks
+    must_wait: NDArray[np.bool_] = candidates.columns[ROOM] < np.maximum(num_new_blocks, 0, out=num_new_blocks)
+    return must_wait
+
+
+def _has_room(query: RouteQuery, candidates: Candidates, place: int) -> bool:
+    """Whether the replica at ``place`` takes such requests, and has room for this one now."""
+    columns, num_new_blocks = candidates.columns, query.num_blocks_needed - candidates.num_matched_blocks.item(place)
+    return columns.item(CAPACITY, place) >= query.num_blocks_needed and columns.item(ROOM, place) >= max(
+        0, num_new_blocks
     )
+
+
+def _is_alone(costs: Floats, place: int) -> bool:
+    """Whether no other costs the same."""
+    return int(np.count_nonzero(costs == costs[place])) == 1
 
 
 def load(query: RouteQuery, candidates: Candidates) -> Ints:

@@ -87,7 +87,8 @@ class StandingPlan:
         num_kept = len(self.planned)
         if not num_kept:
             self._order, self._until_s = order, math.inf
-            plan.take_back(0)
+            if not plan.is_untouched:
+                plan.take_back(0)
             return 0
         if order is not self._order or now >= self._until_s:
             for number, (planned, (held, due_s)) in enumerate(zip(self.planned, order, strict=False)):

@@ -38,6 +38,11 @@ class FairShares:
     def charge(self, tenant: str, num_tokens: float, now: float) -> None:
         """``tenant`` gets service of ``num_tokens`` at ``now``, seconds."""
         faded = math.exp(min(0.0, self._served_s - now) / MEMORY_S)
+        if not (self._num_held or self._excess) and self._served.keys() <= {tenant}:  # nobody to share with
+            before = self._served.get(tenant, 0.0) * faded
+            self._num_served = (before if before > FORGOTTEN_TOKENS else 0.0) + num_tokens
+            self._served[tenant], self._served_s = self._num_served, now
+            return
         self._served = {
             name: left for name, served in self._served.items() if (left := served * faded) > FORGOTTEN_TOKENS
         }

@@ -284,6 +284,7 @@ class ClusterView:
             self._told[place] = row = told_row(stats, True)
             self._tell(place, row)
         self._updated_s[place] = now
+        self._present.oldest_s = min(self._present.oldest_s, now)
 
     def _connect(self, place: int, is_connected: bool) -> None:
         self._own_told()
@@ -312,7 +313,7 @@ class ClusterView:
             self._is_told_shared = False
             self._stats, self._updated_s = self._stats[:], self._updated_s.copy()
             self._present.is_past = True
-            self._present = Present(self._told)
+            self._present = Present(self._told, self._present.oldest_s)
 
     def _own_promised(self) -> None:
         """Before a column changes."""

@@ -221,8 +221,8 @@ class GatewayLedger:
         best = record.decision.best
         if not best or query.request_id not in self._followers:  # its client has left
             return
-        place = candidates.replica_ids.index(best)
-        num_matched = int(candidates.num_matched_blocks[place])
+        place = candidates.place(best)
+        num_matched = candidates.num_matched_blocks.item(place)
         num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
         self._credit.withdraw(query.request_id, best)
         self.view.reserve(query.request_id, best, num_blocks, num_tokens, now)

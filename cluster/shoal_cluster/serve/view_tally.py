@@ -53,7 +53,7 @@ class ViewTally:
     def expect(self, query: RouteQuery, replicas: Candidates, place: int) -> None:
         """``query`` was placed on ``replicas``' element ``place``; an earlier placement of it does not count."""
         self._pending[query.request_id] = (query, replicas)
-        self._ages_s.append(float(replicas.age_s[place]))
+        self._ages_s.append(max(0.0, replicas.now - replicas.updated_s.item(place)))
 
     def take(self, request_id: str, replica_id: str, num_cached_tokens: int) -> bool:
         """A token has come. Whether it is the first of a placement that was expected; later ones do not count."""

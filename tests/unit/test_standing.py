@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
-from fixtures.cluster_views import make_query, make_stats
+from fixtures.cluster_views import make_query, make_row, make_stats
 
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.stats import ReplicaStats
@@ -61,3 +64,31 @@ def test_stale_stats_of_who_takes_nothing_begin_no_look_anew(silent: str, is_kep
         view.apply_update(replica_id, None, (), (), now)
     assert look(queue, view, now) is None
     assert [planned.held.pending.tenant for planned in queue._standing.planned] == ["waits"] * is_kept
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 2, 4])
+@pytest.mark.parametrize("changed", [(), (0,), (1, 2)])
+def test_a_plan_kept_in_part_is_one_of_that_part_alone(num_kept: int, changed: tuple[int, ...]) -> None:
+    """Given away in turns, to replicas that then have more to do and room for fewer."""
+    rows = [make_row(name, stats=replace(BUSY, num_waiting_tokens=200 * place)) for place, name in enumerate("abc")]
+    plan = Plan(Candidates.of(rows), WEIGHTS, max_steps_ahead=1.0)
+    matched = np.zeros(len(rows), np.int64)
+
+    def give(plan: Plan, count: int) -> None:
+        for number in range(count):
+            plan.give(make_query(160), number % len(rows), matched, due_s=2.0)
+
+    give(plan, 4)
+    assert plan.num_startable == 0
+    for place in changed:
+        rows[place] = replace(
+            rows[place], stats=replace(BUSY, num_free_blocks=50 - place, num_allocated_blocks=50 + place)
+        )
+    snapshot = Candidates.of(rows)
+    plan.keep(snapshot, changed, num_kept)
+    assert len(plan.given) == num_kept if not changed else len(plan.given) <= num_kept
+    again = Plan(snapshot, WEIGHTS, max_steps_ahead=1.0)
+    give(again, len(plan.given))
+    assert plan.seen_by_next(snapshot) == again.seen_by_next(snapshot)
+    assert (plan.num_startable, plan.num_open) == (again.num_startable, again.num_open)
+    assert plan.is_untouched == again.is_untouched

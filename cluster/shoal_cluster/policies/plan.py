@@ -192,16 +192,17 @@ class Plan:
             self._slack[place] = np.inf
         self.set_aside(place, num_blocks, num_tokens)
 
-    def keep(self, snapshot: Candidates, changed: Iterable[int]) -> None:
-        """The cluster is ``snapshot`` now, by news of the replicas at ``changed`` alone. Of what was given, keeps the
-        first that would each be given to the same replica again, to wait there. It may keep fewer.
+    def keep(self, snapshot: Candidates, changed: Iterable[int], num_kept: int) -> None:
+        """The cluster is ``snapshot`` now, by news of the replicas at ``changed`` alone. Of what was given, at most
+        ``num_kept``, keeps the first that would each be given to the same replica again, to wait there. It may keep
+        fewer.
         """
         self._snapshot, self._wait_s = snapshot, None
         self._costs = NOTHING
         if self.is_untouched:
             self._columns, self._open = snapshot.columns, None
             return
-        num_kept = len(self.given)
+        num_kept = min(num_kept, len(self.given))
         for place in changed:
             num_kept = self._num_standing(place, num_kept)
         self.take_back(num_kept)

@@ -70,12 +70,11 @@ class StandingPlan:
             plan = self._plan = Plan(present, weights, max_steps_ahead)
         else:
             plan = self._plan
-            plan.take_back(len(self.planned))
             if index.version != self._index_version:
                 block_hashes = self.planned[0].held.pending.query.block_hashes
                 for place in changed:
                     plan.know_matched(place, view.match_at(place, block_hashes))
-            plan.keep(present, changed)
+            plan.keep(present, changed, len(self.planned))
             del self.planned[len(plan.given) :]
         self._made_for, self._num_evicted, self._index_version = made_for, index.num_evicted, index.version
         return plan

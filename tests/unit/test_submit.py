@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from fixtures.fake_serve import Answer, ask, serving, streaming
+from fixtures.fake_serve import Answer, FakeServe, ask, serving, streaming
 from fixtures.replicas import Replica, replica
-from fixtures.waiting import until
+from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.policies.pending import PendingRequest
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve import feed_client, outcome
+from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
+from shoal_cluster.serve.grpc_service import GenerationService
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.serve_placement import ServePlacement
+from shoal_protos import generation_pb2
 from shoal_replica.errors import EngineDead, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason, Request
 from shoal_replica.testing import expected_tokens, make_request
@@ -381,6 +384,50 @@ async def test_a_request_too_long_for_the_feed_goes_by_the_call(monkeypatch: pyt
         assert not any(run.is_submitted for run in serve.replicas["a"].runs._runs.values())
 
 
+class Core:
+    """As much of a gateway as gRPC's Generate needs."""
+
+    def __init__(self, serve: FakeServe) -> None:
+        self.serve = serve
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+        assert call.token_ids is not None
+        request = make_request(call.request_id, call.token_ids)
+        async with streaming(self.serve.generation(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+class Context:
+    """gRPC's, of one call; notes what went before the client's first news."""
+
+    def __init__(self, submitted: Callable[[], bool]) -> None:
+        self.submitted = submitted
+        self.events: list[str] = []
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> float:
+        return DEADLINE_S
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        self.events += ["submitted"] * self.submitted() + ["id"]
+
+    async def write(self, response: object) -> None:
+        self.events.append("chunk")
+
+
+async def test_the_request_goes_before_its_client_hears_of_it() -> None:
+    async with serving("a") as serve:
+        serve.hold()
+        context = Context(lambda: bool(serve.ledger._sent._submitted))
+        asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=PROMPT))
+        service = GenerationService(cast("Any", Core(serve)))
+        await service.generate(asked.SerializeToString(), cast("Any", context))
+        assert context.events[:3] == ["submitted", "id", "chunk"]
+
+
 class Response:
     """Serve's call, as its handle gives it."""
 
@@ -434,7 +481,7 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
         for one in made.values():
             one.executor.gate.set()
         if how in ("returns", "fails"):
-            await until(lambda: any(one.runs._kept for one in made.values()) and serve.ledger.tally is not None)
+            await until(lambda: any(one.runs._kept for one in made.values()))
             calls[-1].ends.set_result(Outcome(refused=False))
             assert (await running).tokens == [expected_tokens(PROMPT, 6)]
             assert not calls[-1].is_cancelled

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,8 +39,7 @@ class Considered:
     before: tuple[PlacedWish, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What a look decided of one request: the place of the replica it is sent to, or is to wait for; -1: for none."""
 
     place: int
@@ -47,8 +47,7 @@ class Step:
     is_sent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """The request that goes: ``route`` with these candidates and ``seed`` decides the same again."""
 
     candidates: Candidates

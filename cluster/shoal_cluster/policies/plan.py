@@ -125,8 +125,8 @@ class Plan:
         num_tokens = columns.item(URGENT, place)
         if columns.item(CAPACITY, place) < 0 or num_tokens > self._limit(place):
             return self.wait_s(token_s)
-        told = self._snapshot.told
-        return num_tokens * token_s + (told["step_s"].item(place) if told["num_running"].item(place) else 0.0)
+        stats = self._snapshot.stats[place]
+        return num_tokens * token_s + (stats.step_s if stats is not None and stats.num_running else 0.0)
 
     def consider(self, queries: Sequence[RouteQuery], matched: Ints) -> None:
         """Price ``queries`` [q] on every replica; ``matched`` are the blocks cached there [q, n]. They replace those
@@ -313,4 +313,5 @@ class Plan:
 
     def _limit(self, place: int) -> float:
         """Tokens that a replica may have before it and still start something."""
-        return self._max_steps_ahead * float(self._snapshot.told["max_num_batched_tokens"].item(place))
+        stats = self._snapshot.stats[place]
+        return self._max_steps_ahead * (1 if stats is None else stats.max_num_batched_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
 LOG_WAYS = 5
 NUM_WAYS = 1 << LOG_WAYS
+ONE, SET_SHIFT, WAY_MASK = np.array(1, np.uint64), np.array(LOG_WAYS), np.array(NUM_WAYS - 1)  # soonest as arrays
 CROWDED = 0.25  # of the entries taken: from there on sets begin to fill up
 FIRST_LOOK, NEXT_LOOK = 128, 8  # blocks of a prompt looked up at first, and how many times more each time after
 DEFAULT_MAX_ENTRIES = 2**21
@@ -46,7 +47,7 @@ class PrefixIndex:
         self.num_evicted = 0
         self._num_changes = 0
         self._num_entries = 0
-        self._set_mask = np.uint64(num_sets - 1)
+        self._set_mask = np.array(num_sets - 1, np.uint64)
         # The system gives pages of zeros when they are first written, so an empty index takes no memory.
         self._keys: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # 0: the way is free
         self._used: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # the tick of the last use
@@ -227,14 +228,17 @@ class PrefixIndex:
         """Which of ``keys`` are known, by place in ``keys`` and rising, and the entry of each."""
         sets = self._sets_of(keys)
         hits: Ints = (self._keys.take(sets, axis=0) == keys[:, None]).reshape(-1).nonzero()[0]
-        rows = hits >> LOG_WAYS
+        rows = hits >> SET_SHIFT
         if rows.size != keys.size:
-            sets = sets[rows]
-        return rows, (sets << LOG_WAYS) + (hits & (NUM_WAYS - 1))
+            sets = sets.take(rows)
+        entries = sets << SET_SHIFT
+        entries += hits & WAY_MASK
+        return rows, entries
 
     def _sets_of(self, keys: Words) -> Ints:
-        sets: Ints = ((keys >> np.uint64(1)) & self._set_mask).view(np.int64)
-        return sets
+        sets = keys >> ONE
+        sets &= self._set_mask
+        return sets.view(np.int64)
 
     def _insert(self, keys: Words, ticks: Words, word: int, bit: np.uint64) -> None:
         """Put new keys in: all at once, but for those of the same set, which take turns."""
@@ -316,8 +320,7 @@ class PrefixIndex:
         return slot
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
+class _Found(NamedTuple):
     """What ``_find`` found of a prompt after so many changes of the table."""
 
     block_hashes: Sequence[BlockHash]
@@ -330,7 +333,7 @@ class _Found:
 def _keys_of(block_hashes: Iterable[BlockHash]) -> Words:
     """Eight bytes of each hash, never 0: two of a million blocks meet with a chance of 5e-8."""
     whole = np.frombuffer(b"".join(block_hashes), np.uint64)
-    keys: Words = whole[:: DIGEST_BYTES // 8] | np.uint64(1)
+    keys: Words = whole[:: DIGEST_BYTES // 8] | ONE
     return keys
 
 

@@ -20,9 +20,12 @@ def add_lengths(counts: Ints, held: Words, alive: int) -> int:
     stays away. Returns the bits that are left.
     """
     changes: Iterable[tuple[int, int]]  # rows in which bits may end, and what they have
-    if held.shape[1] == 1:
-        words = held.reshape(-1).tolist()
-        changes = enumerate(words) if words.count(words[0]) < len(words) else ((0, words[0]),)
+    whole = held.tobytes()
+    first = whole[: len(whole) // len(held)]
+    if whole == first * len(held):
+        changes = ((0, int.from_bytes(first, "little")),)
+    elif held.shape[1] == 1:
+        changes = enumerate(held.reshape(-1).tolist())
     else:
         np.bitwise_and.accumulate(held, axis=0, out=held)
         rows = [0, *((held[1:] != held[:-1]).any(axis=1).nonzero()[0] + 1).tolist()]

@@ -33,12 +33,14 @@ class RouteLog:
     def add(self, record: RouteRecord) -> None:
         """Keep ``record``."""
         call_id = record.query.request_id.partition("#")[0]
-        records = self._records.setdefault(call_id, [])
-        records.append(record)
         self.num_bytes += _size(record)
-        if len(records) > MAX_RECORDS_PER_REQUEST:
-            self.num_bytes -= _size(records.pop(1))  # the first answer and the last ones tell
-        self._records.move_to_end(call_id)
+        if (records := self._records.get(call_id)) is None:
+            self._records[call_id] = [record]
+        else:
+            records.append(record)
+            if len(records) > MAX_RECORDS_PER_REQUEST:
+                self.num_bytes -= _size(records.pop(1))  # the first answer and the last ones tell
+            self._records.move_to_end(call_id)
         while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
             _, oldest = self._records.popitem(last=False)
             self.num_bytes -= sum(map(_size, oldest))

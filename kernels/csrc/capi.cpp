@@ -60,13 +60,24 @@ int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step) {
     return guarded([&] { decoder->forward(*step); });
 }
 
+int shoal_decoder_forward_maxima(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places) {
+    return guarded([&] {
+        decoder->forward(*step);
+        decoder->take_maxima(*step, values, places);
+    });
+}
+
 int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count) {
     return guarded([&] { decoder->copy_blocks(pairs, count); });
 }
 
 void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* values, int64_t* places) {
     static const shoal::Kernels* kernels = shoal::find_kernels(nullptr);
-    for (int64_t i = 0; i < num_rows; ++i) kernels->row_maximum(rows + i * size, size, values + i, places + i);
+    for (int64_t i = 0; i < num_rows; ++i) {
+        const auto [value, place] = kernels->row_maximum(rows + i * size, size);
+        values[i] = value;
+        places[i] = place;
+    }
 }
 
 uint64_t shoal_decoder_progress(const ShoalDecoder* decoder) { return decoder->progress(); }

@@ -50,6 +50,9 @@ public:
     void set_rotary(const float* cos_sin);
     // Throws std::out_of_range, before anything is computed, for a token, position or slot that does not exist; LostRank.
     void forward(const ShoalStep& step);
+    // Of the step that forward() has just computed: of each row of logits the largest and its first place, NaN where a row
+    // has one. Nothing where it has given none.
+    void take_maxima(const ShoalStep& step, float* values, int64_t* places) const;
     void copy_blocks(const int64_t* pairs, int count) { pool_.copy(pairs, count); }
     const char* kernels_name() const { return kernels_.name; }
     uint64_t progress() const { return team_.progress(); }  // differs once a step has gone on; any thread may ask
@@ -103,6 +106,8 @@ private:
     // Adds a product whose inputs are spread over the ranks to the stream's rows.
     void multiply_onto(Team::Member& member, float* stream, const Linear& linear, const Word* x, int64_t x_values, int rows);
     void compute_logits(Team::Member& member, const ShoalStep& step);
+    bool has_maxima(const ShoalStep& step) const { return shape_.is_last_stage && step.logits != nullptr; }
+    void find_maxima(Team::Member& member, const ShoalStep& step);
     // Adds all ranks' parts of the exchange to `out`.
     void add_parts(Team::Member& member, float* out, int64_t count);
 
@@ -122,6 +127,7 @@ private:
     Buffer<float> residual_, qkv_, sampled_, partials_;
     Buffer<Word> normed_, queries_, attended_, gated_, integers_, sampled_attended_;
     Buffer<float> integer_scales_, integer_sums_;
+    std::vector<Maximum> maxima_;  // [num_samples][threads], each of its part of the columns
     AttentionPlan plan_;
     std::vector<Span> first_read_;  // the weights that a step begins with
 

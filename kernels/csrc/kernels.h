@@ -120,6 +120,12 @@ inline int64_t page_words(Dtype dtype, int head_size) {
     return static_cast<int64_t>(head_size) * kPanel / values_per_word(dtype);
 }
 
+// The largest of some numbers and its first place; NaN, at its first place, when there is one.
+struct Maximum {
+    float value;
+    int64_t place;
+};
+
 struct Kernels {
     const char* name;
     void (*gemm)(const GemmCall&, int row_begin, int row_end, int block_begin, int block_end);
@@ -130,8 +136,7 @@ struct Kernels {
     // next: the unit that likely follows in this thread, whose first pages are fetched; or the last one again.
     void (*attention)(Dtype, const AttentionCall&, const AttentionUnit* units, int count, int shared_end,
                       const AttentionUnit& next);
-    // The largest of a row and its first place; NaN, at its first place, when there is one.
-    void (*row_maximum)(const float* row, int64_t size, float* value, int64_t* place);
+    Maximum (*row_maximum)(const float* row, int64_t size);  // of one number at least
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
 };
 

@@ -33,7 +33,7 @@ SHOAL_INLINE float chunk_maximum(const float* x, int64_t size) {
     return found_nan ? std::numeric_limits<float>::quiet_NaN() : largest;
 }
 
-void row_maximum(const float* row, int64_t size, float* value, int64_t* place) {
+Maximum row_maximum(const float* row, int64_t size) {
     float largest = chunk_maximum(row, std::min(kMaximumChunk, size));
     int64_t chunk = 0;
     for (int64_t next = kMaximumChunk; next < size && largest == largest; next += kMaximumChunk) {
@@ -42,8 +42,9 @@ void row_maximum(const float* row, int64_t size, float* value, int64_t* place) {
         largest = other;
         chunk = next;
     }
-    for (*place = chunk; largest == largest ? row[*place] != largest : row[*place] == row[*place];) ++*place;
-    *value = largest;
+    int64_t place = chunk;
+    while (largest == largest ? row[place] != largest : row[place] == row[place]) ++place;
+    return {largest, place};
 }
 
 }  // namespace SHOAL_ISA

@@ -51,6 +51,7 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     sampled_.reserve(samples * shape_.hidden_size);
     sampled_attended_.reserve(samples * heads * size / pack);
     partials_.reserve(int64_t{plan_.num_partials()} * (heads / shape_.num_kv_heads) * (size + 2));
+    if (static_cast<int64_t>(maxima_.size()) < samples * team_.size()) maxima_.resize(samples * team_.size());
     if (!has_integers_) return;
     integers_.reserve(std::max(tokens, samples) * widest_inputs() / 2);
     integer_scales_.reserve(std::max(tokens, samples) * widest_inputs() / kGroup);
@@ -298,6 +299,7 @@ void Decoder::finish(Team::Member& member, const ShoalStep& step) {
     if (step.num_samples == 0) return;
     normalise(member, sampled_.data(), final_norm_, step.num_samples);
     compute_logits(member, step);
+    if (has_maxima(step)) find_maxima(member, step);
 }
 
 void Decoder::list_first_read() {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from shoal_kernels import native_library
 from shoal_kernels.exchange import Exchange, LostRank
 from shoal_kernels.integers import IntegerWeight
+from shoal_kernels.native_buffers import KeptArray, Results, RowMaxima
 from shoal_kernels.native_library import LOST_RANK, CShape, CStep, last_error, library
 
 DTYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -138,8 +138,10 @@ class NativeDecoder:
     ) -> None:
         self.shape = shape
         self._step = CStep()
-        self._kept = [_KeptArray(dtype) for dtype in (np.int64,) * 3 + (np.int32,) * 3 + (np.int64,)]
-        self._logits = torch.empty((0, shape.vocab_size), dtype=torch.float32)
+        self._step_address = ctypes.addressof(self._step)
+        self._forward = library().shoal_decoder_forward_maxima
+        self._kept = [KeptArray(dtype) for dtype in (np.int64,) * 3 + (np.int32,) * 3 + (np.int64,)]
+        self._results = Results(0, shape.vocab_size)
         self._exchange = exchange
         peers = ctypes.byref(exchange.native) if exchange is not None else None
         self._handle: int | None = library().shoal_decoder_create(ctypes.byref(_c_shape(shape, kernels)), peers)
@@ -197,9 +199,7 @@ class NativeDecoder:
             ValueError: a token, position, slot, block or row that does not exist; nothing was computed.
         """
         num_logits = len(sample_rows) if wants_logits and self.shape.is_last_stage else 0
-        if num_logits > len(self._logits):
-            self._logits = torch.empty((num_logits, self.shape.vocab_size), dtype=torch.float32)
-        logits = self._logits[:num_logits]
+        results = self._results = self._results.of(num_logits)
         if not (self.shape.is_first_stage and self.shape.is_last_stage):
             _check_hidden(hidden, len(input_ids), self.shape.hidden_size)
         step, put = self._step, [kept.put for kept in self._kept]
@@ -207,14 +207,19 @@ class NativeDecoder:
         step.input_ids, step.positions, step.slots = put[0](input_ids), put[1](positions), put[2](slot_mapping)
         step.query_start_loc, step.seq_lens = put[3](query_start_loc), put[4](seq_lens)
         step.block_tables, step.table_stride = put[5](block_tables.reshape(-1)), block_tables.shape[-1]
-        step.sample_rows, step.logits = put[6](sample_rows), logits.data_ptr() if num_logits else None
+        step.sample_rows, step.logits = put[6](sample_rows), results.addresses[0] if num_logits else None
         step.hidden = hidden.data_ptr() if hidden is not None else None
-        status = library().shoal_decoder_forward(self._open(), ctypes.byref(step))
+        status = self._forward(self._open(), self._step_address, *results.addresses[1:])
         if status == LOST_RANK:
             assert self._exchange is not None
             raise self._exchange.failure or LostRank(last_error())
         self._check(status)
-        return logits
+        return results.logits
+
+    @property
+    def maxima(self) -> RowMaxima:
+        """Of each row of the last logits."""
+        return self._results.maxima
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Make each destination block what its source was before the call; ``pairs`` are (source, destination).
@@ -285,22 +290,6 @@ class NativeDecoder:
     def _check(self, status: int) -> None:
         if status != 0:
             raise ValueError(last_error())
-
-
-class _KeptArray:
-    """A step's input, copied to where the last one was: asking numpy for an address shows in a step of one sequence."""
-
-    def __init__(self, dtype: type[np.integer[Any]]) -> None:
-        self._array = np.empty(0, dtype)
-        self._address = 0
-
-    def put(self, values: Sequence[int] | NDArray[np.integer[Any]]) -> int:
-        """The address of a copy of ``values``, good until the next call."""
-        if len(values) > len(self._array):
-            self._array = np.empty(2 * len(values), self._array.dtype)
-            self._address = self._array.ctypes.data
-        self._array[: len(values)] = values
-        return self._address
 
 
 def _check_hidden(hidden: Tensor | None, num_tokens: int, size: int) -> None:

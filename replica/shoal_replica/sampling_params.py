@@ -89,6 +89,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether a token is its row's largest logit and nothing else is asked of the row."""
+        return self.is_greedy and not self.has_penalties and self.logprobs is None
+
 
 def _integer(field: str, value: object, low: int, high: int | None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):

@@ -329,6 +329,25 @@ def test_rows_that_are_not_sampled_change_nothing() -> None:
     assert torch.equal(run(few, last), run(whole, last))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("vocab", [1, 33, 83, 1000])
+def test_the_largest_logits_and_their_first_places(vocab: int, num_threads: int) -> None:
+    shape = make_shape(vocab_size=vocab, num_threads=num_threads, tied_embeddings=False)
+    weights = make_weights(shape)
+    weights["lm_head.weight"][vocab // 2 :] = weights["lm_head.weight"][: vocab - vocab // 2].clone()  # equals
+    decoder = NativeDecoder(shape, weights.items(), rotary_table(shape))
+    for part in (Part(tokens(shape, 20), 0, [0, 1]), Part([0], 20, [0, 1])):
+        logits = run(decoder, part)
+        assert decoder.maxima.largest == logits.amax(dim=-1).tolist()
+        assert decoder.maxima.places == [row.index(max(row)) for row in logits.tolist()]
+    bad = weights["lm_head.weight"].clone()
+    bad[vocab // 2 :] = torch.nan
+    decoder = NativeDecoder(shape, {**weights, "lm_head.weight": bad}.items(), rotary_table(shape))
+    run(decoder, Part([0, 0], 0, [0]))
+    assert np.isnan(decoder.maxima.largest).all()
+    assert decoder.maxima.places == [vocab // 2] * 2
+
+
 def test_nothing_of_an_earlier_sequence_shows_in_a_reused_block() -> None:
     """The earlier one even left NaN there."""
     shape = make_shape(dtype=torch.bfloat16)

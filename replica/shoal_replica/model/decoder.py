@@ -12,6 +12,7 @@ from shoal_kernels import native, ops
 from shoal_kernels.exchange import LostRank
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.metadata import AttentionMetadata
+from shoal_kernels.native_buffers import RowMaxima
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.memory_plan import EXCHANGE_BYTES
 from shoal_replica.model.layers import rotary_cache
@@ -45,6 +46,11 @@ class Decoder(Protocol):
         Raises:
             CollectiveError: another rank did not take part.
         """
+        ...
+
+    @property
+    def maxima(self) -> RowMaxima | None:
+        """Of each row that ``compute`` has just given; None where the sampler is to look for them."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -129,6 +135,10 @@ class TorchDecoder:
     def progress(self) -> int:
         return self._model.num_layers_begun
 
+    @property
+    def maxima(self) -> None:
+        return None
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         metadata = AttentionMetadata(
             query_start_loc=step.query_start_loc,
@@ -187,6 +197,10 @@ class NativeCpuDecoder:
     @property
     def progress(self) -> int:
         return self._native.progress
+
+    @property
+    def maxima(self) -> RowMaxima:
+        return self._native.maxima
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         hidden: Tensor | None = None

@@ -18,8 +18,8 @@ from shoal_replica.executor import (
 )
 from shoal_replica.model.decoder import make_decoder
 from shoal_replica.model.parallel_group import ParallelGroup
-from shoal_replica.model.sampler import Sampler, SamplerRow
-from shoal_replica.model.sequence_table import SequenceTable
+from shoal_replica.model.sampler import Sampler, SamplerRow, likeliest
+from shoal_replica.model.sequence_table import HeldSequence, SequenceTable
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.shard import Shard
 
@@ -113,32 +113,35 @@ class ModelRunner:
         self._forward_s = time.perf_counter() - started
         return logits
 
-    @torch.inference_mode()
     def _sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> StepResult:
         """Choose and append a token for each scheduled sequence that samples."""
-        rows = [self._sampler_row(s) for s in scheduled if s.samples]
-        samples = self._sampler.sample(logits, rows)
-        for row, sample in zip(rows, samples, strict=True):
-            self._sequences.append(row.seq_id, sample.token_id)
-        return StepResult(
-            tuple(
+        shares = [s for s in scheduled if s.samples]
+        held = [self._held(s) for s in shares]
+        maxima = self._decoder.maxima
+        if maxima is not None and all(h.takes_likeliest for h in held):  # in a small model's step, all else shows
+            sampled = tuple(map(SampledToken, [s.seq_id for s in shares], likeliest(maxima)))
+        else:
+            rows = [self._sampler_row(s.seq_id, h) for s, h in zip(shares, held, strict=True)]
+            sampled = tuple(
                 SampledToken(row.seq_id, sample.token_id, sample.logprobs)
-                for row, sample in zip(rows, samples, strict=True)
-            ),
-            self._forward_s,
-        )
-
-    def _sampler_row(self, scheduled: ScheduledSequence) -> SamplerRow:
-        held = self._sequences[scheduled.seq_id]
-        if scheduled.num_computed_tokens + scheduled.num_new_tokens != held.num_tokens:
-            raise RuntimeError(
-                f"sequence {scheduled.seq_id} samples after "
-                f"{scheduled.num_computed_tokens + scheduled.num_new_tokens} of {held.num_tokens} tokens"
+                for row, sample in zip(rows, self._sampler.sample(logits, rows, maxima), strict=True)
             )
+        for token in sampled:
+            self._sequences.append(token.seq_id, token.token_id)
+        return StepResult(sampled, self._forward_s)
+
+    def _held(self, scheduled: ScheduledSequence) -> HeldSequence:
+        """What is kept of a sequence that samples."""
+        held, end = self._sequences[scheduled.seq_id], scheduled.num_computed_tokens + scheduled.num_new_tokens
+        if end != held.num_tokens:
+            raise RuntimeError(f"sequence {scheduled.seq_id} samples after {end} of {held.num_tokens} tokens")
+        return held
+
+    def _sampler_row(self, seq_id: int, held: HeldSequence) -> SamplerRow:
         return SamplerRow(
-            scheduled.seq_id,
+            seq_id,
             held.sampling_params,
             held.index,
             held.num_prompt_tokens,
-            self._sequences.token_ids(scheduled.seq_id),
+            self._sequences.token_ids(seq_id),
         )

@@ -82,6 +82,10 @@ class NpuDecoder:
     def progress(self) -> int:
         return self._model.num_layers_begun
 
+    @property
+    def maxima(self) -> None:
+        return None
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         logits = self._launch(step, sample_rows)
         if not self._samples:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal_kernels import ops
+from shoal_kernels.native_buffers import RowMaxima
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.sampling_params import SamplingParams
 
@@ -77,25 +78,26 @@ class Sampler:
         """Drop what is kept of a sequence; it is counted anew if it comes back."""
         self._counts.pop(seq_id, None)
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sample]:
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SamplerRow], maxima: RowMaxima | None = None) -> list[Sample]:
         """Choose a token for each row of ``logits``, float32 [len(rows), vocab_size].
+
+        Args:
+            maxima: of the rows, if they are known.
 
         Raises:
             FloatingPointError: a row holds NaN or infinity as its largest logit.
         """
         if not rows:
             return []
-        largest, likeliest = ops.row_maxima(logits)
-        if not all(map(isfinite, largest.tolist())):  # for few rows, quicker than operators
-            raise FloatingPointError("the model's logits are not finite")
+        token_ids = likeliest(maxima or RowMaxima(*(part.tolist() for part in ops.row_maxima(logits))))
         logprobs = _Logprobs.of(logits, rows)
         penalised = [i for i, row in enumerate(rows) if row.params.has_penalties]
         if penalised:
             logits = logits.clone()
             for i in penalised:
                 self._penalise(logits[i], rows[i])
-            likeliest = logits.argmax(dim=-1)
-        token_ids = likeliest.tolist()
+            token_ids = logits.argmax(dim=-1).tolist()
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         if drawn:
             picked = logits if len(drawn) == len(rows) else logits[torch.tensor(drawn).to(logits.device)]
@@ -120,6 +122,17 @@ class Sampler:
             logits.copy_(torch.where(counts.seen, changed.nan_to_num(nan=0.0), logits))
         logits -= params.frequency_penalty * counts.output_counts
         logits -= params.presence_penalty * (counts.output_counts > 0)
+
+
+def likeliest(maxima: RowMaxima) -> list[int]:
+    """What greedy rows take whose parameters ask for nothing else.
+
+    Raises:
+        FloatingPointError: a row holds NaN or infinity as its largest logit.
+    """
+    if not all(map(isfinite, maxima.largest)):
+        raise FloatingPointError("the model's logits are not finite")
+    return maxima.places
 
 
 def uniform(seed: int | None, index: int, position: int) -> float:

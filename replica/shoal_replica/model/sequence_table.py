@@ -23,6 +23,7 @@ class HeldSequence:
     num_prompt_tokens: int
     sampling_params: SamplingParams
     index: int
+    takes_likeliest: bool  # by its parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,10 @@ class SequenceTable:
         row = self._free_rows.pop()
         num_tokens = len(new.token_ids)
         self._token_ids[row, :num_tokens] = new.token_ids
-        self._held[new.seq_id] = HeldSequence(row, num_tokens, new.num_prompt_tokens, new.sampling_params, new.index)
+        params = new.sampling_params
+        self._held[new.seq_id] = HeldSequence(
+            row, num_tokens, new.num_prompt_tokens, params, new.index, params.takes_likeliest
+        )
         self.set_blocks(new.seq_id, 0, new.block_ids)
 
     def drop(self, seq_id: int) -> None:

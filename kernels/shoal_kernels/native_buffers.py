@@ -1,0 +1,56 @@
+"""Where inputs and results of the native decoder's steps lie: kept memory, as to ask for it shows in small steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class RowMaxima(NamedTuple):
+    """Of each row of logits the largest, NaN where a row has one, and its first place."""
+
+    largest: list[float]
+    places: list[int]
+
+
+class Results:
+    """Where a step's logits and their maxima go: what the last one had, if that is large enough."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._whole = torch.empty((num_rows, vocab_size), dtype=torch.float32)
+        self._largest, self._places = np.empty(num_rows, np.float32), np.empty(num_rows, np.int64)
+        self.logits = self._whole
+        self.addresses = self._whole.data_ptr(), self._largest.ctypes.data, self._places.ctypes.data
+
+    def of(self, num_rows: int) -> Results:
+        """These for so many rows, or larger ones."""
+        if num_rows > len(self._whole):
+            return Results(num_rows, self._whole.shape[1])
+        if num_rows != len(self.logits):
+            self.logits = self._whole[:num_rows]
+        return self
+
+    @property
+    def maxima(self) -> RowMaxima:
+        num_rows = len(self.logits)
+        return RowMaxima(self._largest[:num_rows].tolist(), self._places[:num_rows].tolist())
+
+
+class KeptArray:
+    """A step's input, copied to where the last one was: asking numpy for an address shows in a step of one sequence."""
+
+    def __init__(self, dtype: type[np.integer[Any]]) -> None:
+        self._array = np.empty(0, dtype)
+        self._address = 0
+
+    def put(self, values: Sequence[int] | NDArray[np.integer[Any]]) -> int:
+        """The address of a copy of ``values``, good until the next call."""
+        if len(values) > len(self._array):
+            self._array = np.empty(2 * len(values), self._array.dtype)
+            self._address = self._array.ctypes.data
+        self._array[: len(values)] = values
+        return self._address

@@ -263,6 +263,7 @@ async def test_a_loss_before_the_first_token() -> None:
             made.executor.gate.set()
         answer = await running
         assert answer.tokens == [expected_tokens(PROMPT, 6, index) for index in range(3)]
+        assert [placement.request.sampling_params.n for placement in serve.placements] == [3, 3]
 
 
 async def test_only_unfinished_sequences_go_on_elsewhere() -> None:

@@ -54,8 +54,8 @@ class NotedPlan(Plan):
         super().__init__(snapshot, weights, max_steps_ahead)
         self.snapshot, self.max_steps_ahead = snapshot, max_steps_ahead
 
-    def keep(self, snapshot: Candidates, changed: Iterable[int]) -> None:
-        super().keep(snapshot, changed)
+    def keep(self, snapshot: Candidates, changed: Iterable[int], num_kept: int) -> None:
+        super().keep(snapshot, changed, num_kept)
         self.snapshot = snapshot
 
 

@@ -24,7 +24,11 @@ class ExpectedBlocks:
         """They are expected at ``slot``. Twice is once."""
         self.num_changes += 1
         slots, bit = self._slots, 1 << slot
-        for block_hash in block_hashes:
+        new = dict.fromkeys(block_hashes, bit)
+        if slots.keys().isdisjoint(new):
+            slots.update(new)
+            return
+        for block_hash in new:
             slots[block_hash] = slots.get(block_hash, 0) | bit
 
     def remove(self, slot: int, block_hashes: Iterable[BlockHash]) -> None:

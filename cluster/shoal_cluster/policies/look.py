@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,8 +22,7 @@ Draw = tuple[Candidates, int]
 """By what a request is placed once it seems that it can go: the cluster for its prompt as of now, and a seed."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Considered:
+class Considered(NamedTuple):
     """A held request as a look sees it.
 
     Attributes:
@@ -55,8 +53,7 @@ class Sent(NamedTuple):
     decision: RouteDecision
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Look:
+class Look(NamedTuple):
     """A look with all that made it.
 
     Attributes:

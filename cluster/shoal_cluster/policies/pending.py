@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import accumulate
 from random import Random
+from typing import NamedTuple
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import Ints
@@ -60,8 +61,7 @@ class HoldConfig:
             raise ConfigError(f"max_considered: got {self.max_considered!r}; must be at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """A request to send now, to ``replica_id``; ``route`` with these candidates and ``seed`` decides the same again.
 
     Attributes:

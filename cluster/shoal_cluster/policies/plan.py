@@ -158,14 +158,13 @@ class Plan:
 
     def can_start(self, query: RouteQuery, place: int, num_matched_blocks: int, due_s: float) -> bool:
         """Whether the replica at ``place`` has time and room now for ``query``, due then."""
-        column = self._columns[:, place].tolist()
-        num_blocks = max(1, uncached_blocks(query, num_matched_blocks))
-        if column[ROOM] < num_blocks or column[CAPACITY] < 0:
+        columns, num_blocks = self._columns, max(1, uncached_blocks(query, num_matched_blocks))
+        if columns.item(ROOM, place) < num_blocks or columns.item(CAPACITY, place) < 0:
             return False
         if query.passed:
             ahead = load(query, self._snapshot.matching(self._snapshot.num_matched_blocks, self._columns)).item(place)
             return bool(ahead <= self._limit(place))
-        return self._has_time(place, column[TOKENS], due_s)
+        return self._has_time(place, columns.item(TOKENS, place), due_s)
 
     def _has_time(self, place: int, num_promised_tokens: int, due_s: float) -> bool:
         ahead: int = self._snapshot.told[due_column(due_s - self._snapshot.now)].item(place)

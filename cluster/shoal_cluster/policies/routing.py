@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,8 +207,7 @@ class Rule(Protocol):
     ) -> RouteDecision: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRecord:
+class RouteRecord(NamedTuple):
     """A decision with all that made it. ``time_s`` is wall-clock, for show; it takes no part. ``route`` decided where
     there is no ``rule``.
     """

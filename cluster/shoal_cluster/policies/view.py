@@ -216,24 +216,25 @@ class ClusterView:
 
     def candidates(self, block_hashes: Sequence[BlockHash], now: float) -> Candidates:
         """A snapshot for one prompt: every member. ``block_hashes`` may be empty."""
-        if self._known is None or self._known.now != now:
-            self._known = self.present(now)
-            self._is_told_shared = self._is_promised_shared = True
-        return self._known.matching(self.match(block_hashes)) if block_hashes else self._known
+        known = self.present(now)
+        self._is_told_shared = self._is_promised_shared = True
+        return known.matching(self.match(block_hashes)) if block_hashes else known
 
     def present(self, now: float) -> Candidates:
         """``candidates`` for no prompt, true only until the view changes."""
-        return Candidates(
-            self._replica_ids,
-            self._node_ids,
-            self._stats,
-            self._connected,
-            self._columns,
-            now,
-            self._updated_s,
-            self._nothing,
-            self._present,
-        )
+        if self._known is None or self._known.now != now:
+            self._known = Candidates(
+                self._replica_ids,
+                self._node_ids,
+                self._stats,
+                self._connected,
+                self._columns,
+                now,
+                self._updated_s,
+                self._nothing,
+                self._present,
+            )
+        return self._known
 
     def replicas_for(self, block_hashes: Sequence[BlockHash], now: float) -> tuple[ReplicaView, ...]:
         """``candidates`` as rows."""
@@ -260,8 +261,7 @@ class ClusterView:
         """Leading blocks of a prompt that each member caches [n]. A placement asks more than once: the same question is
         looked up once.
         """
-        asked = (block_hashes, self._replica_ids, self.index.version)
-        before = self._asked
+        before, asked = self._asked, (block_hashes, self._replica_ids, self.index.version)
         if block_hashes is not before[0] or self._replica_ids is not before[1] or asked[2] != before[2]:
             matched = self.index.match_slots(block_hashes)
             self._matched = matched[: len(self)] if self._are_slots_places else matched[self._slots]

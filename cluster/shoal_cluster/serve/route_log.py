@@ -23,7 +23,7 @@ class RouteLog:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
-        self._looks: OrderedDict[str, Look] = OrderedDict()  # by request id
+        self._looks: OrderedDict[str, tuple[Look, int]] = OrderedDict()  # by request id, with its size
         self._num_look_bytes = 0
         self.num_bytes = 0  # about
 
@@ -48,15 +48,17 @@ class RouteLog:
     def add_look(self, request_id: str, look: Look) -> None:
         """Keep the look that sent a request; those of the requests sent longest ago are forgotten first."""
         if (before := self._looks.pop(request_id, None)) is not None:
-            self._num_look_bytes -= before.num_bytes
-        self._looks[request_id] = look
-        self._num_look_bytes += look.num_bytes
+            self._num_look_bytes -= before[1]
+        num_bytes = look.num_bytes
+        self._looks[request_id] = look, num_bytes
+        self._num_look_bytes += num_bytes
         while len(self._looks) > self._max_requests or (self._num_look_bytes > MAX_LOOK_BYTES and len(self._looks) > 1):
-            self._num_look_bytes -= self._looks.popitem(last=False)[1].num_bytes
+            self._num_look_bytes -= self._looks.popitem(last=False)[1][1]
 
     def look_of(self, request_id: str) -> Look | None:
         """The look that sent a request, the last if several did: who came before it, and where they are to wait."""
-        return self._looks.get(request_id)
+        look, _ = self._looks.get(request_id, (None, 0))
+        return look
 
     def of_call(self, call_id: str) -> list[RouteRecord]:
         """Those kept for a call, oldest first: the first and the last few."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
 import pytest
+from fixtures.cluster_views import make_query, make_stats
 
 from shoal_cluster.policies import look
-from shoal_cluster.policies.pending import HoldConfig, PendingQueue
+from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.standing import StandingPlan
+from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig, Stall
 from shoal_cluster.sim.run import report, run
 from shoal_cluster.sim.workload import SimRequest, poisson, shared_prefixes
 from shoal_replica.config import CacheConfig, SchedulerConfig
+from shoal_replica.prefix_cache import BlockHash, hash_blocks
+from shoal_replica.stats import DUE_WITHIN_S, ReplicaStats
 
 CONFIG = SimConfig(
     num_replicas=6,
@@ -23,6 +29,23 @@ CONFIG = SimConfig(
     scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, policy="deadline"),
     hold=HoldConfig(),
 )
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many requests looks did not decide again; one number. Prompts are looked up when they are considered."""
+    kept = [0]
+    real_keep = StandingPlan.keep
+
+    def counting_keep(self: StandingPlan, *arguments: object) -> int:
+        num_kept = real_keep(self, *arguments)  # type: ignore[arg-type]
+        kept[0] += num_kept
+        return num_kept
+
+    monkeypatch.setattr(StandingPlan, "keep", counting_keep)
+    monkeypatch.setattr(look, "MIN_PRICED", 1)
+    monkeypatch.setattr(look, "NUM_PRICES", 1)
+    return kept
 
 
 def traffic(seed: int, requests_per_s: float, num_tenants: int) -> list[SimRequest]:
@@ -64,6 +87,7 @@ def outcome(config: SimConfig, requests: list[SimRequest]) -> tuple[str, list[ob
 )
 def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
     monkeypatch: pytest.MonkeyPatch,
+    kept: list[int],
     seed: int,
     requests_per_s: float,
     num_tenants: int,
@@ -71,19 +95,10 @@ def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
 ) -> None:
     config = replace(CONFIG, seed=seed, **changes)  # type: ignore[arg-type]
     requests = traffic(seed, requests_per_s, num_tenants)
-    kept = [0]
-    real_keep, real_next = StandingPlan.keep, PendingQueue.next
-
-    def counting_keep(self: StandingPlan, *arguments: object) -> int:
-        num_kept = real_keep(self, *arguments)  # type: ignore[arg-type]
-        kept[0] += num_kept
-        return num_kept
-
-    monkeypatch.setattr(look, "MIN_PRICED", 1)  # prompts are looked up when they are considered, not just before
-    monkeypatch.setattr(look, "NUM_PRICES", 1)
-    monkeypatch.setattr(StandingPlan, "keep", counting_keep)
     with_plan = outcome(config, requests)
     assert (kept[0] > 30) == (num_tenants == 1 and not config.has_shared_pool)
+
+    real_next = PendingQueue.next
 
     def forgetful_next(self: PendingQueue, *arguments: object) -> object:
         self._standing.forget()
@@ -93,3 +108,175 @@ def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
     kept[0] = 0
     assert outcome(config, requests) == with_plan
     assert not kept[0]
+
+
+class Gateway:
+    """A view of the replicas and a queue; ``forgets``: each look begins anew."""
+
+    def __init__(self, max_index_entries: int, weights: RouteWeights, forgets: bool) -> None:
+        self.view = ClusterView(max_index_entries)
+        self.queue = PendingQueue(HoldConfig(max_considered=8))
+        self._weights = weights
+        self._forgets = forgets
+        self._rng = Random(1)
+
+    def next(self, now: float) -> Dispatch | None:
+        """What is sent now, promised to its replica."""
+        if self._forgets:
+            self.queue._standing.forget()
+        sent = self.queue.next(self.view, self._weights, now, self._rng)
+        if sent is not None:
+            query, matched = sent.pending.query, sent.candidates.matched_by(sent.replica_id)
+            size = uncached_blocks(query, matched), uncached_tokens(query, matched)
+            self.view.expect(query.request_id, sent.replica_id, query.block_hashes)
+            self.view.reserve(query.request_id, sent.replica_id, *size, now, query.block_hashes)
+        return sent
+
+
+class News:
+    """What happens at gateways, drawn at random: prompts of three kinds and news of a few replicas."""
+
+    def __init__(self, rng: Random, num_tenants: int) -> None:
+        self._rng = rng
+        self._num_tenants = num_tenants
+        self._num_requests = 0
+        self._replica_ids = [f"replica-{number}" for number in range(rng.randint(2, 6))]
+        self._draws: dict[Callable[[float], Callable[[Gateway], object]], int] = {
+            self._arrival: 30,
+            self._update: 45,
+            self._promise_kept: 5,
+            self._computed: 15,
+            self._removal: 3,
+            self._disconnection: 2,
+            self._snapshot: 4,
+            self._restart: 1,
+            self._foreign: 5,
+        }
+
+    def first(self, now: float) -> list[Callable[[Gateway], object]]:
+        """The replicas join."""
+        return [self._restart(now, replica_id) for replica_id in self._replica_ids]
+
+    def draw(self, now: float) -> Callable[[Gateway], object]:
+        (draw,) = self._rng.choices(list(self._draws), list(self._draws.values()))
+        return draw(now)
+
+    def _arrival(self, now: float) -> Callable[[Gateway], object]:
+        rng = self._rng
+        self._num_requests += 1
+        num_tokens = rng.choice([rng.randint(1, 100), rng.randint(200, 600)])
+        query = make_query(
+            num_tokens,
+            request_id=str(self._num_requests),
+            block_hashes=tuple(self._blocks(num_tokens)),
+            decode_steps=rng.choice([1, 32, 128]),
+            excluded=frozenset(rng.sample(self._replica_ids, rng.random() < 0.1)),
+        )
+        tenant, priority = f"tenant-{rng.randrange(self._num_tenants)}", int(rng.random() < 0.08)
+        pending = PendingRequest(query=query, arrival_s=now, tenant=tenant, priority=priority)
+        return lambda gateway: gateway.queue.push(pending)
+
+    def _update(self, now: float) -> Callable[[Gateway], object]:
+        replica_id, stats = self._replica(), self._stats() if self._rng.random() < 0.6 else None
+        blocks = self._blocks(self._rng.randint(0, 600)) if self._rng.random() < 0.4 else []
+        news = (blocks, ()) if self._rng.random() < 0.7 else ((), blocks)
+        return lambda gateway: gateway.view.apply_update(replica_id, stats, *news, now)
+
+    def _snapshot(self, now: float) -> Callable[[Gateway], object]:
+        replica_id, stats, blocks = self._replica(), self._stats(), self._blocks(self._rng.randint(0, 600))
+        return lambda gateway: gateway.view.apply_snapshot(replica_id, stats, blocks, now)
+
+    def _restart(self, now: float, replica_id: str = "") -> Callable[[Gateway], object]:
+        replica_id, stats = replica_id or self._replica(), self._stats()
+
+        def restart(gateway: Gateway) -> None:
+            gateway.view.leave(replica_id)
+            gateway.view.join(replica_id)
+            gateway.view.apply_snapshot(replica_id, stats, (), now)
+
+        return restart
+
+    def _disconnection(self, _: float) -> Callable[[Gateway], object]:
+        replica_id = self._replica()
+        return lambda gateway: gateway.view.disconnect(replica_id)
+
+    def _foreign(self, _: float) -> Callable[[Gateway], object]:
+        rng = self._rng
+        replica_id, promised = self._replica(), (rng.randint(0, 3), rng.randint(0, 30), rng.randint(0, 800))
+        return lambda gateway: gateway.view.set_foreign(replica_id, *promised)
+
+    def _promise_kept(self, _: float) -> Callable[[Gateway], object]:
+        request_id = self._request()
+        return lambda gateway: gateway.view.settle([request_id])
+
+    def _computed(self, _: float) -> Callable[[Gateway], object]:
+        request_id = self._request()
+        return lambda gateway: gateway.view.computed(request_id)
+
+    def _removal(self, _: float) -> Callable[[Gateway], object]:
+        request_id = self._request()
+        return lambda gateway: gateway.queue.remove(request_id)
+
+    def _replica(self) -> str:
+        return self._rng.choice(self._replica_ids)
+
+    def _request(self) -> str:
+        """One of the last: held, sent or gone."""
+        return str(self._num_requests - self._rng.randrange(12))
+
+    def _blocks(self, num_tokens: int) -> list[BlockHash]:
+        """Of a prompt that begins as others of its kind do."""
+        kind, num_shared = self._rng.randrange(3), min(num_tokens, 320)
+        own = range(self._num_requests * 1000 + 100_000, self._num_requests * 1000 + 100_000 + num_tokens - num_shared)
+        return hash_blocks([*range(kind * 1000, kind * 1000 + num_shared), *own], 16)
+
+    def _stats(self) -> ReplicaStats:
+        rng = self._rng
+        num_waiting_tokens = rng.choice([100, 300, 600, 600, 1500, 4000])
+        due = sorted(rng.randint(0, num_waiting_tokens) for _ in DUE_WITHIN_S[1:])
+        return make_stats(
+            num_total_blocks=200,
+            num_free_blocks=rng.choice([200, 60, 20, 5, 0, 0]),
+            num_running=rng.randint(0, 8),
+            num_waiting=rng.choice([0, 0, 2]),
+            num_waiting_tokens=num_waiting_tokens,
+            max_num_batched_tokens=512,
+            step_s=0.03,
+            token_s=rng.choice([1e-4, 1e-4, 2e-4]),
+            due_tokens=(*due, num_waiting_tokens),
+            draining=rng.random() < 0.01,
+        )
+
+
+@pytest.mark.parametrize("num_tenants", [1, 2, 3])
+@pytest.mark.parametrize("max_index_entries", [16, 4096])
+def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
+    kept: list[int], num_tenants: int, max_index_entries: int
+) -> None:
+    for seed in range(30):
+        rng, now = Random(seed), 100.0
+        prices = {"prefill_price": rng.choice([1.0, 6.0]), "decode_price": rng.choice([0.0, 70.0, 512.0])}
+        weights = RouteWeights(**prices, max_age_s=rng.choice([0.1, 5.0]))
+        gateways = [Gateway(max_index_entries, weights, forgets) for forgets in (False, True)]
+        news = News(rng, num_tenants)
+        for join in news.first(now):
+            for gateway in gateways:
+                join(gateway)
+        for _ in range(30):
+            now += rng.choice([0.0, 0.001, 0.005, 0.01, 0.03]) if rng.random() < 0.97 else rng.random() * 1.2
+            event = news.draw(now)
+            for gateway in gateways:
+                event(gateway)
+            sent = True
+            while sent is not None:
+                sent, anew = (gateway.next(now) for gateway in gateways)
+                assert decided(sent) == decided(anew), (seed, now)
+    assert kept[0] > 50
+
+
+def decided(sent: Dispatch | None) -> object:
+    if sent is None:
+        return None
+    assert sent.look is not None
+    assert sent.look.replay() == sent.look.steps
+    return sent.pending.query, sent.replica_id, sent.due_s, sent.yields

@@ -35,10 +35,14 @@ class Planned:
 
 
 class StandingPlan:
-    """A gateway's plan from look to look. Owner: its queue, where it is the only gateway.
+    """A gateway's plan from look to look. Owner: its queue.
 
     Every look would decide of the requests in ``planned``, the first in order, as before; the property test compares it
-    with looks that begin anew.
+    with looks that begin anew. Both go by matches of prompts that were looked up within ``MAX_MATCH_AGE_S``, not at one
+    moment; the first one's is as of now.
+
+    It lasts where the gateway is the only one: of several, each look begins anew. Where several tenants were served
+    lately or wait, each look after a request that was sent does, and who had less is never planned.
     """
 
     def __init__(self) -> None:

@@ -140,7 +140,8 @@ class NativeDecoder:
         self._step = CStep()
         self._step_address = ctypes.addressof(self._step)
         self._forward = library().shoal_decoder_forward_maxima
-        self._kept = [KeptArray(dtype) for dtype in (np.int64,) * 3 + (np.int32,) * 3 + (np.int64,)]
+        self._seq_lens = KeptArray(np.int32)
+        self._inputs: tuple[object, ...] = ()  # of the last step, which reads them where they lie
         self._results = Results(0, shape.vocab_size)
         self._exchange = exchange
         peers = ctypes.byref(exchange.native) if exchange is not None else None
@@ -202,13 +203,22 @@ class NativeDecoder:
         results = self._results = self._results.of(num_logits)
         if not (self.shape.is_first_stage and self.shape.is_last_stage):
             _check_hidden(hidden, len(input_ids), self.shape.hidden_size)
-        step, put = self._step, [kept.put for kept in self._kept]
+        step = self._step
         step.num_tokens, step.num_seqs, step.num_samples = len(input_ids), len(seq_lens), len(sample_rows)
-        step.input_ids, step.positions, step.slots = put[0](input_ids), put[1](positions), put[2](slot_mapping)
-        step.query_start_loc, step.seq_lens = put[3](query_start_loc), put[4](seq_lens)
-        step.block_tables, step.table_stride = put[5](block_tables.reshape(-1)), block_tables.shape[-1]
-        step.sample_rows, step.logits = put[6](sample_rows), results.addresses[0] if num_logits else None
+        longs = [np.ascontiguousarray(x, np.int64) for x in (input_ids, positions, slot_mapping, sample_rows)]
+        ints = [np.ascontiguousarray(x, np.int32) for x in (query_start_loc, block_tables)]
+        step.input_ids, step.positions, step.slots, step.sample_rows = (x.ctypes.data for x in longs)
+        step.query_start_loc, step.block_tables = (x.ctypes.data for x in ints)
+        step.table_stride = block_tables.shape[-1]
+        step.logits = results.addresses[0] if num_logits else None
         step.hidden = hidden.data_ptr() if hidden is not None else None
+        self._inputs = (*longs, *ints, hidden)
+        return self.forward_again(seq_lens)
+
+    def forward_again(self, seq_lens: Sequence[int] | NDArray[np.int32]) -> Tensor:
+        """The last step once more, with what its arrays, which have been contiguous and of their types, hold by now."""
+        results = self._results
+        self._step.seq_lens = self._seq_lens.put(seq_lens)
         status = self._forward(self._open(), self._step_address, *results.addresses[1:])
         if status == LOST_RANK:
             assert self._exchange is not None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 class RowMaxima(NamedTuple):
     """Of each row of logits the largest, NaN where a row has one, and its first place."""
 
-    largest: list[float]
+    largest: Sequence[float]
     places: list[int]
 
 
@@ -24,6 +24,7 @@ class Results:
         self._whole = torch.empty((num_rows, vocab_size), dtype=torch.float32)
         self._largest, self._places = np.empty(num_rows, np.float32), np.empty(num_rows, np.int64)
         self.logits = self._whole
+        self._maxima = self._largest.data, self._places.data
         self.addresses = self._whole.data_ptr(), self._largest.ctypes.data, self._places.ctypes.data
 
     def of(self, num_rows: int) -> Results:
@@ -32,12 +33,13 @@ class Results:
             return Results(num_rows, self._whole.shape[1])
         if num_rows != len(self.logits):
             self.logits = self._whole[:num_rows]
+            self._maxima = self._largest.data[:num_rows], self._places.data[:num_rows]
         return self
 
     @property
     def maxima(self) -> RowMaxima:
-        num_rows = len(self.logits)
-        return RowMaxima(self._largest[:num_rows].tolist(), self._places[:num_rows].tolist())
+        largest, places = self._maxima
+        return RowMaxima(largest.tolist(), places.tolist())
 
 
 class KeptArray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -26,3 +28,33 @@ def test_a_lone_decode_has_the_inputs_that_it_has_beside_another(position: int) 
         mine, beside = getattr(alone, name), getattr(both, name)[:1]
         assert mine.dtype == beside.dtype
         np.testing.assert_array_equal(mine, beside)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_decodes_that_go_on_have_the_inputs_that_they_have_anew(num_seqs: int) -> None:
+    """Over block boundaries, a table that changes, and a sequence that leaves."""
+    table, fresh = (SequenceTable(max_model_len=64, block_size=16) for _ in range(2))
+    for seq_id in range(num_seqs):
+        for each in (table, fresh):
+            tokens = tuple(range(100 * seq_id, 100 * seq_id + 10 + seq_id))
+            blocks = tuple(10 * seq_id + i for i in range(4))
+            each.add(NewSequence(seq_id, tokens, len(tokens), 0, blocks, SamplingParams(), 0))
+    steps = []
+    for i in range(40):
+        if i == 5:
+            for each in (table, fresh):
+                each.set_blocks(0, 0, (90,))
+        if i == 30 and num_seqs > 1:
+            table.drop(1)
+        seq_ids = [s for s in range(num_seqs) if i < 30 or s != 1]
+        for seq_id in seq_ids:
+            for each in (table, fresh):
+                each.append(seq_id, 1000 * seq_id + i)
+        shares = tuple(ScheduledSequence(s, 10 + s + i, 1, True) for s in seq_ids)
+        fresh.set_blocks(0, 0, (90,) if i >= 5 else (0,))  # it forgets the step before
+        step, expected = table.arrays(shares), fresh.arrays(shares)
+        assert (step.query_start_loc, step.seq_lens) == (expected.query_start_loc, expected.seq_lens)
+        for name in ("input_ids", "positions", "block_tables", "slot_mapping"):
+            np.testing.assert_array_equal(getattr(step, name), getattr(expected, name))
+        steps.append(step)
+    assert sum(step is before for before, step in pairwise(steps)) > 20

@@ -28,7 +28,11 @@ class HeldSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """A step's inputs as host arrays; see ``AttentionMetadata`` for the last four."""
+    """A step's inputs as host arrays; see ``AttentionMetadata`` for the last four.
+
+    Good until the next step's are made: the same sequences' next decodes are this very object, with other numbers in
+    all but ``query_start_loc`` and ``block_tables``.
+    """
 
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -48,6 +52,7 @@ class SequenceTable:
         self._block_ids = np.zeros((INITIAL_ROWS, -(-(max_model_len + 1) // block_size)), np.int32)
         self._free_rows = list(reversed(range(INITIAL_ROWS)))
         self._held: dict[int, HeldSequence] = {}
+        self._last: _Decodes | None = None
 
     def __getitem__(self, seq_id: int) -> HeldSequence:
         return self._held[seq_id]
@@ -64,16 +69,19 @@ class SequenceTable:
         num_tokens = len(new.token_ids)
         self._token_ids[row, :num_tokens] = new.token_ids
         params = new.sampling_params
+        self._last = None
         self._held[new.seq_id] = HeldSequence(
             row, num_tokens, new.num_prompt_tokens, params, new.index, params.takes_likeliest
         )
         self.set_blocks(new.seq_id, 0, new.block_ids)
 
     def drop(self, seq_id: int) -> None:
+        self._last = None
         self._free_rows.append(self._held.pop(seq_id).row)
 
     def set_blocks(self, seq_id: int, first: int, block_ids: Sequence[int]) -> None:
         """Put ``block_ids`` at places ``first`` and on of the sequence's block table."""
+        self._last = None
         self._block_ids[self._held[seq_id].row, first : first + len(block_ids)] = block_ids
 
     def append(self, seq_id: int, token_id: int) -> None:
@@ -88,8 +96,16 @@ class SequenceTable:
 
     def arrays(self, scheduled: Sequence[ScheduledSequence]) -> StepArrays:
         """Inputs of a step that computes ``scheduled``, in that order."""
-        if len(scheduled) == 1 and scheduled[0].num_new_tokens == 1:
-            return self._lone_decode(scheduled[0])
+        if self._last is not None and self._last.go_on(scheduled, self._token_ids):
+            return self._last.step
+        step, rows = self._new_arrays(scheduled)
+        self._last = None
+        if len(step.positions) == len(scheduled):
+            self._last = _Decodes(scheduled, rows.tolist(), self._block_size, step)
+        return step
+
+    def _new_arrays(self, scheduled: Sequence[ScheduledSequence]) -> tuple[StepArrays, NDArray[np.intp]]:
+        """The same from nothing, and the sequences' rows."""
         rows = np.array([self._held[s.seq_id].row for s in scheduled])
         starts = np.array([s.num_computed_tokens for s in scheduled])
         counts = np.array([s.num_new_tokens for s in scheduled])
@@ -106,7 +122,7 @@ class SequenceTable:
         # A reused row still holds an older sequence's blocks beyond its own; padding is 0.
         table = self._block_ids[rows, :num_blocks]
         table[np.arange(num_blocks) * self._block_size >= seq_lens[:, None]] = 0
-        return StepArrays(
+        step = StepArrays(
             input_ids=self._token_ids[token_rows, positions],
             positions=positions,
             query_start_loc=[0, *ends],
@@ -114,23 +130,47 @@ class SequenceTable:
             block_tables=table,
             slot_mapping=self._block_ids[token_rows, blocks].astype(np.int64) * self._block_size + offsets,
         )
-
-    def _lone_decode(self, share: ScheduledSequence) -> StepArrays:
-        """The same for one token of one sequence, where each operation on arrays shows in the step of a small model."""
-        row, position = self._held[share.seq_id].row, share.num_computed_tokens
-        block, offset = divmod(position, self._block_size)
-        table = self._block_ids[row : row + 1, : block + 1].copy()
-        return StepArrays(
-            input_ids=self._token_ids[row, position : position + 1].copy(),
-            positions=np.array([position]),
-            query_start_loc=[0, 1],
-            seq_lens=[position + 1],
-            block_tables=table,
-            slot_mapping=np.array([int(table[0, block]) * self._block_size + offset]),
-        )
+        return step, rows
 
     def _grow(self) -> None:
         num_rows = len(self._token_ids)
         self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
         self._block_ids = np.concatenate((self._block_ids, np.zeros_like(self._block_ids)))
         self._free_rows.extend(reversed(range(num_rows, 2 * num_rows)))
+
+
+class _Decodes:
+    """A step of one token of each sequence. The next one differs by one in most numbers until a sequence comes to
+    another block, and in the step of a small model each operation on arrays shows.
+
+    Args:
+        rows: of the table that the sequences have.
+    """
+
+    def __init__(
+        self, scheduled: Sequence[ScheduledSequence], rows: list[int], block_size: int, step: StepArrays
+    ) -> None:
+        self.step = step
+        self._seq_ids = [share.seq_id for share in scheduled]
+        self._rows = rows
+        self._block_size = block_size
+        self._input_ids, self._positions = step.input_ids.data, step.positions.data
+        self._slots = step.slot_mapping.data
+
+    def go_on(self, scheduled: Sequence[ScheduledSequence], token_ids: NDArray[np.int64]) -> bool:
+        """Make ``step`` that of ``scheduled``, if that is each sequence's next token, in the same blocks."""
+        seq_lens = self.step.seq_lens
+        if len(scheduled) != len(seq_lens):
+            return False
+        for share, seq_id, start in zip(scheduled, self._seq_ids, seq_lens, strict=True):
+            if share.seq_id != seq_id or share.num_new_tokens != 1 or share.num_computed_tokens != start:
+                return False
+            if start % self._block_size == 0:
+                return False
+        for i, row in enumerate(self._rows):
+            position = seq_lens[i]
+            self._input_ids[i] = token_ids.item(row, position)
+            self._positions[i] = position
+            self._slots[i] += 1
+            seq_lens[i] = position + 1
+        return True

@@ -175,6 +175,7 @@ records = st.builds(
     decision=st.builds(
         RouteDecision, st.lists(text, max_size=3).map(tuple), text, st.lists(candidates, max_size=2).map(tuple)
     ),
+    rule=st.none(),
 )
 
 configs = st.builds(

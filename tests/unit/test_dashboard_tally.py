@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fixtures.fake_gateway import example_record
 
 from shoal_cluster.serve.dashboard.tally import NUM_COUNTED, NUM_LOOKED_AT, Share, Tally, cached_blocks
@@ -18,7 +16,7 @@ class Routes:
     def take(self, count: int) -> None:
         for _ in range(count):
             number = len(self.records)
-            self.records.insert(0, replace(example_record(f"r{number}"), time_s=1000.0 + number // 3))
+            self.records.insert(0, example_record(f"r{number}")._replace(time_s=1000.0 + number // 3))
 
     def __call__(self, limit: int):
         return self.records[:limit]

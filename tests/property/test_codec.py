@@ -14,7 +14,17 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve import codec, control_codec, scaling_codec
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow, Usage
+from shoal_cluster.serve.call import (
+    MAX_PRIORITY,
+    Chunk,
+    ClusterRow,
+    GenerateCall,
+    Message,
+    ModelCard,
+    ReplicaRow,
+    ScalingRow,
+    Usage,
+)
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import InvalidArgument
@@ -60,7 +70,7 @@ calls = st.builds(
     request_id=request_id,
     sampling_params=sampling_params,
     model=text,
-    priority=st.integers(-(2**31), 2**31 - 1),
+    priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY),
     tenant=text,
     cache_salt=text,
     timeout_s=st.none() | amount,

@@ -7,6 +7,7 @@ from fixtures.fake_gateway import CLUSTER, example_record
 
 from shoal_cluster.serve import codec, control_codec
 from shoal_cluster.serve.call import Message
+from shoal_cluster.serve.dispatcher import RESUMED_PRIORITY
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ def test_an_empty_prompt_is_still_a_prompt() -> None:
         (generation_pb2.GenerateRequest(text="x", request_id="a\n"), "request_id"),
         (generation_pb2.GenerateRequest(text="x", request_id="é"), "request_id"),
         (generation_pb2.GenerateRequest(text="x", request_id="a" * 129), "request_id"),
+        (generation_pb2.GenerateRequest(text="x", priority=RESUMED_PRIORITY), "priority"),
         (generation_pb2.GenerateRequest(text="x", sampling_params={"max_tokens": 0}), "max_tokens"),
         (generation_pb2.GenerateRequest(text="x", sampling_params={"temperature": -1}), "temperature"),
         (generation_pb2.GenerateRequest(text="x", sampling_params={"temperature": float("nan")}), "temperature"),

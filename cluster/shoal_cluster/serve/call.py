@@ -24,6 +24,9 @@ from shoal_replica.stats import ReplicaStats
 if TYPE_CHECKING:
     from shoal_cluster.serve.metrics.tally import Point
 
+MAX_PRIORITY = 2**31 - 1
+"""A client's; it may ask for no less than the negative of it. What the gateway resumes comes before all of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:

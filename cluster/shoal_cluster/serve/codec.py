@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
-from shoal_cluster.serve.call import Chunk, GenerateCall, Message, ModelCard, Usage
+from shoal_cluster.serve.call import MAX_PRIORITY, Chunk, GenerateCall, Message, ModelCard, Usage
 from shoal_cluster.serve.request_id import check_request_id
 from shoal_protos import generation_pb2 as pb
 from shoal_replica.errors import InvalidArgument
@@ -64,6 +64,8 @@ def call_from_proto(
     prompt = request.WhichOneof("prompt")
     if prompt is None:
         raise InvalidArgument("prompt", None, "one of text, token_ids and messages must be set")
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise InvalidArgument("priority", request.priority, f"must lie between {-MAX_PRIORITY} and {MAX_PRIORITY}")
     return GenerateCall(
         request_id=check_request_id(request.request_id) if request.HasField("request_id") else fresh_id,
         sampling_params=sampling_params_from_proto(request.sampling_params),

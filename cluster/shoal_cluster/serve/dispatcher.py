@@ -14,11 +14,12 @@ from shoal_cluster.policies.admission import AdmissionLimits, admit, late_retry_
 from shoal_cluster.policies.named import NamedPlacement
 from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import uncached_tokens
+from shoal_cluster.serve.call import MAX_PRIORITY
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_replica.errors import InvalidArgument, ResourceExhausted, Unavailable
 
-RESUMED_PRIORITY = -(2**31)
-"""Of a stream that goes on elsewhere: its client is in the middle of an answer."""
+RESUMED_PRIORITY = -MAX_PRIORITY - 1
+"""Of a stream that goes on elsewhere: its client is in the middle of an answer. No client may ask for it."""
 
 MIN_WAKE_S = 0.001
 """How far past a date to look whether it is past."""

@@ -11,13 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from shoal_cluster.serve.call import GenerateCall, Message
+from shoal_cluster.serve.call import MAX_PRIORITY, GenerateCall, Message
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions; a chat may go on as long as the model has room
 MAX_PROMPTS = 128
-MAX_PRIORITY = 2**31 - 1  # as in gRPC
 
 _PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 

@@ -326,6 +326,13 @@ async def test_a_body_that_is_no_json_is_a_bad_request(http: httpx.AsyncClient, 
     assert core.num_unread == 1
 
 
+async def test_broken_json_is_said_of_the_body(http: httpx.AsyncClient) -> None:
+    answer = await http.post(CHAT, content=b"{", headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert error["param"] == "body"
+    assert error["message"] == "body: JSON decode error: Expecting property name enclosed in double quotes"
+
+
 async def test_wrong_method_and_wrong_model(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
     assert (await http.get(CHAT)).json()["error"]["code"] == "http_405"
     with pytest.raises(openai.NotFoundError) as caught:

@@ -143,11 +143,14 @@ def _model_body(card: ModelCard) -> dict[str, Any]:
 def _invalid_body(error: RequestValidationError) -> Response:
     """One line for the first wrong field, under its path in the body."""
     errors = error.errors()
+    if errors[0]["type"] == "json_invalid":  # its location is a place in the text
+        message = f"body: {errors[0]['msg']}: {errors[0]['ctx']['error']}"
+        return _refusal(400, "invalid_request_error", "invalid_value", message, "body")
     field = _path(errors[0]["loc"])
     same = [e for e in errors if _path(e["loc"]) == field]  # a union complains once per alternative
     words = (e["msg"].removeprefix("Value error, ") for e in same)
     limits = dict.fromkeys(line[0].lower() + line[1:] for line in words)
-    shown = "" if same[0]["type"] in ("missing", "json_invalid") else f"got {_shown(same[0].get('input'))}; "
+    shown = "" if same[0]["type"] == "missing" else f"got {_shown(same[0].get('input'))}; "
     message = f"{field}: {shown}{', or '.join(limits)}"
     return _refusal(400, "invalid_request_error", "invalid_value", message, field)
 

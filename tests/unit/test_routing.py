@@ -223,6 +223,7 @@ def test_candidate_order_does_not_matter_and_records_replay(
 ) -> None:
     record = decide(query, Candidates.of(rows), WEIGHTS, seed=seed, time_s=1.0)
     assert record.replay() == record.decision
+    assert record.decision.num_ranked == len(record.decision.ranked)
     assert record.decision.best == (record.replay().ranked or ("",))[0]  # found without ranking the others
     shuffled = Random(seed).sample(rows, len(rows))
     assert decision_of(query, *shuffled, seed=seed) == record.decision

@@ -154,3 +154,20 @@ def test_what_is_given_away_is_copied_before_it_changes(view: ClusterView) -> No
     view.release("r")
     assert before.num_reserved.tolist() == [1, 0]
     assert view.candidates((), 10.0).num_reserved.tolist() == [0, 0]
+
+
+def test_stats_are_stale_however_often_they_were_not() -> None:
+    """A view asks again only when none could be told by what it has seen."""
+    view = ClusterView()
+    for replica_id in ("a", "b"):
+        view.join(replica_id)
+        view.apply_snapshot(replica_id, make_stats(), (), 0.0)
+    kept = view.candidates((), 1.0)
+    view.apply_update("a", make_stats(), (), (), 5.0)
+    assert not view.present(3.0).is_stale(3.0)
+    assert view.present(5.0).is_stale(3.0)
+    view.apply_update("b", make_stats(), (), (), 6.0)
+    assert not view.present(8.0).is_stale(3.0)
+    assert view.present(8.1).is_stale(3.0)
+    assert not kept.is_stale(1.0)
+    assert kept.is_stale(0.9)

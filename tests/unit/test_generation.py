@@ -82,10 +82,8 @@ async def test_several_sequences() -> None:
         assert len(serve.placements) == 1
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["", "serve is slow"])
-async def test_a_stop_string_ends_the_sequence_at_the_replica(slow: bool) -> None:
+async def test_a_stop_string_ends_the_sequence_at_the_replica() -> None:
     async with serving("a") as serve:
-        serve.is_slow = slow
         tokens = expected_tokens(PROMPT, 90)
         answer = Answer()
         async with streaming(serve.generation(stopping(f" {tokens[5]} ", max_tokens=90))) as chunks:

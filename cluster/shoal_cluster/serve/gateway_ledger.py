@@ -101,8 +101,6 @@ class GatewayLedger:
             self._note_leaving(replica_id)
             self.view.leave(replica_id)
             self.recalls.recall(replica_id)
-            for request_id in self._sent.uncalled_at(replica_id):
-                self._refused(replica_id, request_id, "Serve took it away before its call came")
             if self.named is not None:
                 self.named.forget(replica_id)
             self._close_unused_feed(replica_id)
@@ -117,7 +115,10 @@ class GatewayLedger:
         self._changed.set()
 
     def ranks(self, request_id: str) -> tuple[str, ...]:
-        """Where Serve's call with a dispatched request is to go, best first."""
+        """Where Serve's call with a dispatched request is to go, best first. Serve asks for calls that came nowhere."""
+        if (there := self._sent.replica_of(request_id)) is not None and there not in self._members:
+            self._refused(there, request_id, "Serve took it away before its call came")
+            return ()
         return self._sent.ranks(request_id, self.decide)
 
     def decide(self, query: RouteQuery) -> RouteDecision:
@@ -150,8 +151,7 @@ class GatewayLedger:
         return lambda: feed.abort(request_id)
 
     def routed(self, request_id: str, replica_id: str) -> None:
-        """Serve's call has reached ``replica_id``, a lower rank than the first if nobody had the request."""
-        self._sent.call(request_id)
+        """Serve's call went to ``replica_id``, not the first rank if nobody had the request; Serve tells at its end."""
         self._note_replica(request_id, replica_id)
 
     # What the gateway asks

@@ -37,20 +37,14 @@ class SentRequests:
         self.records: dict[str, RouteRecord] = {}
         self._ranked: set[str] = set()  # of those, whose ranks Serve knows
         self._submitted: dict[str, str] = {}  # the replica that has the request by its feed
-        self._uncalled: set[str] = set()  # of those, which Serve's call has not reached yet
 
     def submit(self, request_id: str, replica_id: str) -> None:
         """A request has gone there by the feed."""
         self._submitted[request_id] = replica_id
-        self._uncalled.add(request_id)
 
-    def call(self, request_id: str) -> None:
-        """Serve's call has reached its replica."""
-        self._uncalled.discard(request_id)
-
-    def uncalled_at(self, replica_id: str) -> list[str]:
-        """Requests there that Serve does not know of; if it takes the replica away, their calls have nowhere to go."""
-        return [request_id for request_id in self._uncalled if self._submitted[request_id] == replica_id]
+    def replica_of(self, request_id: str) -> str | None:
+        """The replica that has the request by its feed."""
+        return self._submitted.get(request_id)
 
     def ranks(self, request_id: str, decide: Callable[[RouteQuery], RouteDecision]) -> tuple[str, ...]:
         """Where the call is to go, best first: to the replica that has the request, or by the decision. Asked again,
@@ -70,4 +64,3 @@ class SentRequests:
         self.records.pop(request_id, None)
         self._ranked.discard(request_id)
         self._submitted.pop(request_id, None)
-        self._uncalled.discard(request_id)

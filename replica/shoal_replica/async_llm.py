@@ -6,7 +6,8 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import replace
+
+import msgspec
 
 from shoal_replica.build import build_executor, build_scheduler
 from shoal_replica.config import EngineConfig
@@ -71,7 +72,7 @@ class AsyncLLM:
                 if delta.finish_reason is FinishReason.ERROR:
                     self.engine.check_health()
                 if texts and texts[delta.index].push(delta.token_ids)[1]:
-                    delta = replace(delta, finish_reason=FinishReason.STOP)
+                    delta = msgspec.structs.replace(delta, finish_reason=FinishReason.STOP)
                     self.engine.abort(request.request_id, delta.index)
                 if delta.finish_reason is not None:
                     running.remove(delta.index)

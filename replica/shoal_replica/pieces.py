@@ -42,12 +42,11 @@ class Pieces:
         """
         first = next(iter(waiting), None)
         prompts = [*behind, first] if first is not None else behind
-        yields = any(s.request.yields for s in prompts) or any(s.request.yields for s in level)
-        limit = self._whole if all(s.request.yields for s in prompts) else 2 * self._whole
         is_due = self._num_passed >= self._whole
-        if level and yields and self._num_since_decodes < limit:
+        if level and prompts and any(s.request.yields for s in (*prompts, *level)):
+            limit = self._whole if all(s.request.yields for s in prompts) else 2 * self._whole
             num_tokens = sum(s.num_behind for s in behind) + sum(s.num_behind for s in islice(waiting, room))
-            if num_tokens >= self._piece:
+            if self._num_since_decodes < limit and num_tokens >= self._piece:
                 return StepPlan(self._whole, self._piece, is_due), True
         return StepPlan(self._whole, self._piece_with_decodes if level else self._piece, is_due), False
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import SampledToken, TokenLogprobs
 from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
@@ -177,8 +179,7 @@ class StartTimes(NamedTuple):
     prefill_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one sequence. ``position`` counts the output tokens before these.
 
     ``start`` comes with the first token of a request at a replica.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from shoal_cluster.sim.shared_pool import SharedPool
 from shoal_replica.config import CacheConfig, SchedulerConfig
@@ -140,7 +142,7 @@ class SteadyScheduler(Scheduler):
         if delta.finish_reason is not None:
             sequence, num_told = self._started.pop(request_id, (None, position))
             if sequence is not None and num_told < position:
-                return replace(self._delta(sequence, num_told), finish_reason=delta.finish_reason)
+                return msgspec.structs.replace(self._delta(sequence, num_told), finish_reason=delta.finish_reason)
         else:
             self._started[request_id] = (self._requests[request_id][0], position + 1)
         return delta

@@ -52,6 +52,7 @@ class SequenceTable:
         self._block_ids = np.zeros((INITIAL_ROWS, -(-(max_model_len + 1) // block_size)), np.int32)
         self._free_rows = list(reversed(range(INITIAL_ROWS)))
         self._held: dict[int, HeldSequence] = {}
+        self._tokens = self._token_ids.data  # the same, for single ones
         self._last: _Decodes | None = None
 
     def __getitem__(self, seq_id: int) -> HeldSequence:
@@ -86,7 +87,7 @@ class SequenceTable:
 
     def append(self, seq_id: int, token_id: int) -> None:
         held = self._held[seq_id]
-        self._token_ids[held.row, held.num_tokens] = token_id
+        self._tokens[held.row, held.num_tokens] = token_id
         held.num_tokens += 1
 
     def token_ids(self, seq_id: int) -> NDArray[np.int64]:
@@ -135,6 +136,7 @@ class SequenceTable:
     def _grow(self) -> None:
         num_rows = len(self._token_ids)
         self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
+        self._tokens = self._token_ids.data
         self._block_ids = np.concatenate((self._block_ids, np.zeros_like(self._block_ids)))
         self._free_rows.extend(reversed(range(num_rows, 2 * num_rows)))
 

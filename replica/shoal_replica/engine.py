@@ -115,6 +115,7 @@ class Engine:
         Raises:
             EngineDead: a step has failed.
             Unavailable: the engine is draining.
+            InvalidArgument: its id is in use, or its tokens do not fit the model.
             ResourceExhausted: too many sequences wait.
         """
         self.check_health()

@@ -37,6 +37,14 @@ class InvalidArgument(ShoalError):
         self.field = field
         self.limit = limit
 
+    @classmethod
+    def retold(cls, field: str, message: str) -> InvalidArgument:
+        """One of another process, of which ``message`` is all that came: its limit is in there."""
+        error = cls.__new__(cls)
+        Exception.__init__(error, message)
+        error.field, error.limit = field, message
+        return error
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), str(self), {"field": self.field, "limit": self.limit})
 

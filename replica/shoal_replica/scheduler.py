@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shoal_replica.config import CacheConfig, SchedulerConfig
-from shoal_replica.errors import ResourceExhausted
+from shoal_replica.errors import InvalidArgument, ResourceExhausted
 from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.ledger import Ledger
@@ -70,12 +70,14 @@ class Scheduler:
         """Queue a request.
 
         Raises:
+            InvalidArgument: its id is in use, or its tokens do not fit the model.
             ResourceExhausted: ``max_num_waiting`` sequences wait already.
         """
         if request.request_id in self._requests:
-            raise ValueError(f"request {request.request_id!r} is already here")
-        if request.num_prompt_tokens + len(request.output_token_ids) >= self._finish_rule.max_model_len:
-            raise ValueError(f"request {request.request_id!r} does not fit the model")
+            raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
+        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        if num_tokens >= self._finish_rule.max_model_len:
+            raise InvalidArgument("prompt", f"{num_tokens} tokens", f"must be under {self._finish_rule.max_model_len}")
         if request.output_token_ids and request.sampling_params.n > 1:
             raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
         if not self.has_room:

@@ -9,7 +9,7 @@ import pytest
 from fixtures.engines import finished, mid_step, running_engine
 from fixtures.waiting import DEADLINE_S, until
 
-from shoal_replica.errors import EngineDead, ResourceExhausted, Unavailable
+from shoal_replica.errors import EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason
 from shoal_replica.testing import expected_tokens, make_request
 
@@ -181,13 +181,13 @@ async def test_a_full_queue_refuses_and_counts_it() -> None:
         await finished(engine.add(make_request("late")))
 
 
-async def test_an_id_in_use_is_a_bug_and_harms_nobody() -> None:
+async def test_a_request_that_cannot_be_harms_nobody() -> None:
     async with running_engine() as (engine, executor, recorder):
         executor.gate.clear()
         future = engine.add(make_request("r"))
-        with pytest.raises(ValueError, match="already here"):
+        with pytest.raises(InvalidArgument, match="running request"):
             engine.add(make_request("r"))
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(InvalidArgument, match="must be under 128"):
             engine.add(make_request("long", range(128)))
         with pytest.raises(ValueError, match="more than one sequence"):
             engine.add(make_request("two", n=2, output_token_ids=(1,)))

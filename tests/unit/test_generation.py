@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 from fixtures.fake_serve import Answer, FakePlacement, FakeServe, ask, serving, streaming
-from fixtures.waiting import until
+from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.serve import leg
+from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
@@ -156,6 +157,37 @@ async def test_refused_by_all_is_said_at_once() -> None:
             await ask(serve)
         assert caught.value.retry_after_s
         assert len(serve.placements) == 2
+
+
+@pytest.mark.parametrize("told_by", ["call", "feed"])
+async def test_an_id_that_another_gateway_has_in_use_is_said_at_once(told_by: str) -> None:
+    async with serving("a", "b") as serve, asyncio.timeout(2 * DEADLINE_S):
+        if told_by == "feed":
+            serve.may_call.clear()
+        else:
+            serve.submits = False
+        others = [FeedClient("other", m.address, lambda message: None, lambda: None) for m in serve.replicas.values()]
+        try:
+            for made in serve.replicas.values():
+                await until(lambda made=made: "other" in made.feed._subscribers)
+                made.executor.gate.clear()
+                made.run("call", "other")
+            await until(lambda: all(made.executor.is_held for made in serve.replicas.values()))
+            generation = serve.generation(make_request("call"))
+            with pytest.raises(InvalidArgument, match="'call'; must not be that of a running request") as caught:
+                async with streaming(generation) as chunks:
+                    await anext(chunks)
+            assert caught.value.field == "request_id"
+            assert (generation.num_resumes, len(serve.placements)) == (0, 1)
+            for made in serve.replicas.values():
+                made.executor.gate.set()
+            await until(lambda: all(made.recorder.reasons for made in serve.replicas.values()))
+            assert [m.recorder.tokens["call", 0] for m in serve.replicas.values()] == [
+                expected_tokens((1, 2, 3), 4)
+            ] * 2
+        finally:
+            for other in others:
+                await other.close()
 
 
 # Losses

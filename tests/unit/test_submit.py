@@ -110,8 +110,8 @@ async def test_what_the_engine_cannot_take_is_said_to_the_call_and_the_feed_stay
     async with replica() as one, gateway(one) as client:
         client.submit(make_request("long", range(500)))
         await until(lambda: one.runs._kept)
-        with pytest.raises(ValueError, match="does not fit the model"):
-            await one.run("long", "g", prompt_token_ids=range(500))
+        refusal = await one.run("long", "g", prompt_token_ids=range(500))
+        assert (refusal.refused, refusal.field) == (True, "prompt")
         one.executor.failure = RuntimeError("fire")
         client.submit(make_request("r", PROMPT))
         await until(lambda: one.runs._kept)
@@ -192,8 +192,8 @@ async def test_two_gateways_ids_do_not_meet() -> None:
         one.executor.gate.clear()
         client.submit(make_request("r", PROMPT))
         await until(lambda: one.executor.is_held)
-        with pytest.raises(ValueError, match="already here"):
-            await one.run("r", "other")
+        reason = "request_id: got 'r'; must not be that of a running request"
+        assert await one.run("r", "other") == Outcome(refused=True, reason=reason, field="request_id")
         one.executor.gate.set()
         assert await one.run("r", "g", prompt_token_ids=PROMPT) == Outcome(refused=False)
         assert one.recorder.tokens["r", 0] == expected_tokens(PROMPT, 4)

@@ -114,10 +114,10 @@ class FeedServer:
             subscriber.request_ids.discard(request_id)
             subscriber.promises.pop(request_id, None)
 
-    def refuse(self, request_id: str, gateway_id: str, reason: str) -> None:
+    def refuse(self, request_id: str, gateway_id: str, reason: str, field: str = "") -> None:
         """Tell a gateway at once that a request of its does not run here. One that is not connected finds out."""
         if (subscriber := self._subscribers.get(gateway_id)) is not None:
-            subscriber.transport.write(frame(Refused(request_id, reason)))
+            subscriber.transport.write(frame(Refused(request_id, reason, field)))
 
     async def stop(self) -> None:
         """Close every connection; what they still buffer is sent as far as the gateways read."""

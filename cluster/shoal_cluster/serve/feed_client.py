@@ -46,7 +46,7 @@ class FeedClient:
         on_tokens: is told at once of an update with tokens or newly accepted requests; clients wait for them.
         on_message: is told of every message, in order, once those who wait for tokens have been woken.
         on_lost: the feed has broken.
-        on_refused: is told of a request that does not run there, and why.
+        on_refused: is told of a request that does not run there, why, and which field of it is wrong, if one is.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FeedClient:
         on_message: Callable[[Snapshot | Update], None],
         on_lost: Callable[[], None],
         on_tokens: Callable[[Update], None] = lambda update: None,
-        on_refused: Callable[[str, str], None] = lambda request_id, reason: None,
+        on_refused: Callable[[str, str, str], None] = lambda request_id, reason, field: None,
     ) -> None:
         self._gateway_id = gateway_id
         self._address = address
@@ -167,7 +167,7 @@ class FeedClient:
                 answer.set_result(message.body)
             return
         if isinstance(message, Refused):
-            self._on_refused(message.request_id, message.reason)
+            self._on_refused(message.request_id, message.reason, message.field)
             return
         if isinstance(message, Update) and message.seq != self._expected:
             raise ConnectionError(f"feed update {message.seq} came where {self._expected} was due")

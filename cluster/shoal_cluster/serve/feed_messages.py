@@ -130,11 +130,13 @@ class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A submitted request that Serve's call has not reached does not run here, or no more, and has no token. The
-    gateway places it elsewhere. It takes no part in the updates' numbering.
+    gateway places it elsewhere, unless the request itself is wrong: in ``field``. It takes no part in the updates'
+    numbering.
     """
 
     request_id: str
     reason: str
+    field: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):

@@ -301,9 +301,9 @@ class GatewayLedger:
             self._credit.promise(request_id)
         follower.on_routed(replica_id, is_taken)
 
-    def _refused(self, replica_id: str, request_id: str, reason: str) -> None:
+    def _refused(self, replica_id: str, request_id: str, reason: str, field: str = "") -> None:
         if (follower := self._followers.get(request_id)) is not None:
-            follower.on_refused(replica_id, reason)
+            follower.on_refused(replica_id, reason, field)
 
     def _lost(self, replica_id: str) -> None:
         if self.view.is_connected(replica_id):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from shoal_cluster.serve.call_times import LegTimes
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.sent import Follower
-from shoal_replica.errors import ShoalError, Unavailable
+from shoal_replica.errors import InvalidArgument, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, TokenDelta
 from shoal_replica.text_stream import TextStream
 
@@ -59,7 +59,7 @@ class Leg:
         self.replica_id = ""
         self.is_replica_gone = False  # it cannot finish what it took, this request or another
         self._sent_s: float | None = None  # when it went to ``replica_id`` by the feed
-        self._refusal: str | None = None  # why that does not run it
+        self._refusal: Outcome | None = None  # why that does not run it
         self._lost = ""  # why that does not finish it
         self._routed: asyncio.Future[None] = loop.create_future()  # a replica has taken it
         self._ended: asyncio.Future[None] = loop.create_future()  # its sequences are done, or it is refused or lost
@@ -77,6 +77,7 @@ class Leg:
 
         Raises:
             ReplicaLost: the replica that the request went to did not finish it.
+            InvalidArgument: the replica found the request wrong: no other is to run it.
             Unavailable: no replica said within ``placement_timeout_s`` of its turn that it has taken it.
         """
         outcome = placement.outcome()
@@ -90,14 +91,14 @@ class Leg:
                 raise Unavailable(f"no replica could take the request within {placement_timeout_s:g} s")
             await _first(outcome, self._ended)
             if self._refusal is not None:
-                return self._refusal
+                return _reason(self._refusal)
             lost = self._lost or f"the feed of replica {self.replica_id} broke"
             if outcome.done() and (error := _error(outcome)) is not None:
                 self.is_replica_gone = True
                 lost = f"replica {self.replica_id}: {type(error).__name__}"
             elif outcome.done():
                 if outcome.result().refused:
-                    return outcome.result().reason
+                    return _reason(outcome.result())
                 await _first(self._ended, timeout_s=GRACE_S)
                 lost = f"replica {self.replica_id} ended the request early"
             elif self.is_done:
@@ -133,10 +134,10 @@ class Leg:
             if self.is_done:
                 self._on_lost()
 
-    def _on_refused(self, replica_id: str, reason: str) -> None:
+    def _on_refused(self, replica_id: str, reason: str, field: str) -> None:
         self.replica_id = replica_id
         if self._times.first_token_s is None:
-            self._refusal = reason
+            self._refusal = Outcome(refused=True, reason=reason, field=field)
         else:
             self._lost = f"replica {replica_id}: {reason}"
         self._on_lost()
@@ -149,6 +150,13 @@ class Leg:
 async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     """Return when one of ``futures`` is done, or after ``timeout_s``."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _reason(refusal: Outcome) -> str:
+    """Why another replica is to run the request. Raises InvalidArgument when none is."""
+    if refusal.field:
+        raise InvalidArgument.retold(refusal.field, refusal.reason)
+    return refusal.reason
 
 
 def _error(outcome: asyncio.Future[Outcome]) -> BaseException | None:

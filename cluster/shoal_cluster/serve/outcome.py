@@ -26,7 +26,7 @@ from time import monotonic
 
 from shoal_cluster.serve.feed import FeedServer
 from shoal_replica.engine import Engine
-from shoal_replica.errors import EngineDead, ResourceExhausted, Unavailable
+from shoal_replica.errors import EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import Request
 
 KEPT_S = 10.0
@@ -37,10 +37,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call to a replica ended. A refused request has left no trace there; ``reason`` says why."""
+    """How a call to a replica ended. A refused request has left no trace there; ``reason`` says why. ``field`` names
+    what is wrong with it, where that is why: then no other replica is to run it either.
+    """
 
     refused: bool
     reason: str = ""
+    field: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +72,6 @@ class Runs:
 
         Raises:
             EngineDead: the engine has failed.
-            ValueError: another gateway runs a request of that id, or it does not fit the model.
             Exception: what else the engine raised when it was to take it.
         """
         key = (gateway_id, request.request_id)
@@ -104,8 +106,10 @@ class Runs:
             finished = self._engine.add(replace(request, arrival_s=now, due_s=now + request.due_s))
         except (ResourceExhausted, Unavailable) as error:
             run.ended.set_result(Outcome(refused=True, reason=str(error)))
+        except InvalidArgument as error:  # another gateway's request may have its id
+            run.ended.set_result(Outcome(refused=True, reason=str(error), field=error.field))
         except Exception as error:  # whatever it is, it is this request's: its gateway's feed carries others
-            if not isinstance(error, (EngineDead, ValueError)):
+            if not isinstance(error, EngineDead):
                 _log.exception("the engine could not take request %s", request_id)
             run.ended.set_exception(error)
             run.ended.exception()  # the call raises it, if it comes
@@ -143,7 +147,7 @@ class Runs:
                 self._kept[key] = monotonic()
         if not run.is_called and run.ended.exception() is None and run.ended.result().refused:
             gateway_id, request_id = key
-            self._feed.refuse(request_id, gateway_id, run.ended.result().reason)
+            self._feed.refuse(request_id, gateway_id, run.ended.result().reason, run.ended.result().field)
 
     def _forget_kept(self, now: float) -> None:
         while self._kept:

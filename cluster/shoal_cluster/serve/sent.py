@@ -16,13 +16,13 @@ class Follower:
     Attributes:
         on_routed: it is on its way to this replica, or (True) the replica has taken it.
         on_delta: this replica has computed tokens.
-        on_refused: this replica does not run it after all, and why.
+        on_refused: this replica does not run it after all, why, and which field of it is wrong, if one is.
         on_lost: the replica's feed has broken.
     """
 
     on_routed: Callable[[str, bool], None]
     on_delta: Callable[[str, TokenDelta], None]
-    on_refused: Callable[[str, str], None]
+    on_refused: Callable[[str, str, str], None]
     on_lost: Callable[[], None]
 
 

@@ -11,7 +11,7 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.look import Considered, Look
 from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
-from shoal_cluster.serve.route_log import RouteLog
+from shoal_cluster.serve.route_log import MAX_BEHIND, RouteLog
 
 CANDIDATES = Candidates.of([make_row("a"), make_row("b")])
 QUERY = make_query()
@@ -40,6 +40,20 @@ def test_records_that_pass_many_push_out_older_ones() -> None:
     log = RouteLog(max_bytes=250 * 1000)
     for number in range(5):
         log.add(record(f"call{number}", passed))
+    assert len(log) == 5
+    log.trim()
     assert len(log) == 2
     assert log.of_call("call4")
     assert not log.of_call("call2")
+
+
+def test_nobody_has_to_trim() -> None:
+    log = RouteLog(max_requests=10)
+    look = Look(CANDIDATES, RouteWeights(), 1.0, False, (), {}, ())
+    for number in range(1000):
+        log.add_look(f"call{number}", look)
+        log.add(record(f"call{number}", ()))
+        assert len(log) <= 10 + MAX_BEHIND
+    assert log.of_call("call999")
+    assert log.look_of("call900") is None
+    assert log.look_of("call999") is look

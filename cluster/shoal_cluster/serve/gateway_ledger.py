@@ -286,6 +286,7 @@ class GatewayLedger:
             if self.tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
                 self.view.computed(delta.request_id)
         self.on_news()
+        self.routes.trim()
 
     def _note_replica(self, request_id: str, replica_id: str, is_taken: bool = True) -> None:
         """A request is at ``replica_id``: its reservation too, and what it may want to say goes there."""

@@ -13,11 +13,16 @@ MAX_REQUESTS = 4096
 MAX_BYTES = 128 * 2**20
 MAX_LOOK_BYTES = 32 * 2**20
 MAX_RECORDS_PER_REQUEST = 16
+MAX_BEHIND = 64  # decisions after which the log is trimmed by itself
 BYTES_PER_HASH = 57  # a bytes object of 16 and its place in a tuple
 
 
 class RouteLog:
-    """Records by call, those of its resumes included; the calls decided on longest ago are forgotten first."""
+    """Records by call, those of its resumes included; the calls decided on longest ago are forgotten first.
+
+    Forgetting takes about as long as keeping, for what is old lies in no cache. So a decision does not wait for it:
+    ``trim`` does it, after every ``MAX_BEHIND`` decisions unless it has been called.
+    """
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_requests = max_requests
@@ -25,6 +30,7 @@ class RouteLog:
         self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
         self._looks: OrderedDict[str, tuple[Look, int]] = OrderedDict()  # by request id, with its size
         self._num_look_bytes = 0
+        self._num_behind = 0
         self.num_bytes = 0  # about
 
     def __len__(self) -> int:
@@ -41,17 +47,24 @@ class RouteLog:
             if len(records) > MAX_RECORDS_PER_REQUEST:
                 self.num_bytes -= _size(records.pop(1))  # the first answer and the last ones tell
             self._records.move_to_end(call_id)
-        while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
-            _, oldest = self._records.popitem(last=False)
-            self.num_bytes -= sum(map(_size, oldest))
+        self._num_behind += 1
+        if self._num_behind > MAX_BEHIND:
+            self.trim()
 
     def add_look(self, request_id: str, look: Look) -> None:
-        """Keep the look that sent a request; those of the requests sent longest ago are forgotten first."""
+        """Keep the look that sent a request, beside its record."""
         if (before := self._looks.pop(request_id, None)) is not None:
             self._num_look_bytes -= before[1]
         num_bytes = look.num_bytes
         self._looks[request_id] = look, num_bytes
         self._num_look_bytes += num_bytes
+
+    def trim(self) -> None:
+        """Forget what is too much."""
+        self._num_behind = 0
+        while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
+            _, oldest = self._records.popitem(last=False)
+            self.num_bytes -= sum(map(_size, oldest))
         while len(self._looks) > self._max_requests or (self._num_look_bytes > MAX_LOOK_BYTES and len(self._looks) > 1):
             self._num_look_bytes -= self._looks.popitem(last=False)[1][1]
 

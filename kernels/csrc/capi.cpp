@@ -56,10 +56,6 @@ int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin) {
     return guarded([&] { decoder->set_rotary(cos_sin); });
 }
 
-int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step) {
-    return guarded([&] { decoder->forward(*step); });
-}
-
 int shoal_decoder_forward_maxima(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places) {
     return guarded([&] {
         decoder->forward(*step);

@@ -73,9 +73,8 @@ SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t paramete
                                          const uint8_t* values, const uint16_t* scales, const uint16_t* minimums,
                                          int64_t count);
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
-SHOAL_API int shoal_decoder_forward(ShoalDecoder* decoder, const ShoalStep* step); /* -2: another rank did not come */
-/* The same; and of each row of logits the largest and its first place, NaN where a row has one. Where logits are NULL or
-   the stage is not the last, neither is written. */
+/* A step; and of each row of logits the largest and its first place, NaN where a row has one. Where logits are NULL or
+   the stage is not the last, neither is written. -2: another rank did not come. */
 SHOAL_API int shoal_decoder_forward_maxima(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places);
 SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
 /* A number that differs once a step has gone on; any thread may ask. */

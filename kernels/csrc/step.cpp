@@ -221,7 +221,11 @@ void Decoder::complete(Team::Member& member, int index, float* stream, const Wor
     normalise(member, stream, layer.post_norm, rows);
     read_ahead(member, layer.down, rows);
     multiply(member, layer.gate_up, normed_.data(), shape_.hidden_size, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
-    read_ahead(member, index + 1 < shape_.num_layers ? layers_[static_cast<size_t>(index) + 1].qkv : head_, rows);
+    if (index + 1 < shape_.num_layers) {
+        read_ahead(member, layers_[static_cast<size_t>(index) + 1].qkv, rows);
+    } else if (shape_.is_last_stage) {
+        read_ahead(member, head_, rows);
+    }
     multiply_onto(member, stream, layer.down, gated_.data(), gated_stride_, rows);
 }
 
@@ -324,7 +328,9 @@ void Decoder::forward(const ShoalStep& step) {
         run_layers(member, step);
         finish(member, step);
     };
-    team_.run(body, step.num_tokens <= kStreamedRows ? &first_read_ : nullptr);
+    // Of several stages, others compute between two steps of one, and want memory for themselves.
+    const bool goes_on = shape_.is_first_stage && shape_.is_last_stage && step.num_tokens <= kStreamedRows;
+    team_.run(body, goes_on ? &first_read_ : nullptr);
     if (exchange_ != nullptr && exchange_->has_failed()) throw LostRank("exchange: another rank did not come");
 }
 

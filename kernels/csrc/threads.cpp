@@ -84,7 +84,7 @@ void Team::linger(unsigned seen, int number, const std::vector<Span>* next) {
                 if (piece++ % static_cast<int64_t>(helpers_.size()) != number - 1) continue;
                 Span part{span.data + begin, std::min(kYieldPiece, span.bytes - begin)};
                 read_while(part, waits);
-                if (!waits()) return;
+                if (!waits() || std::chrono::steady_clock::now() >= end) return;
                 std::this_thread::yield();
             }
     }

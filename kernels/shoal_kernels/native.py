@@ -199,8 +199,6 @@ class NativeDecoder:
             LostRank: another rank did not come to an exchange; whatever the function that carries it raised.
             ValueError: a token, position, slot, block or row that does not exist; nothing was computed.
         """
-        num_logits = len(sample_rows) if wants_logits and self.shape.is_last_stage else 0
-        results = self._results = self._results.of(num_logits)
         if not (self.shape.is_first_stage and self.shape.is_last_stage):
             _check_hidden(hidden, len(input_ids), self.shape.hidden_size)
         step = self._step
@@ -210,13 +208,19 @@ class NativeDecoder:
         step.input_ids, step.positions, step.slots, step.sample_rows = (x.ctypes.data for x in longs)
         step.query_start_loc, step.block_tables = (x.ctypes.data for x in ints)
         step.table_stride = block_tables.shape[-1]
+        num_logits = len(sample_rows) if wants_logits and self.shape.is_last_stage else 0
+        results = self._results = self._results.of(num_logits)
         step.logits = results.addresses[0] if num_logits else None
         step.hidden = hidden.data_ptr() if hidden is not None else None
         self._inputs = (*longs, *ints, hidden)
         return self.forward_again(seq_lens)
 
     def forward_again(self, seq_lens: Sequence[int] | NDArray[np.int32]) -> Tensor:
-        """The last step once more, with what its arrays, which have been contiguous and of their types, hold by now."""
+        """The last step, which was one, once more with what its arrays hold by now, and sequences of these lengths.
+        Arrays that ``forward`` had to convert, for they were of other types or not contiguous, are what they were.
+
+        Returns, raises: as ``forward``.
+        """
         results = self._results
         self._step.seq_lens = self._seq_lens.put(seq_lens)
         status = self._forward(self._open(), self._step_address, *results.addresses[1:])

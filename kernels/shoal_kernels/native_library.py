@@ -68,7 +68,6 @@ def _load() -> ctypes.CDLL | None:
             [pointer, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64],
         ),
         ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
-        ("shoal_decoder_forward", ctypes.c_int, [pointer, pointer]),
         ("shoal_decoder_forward_maxima", ctypes.c_int, [pointer, pointer, pointer, pointer]),
         ("shoal_decoder_copy_blocks", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
         ("shoal_decoder_progress", ctypes.c_uint64, [pointer]),
@@ -77,7 +76,11 @@ def _load() -> ctypes.CDLL | None:
         ("shoal_supported_kernels", ctypes.c_char_p, []),
         ("shoal_error", ctypes.c_char_p, []),
     ):
-        function = getattr(library, name)
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            how = "python setup.py build_ext --inplace, or install the package again"
+            raise RuntimeError(f"{LIBRARY} was built from other sources ({error}): {how}") from error
         function.restype, function.argtypes = result, arguments
     return library
 

@@ -348,6 +348,23 @@ def test_the_largest_logits_and_their_first_places(vocab: int, num_threads: int)
     assert decoder.maxima.places == [vocab // 2] * 2
 
 
+def test_a_step_again_goes_by_what_its_arrays_hold_by_now() -> None:
+    shape = make_shape(num_threads=2)
+    weights, size = make_weights(shape), shape.block_size
+    goes_on, fresh = (NativeDecoder(shape, weights.items(), rotary_table(shape)) for _ in range(2))
+    for decoder in (goes_on, fresh):
+        run(decoder, Part(tokens(shape, size - 1), 0, [3]))
+    input_ids, positions, slots = np.array([5]), np.array([size - 1]), np.array([4 * size - 1])
+    block_tables, sample_rows = np.array([[3, 0]], np.int32), np.zeros(1, np.int64)
+    first = goes_on.forward(
+        input_ids=input_ids, positions=positions, query_start_loc=np.array([0, 1], np.int32), seq_lens=[size],
+        block_tables=block_tables, slot_mapping=slots, sample_rows=sample_rows,
+    ).clone()  # fmt: skip
+    assert torch.equal(first, run(fresh, Part([5], size - 1, [3])))
+    input_ids[0], positions[0], slots[0], block_tables[0, 1] = 7, size, size, 1
+    assert torch.equal(goes_on.forward_again([size + 1]), run(fresh, Part([7], size, [3, 1])))
+
+
 def test_nothing_of_an_earlier_sequence_shows_in_a_reused_block() -> None:
     """The earlier one even left NaN there."""
     shape = make_shape(dtype=torch.bfloat16)

@@ -78,6 +78,9 @@ def test_bf16_and_integer_shards_are_as_exact_as_the_whole(tmp_path: Path, quant
         ranks = ThreadedRanks(model, CACHE, parallel)
         assert all(isinstance(runner._decoder, NativeCpuDecoder) for runner in ranks.runners)
         found = ranks._on_all(lambda runner: logits(runner, prompt))
+        for rank, runner in zip(found, ranks.runners, strict=True):
+            assert runner._decoder.maxima.places == rank.argmax(dim=-1).tolist()
+            assert runner._decoder.maxima.largest == (rank.amax(dim=-1).tolist() if len(rank) else [])
         (sampled,) = [x for x, shard in zip(found, ranks.shards, strict=True) if shard.samples]
         assert [len(x) for x, shard in zip(found, ranks.shards, strict=True) if not shard.samples] == [0] * (
             len(found) - 1

@@ -212,7 +212,7 @@ class NativeCpuDecoder:
         try:
             if step is self._last[0] and sample_rows == self._last[1] and hidden is None:
                 return self._native.forward_again(step.seq_lens)
-            self._last = step, sample_rows
+            self._last = None, ()  # nothing goes on from a step that fails
             logits = self._native.forward(
                 input_ids=step.input_ids,
                 positions=step.positions,
@@ -224,6 +224,7 @@ class NativeCpuDecoder:
                 hidden=hidden,
                 wants_logits=self._shard.samples,
             )
+            self._last = step, sample_rows
         except LostRank as error:
             raise CollectiveError(f"lost another rank: {error}") from error
         if hidden is not None and not self._shard.is_last_stage:

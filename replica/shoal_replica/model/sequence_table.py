@@ -70,7 +70,6 @@ class SequenceTable:
         num_tokens = len(new.token_ids)
         self._token_ids[row, :num_tokens] = new.token_ids
         params = new.sampling_params
-        self._last = None
         self._held[new.seq_id] = HeldSequence(
             row, num_tokens, new.num_prompt_tokens, params, new.index, params.takes_likeliest
         )

@@ -14,6 +14,7 @@ MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
 MAX_INTEGER = 2**63 - 1
+MAX_TOP_K = 2**64 - 1  # what the feed can carry; the sampler takes any
 MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -62,7 +63,7 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, None)
             object.__setattr__(self, "max_tokens", min(self.max_tokens, MAX_INTEGER))
         _number("temperature", self.temperature, lambda x: x >= 0, "must be a finite number of at least 0")
-        _integer("top_k", self.top_k, 0, MAX_INTEGER)
+        _integer("top_k", self.top_k, 0, MAX_TOP_K)
         _number("top_p", self.top_p, lambda x: 0 < x <= 1, "must be in (0, 1]")
         _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "must be in [0, 1]")
         for name in ("presence_penalty", "frequency_penalty"):

@@ -227,7 +227,7 @@ def test_tiny_temperature_is_greedy() -> None:
         SamplingParams(seed=0, repetition_penalty=1e300),
         SamplingParams(seed=0, temperature=1e300, repetition_penalty=1e-300),
         SamplingParams(seed=0, top_p=1e-300, min_p=1e-300),
-        SamplingParams(seed=2**63 - 1, temperature=1e-300, top_k=2**63 - 1, repetition_penalty=1e300),
+        SamplingParams(seed=2**63 - 1, temperature=1e-300, top_k=2**63, repetition_penalty=1e300),
     ],
     ids=repr,
 )

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.sampling_params import MAX_INTEGER, MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_TOKEN_ID, SamplingParams
+from shoal_replica.sampling_params import (
+    MAX_INTEGER,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SEED,
+    MAX_TOKEN_ID,
+    MAX_TOP_K,
+    SamplingParams,
+)
 
 GOOD: list[dict[str, Any]] = [
     {"max_tokens": 1},
@@ -17,7 +25,7 @@ GOOD: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 100.0},
     {"top_k": 0},
-    {"top_k": MAX_INTEGER},
+    {"top_k": MAX_TOP_K},
     {"top_p": 1},
     {"top_p": 1e-9},
     {"min_p": 0.0},
@@ -44,7 +52,7 @@ BAD: list[tuple[str, Any]] = [
     ("temperature", True),
     ("top_k", -1),
     ("top_k", 1.5),
-    ("top_k", MAX_INTEGER + 1),
+    ("top_k", MAX_TOP_K + 1),
     ("top_p", 0),
     ("top_p", 1.0001),
     ("top_p", math.nan),

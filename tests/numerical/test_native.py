@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures.waiting import DEADLINE_S
+from numpy._core import _multiarray_umath
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, make_prompts
 from torch import Tensor
@@ -34,6 +36,7 @@ from shoal_replica.tokenizer import Tokenizer
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")
 
 KERNELS = native.supported_kernels() if native.is_available() else ()
+TASKS = Path("/proc/self/task")
 DTYPES = [torch.float32, torch.bfloat16]
 # Error against the oracle, relative to the spread of the logits. bf16 rounds activations some times in every layer.
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
@@ -467,6 +470,35 @@ def test_progress_differs_while_a_step_goes_on(num_threads: int) -> None:
     assert seen.difference(ends)
     assert len(set(ends)) == len(ends)
     decoder.close()
+
+
+def test_helpers_sleep_when_no_step_comes() -> None:
+    """They linger after a step, for the next one; a replica without work takes no core."""
+
+    def states(tasks: set[str]) -> list[str]:
+        return [(TASKS / task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
+
+    before = set(os.listdir(TASKS))
+    shape = make_shape(num_threads=3)
+    decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
+    run(decoder, Part([1], 0, [0]))
+    helpers = set(os.listdir(TASKS)) - before
+    assert len(helpers) == 2
+    deadline = time.monotonic() + DEADLINE_S
+    while states(helpers) != ["S", "S"] and time.monotonic() < deadline:
+        time.sleep(0)
+    assert states(helpers) == ["S", "S"]
+    run(decoder, Part([2], 1, [0]))
+    decoder.close()
+    assert not helpers & set(os.listdir(TASKS))
+
+
+def test_a_library_of_other_sources_says_how_to_build_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_library, "LIBRARY", Path(_multiarray_umath.__file__))
+    with pytest.raises(
+        RuntimeError, match=r"_multiarray_umath.*built from other sources.*shoal_decoder_create.*build_ext --inplace"
+    ):
+        native_library._load()
 
 
 def test_closed_decoder() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shoal_cluster.bench.serving import Batch, Sample, ServingLoad, costs_of, run_batch
+from shoal_cluster.bench.serving import MIN_REQUESTS, Batch, Sample, ServingLoad, costs_of, run_batch
 from shoal_cluster.bench.stream_clients import EventCounter
 from shoal_cluster.cli import app
 
@@ -36,11 +36,22 @@ def test_so_many_clients_share_the_prompts_and_every_token_counts() -> None:
 
 
 def test_arms_are_compared_within_a_round() -> None:
-    slow, fast = Sample(0.2, 100.0), Sample(0.1, 200.0)  # the machine was busy in the first two rounds
-    served_slow, served_fast = Sample(0.203, 98.0), Sample(0.103, 196.0)
+    slow, fast = Sample((0.2,), 100.0, 0.15), Sample((0.1,), 200.0, 0.05)  # the machine was busy in the first two
+    served_slow, served_fast = Sample((0.203,), 98.0, 0.151), Sample((0.103,), 196.0, 0.051)
     cost = costs_of(4, [(slow, served_slow), (slow, served_slow), (fast, served_fast)])
-    assert cost.added_ttft_ms == pytest.approx(3.0)
+    assert cost.added_ttft_ms == pytest.approx((3.0, 3.0, 3.0))
+    assert cost.added_hops_ms == pytest.approx((2.0, 2.0, 2.0))
+    assert (cost.engine_hops_ms, cost.served_hops_ms) == pytest.approx((50.0, 52.0))
     assert cost.throughput_ratio == pytest.approx(0.98)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4, 16, 64])
+def test_few_clients_have_more_turns(concurrency: int) -> None:
+    load = ServingLoad(path=Path("local.yaml"), num_rounds=3)
+    num_prompts = len(load.batch(concurrency, 1).prompts)
+    assert load.num_turns(concurrency) >= 3
+    assert load.num_turns(concurrency) * num_prompts >= MIN_REQUESTS
+    assert num_prompts >= 2 * concurrency
 
 
 def test_both_arms_get_the_same_prompts_and_no_two_rounds_do() -> None:

@@ -265,7 +265,9 @@ async def test_a_replica_counts_its_steps_and_its_queue() -> None:
         told = series(metrics.points(engine.stats()))
     assert told["shoal_replica_step_seconds_count", ("r0",)] == engine.stats().num_steps > 0
     assert told["shoal_replica_step_seconds_sum", ("r0",)] == pytest.approx(sum(r.step_s or 0.0 for r in reports))
-    assert told["shoal_replica_queue_seconds_count", ("r0",)] == 6
+    starts = [delta.start for report in reports for delta in report.deltas if delta.start is not None]
+    assert told["shoal_replica_queue_seconds_count", ("r0",)] == len(starts) == 6
+    assert told["shoal_replica_prefill_seconds_sum", ("r0",)] == pytest.approx(sum(s.prefill_s for s in starts))
     assert told["shoal_replica_memory_bytes", ("kv_blocks", "r0")] == 200
     assert told["shoal_replica_memory_bytes", ("resident", "r0")] > 1e6
 

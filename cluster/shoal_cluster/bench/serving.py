@@ -10,11 +10,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
@@ -24,15 +27,21 @@ from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.engine_config import engine_config
 from shoal_replica.async_llm import AsyncLLM
 from shoal_replica.errors import Unavailable
+from shoal_replica.request import StartTimes
 from shoal_replica.sampling_params import SamplingParams
 
+MIN_REQUESTS = 96  # of an arm at a number of clients
 NUM_RAY_CPUS = 4.0  # logical: the cluster's actors share whatever cores there are
 BATCH_TIMEOUT_S = 300.0
+TIMES_IN_ENGINE = ("shoal_replica_queue_seconds_sum", "shoal_replica_prefill_seconds_sum")
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 9000  # ordinary tokens of any vocabulary
 
 Prompt = tuple[int, ...]
 Stream = Callable[[Prompt], AsyncIterator[int]]
 """Runs a prompt; the number of tokens in each piece as it comes."""
+
+Spread = tuple[float, float, float]
+"""Lower quartile, median, upper quartile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +51,7 @@ class ServingLoad:
     Attributes:
         path: the Serve YAML whose model and replica settings both arms have.
         concurrencies: numbers of clients, one after the other.
+        num_rounds: turns that each arm has at least; with few clients it has more.
     """
 
     path: Path
@@ -51,20 +61,27 @@ class ServingLoad:
     num_rounds: int = 5
     seed: int = 0
 
+    def num_turns(self, concurrency: int) -> int:
+        """How often each arm has its turn."""
+        return max(self.num_rounds, -(-MIN_REQUESTS // _batch_size(concurrency)))
+
     def batch(self, concurrency: int, number: int) -> Batch:
-        """The prompts of that round."""
+        """The prompts of that turn."""
         rng = Random(f"{self.seed} {concurrency} {number}")
-        count = max(8, 2 * concurrency)
         prompts = [
             tuple(rng.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.num_prompt_tokens))
-            for _ in range(count)
+            for _ in range(_batch_size(concurrency))
         ]
         return Batch(tuple(prompts), concurrency, self.num_output_tokens)
 
 
+def _batch_size(concurrency: int) -> int:
+    return max(4, 2 * concurrency)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one arm does in one round."""
+    """What one arm does in one turn."""
 
     prompts: tuple[Prompt, ...]
     concurrency: int
@@ -77,20 +94,40 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What came of a batch."""
+    """What came of a batch.
 
-    ttft_p50_s: float
+    Attributes:
+        in_engine_s: mean from a request's arrival at the engine to its first token, by the engine's clock: its wait for
+            a step, and the steps. What these take differs between two processes by where their memory lies.
+    """
+
+    ttfts_s: tuple[float, ...]
     tokens_per_s: float
+    in_engine_s: float = 0.0
+
+    @property
+    def ttft_p50_s(self) -> float:
+        return statistics.median(self.ttfts_s)
+
+    @property
+    def hops_s(self) -> float:
+        """Mean time to the first token, without that in the engine."""
+        return statistics.mean(self.ttfts_s) - self.in_engine_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingCost:
-    """Medians over the rounds. ``added_ttft_ms`` and ``throughput_ratio`` compare the arms within each round."""
+    """Medians over the turns. ``added_ttft_ms``, ``added_hops_ms`` and ``throughput_ratio`` compare the arms within
+    each turn; ``hops`` are times to the first token without those in the engine.
+    """
 
     concurrency: int
     engine_ttft_p50_ms: float
     served_ttft_p50_ms: float
-    added_ttft_ms: float
+    added_ttft_ms: Spread
+    engine_hops_ms: float
+    served_hops_ms: float
+    added_hops_ms: Spread
     engine_tokens_per_s: float
     served_tokens_per_s: float
     throughput_ratio: float
@@ -110,7 +147,7 @@ def measure_serving(load: ServingLoad, on_progress: Callable[[str], None]) -> It
     on_progress("loading the engine")
     with _engine_alone(ClusterConfig.from_args(args)) as engine:
         on_progress("starting the cluster")
-        with _cluster(document, grpc_address) as served:
+        with _cluster(document, grpc_address, f"http://{http_address}/metrics") as served:
             for concurrency in load.concurrencies:
                 yield _compare(load, concurrency, engine, served, on_progress)
 
@@ -122,8 +159,9 @@ def _compare(
     load: ServingLoad, concurrency: int, engine: Arm, served: Arm, on_progress: Callable[[str], None]
 ) -> ServingCost:
     pairs: list[tuple[Sample, Sample]] = []
-    for number in range(load.num_rounds + 1):
-        on_progress(f"{concurrency} clients, round {number} of {load.num_rounds}")
+    num_turns = load.num_turns(concurrency)
+    for number in range(num_turns + 1):
+        on_progress(f"{concurrency} clients, turn {number} of {num_turns}")
         batch = load.batch(concurrency, number)
         if number % 2:
             alone = engine(batch)
@@ -140,11 +178,18 @@ def costs_of(concurrency: int, pairs: Sequence[tuple[Sample, Sample]]) -> Servin
     def median(value: Callable[[Sample, Sample], float]) -> float:
         return statistics.median(value(alone, served) for alone, served in pairs)
 
+    def added_ms(value: Callable[[Sample], float]) -> Spread:
+        added = sorted(1e3 * (value(served) - value(alone)) for alone, served in pairs)
+        return added[len(added) // 4], statistics.median(added), added[3 * len(added) // 4]
+
     return ServingCost(
         concurrency=concurrency,
         engine_ttft_p50_ms=1e3 * median(lambda alone, served: alone.ttft_p50_s),
         served_ttft_p50_ms=1e3 * median(lambda alone, served: served.ttft_p50_s),
-        added_ttft_ms=1e3 * median(lambda alone, served: served.ttft_p50_s - alone.ttft_p50_s),
+        added_ttft_ms=added_ms(lambda sample: sample.ttft_p50_s),
+        engine_hops_ms=1e3 * median(lambda alone, served: alone.hops_s),
+        served_hops_ms=1e3 * median(lambda alone, served: served.hops_s),
+        added_hops_ms=added_ms(lambda sample: sample.hops_s),
         engine_tokens_per_s=median(lambda alone, served: alone.tokens_per_s),
         served_tokens_per_s=median(lambda alone, served: served.tokens_per_s),
         throughput_ratio=median(lambda alone, served: served.tokens_per_s / alone.tokens_per_s),
@@ -171,11 +216,11 @@ async def run_batch(stream: Stream, batch: Batch) -> Sample:
     async with asyncio.timeout(BATCH_TIMEOUT_S), asyncio.TaskGroup() as clients:
         for _ in range(batch.concurrency):
             clients.create_task(client())
-    return Sample(statistics.median(ttfts_s), num_tokens / (time.perf_counter() - started_s))
+    return Sample(tuple(ttfts_s), num_tokens / (time.perf_counter() - started_s))
 
 
 @contextmanager
-def _cluster(document: dict[str, Any], address: str) -> Iterator[Arm]:
+def _cluster(document: dict[str, Any], address: str, metrics_url: str) -> Iterator[Arm]:
     with LocalRay(NUM_RAY_CPUS) as ray:
         ray.wait_until_up()
         os.environ.update(ray.environment)
@@ -194,8 +239,21 @@ def _cluster(document: dict[str, Any], address: str) -> Iterator[Arm]:
 
                 return await run_batch(stream, batch)
 
-            yield lambda batch: runner.run(measure(batch))
+            def turn(batch: Batch) -> Sample:
+                before_s = _time_in_engine(metrics_url)
+                sample = runner.run(measure(batch))
+                return replace(sample, in_engine_s=(_time_in_engine(metrics_url) - before_s) / len(batch.prompts))
+
+            yield turn
             runner.run(client.__aexit__(None, None, None))
+
+
+def _time_in_engine(metrics_url: str) -> float:
+    """Seconds from arrivals at the engine to first tokens, summed over all requests so far."""
+    with urlopen(metrics_url, timeout=BATCH_TIMEOUT_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = (sample for family in families for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name in TIMES_IN_ENGINE)
 
 
 @contextmanager
@@ -235,19 +293,24 @@ def _run_engine(config: ClusterConfig, connection: Connection) -> None:
 
     async def main() -> None:
         llm = await AsyncLLM.start(engine_config(config))
-        connection.send(Sample(0.0, 0.0))
+        connection.send(Sample((), 0.0))
         while True:
             try:
                 batch: Batch = await asyncio.to_thread(connection.recv)
             except EOFError:
                 break
-            params = batch.sampling_params
+            params, starts = batch.sampling_params, list[StartTimes]()
 
-            async def stream(prompt: Prompt, params: SamplingParams = params) -> AsyncIterator[int]:
+            async def stream(
+                prompt: Prompt, params: SamplingParams = params, starts: list[StartTimes] = starts
+            ) -> AsyncIterator[int]:
                 async for delta in llm.generate(prompt, params):
                     yield len(delta.token_ids)
+                    if delta.start is not None:
+                        starts.append(delta.start)
 
-            connection.send(await run_batch(stream, batch))
+            sample = await run_batch(stream, batch)
+            connection.send(replace(sample, in_engine_s=statistics.mean(map(sum, starts))))
         await llm.stop()
 
     asyncio.run(main())

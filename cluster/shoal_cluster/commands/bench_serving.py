@@ -14,9 +14,12 @@ import typer
 from shoal_replica.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal_cluster.bench.serving import ServingCost
+    from shoal_cluster.bench.serving import ServingCost, Spread
 
-HEADER = "clients  ttft p50: engine    served      added  tokens/s: engine   served  ratio"
+HEADER = (
+    "clients  ttft p50: engine    served  added (quartiles)         not in the engine: added  "
+    "tokens/s: engine   served  ratio"
+)
 
 
 def serving(
@@ -24,7 +27,7 @@ def serving(
     concurrency: Annotated[str, typer.Option(help="Numbers of clients, with commas.")] = "1,4,16,64",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; every prompt is new.")] = 64,
     output_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Each arm's turns at each number of clients, after one.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each arm at each number of clients, at least.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each.")] = False,
 ) -> None:
     """Run one replica behind a gateway and the same engine alone in turns: time to first token, tokens a second."""
@@ -59,6 +62,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _line(cost: ServingCost) -> str:
     return (
         f"{cost.concurrency:7} {cost.engine_ttft_p50_ms:14.1f} ms {cost.served_ttft_p50_ms:6.1f} ms "
-        f"{cost.added_ttft_ms:+6.1f} ms {cost.engine_tokens_per_s:17.1f} {cost.served_tokens_per_s:8.1f} "
-        f"{cost.throughput_ratio:6.3f}"
+        f"{_spread(cost.added_ttft_ms)} {_spread(cost.added_hops_ms):>30} {cost.engine_tokens_per_s:17.1f} "
+        f"{cost.served_tokens_per_s:8.1f} {cost.throughput_ratio:6.3f}"
     )
+
+
+def _spread(spread: Spread) -> str:
+    low, middle, high = spread
+    return f"{middle:+6.1f} ms ({low:+.1f} to {high:+.1f})"

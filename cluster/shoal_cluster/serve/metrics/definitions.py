@@ -189,6 +189,9 @@ QUEUE_TIME = _replica(
     "From a request's arrival at the replica to its first step",
     buckets=WAIT_BUCKETS,
 )
+PREFILL_TIME = _replica(
+    "prefill_seconds", _H, "seconds", "From a request's first step to its first token", buckets=WAIT_BUCKETS
+)
 REPLICA_MEMORY = _replica(
     "memory_bytes",
     _G,

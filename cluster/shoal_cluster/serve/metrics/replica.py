@@ -47,9 +47,10 @@ class ReplicaMetrics:
         self._replica_id = replica_id
         self._memory = memory
         self._process = psutil.Process()
-        self._tally = Tally((d.STEP_TIME, d.QUEUE_TIME), replica_id)
+        self._tally = Tally((d.STEP_TIME, d.QUEUE_TIME, d.PREFILL_TIME), replica_id)
         self._steps = self._tally.histogram(d.STEP_TIME)
         self._queue = self._tally.histogram(d.QUEUE_TIME)
+        self._prefill = self._tally.histogram(d.PREFILL_TIME)
 
     def take(self, report: StepReport) -> None:
         """Count the step that has ended, if one has, and the requests whose first token it brought."""
@@ -58,6 +59,7 @@ class ReplicaMetrics:
         for delta in report.deltas:
             if delta.start is not None:
                 self._queue.observe(delta.start.queue_s)
+                self._prefill.observe(delta.start.prefill_s)
 
     def points(self, stats: ReplicaStats) -> Iterator[Point]:
         """Every series of this replica."""

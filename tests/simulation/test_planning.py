@@ -14,12 +14,14 @@ from typer.testing import CliRunner
 
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.sim.capacity import carries, find_capacity, find_replicas
+from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.fit import fit_live, fit_step_time
 from shoal_cluster.sim.latency import StepTime
-from shoal_cluster.sim.run import simulate
+from shoal_cluster.sim.run import run, simulate
 from shoal_cluster.sim.traces import read_trace
 from shoal_cluster.sim.workload import SimRequest, poisson, shared_prefixes, speed_up
 from shoal_replica.config import CacheConfig, SchedulerConfig
@@ -94,6 +96,22 @@ def test_the_fewest_replicas_that_carry_it() -> None:
     count = find_replicas(PLACED, requests)
     assert carries(replace(PLACED, num_replicas=count), requests, 0.9)
     assert not carries(replace(PLACED, num_replicas=count - 1), requests, 0.9)
+
+
+def test_no_replicas_are_enough_for_an_objective_that_none_meets() -> None:
+    tried: list[int] = []
+    never = replace(PLACED, objective=LatencyObjective(ttft_s=1e-3, prefill_factor=0.0))
+    assert find_replicas(never, mixed(20), on_probe=lambda count, ok: tried.append(count)) == 0
+    assert tried == [1, 2, 4, 8, 16, 22]  # a replica each is the most that can help
+
+
+def test_an_index_with_too_little_room_forgets_and_the_run_still_adds_up() -> None:
+    """Sets of it are full long before the whole is: entries go although there is room elsewhere."""
+    cluster = SimCluster(HELD)
+    cluster.gateways[0].view.index = index = PrefixIndex(1024)
+    run(cluster, mixed(120))
+    assert index.num_evicted
+    assert len(index) < index.max_entries
 
 
 def test_a_shared_pool_is_the_ceiling() -> None:

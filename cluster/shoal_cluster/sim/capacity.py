@@ -7,28 +7,36 @@ from dataclasses import replace
 
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.conservation import check_conservation
 from shoal_cluster.sim.workload import SimRequest, speed_up
 
 DEFAULT_GOODPUT = 0.9
-MAX_SPEED, MAX_REPLICAS = 1024.0, 65_536
+MAX_SPEED, MAX_REPLICAS = 1024.0, 4096
 CHECK_INTERVAL_S = 1.0
 
 
 def carries(config: SimConfig, requests: Sequence[SimRequest], goodput: float) -> bool:
-    """Whether at least that share of ``requests`` is served within the objective. Ends as soon as it is decided."""
+    """Whether at least that share of ``requests`` is served within the objective.
+
+    Ends as soon as it is decided that it is not; a run that goes to its end is checked like any other.
+    """
     cluster = SimCluster(config)
     for request in requests:
         cluster.arrive(request)
     allowed = (1 - goodput) * len(requests) + 1e-9
 
     def check() -> None:
+        if not cluster.book.num_open:
+            return
         if cluster.book.num_missed > allowed:
             cluster.loop.stop()
-        elif cluster.book.num_open:
+        else:
             cluster.loop.after(CHECK_INTERVAL_S, check)
 
     cluster.loop.after(0.0, check)
     cluster.loop.run()
+    if not cluster.book.num_open:
+        check_conservation(cluster)
     return cluster.book.num_missed <= allowed
 
 
@@ -75,18 +83,22 @@ def find_replicas(
     goodput: float = DEFAULT_GOODPUT,
     on_probe: Callable[[int, bool], None] = lambda count, ok: None,
 ) -> int:
-    """The least number of replicas that carry ``requests``. 0 if no number tried does."""
+    """The least number of replicas that carry ``requests``. 0 if none does.
+
+    Tried are up to ``MAX_REPLICAS``, and no more than the requests: with a replica each, more are no help.
+    """
 
     def probe(count: int) -> bool:
         ok = carries(replace(config, num_replicas=count), requests, goodput)
         on_probe(count, ok)
         return ok
 
+    most = min(MAX_REPLICAS, max(1, len(requests)))
     low, high = 0, 1
     while not probe(high):
-        low, high = high, high * 2
-        if high > MAX_REPLICAS:
+        if high == most:
             return 0
+        low, high = high, min(high * 2, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if probe(middle) else (middle, high)

@@ -128,7 +128,7 @@ def _plan(config: SimConfig, arrivals: Sequence[SimRequest], goodput: float, lea
     if as_json:
         typer.echo(json.dumps(found, indent=2, sort_keys=True))
     elif least:
-        typer.echo(f"{found['replicas']} replicas carry it")
+        typer.echo(f"{found['replicas'] or 'no number of'} replicas carry it")
     else:
         typer.echo(f"{found['capacity']:.3f} times this speed is carried")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 
 from shoal_replica.config import SchedulerConfig
 from shoal_replica.kv_cache import KVCacheManager
-from shoal_replica.request import Sequence
+from shoal_replica.request import Sequence, SequenceStatus
 from shoal_replica.scheduling_policy import by_progress, due_profile
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.waiting_queue import WaitingQueue
@@ -58,3 +58,17 @@ class Ledger:
             draining=draining,
             due_tokens=due_profile((*behind, *self._waiting), now, self._config.policy),
         )
+
+    def check_invariants(self) -> None:
+        """Queues, statuses and block tables tell one story; an idle scheduler holds no block."""
+        for sequence in self._running:
+            assert sequence.status is SequenceStatus.RUNNING
+            table = self._kv.block_table(sequence.seq_id)
+            assert len(table) >= self._kv.num_blocks_for(sequence.num_computed_tokens)
+            assert sequence.num_computed_tokens < sequence.num_tokens
+        for sequence in self._waiting:
+            assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+        assert len(self._running) <= self._config.max_num_seqs
+        self._waiting.check_invariants()
+        if not self._running:
+            assert self._kv.pool.num_allocated == 0

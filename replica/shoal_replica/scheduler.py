@@ -18,9 +18,10 @@ from shoal_replica.pieces import Pieces
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduling_policy import by_progress, choose_victim, rank
+from shoal_replica.shared_prefix import computed_by, expected_cached_tokens
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
-from shoal_replica.waiting_queue import WaitingQueue, expected_cached_tokens
+from shoal_replica.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -95,10 +96,11 @@ class Scheduler:
         plan, decodes_wait = self._pieces.plan(level, behind, self._waiting, room)
         if not decodes_wait:
             self._advance_level(plan, level)
-        for sequence in behind:
-            self._admit_waiting(plan, now, before=sequence)
-            self._advance(plan, [sequence])
-        self._admit_waiting(plan, now)
+        for sequence in tuple(behind):
+            self._admit_waiting(plan, behind, before=sequence)
+            if not plan.includes(sequence):
+                self._advance(plan, [sequence])
+        self._admit_waiting(plan, behind)
         if decodes_wait and not plan.num_sequences:  # nor has anybody room who waits for a place
             decodes_wait = False
             self._advance_level(plan, level)
@@ -166,32 +168,18 @@ class Scheduler:
         return self._kv.pool.heat()
 
     def stats(
-        self,
-        time_s: float,
-        step_s: float = 0.0,
-        draining: bool = False,
-        busy_s: float = 0.0,
-        token_s: float = 0.0,
+        self, time_s: float, step_s: float = 0.0, draining: bool = False, busy_s: float = 0.0, token_s: float = 0.0
     ) -> ReplicaStats:
         """The ledger as of now; ``time_s`` is the caller's wall clock."""
         return self._ledger.stats(self.now, time_s, step_s, draining, busy_s, token_s)
 
     def check_invariants(self) -> None:
-        """Queues, statuses and block tables tell one story; an idle scheduler holds no block."""
+        """The books agree, and every request that has not ended is in one queue."""
         self._kv.check_invariants()
-        for sequence in self._running:
-            assert sequence.status is SequenceStatus.RUNNING
-            table = self._kv.block_table(sequence.seq_id)
-            assert len(table) >= self._kv.num_blocks_for(sequence.num_computed_tokens)
-            assert sequence.num_computed_tokens < sequence.num_tokens <= self._finish_rule.max_model_len
-        for sequence in self._waiting:
-            assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+        self._ledger.check_invariants()
         live = {s.seq_id for s in self._running} | {s.seq_id for s in self._waiting}
         assert live == self._by_id.keys() == {s.seq_id for group in self._requests.values() for s in group}
-        assert len(self._running) <= self._config.max_num_seqs
-        self._waiting.check_invariants()
-        if not self._running:
-            assert self._kv.pool.num_allocated == 0
+        assert all(s.num_tokens <= self._finish_rule.max_model_len for s in self._running)
 
     # Steps of the above
 
@@ -240,13 +228,13 @@ class Scheduler:
             else:
                 for change in changes:
                     plan.update_blocks(sequence, change)
-            plan.compute(sequence, num_new, self._kv.block_size)
+            plan.compute(sequence, num_new)
 
-    def _admit_waiting(self, plan: StepPlan, now: float, before: Sequence | None = None) -> None:
+    def _admit_waiting(self, plan: StepPlan, computing: list[Sequence], before: Sequence | None = None) -> None:
         """Start waiting sequences in order while budget, slots and blocks last; only those that rank ``before``.
 
-        One whose prompt goes on where another's is being computed in this very step waits for the next, which finds
-        that part cached.
+        One that goes on where another's prompt is being computed waits, and that other goes in its place.
+        ``computing``: the running ones with prompts to compute; those that start now join them.
         """
         room = self._config.max_num_seqs - len(self._running)
         admitted: list[Sequence] = []
@@ -262,21 +250,32 @@ class Scheduler:
             if plan.share(sequence) == 0:
                 continue  # it yields
             matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
-            if self._kv.is_caching and plan.computes_most_of(sequence, len(matched), self._kv.block_size):
+            if self._is_computed_by_another(plan, sequence, len(matched), computing):
                 continue
             if not self._kv.can_allocate(matched, sequence.num_tokens + 1):
                 break
             self._kv.allocate(sequence.seq_id, matched, sequence.num_tokens)
             sequence.num_computed_tokens = len(matched) * self._kv.block_size
-            self._note_first_run(sequence, matched, now)
+            self._note_first_run(sequence, matched, self.now)
             sequence.move(SequenceStatus.RUNNING)
             self._introduce(plan, sequence)
-            plan.compute(sequence, plan.share(sequence), self._kv.block_size)
+            plan.compute(sequence, plan.share(sequence))
             admitted.append(sequence)
+            computing.append(sequence)
         if admitted:
             self._waiting.take(admitted)
             self._running.extend(admitted)
             self._running.sort(key=lambda s: rank(s, self._config.policy))
+
+    def _is_computed_by_another(
+        self, plan: StepPlan, sequence: Sequence, num_matched_blocks: int, computing: list[Sequence]
+    ) -> bool:
+        """Whether this step gets on with what ``sequence`` needs next; if another can, it does."""
+        whole = self._config.max_num_batched_tokens
+        other = computed_by(sequence, num_matched_blocks, computing, self._kv, whole)
+        if other is not None and not plan.includes(other):
+            self._advance(plan, [other])  # it takes no block: a prompt has all of its own from the start
+        return other is not None and plan.includes(other)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Preempt from the back until ``sequence`` can grow to ``num_tokens``. False if it had to go itself."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.host_blocks import Move
 from shoal_replica.kv_cache import BlockTable, TableChange
-from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Sequence
 
 
@@ -27,7 +26,7 @@ class StepPlan:
         self.has_put_off = False
         self._piece = piece
         self._is_due = is_due
-        self._hashes: set[BlockHash] = set()
+        self._seq_ids: set[int] = set()
         self._scheduled: list[ScheduledSequence] = []
         self._new_sequences: list[NewSequence] = []
         self._block_updates: list[tuple[int, int, tuple[int, ...]]] = []
@@ -42,7 +41,7 @@ class StepPlan:
             return max(0, min(num_behind, self.budget, left))
         return min(num_behind, self.budget)
 
-    def compute(self, sequence: Sequence, num_new: int, block_size: int) -> None:
+    def compute(self, sequence: Sequence, num_new: int) -> None:
         """Plan the sequence's share of ``num_new`` tokens; it samples when that brings it up to its last token."""
         start = sequence.num_computed_tokens
         end = start + num_new
@@ -51,19 +50,12 @@ class StepPlan:
             self.num_yielding_tokens += num_new * sequence.request.yields
         self._scheduled.append(ScheduledSequence(sequence.seq_id, start, num_new, end == len(sequence.token_ids)))
         self.budget -= num_new
-        if end % block_size < num_new:  # it fills a block
-            self._hashes.update(sequence.block_hashes[start // block_size : end // block_size])
+        self._seq_ids.add(sequence.seq_id)
         self.num_sequences += 1
 
-    def computes_most_of(self, sequence: Sequence, num_matched_blocks: int, block_size: int) -> bool:
-        """Whether this step fills the blocks of at least half of what ``sequence`` has left to compute."""
-        num_shared = 0
-        last = (sequence.num_tokens - 1) // block_size  # the last token is always computed, so its block is not reused
-        for block_hash in sequence.block_hashes[num_matched_blocks:last]:
-            if block_hash not in self._hashes:
-                break
-            num_shared += 1
-        return num_shared > 0 and 2 * num_shared * block_size >= sequence.num_tokens - num_matched_blocks * block_size
+    def includes(self, sequence: Sequence) -> bool:
+        """Whether tokens of ``sequence`` are planned."""
+        return sequence.seq_id in self._seq_ids
 
     def introduce(self, sequence: Sequence, block_table: BlockTable) -> None:
         """Send the whole sequence: the executor does not hold it."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from shoal_replica.kv_cache import KVCacheManager
-from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Sequence
 from shoal_replica.scheduling_policy import order_waiting
 
@@ -51,26 +49,3 @@ class WaitingQueue:
         """The sum is that of the sequences here."""
         assert self._num_to_compute.keys() == {s.seq_id for s in self._sequences}
         assert self.num_tokens == sum(self._num_to_compute.values())
-
-
-def expected_cached_tokens(sequence: Sequence, kv: KVCacheManager, others: Iterable[Sequence]) -> int:
-    """Tokens that ``sequence`` will find cached: they are, or ``others``, before it, will have computed them."""
-    if not kv.is_caching:
-        return 0
-    num_blocks = len(kv.match(sequence.block_hashes, sequence.num_tokens))
-    common = (num_common_blocks(sequence.block_hashes, other.block_hashes) for other in others)
-    return max(num_blocks, max(common, default=0)) * kv.block_size
-
-
-def num_common_blocks(left: list[BlockHash], right: list[BlockHash]) -> int:
-    """How many leading blocks two sequences have in common. A hash covers all before it, so halving finds the end."""
-    low, high = 0, min(len(left), len(right))
-    if not high or left[0] != right[0]:
-        return 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[middle - 1] == right[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

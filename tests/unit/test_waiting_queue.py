@@ -10,8 +10,8 @@ from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.executor import SampledToken, StepResult
 from shoal_replica.prefix_cache import hash_blocks
 from shoal_replica.scheduler import Scheduler
+from shoal_replica.shared_prefix import num_common_blocks
 from shoal_replica.testing import make_request
-from shoal_replica.waiting_queue import num_common_blocks
 
 
 def make_scheduler(*, enable_prefix_caching: bool = True) -> Scheduler:

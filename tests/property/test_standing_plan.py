@@ -33,16 +33,24 @@ CONFIG = SimConfig(
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many requests looks did not decide again; one number. Prompts are looked up when they are considered."""
-    kept = [0]
-    real_keep = StandingPlan.keep
+    """Of how many requests looks did not decide again: those before all that they decided, and those after one of them.
+    Prompts are looked up when they are considered.
+    """
+    kept = [0, 0]
+    real_keep, real_again = StandingPlan.keep, StandingPlan.again
 
     def counting_keep(self: StandingPlan, *arguments: object) -> int:
         num_kept = real_keep(self, *arguments)  # type: ignore[arg-type]
         kept[0] += num_kept
         return num_kept
 
+    def counting_again(self: StandingPlan, one: look.Considered) -> look.Step | None:
+        step = real_again(self, one)
+        kept[1] += step is not None
+        return step
+
     monkeypatch.setattr(StandingPlan, "keep", counting_keep)
+    monkeypatch.setattr(StandingPlan, "again", counting_again)
     monkeypatch.setattr(look, "MIN_PRICED", 1)
     monkeypatch.setattr(look, "NUM_PRICES", 1)
     return kept
@@ -97,6 +105,7 @@ def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
     requests = traffic(seed, requests_per_s, num_tenants)
     with_plan = outcome(config, requests)
     assert (kept[0] > 30) == (num_tenants == 1 and not config.has_shared_pool)
+    assert kept[1] > 100 or requests_per_s < 25
 
     real_next = PendingQueue.next
 
@@ -105,9 +114,9 @@ def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
         return real_next(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PendingQueue, "next", forgetful_next)
-    kept[0] = 0
+    kept[:] = [0, 0]
     assert outcome(config, requests) == with_plan
-    assert not kept[0]
+    assert kept == [0, 0]
 
 
 class Gateway:
@@ -272,6 +281,7 @@ def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
                 sent, anew = (gateway.next(now) for gateway in gateways)
                 assert decided(sent) == decided(anew), (seed, now)
     assert kept[0] > 50
+    assert kept[1] > 10
 
 
 def decided(sent: Dispatch | None) -> object:

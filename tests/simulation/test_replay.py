@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,7 +16,8 @@ from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_state import ScaleState
 from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.look import Considered, Draw, Look, Sent, Step, look
+from shoal_cluster.policies.given import Given
+from shoal_cluster.policies.look import Considered, Draw, Earlier, Look, Sent, Step, look
 from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights, route
@@ -54,9 +55,10 @@ class NotedPlan(Plan):
         super().__init__(snapshot, weights, max_steps_ahead)
         self.snapshot, self.max_steps_ahead = snapshot, max_steps_ahead
 
-    def keep(self, snapshot: Candidates, changed: Iterable[int], num_kept: int) -> None:
-        super().keep(snapshot, changed, num_kept)
+    def keep(self, snapshot: Candidates, changed: Iterable[int], num_kept: int) -> list[Given]:
+        taken = super().keep(snapshot, changed, num_kept)
         self.snapshot = snapshot
+        return taken
 
 
 @pytest.mark.parametrize("num_gateways", [1, 3])
@@ -71,19 +73,25 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
         plans_all: bool,
         draw: Callable[[int], Draw],
         decided: Sequence[Step],
+        earlier: Earlier,
     ) -> tuple[tuple[Step, ...], Sent | None]:
         draws: dict[int, Draw] = {}
-        considered = list(considered)
+        asked: list[Considered] = []
+
+        def noted_considered() -> Iterator[Considered]:
+            for one in considered:
+                asked.append(one)
+                yield one
 
         def noted(number: int) -> Draw:
             draws[number] = draw(number)
             return draws[number]
 
         assert isinstance(plan, NotedPlan)
-        steps, sent = look(plan, considered, plans_all, noted, decided)
+        steps, sent = look(plan, noted_considered(), plans_all, noted, decided, earlier)
         if decided:
             noted(0)
-        seen = tuple(considered[: len(steps)])
+        seen = tuple(asked[: len(steps)])
         record = Look(plan.snapshot, plan.weights, plan.max_steps_ahead, plans_all, seen, draws, steps)
         assert record.replay() == steps
         counts["kept"] += len(decided)

@@ -47,9 +47,12 @@ def test_updates_change_stats_blocks_and_age(view: ClusterView) -> None:
 
 def test_what_changes_a_decision_is_news_of_that_replica(view: ClusterView) -> None:
     def news() -> set[int]:
-        return view.take_changed()
+        changed, rematched = view.news.take()
+        assert rematched <= changed
+        return changed
 
     news()
+    view.news.watch((A,))
     view.apply_update("one", None, (), (), now=11.0)
     assert news() == set(), "it is alive: nothing else has changed"
     view.apply_update("one", None, [A], (), now=11.0)

@@ -9,6 +9,7 @@ import numpy as np
 
 from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.ranking import RouteQuery
+from shoal_cluster.policies.wishes import Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,4 +39,6 @@ class Held:
     matched_s: float = -math.inf  # as of then,
     matched_of: tuple[str, ...] = ()  # of these replicas
     seed: int | None = None  # of its dice among equals: drawn once, so that it waits where it waited
+    entry: tuple[Rank, int, Held] | None = None  # in the order of the queue,
+    begins_by: tuple[float, int, Held] | None = None  # and in that of when they have to begin
     wish: tuple[str, int, int] | None = None  # where it was planned last: replica, blocks, tokens

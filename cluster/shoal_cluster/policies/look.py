@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -83,18 +83,32 @@ class Look(NamedTuple):
         return look(plan, self.considered, self.plans_all, self.draws.__getitem__)[0]
 
 
+class Earlier(Protocol):
+    """What earlier looks have decided."""
+
+    @property
+    def may_stand(self) -> bool:
+        """Whether something of it may stand yet."""
+        ...
+
+    def again(self, one: Considered) -> Step | None:
+        """What was decided of ``one``, if it stands: the plan has it again."""
+        ...
+
+
 def look(
     plan: Plan,
     considered: Iterable[Considered],
     plans_all: bool,
     draw: Callable[[int], Draw],
     decided: Sequence[Step] = (),
+    earlier: Earlier | None = None,
 ) -> tuple[tuple[Step, ...], Sent | None]:
     """Decide of ``considered`` in order, up to the first that is sent or until no replica may start anything more.
 
     Each is placed, busy replicas included; if the best one cannot start it, it is planned there before the next is
     considered. The first is placed without a plan: mostly it goes. ``decided`` are the first steps, which the plan has
-    already: they would be decided the same again.
+    already: they would be decided the same again. Those after them stand as far as ``earlier`` says so.
     """
     steps = list(decided)
     waiting = islice(considered, len(steps), None)
@@ -103,7 +117,7 @@ def look(
     elif not (plans_all or plan.num_startable):
         return tuple(steps), None
     else:
-        batch = _priced(plan, waiting)
+        batch = _to_price(plan, waiting, plans_all, steps, earlier)
     while batch:
         for row, one in enumerate(batch):
             for other in one.before:
@@ -127,8 +141,26 @@ def look(
             plan.give(query, place, matched, one.due_s)
             if not (plans_all or plan.num_startable):
                 return tuple(steps), None
-        batch = _priced(plan, waiting)
+        batch = _to_price(plan, waiting, plans_all, steps, earlier)
     return tuple(steps), None
+
+
+def _to_price(
+    plan: Plan, waiting: Iterator[Considered], plans_all: bool, steps: list[Step], earlier: Earlier | None
+) -> list[Considered]:
+    """The next few, priced for ``plan.best`` by their numbers; what stands before them is added to ``steps``."""
+    while earlier is not None and earlier.may_stand:
+        one = next(waiting, None)
+        if one is None:
+            return []
+        step = earlier.again(one)
+        if step is None:
+            plan.consider([one.query], one.matched[np.newaxis])
+            return [one]
+        steps.append(step)
+        if not (plans_all or plan.num_startable):
+            return []
+    return _priced(plan, waiting)
 
 
 def _priced(plan: Plan, waiting: Iterator[Considered]) -> list[Considered]:

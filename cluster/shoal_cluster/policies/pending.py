@@ -6,19 +6,18 @@ free first, and to the best of them. Replicas therefore get only what they can s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
-from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.held import Held, PendingRequest
+from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.look import Considered, Draw, Look, look
-from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
+from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pace import Pace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import RouteDecision, uncached_blocks, uncached_tokens
@@ -26,7 +25,7 @@ from shoal_cluster.policies.routing import RouteWeights, Rule
 from shoal_cluster.policies.standing import EPSILON_S, MAX_MATCH_AGE_S, Planned, StandingPlan
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
-from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
+from shoal_cluster.policies.wishes import PlacedWish, Wish
 from shoal_cluster.policies.yielding import Yielding
 from shoal_replica.errors import ConfigError
 
@@ -98,10 +97,9 @@ class PendingQueue:
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
         self._held: dict[str, Held] = {}
-        self._order: list[tuple[Held, float]] | None = None  # to consider, and when due; None: not known
-        self._dates_until_s = math.inf  # no date changes before a replica can begin as late as that
         self._standing = StandingPlan()
         self._shares = FairShares()
+        self._by_urgency = HeldOrder(self._shares, config.max_considered)
         self._sent = Yielding()
 
     def __len__(self) -> int:
@@ -122,7 +120,6 @@ class PendingQueue:
         held = self._held[request_id] = Held(pending)
         held.num_new_tokens = pending.query.num_prompt_tokens
         self._note_times(held, pending.arrival_s)
-        self._order = None
         self._shares.enter(pending.tenant)
         self._has_unplanned = self._is_one_of_many
 
@@ -131,7 +128,7 @@ class PendingQueue:
         held = self._held.pop(request_id, None)
         if held is None:
             return None
-        self._order = None
+        self._by_urgency.remove(held)
         self._shares.leave(held.pending.tenant)
         return held.pending
 
@@ -139,11 +136,12 @@ class PendingQueue:
         """Prompt tokens that others held beside this one have to compute, and how many they are. The tokens of what is
         lost count only where its turn comes first: it fills no queue for what can be met.
         """
-        its = self._held[request_id]
+        its, rank = self._held[request_id], self._by_urgency.rank
+        its_rank = rank(its)
         num_tokens = sum(
             held.num_new_tokens
             for held in self._held.values()
-            if held is not its and (not held.is_lost or self._rank(held) < self._rank(its))
+            if held is not its and (not held.is_lost or rank(held) < its_rank)
         )
         return num_tokens, len(self._held) - 1
 
@@ -157,7 +155,7 @@ class PendingQueue:
             return 0.0
         if len(self._held) == 1 and view.has_idle() and not view.wishes(now):
             return 0.0
-        left_s = min(held.due_s - held.takes_s for held in self._held.values()) - now
+        left_s = self._by_urgency.begins_by_s - now
         urgency_share = min(1.0, max(0.0, left_s / self._config.objective.ttft_s))
         return TURN_DELAYS * num_gateways * (URGENCY * urgency_share + (1.0 - URGENCY) * rng.random())
 
@@ -180,9 +178,10 @@ class PendingQueue:
         is_new = self._pace.look(present, now)
         latest_s = now + plan.wait_at_most_s(self._pace.token_s)
         self._note_dates(plan, latest_s, is_new, now)
-        order = self._in_order(now)
+        order = self._by_urgency.to_consider(now)
         num_kept = self._standing.keep(plan, order, now)
         if num_kept == len(order):
+            self._standing.forget_earlier()
             return None
         kept = self._standing.planned[:num_kept]
         considered: list[Considered] = []
@@ -200,10 +199,16 @@ class PendingQueue:
         plans_all, self._has_unplanned = self._has_unplanned, False
         decided = tuple([planned.step for planned in kept])
         seen_by_look = self._considered(order, kept, view, now, considered)
-        steps, sent = look(plan, seen_by_look, plans_all, draw, decided)
+        steps, sent = look(plan, seen_by_look, plans_all, draw, decided, self._standing)
+        if sent is None and len(steps) == len(order):
+            self._standing.forget_earlier()
+        given = iter(plan.given[num_kept:])
         for number in range(num_kept, len(steps)):
             (held, _), step = order[number], steps[number]
             if step.is_sent or step.place < 0:
+                continue
+            its = next(given)
+            if self._standing.note_again(number, considered[number]):
                 continue
             query = held.pending.query
             size = uncached_blocks(query, step.num_matched_blocks), uncached_tokens(query, step.num_matched_blocks)
@@ -212,7 +217,7 @@ class PendingQueue:
             if held.is_lost:
                 self._note_times(held, now + plan.wait_s(self._pace.token_s))
             if considered[number].query is query and not (number and number in draws):
-                self._standing.note(number, held, considered[number], step, now)
+                self._standing.note(number, held, considered[number], step, its, now)
             if self._is_one_of_many:
                 held.wish = (view.replica_ids[step.place], *size)
         if sent is None:
@@ -257,9 +262,13 @@ class PendingQueue:
             yield considered[-1]
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
         other = next(foreign, None)
-        for held, due_s in order[len(kept) :]:
+        for number, (held, due_s) in enumerate(order[len(kept) :], len(kept)):
+            if (one := self._standing.offer(number, held, due_s, now)) is not None:
+                considered.append(one)
+                yield one
+                continue
             before: list[PlacedWish] = []
-            while other is not None and other.wish.rank < self._rank(held):
+            while other is not None and other.wish.rank < self._by_urgency.rank(held):
                 before.append(other)
                 other = next(foreign, None)
             matched, query = self._matched(held, view, now), held.pending.query
@@ -274,10 +283,10 @@ class PendingQueue:
             return {}
         wishes: dict[str, list[Wish]] = {}
         planned = [held for held in self._held.values() if held.wish is not None]
-        for held in nsmallest(self._config.max_considered, planned, key=self._rank):
+        for held in nsmallest(self._config.max_considered, planned, key=self._by_urgency.rank):
             if held.wish is not None:
                 replica_id, num_blocks, num_tokens = held.wish
-                wishes.setdefault(replica_id, []).append(Wish(self._rank(held), num_blocks, num_tokens))
+                wishes.setdefault(replica_id, []).append(Wish(self._by_urgency.rank(held), num_blocks, num_tokens))
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
 
     def _matched(self, held: Held, view: ClusterView, now: float) -> Ints:
@@ -291,54 +300,22 @@ class PendingQueue:
         """Make due dates such that can be met. ``latest_s``: no later does a replica begin with something more; when
         exactly is found where it matters. ``is_new``: so is the pace.
         """
-        if not is_new and latest_s <= self._dates_until_s:
+        if not is_new and latest_s < self._by_urgency.begins_by_s - EPSILON_S:
             return
-        begins_s = None
-        for held in self._held.values():
-            if not is_new and held.due_s >= (latest_s if begins_s is None else begins_s) + held.takes_s:
-                continue
-            if begins_s is None:
-                begins_s = now + plan.wait_s(self._pace.token_s)
+        begins_s = now + plan.wait_s(self._pace.token_s)
+        late = self._by_urgency.that_begin_by(begins_s + EPSILON_S)
+        for held in list(self._held.values()) if is_new else late:
             if is_new or held.due_s < begins_s + held.takes_s:
                 self._note_times(held, begins_s)
-        self._dates_until_s = min(held.due_s - held.takes_s for held in self._held.values()) - EPSILON_S
-
-    def _in_order(self, now: float) -> list[tuple[Held, float]]:
-        """Those to consider, and when each is due: those before others that are due sooner, no later."""
-        if self._order is not None:
-            return self._order
-        if len(self._held) == 1:
-            (held,) = self._held.values()
-            return [(held, self._due_there_s(held, now))]
-        urgent = nsmallest(self._config.max_considered, self._held.values(), key=self._rank)
-        there_s = [self._due_there_s(held, now) for held in urgent]
-        before_others_s = list(accumulate(reversed(there_s), min))[::-1]
-        yields = [self._shares.had_more(held.pending.tenant) for held in urgent]
-        dues_s = [there_s[i] if yields[i] else before_others_s[i] for i in range(len(urgent))]
-        order = list(zip(urgent, dues_s, strict=True))
-        self._order = None if any(yields) else order  # there, dates go by the time of the look
-        return order
-
-    def _rank(self, held: Held) -> Rank:
-        return held.pending.priority, self._shares.place(held.pending.tenant), held.due_s
-
-    def _due_there_s(self, held: Held, now: float) -> float:
-        """When it is due at the replica: of a tenant that had most of the service lately, not before others' that may
-        come while it waits for the step that runs.
-        """
-        if not self._shares.had_more(held.pending.tenant):
-            return held.due_s
-        return max(held.due_s, now + RENEWAL * held.length_s)
 
     def _note_times(self, held: Held, begins_s: float) -> None:
         """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
         num_tokens = held.num_new_tokens
         num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
-        alone_s, held.takes_s = self._pace.seconds(num_cached_tokens, num_tokens)
+        alone_s, takes_s = self._pace.seconds(num_cached_tokens, num_tokens)
         held.length_s = self._config.objective.due_in_s(alone_s)
         arrival_s = held.pending.arrival_s
-        due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + held.takes_s)
+        due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)
         held.is_lost = due_s > arrival_s + held.length_s
-        self._dates_until_s = min(self._dates_until_s, due_s - held.takes_s - EPSILON_S)
-        if due_s != held.due_s:
-            held.due_s, self._order = due_s, None
+        held.due_s, held.takes_s = due_s, takes_s
+        self._by_urgency.put(held)

@@ -7,7 +7,6 @@ cannot have changed stands, and the next look goes on after it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,35 +25,13 @@ from shoal_cluster.policies.columns import (
     due_column,
     promise,
 )
+from shoal_cluster.policies.given import Given, Price
 from shoal_cluster.policies.ranking import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, load, work
 
 Bools = NDArray[np.bool_]
 TOKENS = 2  # of ``Candidates.columns``
 NOBODY, NOTHING, NO_BLOCKS = np.zeros(0, np.bool_), np.zeros(0), np.zeros(0, np.int64)
-
-
-@dataclass(slots=True)
-class Given:
-    """A request that is to wait for a replica, and by what.
-
-    Attributes:
-        matched: blocks cached on each replica [n]; ``num_matched_blocks`` where it is to wait.
-        num_blocks, num_tokens: what it takes there.
-        least_blocks: that a replica must have free to count as one with room for it.
-        price: whether there is no room for it there, and the cost. The least of all replicas.
-    """
-
-    query: RouteQuery
-    place: int
-    matched: Ints
-    num_matched_blocks: int
-    due_s: float
-    num_blocks: int
-    num_tokens: int
-    least_blocks: int
-    sequence_price: float
-    price: tuple[bool, float] = (True, 0.0)
 
 
 class Plan:
@@ -68,6 +45,7 @@ class Plan:
     Attributes:
         is_untouched: nothing was given away so far.
         given: to whom, in order, but for what was only ``set_aside``.
+        is_mended: something that was taken back may be given again, and what is given in its place makes a difference.
     """
 
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
@@ -77,12 +55,12 @@ class Plan:
         self._max_steps_ahead = max_steps_ahead
         self.is_untouched = True
         self.given: list[Given] = []
-        self._is_given: Bools = NOBODY  # who was given some of them
-        self._slack: Floats = NOTHING  # with a greater load, it is the best for none of them
+        self.is_mended = False
+        self._differing: dict[int, list[int]] = {}  # columns there that ``stands`` has to look at
         self._open: Bools | None = None  # who may start something; made when asked, then kept
         self._startable: Bools = NOBODY  # the same after what was given
         self._num_open = self._num_startable = 0
-        self._wait_s: float | None = None
+        self._waits_s, self._token_s = NOTHING, 0.0
         self._costs: Floats = NOTHING  # of the queries considered now
         self._sequence_prices: Floats = NOTHING
         self._blocks: Ints = NO_BLOCKS
@@ -106,15 +84,16 @@ class Plan:
     def wait_s(self, token_s: float) -> float:
         """Until some replica can begin with a prompt that is sent now, if prompt tokens take ``token_s`` each: the step
         that runs has to end, and what was sent before comes first. 0 if none may start anything. What was given away
-        does not count; found once.
+        does not count.
         """
-        if self._wait_s is None:
+        if not self._waits_s.size or token_s != self._token_s:
             told, columns = self._snapshot.told, self._snapshot.columns
-            may_start = self._may_start(columns)
             waits_s = columns[URGENT] * token_s
             waits_s += told["step_s"] * (told["num_running"] > 0)
-            self._wait_s = float(waits_s.min(where=may_start, initial=np.inf)) if may_start.any() else 0.0
-        return self._wait_s
+            waits_s[~self._may_start(columns)] = np.inf
+            self._waits_s, self._token_s = waits_s, token_s
+        least_s = float(self._waits_s.min(initial=np.inf))
+        return least_s if least_s < np.inf else 0.0
 
     def wait_at_most_s(self, token_s: float) -> float:
         """A bound on ``wait_s``, found sooner: what the replica with the least to do makes a prompt wait."""
@@ -125,8 +104,12 @@ class Plan:
         num_tokens = columns.item(URGENT, place)
         if columns.item(CAPACITY, place) < 0 or num_tokens > self._limit(place):
             return self.wait_s(token_s)
+        return self._wait_at(place, token_s)
+
+    def _wait_at(self, place: int, token_s: float) -> float:
         stats = self._snapshot.stats[place]
-        return num_tokens * token_s + (stats.step_s if stats is not None and stats.num_running else 0.0)
+        step_s = stats.step_s if stats is not None and stats.num_running else 0.0
+        return self._snapshot.columns.item(URGENT, place) * token_s + step_s
 
     def consider(self, queries: Sequence[RouteQuery], matched: Ints) -> None:
         """Price ``queries`` [q] on every replica; ``matched`` are the blocks cached there [q, n]. They replace those
@@ -174,48 +157,72 @@ class Plan:
         """The replica at ``place`` is to take ``query``, now or later: what comes after counts on the rest."""
         num_matched = matched.item(place)
         num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
-        least_blocks, sequence_price = int(bool(self.given)), self.weights.sequence_price(query)
-        given = Given(query, place, matched, num_matched, due_s, num_blocks, num_tokens, least_blocks, sequence_price)
-        given.price = self._price(given, place, self._columns[:, place].tolist())
-        if not self._is_given.size:
-            self._is_given = np.zeros(len(self._snapshot), np.bool_)
-            self._slack = np.full(len(self._snapshot), -np.inf)
+        prices = int(bool(self.given)), self.weights.prefill_price, self.weights.sequence_price(query)
+        given = Given(query, place, matched, num_matched, due_s, num_blocks, num_tokens, *prices)
+        given.wait_at(self._columns[:, place].tolist(), self._snapshot.replica_ids)
         self.given.append(given)
-        self._is_given[place] = True
-        has_no_room, cost = given.price
-        if has_no_room:
-            self._slack[:] = np.inf
-        else:
-            uncached = np.maximum(query.num_prompt_tokens - matched * query.block_size, 1)
-            np.maximum(self._slack, cost - self.weights.prefill_price * uncached, out=self._slack)
-            self._slack[place] = np.inf
         self.set_aside(place, num_blocks, num_tokens)
 
-    def keep(self, snapshot: Candidates, changed: Iterable[int], num_kept: int) -> None:
+    def give_again(self, given: Given) -> None:
+        """What was taken back and ``stands``."""
+        self.given.append(given)
+        self._promise(given.place, 1, given.num_blocks, given.num_tokens)
+
+    def keep(self, snapshot: Candidates, changed: Iterable[int], num_kept: int) -> list[Given]:
         """The cluster is ``snapshot`` now, by news of the replicas at ``changed`` alone. Of what was given, at most
         ``num_kept``, keeps the first that would each be given to the same replica again, to wait there. It may keep
-        fewer.
+        fewer. Returns the others, taken back.
         """
-        self._snapshot, self._wait_s = snapshot, None
+        self._snapshot = snapshot
         self._costs = NOTHING
+        if self._waits_s.size:
+            for place in changed:
+                is_open = self._is_open(snapshot.columns, place)
+                self._waits_s[place] = self._wait_at(place, self._token_s) if is_open else np.inf
         if self.is_untouched:
             self._columns, self._open = snapshot.columns, None
-            return
+            return []
         num_kept = min(num_kept, len(self.given))
         for place in changed:
             num_kept = self._num_standing(place, num_kept)
-        self.take_back(num_kept)
+        taken = self.take_back(num_kept)
         for place in changed:
             self._reset(place)
+        return taken
 
-    def take_back(self, num_kept: int) -> None:
-        """Only the first so many were given."""
+    def take_back(self, num_kept: int) -> list[Given]:
+        """Only the first so many were given. Returns the others."""
         taken = self.given[num_kept:]
         del self.given[num_kept:]
-        for place in {given.place for given in taken}:
-            self._reset(place)
+        for given in taken:
+            self._promise(given.place, -1, -given.num_blocks, -given.num_tokens)
         if not self.given:
             self.is_untouched, self._columns = True, self._snapshot.columns
+        return taken
+
+    def differ(self, places: Iterable[int]) -> None:
+        """Replicas there are not as they were to what was taken back: ``stands`` looks at them."""
+        for place in places:
+            self._differing[place] = self._columns[:, place].tolist()
+
+    def mend(self, is_mended: bool) -> None:
+        """Whether something that was taken back may be given again."""
+        self.is_mended = is_mended
+        if not is_mended:
+            self._differing.clear()
+
+    def stands(self, given: Given) -> bool:
+        """Whether what was taken back would be given to the same replica again, to wait there."""
+        price, ids = given.price, self._snapshot.replica_ids
+        for place, column in self._differing.items():
+            if place == given.place:
+                price = given.price_at(place, column, ids)
+                if not self._has_to_wait(given, place, price, column):
+                    return False
+            elif given.is_better_at(place, column, ids):
+                return False
+        given.price = price
+        return True
 
     def know_matched(self, place: int, num_matched_blocks: int) -> None:
         """So many blocks of the first one's prompt are cached at ``place``."""
@@ -223,24 +230,20 @@ class Plan:
         if first.matched.item(place) != num_matched_blocks:
             first.matched = first.matched.copy()
             first.matched[place] = num_matched_blocks
-            self._slack[place] = np.inf
+            first.most_load = np.inf
 
     def _num_standing(self, place: int, count: int) -> int:
         """How many of the first ``count`` that were given are better off where they are than at ``place``, of which
         there are news, or have to wait there as before.
         """
-        column = self._snapshot.columns[:, place].tolist()
-        if column[LOAD] > self._slack.item(place):
-            return count
+        column, ids = self._snapshot.columns[:, place].tolist(), self._snapshot.replica_ids
         for number, given in enumerate(self.given[:count]):
-            price = self._price(given, place, column)
             if given.place != place:
-                if price <= given.price:
+                if given.is_better_at(place, column, ids):
                     return number
                 continue
-            if price > given.price or given.matched.item(place) != given.num_matched_blocks:
-                return number
-            if not price[0] and self._has_time(place, column[TOKENS], given.due_s):
+            price = given.price_at(place, column, ids)
+            if not self._has_to_wait(given, place, price, column):
                 return number
             given.price = price
             column[TOKENS] += given.num_tokens
@@ -251,40 +254,45 @@ class Plan:
             column[ROOM] = column[OPEN_BLOCKS] if column[OPEN_SLOTS] > 0 else -1
         return count
 
-    def _price(self, given: Given, place: int, column: Sequence[int]) -> tuple[bool, float]:
-        """As ``Given.price``, at ``place`` with that column; infinite for one that cannot take it."""
-        query, num_matched = given.query, given.matched.item(place)
-        if column[CAPACITY] < query.num_blocks_needed or (
-            query.excluded and self._snapshot.replica_ids[place] in query.excluded
-        ):
-            return True, np.inf
-        uncached = max(1, query.num_prompt_tokens - num_matched * query.block_size)
-        cost = uncached * self.weights.prefill_price + column[LOAD] + given.sequence_price * column[SEQUENCES]
-        return column[ROOM] < max(given.least_blocks, query.num_blocks_needed - num_matched), cost
+    def _has_to_wait(self, given: Given, place: int, price: Price, column: Sequence[int]) -> bool:
+        """Whether ``given`` costs no more where it is, at ``place``, with that column, and cannot start there yet."""
+        if price > given.price or given.matched.item(place) != given.num_matched_blocks:
+            return False
+        return price[0] or not self._has_time(place, column[TOKENS], given.due_s)
 
     def _reset(self, place: int) -> None:
         """Make its column anew: the snapshot's, and what was given."""
         columns = self._columns
         if not self.is_untouched:
             columns[:, place] = self._snapshot.columns[:, place]
-        if self._is_given[place]:
             for given in self.given:
                 if given.place == place:
                     promise(columns, place, 1, given.num_blocks, given.num_tokens)
         if self._open is not None:
-            is_open, is_startable = self._is_open(self._snapshot.columns, place), self._is_open(columns, place)
+            is_open = self._is_open(self._snapshot.columns, place)
             self._num_open += is_open - self._open.item(place)
+            self._open[place] = is_open
+        self._note_changed(place)
+
+    def _promise(self, place: int, num_requests: int, num_blocks: int, num_tokens: int) -> None:
+        if self.is_untouched:
+            self.is_untouched, self._columns = False, self._columns.copy()  # it is the snapshot's
+        promise(self._columns, place, num_requests, num_blocks, num_tokens)
+        self._note_changed(place)
+
+    def _note_changed(self, place: int) -> None:
+        if place in self._differing:
+            self.differ((place,))
+        if self._open is not None:
+            is_startable = self._is_open(self._columns, place)
             self._num_startable += is_startable - self._startable.item(place)
-            self._open[place], self._startable[place] = is_open, is_startable
+            self._startable[place] = is_startable
 
     def set_aside(self, place: int, num_blocks: int, num_tokens: int) -> None:
         """The same for a request of which only its size is known."""
-        if self.is_untouched:
-            self.is_untouched, self._columns = False, self._columns.copy()  # it is the snapshot's
-        promise(self._columns, place, 1, num_blocks, num_tokens)
-        if self._open is not None and self._startable[place] and not self._is_open(self._columns, place):
-            self._startable[place] = False
-            self._num_startable -= 1
+        self._promise(place, 1, num_blocks, num_tokens)
+        if self.is_mended:
+            self.differ((place,))
         if self._costs.size:
             self._costs[:, place] += num_tokens
             self._costs[:, place] += self._sequence_prices

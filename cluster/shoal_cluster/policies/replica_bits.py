@@ -27,9 +27,8 @@ def add_lengths(counts: Ints, held: Words, alive: int) -> int:
     elif held.shape[1] == 1:
         changes = enumerate(held.reshape(-1).tolist())
     else:
-        np.bitwise_and.accumulate(held, axis=0, out=held)
-        rows = [0, *((held[1:] != held[:-1]).any(axis=1).nonzero()[0] + 1).tolist()]
-        changes = [(row, int.from_bytes(held[row].tobytes(), "little")) for row in rows]
+        size = len(first)
+        changes = ((row, int.from_bytes(whole[row * size : (row + 1) * size], "little")) for row in range(len(held)))
     for row, holders in changes:
         left = alive & holders
         if left != alive:

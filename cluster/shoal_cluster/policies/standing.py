@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY
+from shoal_cluster.policies.given import Given
 from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.look import Considered, Step
+from shoal_cluster.policies.news import News
 from shoal_cluster.policies.objective import RENEWAL
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights
@@ -31,6 +33,7 @@ class Planned:
     due_s: float
     considered: Considered
     step: Step
+    given: Given
     until_s: float
 
 
@@ -47,40 +50,53 @@ class StandingPlan:
 
     def __init__(self) -> None:
         self.planned: list[Planned] = []
+        self._after_gap: list[Planned] = []  # planned, too, but not all before them are
+        self._earlier: dict[Held, Planned] = {}  # what was taken back, in order: most of it stands
+        self._offered: Planned | None = None
+        self._again: dict[int, Planned] = {}  # what a look has left as it was, by the identity of ``considered``
         self._plan: Plan | None = None
         self._made_for: tuple[object, ...] = ()
-        self._num_evicted = self._index_version = -1
+        self._num_evicted = -1
         self._order: Sequence[tuple[Held, float]] = ()  # that of which ``planned`` is the beginning
         self._until_s = -math.inf  # the least
         self._is_lasting = False
+        self._news = News()
 
     def forget(self) -> None:
         """Begin anew."""
-        self.planned = []
+        self.planned, self._after_gap, self._plan = [], [], None
+        self.forget_earlier()
+
+    def forget_earlier(self) -> None:
+        """All is planned: what was taken back is no longer asked for."""
+        self._earlier.clear()
+        if self._plan is not None:
+            self._plan.mend(False)
 
     def renew(self, view: ClusterView, present: Candidates, weights: RouteWeights, max_steps_ahead: float) -> Plan:
         """The plan of ``present``, the cluster as of now, with what is ``planned`` given away."""
-        changed, index = view.take_changed(), view.index
+        (changed, rematched), index = view.news.take(), view.index
         made_for = (view, view.replica_ids, weights)
         self._is_lasting = index.is_by_replica and not _grows_dearer(present, weights)
-        if self.planned and not (
+        if not (
             self._is_lasting
             and len(changed) <= MAX_NEWS
             and all(map(operator.is_, made_for, self._made_for))
             and index.num_evicted == self._num_evicted
         ):
             self.forget()
-        if not self.planned or self._plan is None:
+        if self._plan is None:
             plan = self._plan = Plan(present, weights, max_steps_ahead)
         else:
             plan = self._plan
-            if index.version != self._index_version:
+            if self.planned:
                 block_hashes = self.planned[0].held.pending.query.block_hashes
-                for place in changed:
+                for place in rematched:
                     plan.know_matched(place, view.match_at(place, block_hashes))
-            plan.keep(present, changed, len(self.planned))
-            del self.planned[len(plan.given) :]
-        self._made_for, self._num_evicted, self._index_version = made_for, index.num_evicted, index.version
+            self._set_back(plan, plan.keep(present, changed, len(self.planned)))
+            if self._earlier:
+                plan.differ(changed)
+        self._made_for, self._num_evicted, self._news = made_for, index.num_evicted, view.news
         return plan
 
     def keep(self, plan: Plan, order: Sequence[tuple[Held, float]], now: float) -> int:
@@ -91,7 +107,7 @@ class StandingPlan:
         if not num_kept:
             self._order, self._until_s = order, math.inf
             if not plan.is_untouched:
-                plan.take_back(0)
+                self._set_back(plan, plan.take_back(0))
             return 0
         if order is not self._order or now >= self._until_s:
             for number, (planned, (held, due_s)) in enumerate(zip(self.planned, order, strict=False)):
@@ -99,17 +115,61 @@ class StandingPlan:
                     num_kept = number
                     break
             num_kept = min(num_kept, len(order))
-            del self.planned[num_kept:]
-            plan.take_back(num_kept)
+            self._set_back(plan, plan.take_back(num_kept))
             self._order, self._until_s = order, min((planned.until_s for planned in self.planned), default=math.inf)
         if num_kept:  # its match is as of now, by all news
             first = self.planned[0].held
             first.matched, first.matched_s = plan.given[0].matched, now
         return num_kept
 
-    def note(self, number: int, held: Held, considered: Considered, step: Step, now: float) -> None:
-        """A look has planned ``held``. What is not certain to be decided in the same way again begins no plan."""
-        if not self._is_lasting or number != len(self.planned) or step.place < 0:
+    def offer(self, number: int, held: Held, due_s: float, now: float) -> Considered | None:
+        """``held`` is considered next: as before, if what was decided of it may stand."""
+        assert self._plan is not None
+        self._offered = None
+        if (planned := self._earlier.get(held)) is None:
+            return None
+        if number and planned.given.least_blocks and due_s == planned.due_s and now < planned.until_s:
+            self._offered = planned
+            return planned.considered
+        del self._earlier[held]
+        self._plan.differ((planned.given.place,))
+        return None
+
+    @property
+    def may_stand(self) -> bool:
+        """Whether something may stand of what was taken back."""
+        return bool(self._earlier)
+
+    def again(self, one: Considered) -> Step | None:
+        """What was decided of ``one``, if it stands: the plan has it again. Those before it in the order that have not
+        been asked for are gone.
+        """
+        plan, offered = self._plan, self._offered
+        if plan is None or offered is None or offered.considered is not one:
+            return None
+        for held in self._earlier:
+            if held is offered.held:
+                break
+            plan.differ((self._earlier[held].given.place,))
+        while self._earlier.pop(next(iter(self._earlier))) is not offered:
+            pass
+        if not plan.stands(offered.given):
+            plan.differ((offered.given.place,))
+            return None
+        plan.give_again(offered.given)
+        self._again[id(one)] = offered
+        return offered.step
+
+    def note_again(self, number: int, considered: Considered) -> bool:
+        """Whether a look has left the request of that number planned as it was."""
+        planned = self._again.pop(id(considered), None)
+        if planned is not None:
+            self._append(number, planned)
+        return planned is not None
+
+    def note(self, number: int, held: Held, considered: Considered, step: Step, given: Given, now: float) -> None:
+        """A look has planned ``held``. What is not certain to be decided in the same way again is not kept."""
+        if not self._is_lasting:
             return
         if held.is_lost:  # and its date comes nearer again if a replica can begin sooner
             arrival_s = held.pending.arrival_s
@@ -119,9 +179,28 @@ class StandingPlan:
         until_s = math.inf if number == 0 else held.matched_s + MAX_MATCH_AGE_S
         if place:
             until_s = min(until_s, considered.due_s - DUE_WITHIN_S[place - 1])
-        until_s -= EPSILON_S
-        self.planned.append(Planned(held, considered.due_s, considered, step, until_s))
-        self._until_s = min(self._until_s, until_s)
+        if number == 0:
+            self._news.watch(held.pending.query.block_hashes)
+        self._append(number, Planned(held, considered.due_s, considered, step, given, until_s - EPSILON_S))
+
+    def _append(self, number: int, planned: Planned) -> None:
+        if number == len(self.planned):
+            self.planned.append(planned)
+            self._until_s = min(self._until_s, planned.until_s)
+        else:
+            self._after_gap.append(planned)
+
+    def _set_back(self, plan: Plan, taken: Sequence[Given]) -> None:
+        """The plan has ``taken`` back what is the last of it."""
+        set_back = [*self.planned[len(plan.given) :], *self._after_gap]
+        del self.planned[len(plan.given) :]
+        self._after_gap.clear()
+        if set_back:
+            self._earlier = {planned.held: planned for planned in set_back} | self._earlier
+        plan.mend(bool(self._earlier))
+        if self._earlier and len(taken) > len(set_back):
+            known = {id(planned.given) for planned in set_back}
+            plan.differ([given.place for given in taken if id(given) not in known])
 
 
 def _grows_dearer(present: Candidates, weights: RouteWeights) -> bool:

@@ -11,7 +11,8 @@ AFTER_OTHERS = 2**20
 
 
 class FairShares:
-    """Each tenant's service beyond its share, in prompt tokens computed.
+    """Each tenant's service beyond its share, in prompt tokens computed. While ``num_changes`` is the same, so is every
+    tenant's ``place``.
 
     What one tenant is sent counts against it and is paid back by all who want service at that moment, in equal parts:
     a deficit, as in deficit round robin (Shreedhar and Varghese, 1995). Nothing is saved up: a tenant that wanted
@@ -19,6 +20,7 @@ class FairShares:
     """
 
     def __init__(self) -> None:
+        self.num_changes = 0
         self._num_held: dict[str, int] = {}
         self._excess: dict[str, float] = {}
         self._served: dict[str, float] = {}  # tokens, those of long ago counting less
@@ -43,6 +45,7 @@ class FairShares:
             self._num_served = (before if before > FORGOTTEN_TOKENS else 0.0) + num_tokens
             self._served[tenant], self._served_s = self._num_served, now
             return
+        were_several = bool(self._excess) or len(self._served) > 1
         self._served = {
             name: left for name, served in self._served.items() if (left := served * faded) > FORGOTTEN_TOKENS
         }
@@ -53,6 +56,7 @@ class FairShares:
         sharers = self._excess.keys() | self._num_held.keys()
         part = num_tokens / len(sharers)
         self._excess = {name: left for name, excess in self._excess.items() if (left := excess - part) > 0}
+        self.num_changes += were_several or bool(self._excess) or len(self._served) > 1
 
     def excess(self, tenant: str) -> int:
         """How many bursts the tenant is over its share; 0 for all that are not."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView
 from shoal_cluster.policies.columns import PROMISED, Ints, column, promise, told_row, unknown_columns, unknown_rows
+from shoal_cluster.policies.news import News
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
 from shoal_cluster.policies.reservation import Reservation
 from shoal_cluster.policies.wishes import ForeignWishes, PlacedWish, Wish
@@ -50,7 +51,7 @@ class ClusterView:
         self._known: Candidates | None = None  # the last snapshot for no prompt, until something changes
         self._asked: tuple[Sequence[BlockHash], tuple[str, ...], int] = ((), (), -1)
         self._matched = np.zeros(0, np.int64)
-        self._changed: set[int] = set()  # places of which there are news; that they are alive is none
+        self.news = News()  # since it was taken, if ``replica_ids`` are the same
 
     def __len__(self) -> int:
         return len(self._replica_ids)
@@ -96,6 +97,7 @@ class ClusterView:
         if place is None:
             return False
         self.index.replace(replica_id, block_hashes)
+        self.news.note_all(place)
         self._connect(place, True)
         self._take(place, stats, now)
         return True
@@ -118,7 +120,7 @@ class ClusterView:
             return False
         if stored or removed:
             self.index.change(replica_id, stored, removed)
-            self._changed.add(place)
+            self.news.note_blocks(place, stored, removed)
         self._take(place, stats, now)
         return True
 
@@ -173,7 +175,7 @@ class ClusterView:
         self.computed(request_id)
         if block_hashes and replica_id in self._place_of:
             self._expected[request_id] = replica_id, self.index.expect(replica_id, block_hashes, num_matched_blocks)
-            self._changed.add(self._place_of[replica_id])
+            self.news.note_blocks(self._place_of[replica_id], self._expected[request_id][1])
 
     def computed(self, request_id: str) -> None:
         """A prompt is computed, or will not be: what its replica says it caches is all that counts. Idempotent."""
@@ -181,7 +183,7 @@ class ClusterView:
         if expected is not None:
             replica_id, block_hashes = expected
             self.index.expected.remove(self.index.slot(replica_id), block_hashes)
-            self._changed.add(self._place_of[replica_id])
+            self.news.note_blocks(self._place_of[replica_id], block_hashes)
 
     def settle(self, request_ids: Iterable[str]) -> None:
         """The replica's own stats count these requests from now on, so their promises end. Idempotent."""
@@ -272,11 +274,6 @@ class ClusterView:
         """``match`` of one member."""
         return self.index.match_slot(self._slots.item(place), block_hashes)
 
-    def take_changed(self) -> set[int]:
-        """Places of members of which there are news since this was asked last, if ``replica_ids`` are the same."""
-        changed, self._changed = self._changed, set()
-        return changed
-
     def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
         self._own_told()
         if stats is not None:
@@ -294,7 +291,7 @@ class ClusterView:
     def _tell(self, place: int, row: Sequence[Any]) -> None:
         """What is told of a replica has changed to ``row``."""
         self._own_promised()
-        self._changed.add(place)
+        self.news.note(place)
         self._columns[:, place] = column(row, self._columns[: len(PROMISED), place].tolist())
 
     def _count(self, reservation: Reservation, sign: int) -> None:
@@ -303,7 +300,7 @@ class ClusterView:
 
     def _promise(self, place: int, num_requests: int, num_blocks: int, num_tokens: int) -> None:
         self._own_promised()
-        self._changed.add(place)
+        self.news.note(place)
         promise(self._columns, place, num_requests, num_blocks, num_tokens)
 
     def _own_told(self) -> None:
@@ -336,7 +333,7 @@ class ClusterView:
             node_ids[new], stats[new], foreign[new] = self._node_ids[old], self._stats[old], self._foreign[old]
             connected[new] = self._connected[old]
         self._connected, self._present = tuple(connected), Present(told)
-        self._changed = set()
+        self.news = News()
         self._foreign, self._known, self._nothing = foreign, None, np.zeros(len(members), np.int64)
         self._told, self._columns, self._updated_s = told, columns, updated_s
         self._node_ids, self._stats, self._replica_ids = tuple(node_ids), stats, members

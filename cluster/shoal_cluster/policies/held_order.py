@@ -1,0 +1,117 @@
+"""Held requests in two orders: who comes first, and whose date is out of reach first."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from itertools import accumulate
+
+from shoal_cluster.policies.held import Held
+from shoal_cluster.policies.objective import RENEWAL
+from shoal_cluster.policies.tenants import FairShares
+from shoal_cluster.policies.wishes import Rank
+
+Entry = tuple[Rank, int, Held]
+BeginsBy = tuple[float, int, Held]
+Due = tuple[Held, float]
+"""A request, and when it is due."""
+
+
+class HeldOrder:
+    """Sorted as they come, so that a look at hundreds moves the few that have changed. Owner: a queue, whose requests
+    these are. Equals go by arrival here. A look considers ``num_considered`` of them.
+    """
+
+    def __init__(self, shares: FairShares, num_considered: int) -> None:
+        self._shares = shares
+        self._num_considered = num_considered
+        self._to_consider: list[Due] | None = None  # None: not known
+        self._num_changes = shares.num_changes
+        self._num_put = 0
+        self._ranked: list[Entry] = []
+        self._by_begin: list[BeginsBy] = []
+
+    @property
+    def begins_by_s(self) -> float:
+        """When the first has to begin to meet its date; infinite for none."""
+        return self._by_begin[0][0] if self._by_begin else math.inf
+
+    def put(self, held: Held) -> None:
+        """It is here, or its dates have changed."""
+        self._rank_anew()
+        begins_by_s = held.due_s - held.takes_s
+        if held.entry is None or held.begins_by is None:
+            self._num_put += 1
+            number = self._num_put
+        elif held.begins_by[0] == begins_by_s and held.entry[0][2] == held.due_s:
+            return
+        else:
+            number = held.entry[1]
+            self.remove(held)
+        held.entry = (self.rank(held), number, held)
+        held.begins_by = (begins_by_s, number, held)
+        place = bisect_left(self._ranked, held.entry)
+        self._ranked.insert(place, held.entry)
+        insort(self._by_begin, held.begins_by)
+        self._note_changed(place)
+
+    def remove(self, held: Held) -> None:
+        """It is gone."""
+        assert held.entry is not None
+        assert held.begins_by is not None
+        place = bisect_left(self._ranked, held.entry)
+        del self._ranked[place]
+        self._note_changed(place)
+        del self._by_begin[bisect_left(self._by_begin, held.begins_by)]
+        held.entry = held.begins_by = None
+
+    def to_consider(self, now: float) -> list[Due]:
+        """The most urgent, and when each is due: those before others that are due sooner, no later. The same list as
+        long as it is the same.
+        """
+        self._rank_anew()
+        if self._to_consider is not None:
+            return self._to_consider
+        if len(self._ranked) == 1:
+            held = self._ranked[0][2]
+            return [(held, self._due_there_s(held, now))]
+        urgent = [held for _, _, held in self._ranked[: self._num_considered]]
+        there_s = [self._due_there_s(held, now) for held in urgent]
+        before_others_s = list(accumulate(reversed(there_s), min))[::-1]
+        yields = [self._shares.had_more(held.pending.tenant) for held in urgent]
+        dues_s = [there_s[i] if yields[i] else before_others_s[i] for i in range(len(urgent))]
+        order = list(zip(urgent, dues_s, strict=True))
+        self._to_consider = None if any(yields) else order  # there, dates go by the time of the look
+        return order
+
+    def that_begin_by(self, time_s: float) -> list[Held]:
+        """Who has to begin before ``time_s``, or then."""
+        return [held for _, _, held in self._by_begin[: bisect_left(self._by_begin, (time_s, self._num_put + 1))]]
+
+    def rank(self, held: Held) -> Rank:
+        """Its place in the order: the lower goes first."""
+        pending = held.pending
+        return pending.priority, self._shares.place(pending.tenant), held.due_s
+
+    def _note_changed(self, place: int) -> None:
+        if place < self._num_considered:
+            self._to_consider = None
+
+    def _due_there_s(self, held: Held, now: float) -> float:
+        """When it is due at the replica: of a tenant that had most of the service lately, not before others' that may
+        come while it waits for the step that runs.
+        """
+        if not self._shares.had_more(held.pending.tenant):
+            return held.due_s
+        return max(held.due_s, now + RENEWAL * held.length_s)
+
+    def _rank_anew(self) -> None:
+        """If somebody has had service that changes whose turn it is."""
+        if self._num_changes == self._shares.num_changes:
+            return
+        self._num_changes = self._shares.num_changes
+        ranked: list[Entry] = []
+        for _, number, held in self._ranked:
+            held.entry = (self.rank(held), number, held)
+            ranked.append(held.entry)
+        self._ranked, self._to_consider = sorted(ranked), None

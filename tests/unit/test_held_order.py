@@ -1,0 +1,66 @@
+"""Held requests in order, against sorting them anew."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from fixtures.cluster_views import make_query
+
+from shoal_cluster.policies.held import Held, PendingRequest
+from shoal_cluster.policies.held_order import HeldOrder
+from shoal_cluster.policies.tenants import FairShares
+
+NUM_CONSIDERED = 5
+
+
+@pytest.mark.parametrize("num_tenants", [1, 3])
+def test_the_order_is_that_of_sorting_anew(num_tenants: int) -> None:
+    rng, shares = Random(num_tenants), FairShares()
+    order, here = HeldOrder(shares, NUM_CONSIDERED), []
+    for number in range(600):
+        now = number * 0.1
+        event = rng.random() if here else 0.0
+        if event < 0.4:
+            tenant, priority = f"tenant-{rng.randrange(num_tenants)}", int(rng.random() < 0.1)
+            held = Held(PendingRequest(query=make_query(10), arrival_s=now, tenant=tenant, priority=priority))
+            here.append(held)
+            shares.enter(tenant)
+        elif event < 0.6:
+            held = here.pop(rng.randrange(len(here)))
+            order.remove(held)
+            shares.leave(held.pending.tenant)
+        elif event < 0.8:
+            held = rng.choice(here)
+        else:
+            shares.charge(rng.choice(here).pending.tenant, rng.randrange(5000), now)
+        if event < 0.4 or 0.6 <= event < 0.8:
+            held.due_s, held.takes_s = now + rng.randrange(20), rng.choice([0.5, 2.0])
+            held.length_s = 1.0
+            order.put(held)
+        ranked = sorted(here, key=order.rank)
+        considered = order.to_consider(now)
+        assert [one.due_s for one, _ in considered] == [one.due_s for one in ranked[:NUM_CONSIDERED]]
+        assert sorted(map(order.rank, here))[:NUM_CONSIDERED] == [order.rank(one) for one, _ in considered]
+        begins_s = [one.due_s - one.takes_s for one in here]
+        assert order.begins_by_s == min(begins_s, default=math.inf)
+        late = order.that_begin_by(now + 5.0)
+        assert len(late) == sum(begin_s <= now + 5.0 for begin_s in begins_s)
+        for number_after, (one, due_s) in enumerate(considered, 1):
+            yields = shares.had_more(one.pending.tenant)
+            assert yields or all(due_s <= other_s for _, other_s in considered[number_after:])
+
+
+def test_the_same_list_until_something_in_it_changes() -> None:
+    order = HeldOrder(FairShares(), NUM_CONSIDERED)
+    here = [Held(PendingRequest(query=make_query(10), arrival_s=0.0), due_s=float(due)) for due in range(8)]
+    for held in here:
+        order.put(held)
+    before = order.to_consider(0.0)
+    order.put(here[1])
+    order.remove(here[7])
+    assert order.to_consider(1.0) is before
+    here[2].due_s = 9.0
+    order.put(here[2])
+    assert [held for held, _ in order.to_consider(1.0)] == [here[number] for number in (0, 1, 3, 4, 5)]

@@ -14,16 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal_kernels import native_library
+from shoal_kernels import native_library, native_limits
 from shoal_kernels.exchange import Exchange, LostRank
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.native_buffers import KeptArray, Results, RowMaxima
 from shoal_kernels.native_library import LOST_RANK, CShape, CStep, last_error, library
 
-DTYPES = {torch.bfloat16: 0, torch.float32: 1}
-PAGE_TOKENS = 16
-MAX_HEAD_SIZE = 256
-MAX_GROUP = 96
+DTYPES = {getattr(torch, name): number for name, number in native_limits.DTYPES.items()}
 
 # Packed parameter names and their numbers in shoal_native.h.
 GLOBAL_PARAMETERS = {"embed_tokens.weight": 0, "lm_head.weight": 1, "norm.weight": 2}
@@ -84,25 +81,6 @@ def is_available() -> bool:
     return native_library.is_built()
 
 
-def covers(shape: DecoderShape) -> bool:
-    """Whether the library is here and serves this shape."""
-    return (
-        is_available()
-        and shape.dtype in DTYPES
-        and shape.head_size % 16 == 0
-        and shape.head_size <= MAX_HEAD_SIZE
-        and shape.block_size % PAGE_TOKENS == 0
-        and shape.num_heads // shape.num_kv_heads <= MAX_GROUP
-        and shape.hidden_size % 2 == 0
-        and shape.intermediate_size % 2 == 0
-    )
-
-
-def supported_kernels() -> tuple[str, ...]:
-    """Instruction sets that were built and that this machine runs, best first."""
-    return tuple(library().shoal_supported_kernels().decode().split(","))
-
-
 def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
     """``ops.row_maxima`` of contiguous float32 rows."""
     values, places = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
@@ -120,7 +98,7 @@ class NativeDecoder:
         weights: packed parameters with their names (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the
             shape's dtype; packed one by one. Matrices may be integers where that is bfloat16.
         cos_sin: float32 [max_positions, head_size]: cosines, then sines.
-        kernels: an instruction set of ``supported_kernels()``, or "" for the best.
+        kernels: one of ``native_library.supported_kernels()``, or "" for the best.
         exchange: how the ranks that share each layer see one another; None where there is one.
 
     Raises:

@@ -98,5 +98,10 @@ def is_built() -> bool:
     return _LIBRARY is not None
 
 
+def supported_kernels() -> tuple[str, ...]:
+    """Instruction sets that were built and that this machine runs, best first; none where there is no library."""
+    return tuple(library().shoal_supported_kernels().decode().split(",")) if is_built() else ()
+
+
 def last_error() -> str:
     return f"native decoder: {library().shoal_error().decode()}"

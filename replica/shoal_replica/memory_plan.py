@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shoal_replica.config import DTYPE_BYTES, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
+from shoal_replica.model.cpu_kernels import choose_kernels
 from shoal_replica.shard import Shard, make_shard
 
 GIB = 2**30
@@ -29,7 +30,7 @@ class MemoryPlan:
     """Bytes of one rank on an NPU, or of all ranks on a CPU's host. ``usable`` is what may be taken, 0 if unknown.
 
     ``block`` is what one KV block takes there. ``num_other_blocks`` are beside the pool: on an NPU, what transfers to
-    host memory go through; on a CPU the ``num_host_blocks`` themselves.
+    host memory go through; on a CPU the ``num_host_blocks`` themselves. ``kernels`` are those that serve on a CPU.
     """
 
     device: str
@@ -43,6 +44,7 @@ class MemoryPlan:
     num_blocks: int
     num_host_blocks: int = 0
     num_other_blocks: int = 0
+    kernels: str = ""
 
     @property
     def room_for_blocks(self) -> int:
@@ -59,7 +61,7 @@ class MemoryPlan:
             ("graphs", self.graphs),
             (f"{self.num_blocks} KV blocks", self.num_blocks * self.block),
         ]
-        on_host = ""
+        on_host = f"; kernels {self.kernels}" if self.kernels else ""
         if self.num_host_blocks and self.device == "cpu":
             parts.append((f"{self.num_host_blocks} host blocks", self.num_host_blocks * self.block))
         elif self.num_host_blocks:
@@ -129,17 +131,18 @@ def plan_host(
     """The plan of a CPU replica, or of some of its ranks, which share ``free_bytes`` of one host; None is all."""
     shards = [make_shard(model, parallel, rank) for rank in (range(parallel.num_ranks) if ranks is None else ranks)]
     plain = replace(model, quantization="none")
-    # The native decoder holds integers; torch's operators, which experts and float32 need, widen them.
-    is_native = model.moe is None and model.dtype == "bfloat16"
-    rounded = model.weight_bytes / plain.weight_bytes if is_native or parallel.num_ranks == 1 else 1.0
+    kernels = choose_kernels(model, cache, parallel)
+    # The native decoder holds integers; torch's operators widen them.
+    rounded = model.weight_bytes / plain.weight_bytes if kernels.is_native else 1.0
     weights = int(sum(shard_weight_bytes(plain, shard) for shard in shards) * rounded)
     # What is summed, or handed to the next stage: once to send and once to receive.
     handed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * 4
-    summed = 2 * EXCHANGE_BYTES if is_native else handed
+    summed = 2 * EXCHANGE_BYTES if kernels.is_native else handed
+    held = "" if model.quantization == "none" else f" with {model.quantization} weights"
     communication = summed * (parallel.tensor_parallel_size > 1) + handed * (parallel.pipeline_parallel_size > 1)
     return MemoryPlan(
         device=parallel.device,
-        dtype=model.dtype if model.quantization == "none" else f"{model.dtype} with {model.quantization} weights",
+        dtype=f"{model.dtype}{held}{'' if kernels.is_native or not held else ' widened'}",
         usable=free_bytes,
         weights=weights,
         activations=sum(activation_bytes(model, shard, scheduler) for shard in shards),
@@ -149,6 +152,7 @@ def plan_host(
         num_blocks=cache.num_blocks,
         num_host_blocks=cache.num_host_blocks,
         num_other_blocks=cache.num_host_blocks,
+        kernels=str(kernels),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -20,12 +21,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from shoal_kernels import native, native_library
+from shoal_kernels import native, native_library, native_limits
 from shoal_kernels.integers import IntegerWeight, round_weight
 from shoal_kernels.native import DecoderShape, NativeDecoder
 from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
+from shoal_replica.memory_plan import plan_host
+from shoal_replica.model import decoder as decoder_module
 from shoal_replica.model import model_runner
 from shoal_replica.model.decoder import Decoder, NativeCpuDecoder, TorchDecoder, make_decoder
 from shoal_replica.model.model_runner import ModelRunner
@@ -35,7 +38,7 @@ from shoal_replica.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")
 
-KERNELS = native.supported_kernels() if native.is_available() else ()
+KERNELS = native_library.supported_kernels()
 TASKS = Path("/proc/self/task")
 DTYPES = [torch.float32, torch.bfloat16]
 # Error against the oracle, relative to the spread of the logits. bf16 rounds activations some times in every layer.
@@ -414,12 +417,19 @@ def test_what_does_not_exist_is_refused(part: Part, message: str) -> None:
 
 
 def test_shapes_that_are_not_covered() -> None:
-    for changes in ({"head_size": 24}, {"block_size": 8}, {"dtype": torch.float16}, {"head_size": 272}):
-        assert not native.covers(make_shape(**changes))
-    assert native.covers(make_shape())
+    """What is told without the library, and what it says itself."""
     shape = make_shape()
-    with pytest.raises(ValueError, match="head_size"):
-        NativeDecoder(replace(shape, head_size=24), make_weights(shape).items(), rotary_table(shape))
+    asked = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_size", "block_size")
+    known = {name: getattr(shape, name) for name in asked} | {"dtype": "float32"}
+    assert native_limits.refusal(**known) is None
+    assert "dtype float16" in (native_limits.refusal(**known | {"dtype": "float16"}) or "")
+    for changes in (
+        {"head_size": 24}, {"head_size": 272}, {"block_size": 8}, {"hidden_size": 95}, {"intermediate_size": 103},
+        {"num_heads": 97, "num_kv_heads": 1},
+    ):  # fmt: skip
+        assert native_limits.refusal(**known | changes) is not None
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            NativeDecoder(replace(shape, **changes), {}.items(), rotary_table(shape))
     with pytest.raises(ValueError, match="does not run"):
         NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape), "sse9")
     incomplete = {name: weight for name, weight in make_weights(shape).items() if name != "layers.1.o_proj.weight"}
@@ -554,6 +564,35 @@ def test_torch_serves_what_native_does_not(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(make_decoder(model, replace(cache, block_size=8), ParallelConfig()), TorchDecoder)
     monkeypatch.setattr(native_library, "_LIBRARY", None)
     assert isinstance(make_decoder(model, cache, ParallelConfig()), TorchDecoder)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_native", [True, False])
+def test_memory_is_planned_for_the_kernels_that_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    has_native: bool, dtype: str, quantization: str,
+) -> None:  # fmt: skip
+    """And it is said which they are: as a warning, where others could have."""
+    caplog.set_level(logging.INFO, "shoal_replica.model.decoder")
+    folder = make_checkpoint("llama", tmp_path)  # its head is its embedding
+    model, cache = ModelConfig.from_folder(folder, dtype, quantization=quantization), CacheConfig(num_blocks=16)
+    if not has_native:
+        monkeypatch.setattr(native_library, "_LIBRARY", None)
+    held: dict[str, Tensor] = {}
+    monkeypatch.setattr(decoder_module, "LlamaDecoder", lambda model, weights, *rest: held.update(weights))
+    plan = plan_host(model, SchedulerConfig(), ParallelConfig(), cache, 1 << 30)
+    decoder = make_decoder(model, cache, ParallelConfig())
+    (said,) = caplog.records
+    if isinstance(decoder, NativeCpuDecoder):
+        assert has_native
+        assert plan.kernels == decoder.kernels == KERNELS[0]
+        assert (said.levelname, plan.kernels in said.getMessage()) == ("INFO", True)
+        return
+    assert not has_native or (dtype, quantization) == ("float32", "int4")
+    assert plan.kernels == f"torch ({said.getMessage().partition(': ')[2]})"
+    assert said.levelname == "WARNING"
+    assert plan.weights == sum({tensor.data_ptr(): tensor.nbytes for tensor in held.values()}.values())
 
 
 def decoder_logits(decoder: Decoder, token_ids: Sequence[int], block_size: int) -> Tensor:

@@ -9,6 +9,7 @@ import sys
 LIGHT = (
     "shoal_replica.scheduler",
     "shoal_replica.engine",
+    "shoal_replica.build",
     "shoal_replica.ranks.executor",
     "shoal_replica.ranks.worker",
     "shoal_cluster.policies.routing",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from shoal_kernels import native_library
 from shoal_replica.config import (
     CacheConfig,
     ModelConfig,
@@ -42,6 +43,11 @@ EIGHT_B = ModelConfig(
     eos_token_ids=(1,),
     dtype="bfloat16",
 )
+
+
+@pytest.fixture(autouse=True)
+def native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_library, "supported_kernels", lambda: ("avx2",))
 
 
 def plan(

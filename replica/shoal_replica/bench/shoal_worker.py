@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal_replica import LLM, SamplingParams
 from shoal_replica.bench.worker import Engine, Settings, serve
+from shoal_replica.build import plan_replica
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import StepTiming
 
@@ -37,6 +38,7 @@ class Shoal(Engine):
             "kv_bytes": config.cache.num_blocks * config.model.block_bytes(config.cache.block_size),
             "cache": asdict(config.cache),
             "scheduler": asdict(config.scheduler),
+            "kernels": plan_replica(config).kernels,
         }
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,20 +11,22 @@ from torch import Tensor
 
 from shoal_kernels import native, ops
 from shoal_kernels.exchange import LostRank
-from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.native_buffers import RowMaxima
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.memory_plan import EXCHANGE_BYTES
+from shoal_replica.model.cpu_kernels import choose_kernels
 from shoal_replica.model.layers import rotary_cache
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.npu_memory import open_device
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
-from shoal_replica.model.quantization import quantize
+from shoal_replica.model.quantization import quantize, widen
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, stream_weights
 from shoal_replica.ranks.runner import CollectiveError
-from shoal_replica.shard import Shard, make_shard, whole_shard
+from shoal_replica.shard import Shard, whole_shard
+
+logger = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
@@ -91,17 +94,16 @@ def make_decoder(
 
         return NpuDecoder(model, cache, parallel, shard, group)
     shard, group = shard or whole_shard(model), group or SoleRank()
-    if parallel.device == "cpu" and group.all_agree(_is_covered(model, cache, parallel)):
-        return NativeCpuDecoder(model, cache, parallel, shard, group)
+    kernels = choose_kernels(model, cache, parallel)
+    if group.all_agree(kernels.is_native):
+        decoder = NativeCpuDecoder(model, cache, parallel, shard, group)
+        logger.info("the native %s kernels serve", decoder.kernels)
+        return decoder
+    # There are no faster experts than torch's; all else can be set or installed otherwise.
+    level = logging.INFO if model.moe is not None else logging.WARNING
+    why = kernels.why_torch or "another rank has no native kernels"
+    logger.log(level, "torch's operators serve, which are slower: %s", why)
     return TorchDecoder(model, cache, parallel, shard, group)
-
-
-def _is_covered(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> bool:
-    """Whether the native kernels are here and serve the shards of all ranks: what ranks send each other must agree."""
-    if model.moe is not None or (model.quantization != "none" and model.dtype != "bfloat16"):
-        return False
-    shards = [make_shard(model, parallel, rank) for rank in range(parallel.num_ranks)]
-    return all(native.covers(_native_shape(model, cache, parallel, shard)) for shard in shards)
 
 
 class TorchDecoder:
@@ -119,11 +121,9 @@ class TorchDecoder:
     ) -> None:
         shard = shard or whole_shard(model)
         self._device = torch.device(parallel.device)
-        weights = quantize(model, stream_weights(model, self._device, shard))
         dtype = DTYPES[model.dtype]
-        # These operators take plain matrices, so integers are widened again: same results, no memory saved.
-        plain = {name: w.widen(dtype) if isinstance(w, IntegerWeight) else w for name, w in weights}
-        self._model = LlamaDecoder(model, plain, shard, group)
+        weights = widen(quantize(model, stream_weights(model, self._device, shard)), dtype)
+        self._model = LlamaDecoder(model, dict(weights), shard, group)
         num_heads = len(shard.kv_heads)
         self._first_row = cache.num_blocks + 1
         num_blocks = self._first_row + cache.num_host_blocks
@@ -194,6 +194,11 @@ class NativeCpuDecoder:
             exchange=exchange,
         )
         self._last: tuple[StepArrays | None, Sequence[int]] = None, ()
+
+    @property
+    def kernels(self) -> str:
+        """The instruction set in use."""
+        return self._native.kernels
 
     @property
     def progress(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from shoal_kernels.integers import GROUP_SIZE, IntegerWeight, round_weight
@@ -34,6 +35,20 @@ def quantize(
             rounded = weight if layer_bits is None or bits is None else _round(config, name, weight, bits)
         last = weight
         yield name, rounded
+
+
+def widen(weights: Iterable[tuple[str, Tensor | IntegerWeight]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """``weights`` as plain matrices again, for operators that take nothing else: same results, no memory saved.
+
+    Tied tables stay one, in the order of ``quantize``.
+    """
+    last: Tensor | IntegerWeight | None = None
+    plain: Tensor | None = None
+    for name, weight in weights:
+        if weight is not last or plain is None:
+            plain = weight.widen(dtype) if isinstance(weight, IntegerWeight) else weight
+        last = weight
+        yield name, plain
 
 
 def _round(config: ModelConfig, name: str, weight: Tensor, bits: int) -> IntegerWeight:

@@ -52,7 +52,9 @@ class ReplicaSettings(_Settings):
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
     max_num_waiting: int = Field(1024, ge=1)
-    policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
+    policy: Literal["fcfs", "priority", "deadline"] = Field(
+        "deadline", description="whose turn is next: by the gateway's due dates; fcfs also ignores priorities"
+    )
     device: Literal["cpu", "npu"] = "cpu"
     graph_sizes: tuple[int, ...] | None = Field(None, description="decodes that an NPU keeps as graphs; [] for none")
     device_memory_gib: float | None = Field(None, gt=0, description="of an NPU that a rank may take; None asks it")

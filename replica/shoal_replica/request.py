@@ -51,7 +51,7 @@ class Request:
         sampling_params: with ``seed`` resolved, so that a resumed request draws the same tokens.
         output_token_ids: tokens already emitted by another replica; generation goes on after them.
         index: number of the first sequence; a resumed sequence of an ``n > 1`` request keeps its own.
-        priority: lower runs first under the ``priority`` policy.
+        priority: lower runs first, except under the ``fcfs`` policy.
         arrival_s: when it came, on the engine's clock.
         due_s: when its first token is due, on the same clock; under the ``deadline`` policy the earliest runs first.
         cache_salt: separates the prefix caches of tenants.

@@ -264,7 +264,7 @@ class TestClusterConfig:
     def test_a_model_is_enough(self) -> None:
         config = ClusterConfig.from_args({"model": "/models/tiny/"})
         assert config.name == "tiny"
-        assert config.replica.scheduler_config() == SchedulerConfig()
+        assert config.replica.scheduler_config() == SchedulerConfig(policy="deadline")
         assert config.replica.parallel_config() == ParallelConfig()
 
     def test_ranks_reach_the_engine(self) -> None:

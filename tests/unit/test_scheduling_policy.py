@@ -1,9 +1,11 @@
-"""What a replica says of the prompts before a newcomer, by when the newcomer is due."""
+"""Who runs first under a policy, and what a replica says of the prompts before a newcomer, by when that one is due."""
 
 from __future__ import annotations
 
 import pytest
 
+from shoal_cluster.config import ReplicaSettings
+from shoal_replica.request import Request
 from shoal_replica.stats import DUE_WITHIN_S
 from shoal_replica.testing import make_request, make_scheduler
 
@@ -19,3 +21,25 @@ def test_due_tokens_are_those_that_come_before(policy: str, expected: tuple[int,
     scheduler.add(make_request("whenever", range(30, 40)))
     assert len(expected) == len(DUE_WITHIN_S)
     assert scheduler.stats(0.0).due_tokens == expected
+
+
+def order(*requests: Request, policy: str) -> list[str]:
+    """Their ids in the order in which a replica that takes one sequence at a time finishes them."""
+    scheduler, executor = make_scheduler(policy=policy, max_num_seqs=1)
+    for request in requests:
+        scheduler.add(request)
+    finished: list[str] = []
+    while (step := scheduler.schedule(10.0)) is not None:
+        finished += [
+            delta.request_id for delta in scheduler.update(step, executor.execute(step)) if delta.finish_reason
+        ]
+    return finished
+
+
+def test_a_clusters_replicas_go_by_priority_then_date_then_arrival() -> None:
+    policy = ReplicaSettings().policy
+    undated = [make_request(name, arrival_s=i) for i, name in enumerate("abc")]
+    late, soon = make_request("late", arrival_s=3.0, due_s=30.0), make_request("soon", arrival_s=4.0, due_s=20.0)
+    first = make_request("first", arrival_s=5.0, priority=-1)
+    assert order(*undated, policy=policy) == order(*undated, policy="fcfs") == ["a", "b", "c"]
+    assert order(*undated, late, soon, first, policy=policy) == ["first", "soon", "late", "a", "b", "c"]

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
 
-from shoal_cluster.policies.baselines import Routing, place
+from shoal_cluster.policies.baselines import Routing, place, ray_prefix_affinity
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.memory import Recollection, RoutingMemory
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
@@ -71,10 +71,13 @@ def test_power_of_two_takes_the_lighter_of_two_drawn() -> None:
     assert wins["a"] == pytest.approx(200, abs=40)
 
 
-def test_ray_follows_what_was_sent_until_queues_differ_by_more_than_ten() -> None:
+def test_ray_follows_what_was_sent_whatever_the_queues_unless_given_a_threshold() -> None:
     memory = remembering("owner")
-    assert best("ray_prefix_affinity", busy("owner", 10), busy("other"), memory=memory) == "owner"
-    assert best("ray_prefix_affinity", busy("owner", 11), busy("other"), memory=memory) == "other"
+    assert best("ray_prefix_affinity", busy("owner", 900), busy("other"), memory=memory) == "owner"
+    for num_running, winner in ((10, "owner"), (11, "other")):
+        candidates = Candidates.of([busy("owner", num_running), busy("other")])
+        costs = ray_prefix_affinity(PROMPT, candidates, memory.recall(PROMPT, candidates), Random(0), 10)
+        assert candidates.replica_ids[int(costs.argmin())] == winner
 
 
 def test_ray_sends_what_it_has_not_seen_to_the_smallest_tree() -> None:

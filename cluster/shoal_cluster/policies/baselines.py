@@ -6,6 +6,7 @@ of free blocks nor what a prompt costs; where one reads text, it reads blocks he
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from random import Random
 from typing import Literal, get_args
@@ -33,7 +34,7 @@ ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 OWN_RULE: Routing = "predicted_ttft"
 USE_SENT_BLOCKS: frozenset[Routing] = frozenset({"ray_prefix_affinity", "sglang_cache_aware"})
 
-RAY_IMBALANCED_THRESHOLD = 10  # requests
+RAY_IMBALANCED_THRESHOLD = math.inf  # requests
 RAY_MATCH_RATE_THRESHOLD = 0.1
 SGLANG_BALANCE_ABS_THRESHOLD = 64  # requests
 SGLANG_BALANCE_REL_THRESHOLD = 1.5
@@ -117,13 +118,19 @@ def most_free_blocks(query: RouteQuery, candidates: Candidates) -> Scores:
     return Scores(candidates.num_reserved_blocks - candidates.told["num_free_blocks"])
 
 
-def ray_prefix_affinity(query: RouteQuery, candidates: Candidates, memory: Recollection, rng: Random) -> Floats | Ints:
-    """Ray Serve LLM's ``PrefixCacheAffinityRouter`` (2.60): power of two when the longest queue is more than 10
-    requests over the shortest; else the longest match with what was sent before, if it is 10 % of the prompt; else the
-    smallest tree.
+def ray_prefix_affinity(
+    query: RouteQuery,
+    candidates: Candidates,
+    memory: Recollection,
+    rng: Random,
+    imbalanced_threshold: float = RAY_IMBALANCED_THRESHOLD,
+) -> Floats | Ints:
+    """Ray Serve LLM's ``PrefixCacheAffinityRouter`` (2.60): power of two when the longest queue is more than
+    ``imbalanced_threshold`` requests over the shortest, which by its default never happens; else the longest match with
+    what was sent before, if it is 10 % of the prompt; else the smallest tree.
     """
     loads = num_requests(candidates)[is_eligible(query, candidates)]
-    if loads.size and loads.max() - loads.min() > RAY_IMBALANCED_THRESHOLD:
+    if loads.size and loads.max() - loads.min() > imbalanced_threshold:
         return power_of_two(query, candidates, rng)
     return _match_or_smallest_tree(query, candidates, memory, RAY_MATCH_RATE_THRESHOLD)
 

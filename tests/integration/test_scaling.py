@@ -1,4 +1,5 @@
-"""A real cluster that grows under load and shrinks after it, to nothing and back, with every request answered."""
+"""Real clusters: one that grows under load and shrinks after it, to nothing and back, with every request answered; two
+pools; two gateways on one port."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shoal_cluster.commands.local_ray import LocalRay
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.serve.call import ClusterRow, GenerateCall
 from shoal_replica import SamplingParams
+from shoal_replica.errors import NotFound
 from shoal_replica.request import FinishReason
 
 pytestmark = pytest.mark.integration
@@ -154,3 +156,53 @@ def test_two_pools_grow_and_shrink_in_proportion(ray):
     until_running(2, 3)
     deploy(pools(num_free_blocks=100), ray.dashboard_url, lambda progress: None)
     until_running(1, 2)
+
+
+async def test_two_gateways_answer_explain_and_promise_as_one(ray, local_yaml):
+    """Again in place of what was served before. Each connection to the port that they share is one gateway's."""
+    document, _ = read_config(local_yaml)
+    args, address = document["applications"][0]["args"], free_address()
+    args["gateway"].update(grpc_address=address, http_address=free_address(), num_replicas=2)
+    args["replica"]["dtype"] = "float32"  # tokens then do not depend on what shares their batch
+    await asyncio.to_thread(deploy, document, ray.dashboard_url, lambda progress: None)
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(GatewayClient(address))
+        await until_cluster(one, lambda row: num_connected(row) == 2)
+        asked, tokens = [call("The sea is", 16) for _ in range(2)], []
+        tokens.append(await tokens_of(one, asked[0]))
+        other = await connect(stack, address, lambda row: row.num_requests == 0)
+        await until_cluster(other, lambda row: num_connected(row) == 2)
+        tokens.append(await tokens_of(other, asked[1]))
+        assert tokens[0] == tokens[1]
+        assert [(await client.cluster()).num_requests for client in (one, other)] == [1, 1]
+
+        for request in asked:
+            told, told_by_other = await one.explain(request.request_id), await other.explain(request.request_id)
+            assert told == told_by_other
+            (record,) = told
+            assert record.query.request_id == request.request_id
+            assert record.replay() == record.decision
+        for client in (one, other):
+            with pytest.raises(NotFound, match="no routing decision is kept for 'nobody'"):
+                await client.explain("nobody")
+
+        promised = asyncio.create_task(
+            until_cluster(other, lambda row: any(replica.num_reserved_blocks for replica in row.replicas))
+        )
+        load = Load(one, 16)
+        while not promised.done():
+            await load.turn()
+        await load.finish()
+        assert (await promised).num_active == 0, "what it sees is promised by the other gateway"
+
+
+async def tokens_of(client: GatewayClient, request: GenerateCall) -> list[int]:
+    return [token async for chunk in client.generate(request) for token in chunk.token_ids]
+
+
+async def connect(stack: AsyncExitStack, address: str, condition: Callable[[ClusterRow], bool]) -> GatewayClient:
+    """A connection to the gateway of which ``condition`` holds: the system deals them out by chance."""
+    while True:
+        client = await stack.enter_async_context(GatewayClient(address))
+        if condition(await client.cluster()):
+            return client

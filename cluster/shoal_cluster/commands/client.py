@@ -29,6 +29,7 @@ ERRORS: dict[grpc.StatusCode, type[ShoalError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
 }
 CONTROL_TIMEOUT_S = 10.0
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)  # where gateways share a port, each gets its part of clients
 
 
 class GatewayClient:
@@ -36,7 +37,7 @@ class GatewayClient:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = grpc.aio.insecure_channel(address, options=OWN_CONNECTION)
         self._generate = self._channel.unary_stream(
             "/shoal.v1.Generation/Generate",
             request_serializer=lambda call: codec.call_to_proto(call).SerializeToString(),

@@ -179,8 +179,10 @@ class GatewayCore(Protocol):
         """Count a call that a face could not read."""
         ...
 
-    def explain(self, request_id: str) -> Sequence[RouteRecord]:
-        """The routing decisions of a request, oldest first. Raises NotFound when none is kept."""
+    async def explain(self, request_id: str) -> Sequence[RouteRecord]:
+        """The routing decisions of a request, oldest first, whichever gateway took them. Raises NotFound when none is
+        kept, and Unavailable when another gateway, which may keep some, does not answer.
+        """
         ...
 
     def recent_routes(self, limit: int) -> Sequence[RouteRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import cast
 
@@ -91,13 +92,13 @@ def cluster_from_bytes(raw: bytes) -> ClusterRow:
     return cluster_from_proto(pb.Cluster.FromString(raw))
 
 
-def explain_request_to_bytes(request_id: str) -> bytes:
-    """What a client sends to ExplainRoute."""
-    return bytes(pb.ExplainRouteRequest(request_id=request_id).SerializeToString())
+def records_to_bytes(records: Iterable[RouteRecord]) -> bytes:
+    """What a gateway answers to ExplainRoute, or to another gateway."""
+    return bytes(pb.ExplainRouteResponse(records=map(route_record_to_proto, records)).SerializeToString())
 
 
 def records_from_bytes(raw: bytes) -> tuple[RouteRecord, ...]:
-    """What a client reads of ExplainRoute."""
+    """The same read."""
     return tuple(map(route_record_from_proto, pb.ExplainRouteResponse.FromString(raw).records))
 
 

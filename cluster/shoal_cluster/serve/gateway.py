@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, cast
 
 import uvicorn
@@ -28,6 +29,7 @@ from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, M
 from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
 from shoal_cluster.serve.dispatcher import RESUMED_PRIORITY, Dispatcher
+from shoal_cluster.serve.explainer import Explainer
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
@@ -71,19 +73,20 @@ class Gateway:
         self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), self._settings.num_replicas)
         install(self._ledger)
         self._replicas = replicas
+        own = serve.get_replica_context()
+        connect = partial(serve.get_deployment_handle, own.deployment, own.app_name)
+        self._explainer = Explainer(self._ledger.routes, connect if self._settings.num_replicas > 1 else None)
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
         objective = LatencyObjective(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
         self._metrics = GatewayMetrics(self._ledger.gateway_id, LatencyWindow(objective))
         self._ledger.on_decision = self._metrics.add_decision
         self._ledger.recalls.on_stall = self._metrics.add_stall
-        self._watch = DeploymentWatch(
-            serve_details, serve.get_replica_context().app_name, replicas.deployment_name, self._ledger.journal
-        )
+        self._watch = DeploymentWatch(serve_details, own.app_name, replicas.deployment_name, self._ledger.journal)
         loop = asyncio.get_running_loop()
         self._watch_task = loop.create_task(self._watch.run(), name="shoal-watch")
         self._scaling = ScalingDesk(
-            ScalingBoard(serve.get_replica_context().app_name, RayStore()),
+            ScalingBoard(own.app_name, RayStore()),
             self._ledger,
             self._settings.num_replicas,
             config.scale_config(),
@@ -230,11 +233,12 @@ class Gateway:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
-    def explain(self, request_id: str) -> Sequence[RouteRecord]:
-        records = self._ledger.routes.of_request(request_id)
-        if not records:
-            raise NotFound(f"request_id: no routing decision is kept for {request_id!r}")
-        return records
+    async def explain(self, request_id: str) -> Sequence[RouteRecord]:
+        return await self._explainer.explain(request_id)
+
+    async def kept_routes(self, request_id: str) -> bytes:
+        """Another gateway asks."""
+        return self._explainer.kept(request_id)
 
     def recent_routes(self, limit: int) -> Sequence[RouteRecord]:
         return self._ledger.routes.recent(limit)

@@ -119,7 +119,7 @@ class ControlService:
     async def explain_route(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.ExplainRouteResponse:
         async with _errors_as_status(context, new_request_id()):
             request = codec.parse(control_pb2.ExplainRouteRequest, raw)
-            records = self._core.explain(request.request_id)
+            records = await self._core.explain(request.request_id)
             return control_pb2.ExplainRouteResponse(records=map(control_codec.route_record_to_proto, records))
 
     async def get_scaling(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.Scaling:

@@ -127,8 +127,8 @@ def dashboard_router(core: GatewayCore) -> APIRouter:
     @router.get("/routes/{request_id}")
     async def route(request_id: str, request: Request) -> Response:
         try:
-            records = core.explain(request_id.partition("#")[0])
-        except NotFound as error:
+            records = await core.explain(request_id.partition("#")[0])
+        except ShoalError as error:
             return error_response(error, request.state.request_id)
         return JSONResponse([encode_route(record) for record in records], headers=HEADERS)
 

@@ -143,10 +143,64 @@ class ExplainRouteRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainRouteResponse(_message.Message):
-    __slots__ = ("records",)
+    __slots__ = ("records", "looks", "held", "refusals")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
+    LOOKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[RouteRecord]
-    def __init__(self, records: _Optional[_Iterable[_Union[RouteRecord, _Mapping]]] = ...) -> None: ...
+    looks: _containers.RepeatedCompositeFieldContainer[Look]
+    held: _containers.RepeatedCompositeFieldContainer[Held]
+    refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
+    def __init__(self, records: _Optional[_Iterable[_Union[RouteRecord, _Mapping]]] = ..., looks: _Optional[_Iterable[_Union[Look, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+
+class QueuePlace(_message.Message):
+    __slots__ = ("request_id", "replica_id", "due_in_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    DUE_IN_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    replica_id: str
+    due_in_s: float
+    def __init__(self, request_id: _Optional[str] = ..., replica_id: _Optional[str] = ..., due_in_s: _Optional[float] = ...) -> None: ...
+
+class Look(_message.Message):
+    __slots__ = ("request_id", "queue")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    queue: _containers.RepeatedCompositeFieldContainer[QueuePlace]
+    def __init__(self, request_id: _Optional[str] = ..., queue: _Optional[_Iterable[_Union[QueuePlace, _Mapping]]] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("time_s", "request_id", "waited_s", "number", "num_held", "queue")
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    time_s: float
+    request_id: str
+    waited_s: float
+    number: int
+    num_held: int
+    queue: _containers.RepeatedCompositeFieldContainer[QueuePlace]
+    def __init__(self, time_s: _Optional[float] = ..., request_id: _Optional[str] = ..., waited_s: _Optional[float] = ..., number: _Optional[int] = ..., num_held: _Optional[int] = ..., queue: _Optional[_Iterable[_Union[QueuePlace, _Mapping]]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("time_s", "request_id", "reason", "retry_after_s", "terms")
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    time_s: float
+    request_id: str
+    reason: str
+    retry_after_s: float
+    terms: _containers.RepeatedCompositeFieldContainer[Term]
+    def __init__(self, time_s: _Optional[float] = ..., request_id: _Optional[str] = ..., reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[Term, _Mapping]]] = ...) -> None: ...
 
 class RouteRecord(_message.Message):
     __slots__ = ("time_s", "query", "replicas", "weights", "seed", "decision", "rule")

@@ -67,8 +67,9 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExplainRoute(self, request, context):
-        """The recorded routing decisions of a request, oldest first: one per time it was placed.
-        Errors: NOT_FOUND when no record of the request is kept.
+        """The recorded routing decisions of a request, oldest first: one per time it was placed, by whichever gateway. Of one
+        that is held, where it stands in the queue; of one that was refused, why.
+        Errors: NOT_FOUND when nothing is kept of the request, UNAVAILABLE when a gateway that may keep some does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -105,6 +105,23 @@ def test_explain_shows_terms_and_reason(address: str) -> None:
     assert result.exit_code == 0
     for words in ("score", "prefill", "free_blocks", "not connected", "r0: least cost"):
         assert words in result.stdout
+    assert "asked: sent to r0, due in 0.40 s; more urgent, but better off waiting: first (for r0)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("request_id", "words"),
+    [
+        (
+            "held",
+            "held: held for 1.25 s, number 9 of 12, waits for any replica, due in 0.50 s; before it: 7 more, first (",
+        ),
+        ("refused", "refused: refused, to be tried again after 2.5 s: queues are full (replicas 2)"),
+    ],
+)
+def test_explain_tells_of_what_was_not_placed(address: str, request_id: str, words: str) -> None:
+    result = CliRunner().invoke(app, ["explain", request_id, "--address", address], env=WIDE)
+    assert result.exit_code == 0
+    assert words in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize("columns", [40, 50, 80])

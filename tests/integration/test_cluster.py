@@ -140,7 +140,7 @@ async def test_explain_gives_the_recorded_decision_and_it_replays(cluster: LiveC
     async with GatewayClient(cluster.grpc_address) as client:
         request = call("Explain yourself.", max_tokens=2)
         usage = (await collect(client, request))[-1].usage
-        (record,) = await client.explain(request.request_id)
+        (record,) = (await client.explain(request.request_id)).records
         assert usage is not None
         assert record.decision.ranked[0] == usage.replica_id
         assert record.replay() == record.decision

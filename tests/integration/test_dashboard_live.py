@@ -71,7 +71,7 @@ async def test_values_on_the_page_are_the_clusters(cluster: LiveCluster) -> None
         shown = set(await page.locator("#routes td.request button").all_inner_texts())
         assert {request.request_id for request in requests} <= shown
         last = requests[-1].request_id
-        (record,) = await client.explain(last)
+        (record,) = (await client.explain(last)).records
         await page.get_by_role("button", name=last).click()
         dialog = page.get_by_role("dialog", name=last)
         await expect(dialog.locator(".reason")).to_have_text(record.decision.reason)

@@ -232,7 +232,7 @@ async def test_history_goes_back_to_what_the_replicas_remember(http: httpx.Async
 
 async def test_a_full_record_has_every_candidate_and_term(http: httpx.AsyncClient, core: CountedCore) -> None:
     (body,) = (await http.get("/dashboard/routes/req-1007")).json()
-    (record,) = await core.explain("req-1007")
+    (record,) = (await core.explain("req-1007")).records
     assert body["reason"] == record.decision.reason
     ranked = [c["replica_id"] for c in body["candidates"] if c["rank"] is not None]
     assert tuple(ranked) == record.decision.ranked

@@ -63,7 +63,7 @@ async def test_a_run_is_placed_by_a_young_and_true_view_and_every_decision_repla
         assert abs(num_predicted - num_cached) <= MAX_ERROR * num_prompt, (num_predicted, num_cached, num_prompt)
         assert after.age_p99_s <= MAX_AGE_S
         for request_id in ids:
-            for record in await client.explain(request_id):
+            for record in (await client.explain(request_id)).records:
                 assert record.replay() == record.decision
                 assert record.decision.ranked[0] in record.replicas.replica_ids
 

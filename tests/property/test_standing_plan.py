@@ -10,7 +10,8 @@ import pytest
 from fixtures.cluster_views import make_query, make_stats
 
 from shoal_cluster.policies import look
-from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.dispatch import Dispatch
+from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.standing import StandingPlan

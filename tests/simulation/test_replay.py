@@ -16,9 +16,10 @@ from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_state import ScaleState
 from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.given import Given
 from shoal_cluster.policies.look import Considered, Draw, Earlier, Look, Sent, Step, look
-from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue
+from shoal_cluster.policies.pending import HoldConfig, PendingQueue
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.serve.scaling_board import ScalingBoard

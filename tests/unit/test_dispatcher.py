@@ -13,6 +13,7 @@ from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
 from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.serve.control_codec import route_record_from_proto, route_record_to_proto
+from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_cluster.serve.generation import Generation
 from shoal_replica.errors import ConfigError, DeadlineExceeded, ResourceExhausted, Unavailable
 from shoal_replica.testing import expected_tokens, make_request
@@ -219,3 +220,55 @@ async def test_a_light_tenant_does_not_wait_behind_a_heavy_one() -> None:
         assert order.index("light") <= 2 + 2048 / 50, (
             "the heavy one gets a burst and the other's half, not its whole queue"
         )
+
+
+async def test_what_is_held_and_what_was_refused_is_explained() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold()
+        close_gates(serve)
+        async with asyncio.TaskGroup() as group:
+            for name in ("runs", "next", "last"):
+                group.create_task(ask(serve, name, prompt_token_ids=[*range(40)]))
+                await until(lambda name=name: dispatcher.explain(name))
+            await until(lambda: dispatcher.num_held == 2)
+            (held,) = dispatcher.explain("last").held
+            assert [place.request_id for place in held.queue] == ["next", "last"]
+            assert held.queue[0].replica_id == "a"
+            assert (held.number, held.num_held) == (2, 2)
+            assert held.waited_s > 0
+            assert "number 2 of 2, waits for" in held.text
+            assert "before it: next (for a)" in held.text
+
+            dispatcher.limits = AdmissionLimits(max_waiting_tokens=1)
+            with pytest.raises(ResourceExhausted) as caught:
+                await ask(serve, "late", prompt_token_ids=[*range(30)])
+            (refusal,) = dispatcher.explain("late").refusals
+            assert refusal.reason in str(caught.value)
+            assert refusal.retry_after_s == caught.value.retry_after_s
+            assert dict(refusal.terms)["prompt_tokens"] == 30
+            assert dict(refusal.terms)["replicas"] == 1
+            assert dict(refusal.terms)["held_requests"] >= 2
+            assert refusal.text.startswith("late: refused, to be tried again after ")
+            told = dispatcher.explain("last")
+            assert explanation_from_bytes(explanation_to_bytes(told)) == told
+            assert explanation_from_bytes(explanation_to_bytes(dispatcher.explain("late"))).refusals == (refusal,)
+            open_gates(serve)
+        told = dispatcher.explain("last")
+        assert not told.held
+        assert told.looks[0].queue[-1].replica_id == told.records[0].decision.best == "a"
+        assert told.looks[0].text.startswith("last: sent to a, due in ")
+        assert explanation_from_bytes(explanation_to_bytes(told)).looks == told.looks
+        assert not dispatcher.explain("nobody")
+
+
+async def test_prompts_of_one_request_are_explained_together() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold()
+        close_gates(serve)
+        async with asyncio.TaskGroup() as group:
+            for number in range(3):
+                group.create_task(ask(serve, f"list-{number}", prompt_token_ids=[*range(40)]))
+            await until(lambda: dispatcher.num_held == 2)
+            assert [held.request_id for held in dispatcher.explain("list").held] == ["list-1", "list-2"]
+            open_gates(serve)
+        assert len(dispatcher.explain("list").records) == 3

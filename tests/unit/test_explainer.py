@@ -12,6 +12,7 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
 from shoal_cluster.serve import explainer
 from shoal_cluster.serve.explainer import Explainer
+from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.route_log import RouteLog
 from shoal_replica.errors import NotFound, Unavailable
 
@@ -26,7 +27,7 @@ def keeping(*records: RouteRecord) -> bytes:
     log = RouteLog()
     for kept in records:
         log.add(kept)
-    return Explainer(log, None).kept("call")
+    return Explainer(log.of_request, None).told("call")
 
 
 class Gateways:
@@ -51,25 +52,25 @@ def asking(gateways: Gateways, *kept: RouteRecord) -> Explainer:
     log = RouteLog()
     for each in kept:
         log.add(each)
-    return Explainer(log, lambda: gateways)  # type: ignore[arg-type,return-value]
+    return Explainer(log.of_request, lambda: gateways)  # type: ignore[arg-type,return-value]
 
 
 async def test_what_is_kept_here_is_told_without_asking() -> None:
     gateways = Gateways()
-    assert await asking(gateways, record(1.0)).explain("call") == [record(1.0)]
+    assert await asking(gateways, record(1.0)).explain("call") == Explanation((record(1.0),))
     assert gateways.asked == []
 
 
 async def test_what_others_keep_is_told_oldest_first() -> None:
     gateways = Gateways(keeping(record(2.0)), RuntimeError("this one has died"), keeping(), keeping(record(1.0)))
     told = await asking(gateways).explain("call")
-    assert [each.time_s for each in told] == [1.0, 2.0]
-    assert all(each.replay() == each.decision for each in told)
-    assert gateways.asked == [("kept_routes", "call")]
+    assert [each.time_s for each in told.records] == [1.0, 2.0]
+    assert all(each.replay() == each.decision for each in told.records)
+    assert gateways.asked == [("told_of_request", "call")]
 
 
 async def test_nobody_keeps_it() -> None:
-    for one in (asking(Gateways(keeping(), keeping())), Explainer(RouteLog(), None)):
+    for one in (asking(Gateways(keeping(), keeping())), Explainer(RouteLog().of_request, None)):
         with pytest.raises(NotFound, match="no routing decision is kept for 'call'"):
             await one.explain("call")
 
@@ -79,5 +80,5 @@ async def test_a_gateway_that_does_not_answer_may_keep_it(
     silent: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(explainer, "ANSWER_TIMEOUT_S", 0.05)
-    with pytest.raises(Unavailable, match="another gateway may keep 'call'"):
+    with pytest.raises(Unavailable, match="another gateway may know of 'call'"):
         await asking(Gateways(keeping(), silent)).explain("call")

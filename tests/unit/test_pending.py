@@ -10,8 +10,9 @@ import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
 
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
-from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.tenants import BURST_TOKENS, FairShares

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from fixtures.cluster_views import make_query, make_row
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.look import Considered, Look
 from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
+from shoal_cluster.serve import route_log
+from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.route_log import MAX_BEHIND, RouteLog
 
 CANDIDATES = Candidates.of([make_row("a"), make_row("b")])
@@ -57,3 +60,13 @@ def test_nobody_has_to_trim() -> None:
     assert log.of_call("call999")
     assert log.look_of("call900") is None
     assert log.look_of("call999") is look
+
+
+def test_the_last_refusals_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route_log, "MAX_REFUSALS", 3)
+    log = RouteLog()
+    for number in range(5):
+        log.refuse(Refusal(float(number), f"call{number}#1", "full", 1.0, ()))
+    log.refuse(Refusal(9.0, "call2", "full again", 1.0, ()))
+    kept = {number: [r.time_s for r in log.of_request(f"call{number}").refusals] for number in range(5)}
+    assert kept == {0: [], 1: [], 2: [9.0], 3: [3.0], 4: [4.0]}

@@ -10,7 +10,8 @@ import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.dispatch import Dispatch
+from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView

@@ -7,10 +7,11 @@ from types import TracebackType
 
 import grpc
 
-from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.admin import BEARER
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, ScalingRow
+from shoal_cluster.serve.explanation import Explanation
+from shoal_cluster.serve.explanation_codec import explanation_from_bytes
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import (
     DeadlineExceeded,
@@ -50,7 +51,7 @@ class GatewayClient:
         self._explain = self._channel.unary_unary(
             "/shoal.v1.Control/ExplainRoute",
             request_serializer=control_pb2.ExplainRouteRequest.SerializeToString,
-            response_deserializer=control_pb2.ExplainRouteResponse.FromString,
+            response_deserializer=explanation_from_bytes,
         )
         self._get_scaling = self._channel.unary_unary(
             "/shoal.v1.Control/GetScaling",
@@ -82,14 +83,14 @@ class GatewayClient:
             raise self._error(error) from None
         return row
 
-    async def explain(self, request_id: str) -> tuple[RouteRecord, ...]:
-        """The decisions kept for a request."""
+    async def explain(self, request_id: str) -> Explanation:
+        """What is known of a request's placement."""
         try:
             request = control_pb2.ExplainRouteRequest(request_id=request_id)
-            response = await self._explain(request, timeout=CONTROL_TIMEOUT_S)
+            explanation: Explanation = await self._explain(request, timeout=CONTROL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
-        return tuple(control_codec.route_record_from_proto(record) for record in response.records)
+        return explanation
 
     async def scaling(self) -> ScalingRow:
         """The autoscaler's settings and decisions."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal_cluster.policies.autoscaling_view import ScaleRecord
     from shoal_cluster.policies.routing import RouteRecord
     from shoal_cluster.serve.call import ScalingRow
+    from shoal_cluster.serve.explanation import Explanation
 
 REJECTED = "rejected"
 COLUMN_WIDTH = 13  # of a replica's numbers, and of why it was rejected
@@ -26,8 +27,12 @@ def explain(
     address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
     scaling: Annotated[bool, typer.Option("--scaling", help="Show scaling decisions instead.")] = False,
 ) -> None:
-    """Show every routing decision made for a request, or with --scaling every scaling decision kept."""
+    """Show every routing decision made for a request, or that it is held or was refused; or with --scaling every
+    scaling decision kept.
+    """
     from rich.console import Console
+
+    from shoal_cluster.serve.explanation import clock
 
     console = Console(highlight=False)
     if scaling:
@@ -37,19 +42,26 @@ def explain(
         return
     if request_id is None:
         raise typer.BadParameter("give a request's id, or --scaling")
-    for record in asyncio.run(_fetch(address, request_id)):
-        when = time.strftime("%H:%M:%S", time.localtime(record.time_s))
+    explanation = asyncio.run(_fetch(address, request_id))
+    for refusal in explanation.refusals:
+        console.print(f"{clock(refusal.time_s)}  {refusal.text}", markup=False)
+    sent_by = {look.request_id: look for look in explanation.looks}
+    for record in explanation.records:
         query = record.query
         console.print(
-            f"{when}  {query.request_id}: {query.num_prompt_tokens} prompt tokens, "
+            f"{clock(record.time_s)}  {query.request_id}: {query.num_prompt_tokens} prompt tokens, "
             f"{query.num_blocks_needed} blocks of {query.block_size}",
             markup=False,
         )
         _print_candidates(console, record)
         console.print(record.decision.reason, markup=False)
+        if (look := sent_by.get(query.request_id)) is not None:
+            console.print(look.text, markup=False)
+    for held in explanation.held:
+        console.print(f"{clock(held.time_s)}  {held.text}", markup=False)
 
 
-async def _fetch(address: str, request_id: str) -> tuple[RouteRecord, ...]:
+async def _fetch(address: str, request_id: str) -> Explanation:
     from shoal_cluster.commands.client import GatewayClient
 
     async with GatewayClient(address) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,14 @@ class PendingRequest:
     arrival_s: float
     tenant: str = ""
     priority: int = 0  # lower goes first, whatever is due
+
+
+class QueuePlace(NamedTuple):
+    """Of a held request, as explained: where it is planned, "" for nowhere yet, and when it is due, from then."""
+
+    request_id: str
+    replica_id: str
+    due_in_s: float
 
 
 UNKNOWN = np.zeros(0, np.int64)
@@ -42,3 +51,6 @@ class Held:
     entry: tuple[Rank, int, Held] | None = None  # in the order of the queue,
     begins_by: tuple[float, int, Held] | None = None  # and in that of when they have to begin
     wish: tuple[str, int, int] | None = None  # where it was planned last: replica, blocks, tokens
+
+    def queue_place(self, now: float) -> QueuePlace:
+        return QueuePlace(self.pending.query.request_id, self.wish[0] if self.wish else "", self.due_s - now)

@@ -84,6 +84,12 @@ class HeldOrder:
         self._to_consider = None if any(yields) else order  # there, dates go by the time of the look
         return order
 
+    def up_to(self, held: Held) -> list[Held]:
+        """Who comes before it, and itself."""
+        self._rank_anew()
+        assert held.entry is not None
+        return [other for _, _, other in self._ranked[: bisect_left(self._ranked, held.entry) + 1]]
+
     def that_begin_by(self, time_s: float) -> list[Held]:
         """Who has to begin before ``time_s``, or then."""
         return [held for _, _, held in self._by_begin[: bisect_left(self._by_begin, (time_s, self._num_put + 1))]]

@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import Ints
+from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import BYTES_PER_PASSED, RouteDecision, RouteQuery
 from shoal_cluster.policies.routing import RouteWeights, choose
@@ -76,6 +77,14 @@ class Look(NamedTuple):
     def num_bytes(self) -> int:
         """Memory of what is known by replica, but for the snapshot, about."""
         return sum(one.matched.nbytes + BYTES_PER_PASSED * len(one.query.passed) for one in self.considered)
+
+    def queue(self) -> tuple[QueuePlace, ...]:
+        """Those who came before the one that was sent, with where they are to wait, and itself."""
+        ids, now = self.snapshot.replica_ids, self.snapshot.now
+        return tuple(
+            QueuePlace(one.query.request_id, ids[step.place] if step.place >= 0 else "", one.due_s - now)
+            for one, step in zip(self.considered, self.steps, strict=True)
+        )
 
     def replay(self) -> tuple[Step, ...]:
         """Decide again from the record: equal to ``steps``."""

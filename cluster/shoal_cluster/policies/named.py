@@ -6,8 +6,9 @@ import math
 from random import Random
 
 from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS, USE_SENT_BLOCKS, NamedRule, Routing
+from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.memory import RoutingMemory
-from shoal_cluster.policies.pending import Dispatch, PendingRequest
+from shoal_cluster.policies.pending import PendingRequest
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.errors import ConfigError

@@ -10,18 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from random import Random
-from typing import NamedTuple
 
-from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import Ints
-from shoal_cluster.policies.held import Held, PendingRequest
+from shoal_cluster.policies.dispatch import Dispatch
+from shoal_cluster.policies.held import Held, PendingRequest, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.look import Considered, Draw, Look, look
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pace import Pace
 from shoal_cluster.policies.plan import Plan
-from shoal_cluster.policies.ranking import RouteDecision, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteWeights, Rule
+from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.standing import EPSILON_S, MAX_MATCH_AGE_S, Planned, StandingPlan
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
@@ -29,7 +28,7 @@ from shoal_cluster.policies.wishes import PlacedWish, Wish
 from shoal_cluster.policies.yielding import Yielding
 from shoal_replica.errors import ConfigError
 
-__all__ = ["Dispatch", "HoldConfig", "PendingQueue", "PendingRequest"]
+__all__ = ["HoldConfig", "PendingQueue", "PendingRequest"]
 
 TURN_DELAYS = 2.4  # feed delays for each gateway that may want a turn
 URGENCY = 0.75  # what of a turn's place is urgency; the rest is chance
@@ -58,29 +57,6 @@ class HoldConfig:
             raise ConfigError(f"max_steps_ahead: got {self.max_steps_ahead!r}; must be above 0")
         if self.max_considered < 1:
             raise ConfigError(f"max_considered: got {self.max_considered!r}; must be at least 1")
-
-
-class Dispatch(NamedTuple):
-    """A request to send now, to ``replica_id``; ``route`` with these candidates and ``seed`` decides the same again.
-
-    Attributes:
-        candidates: what the decision saw. Promised there: also what more urgent requests, still held, will take.
-        due_s: when its first token is due; sooner, if that is after what it went before here; later, if its tenant has
-            had more than others lately. The replica's ``deadline`` policy goes by it, so that it keeps the order of the
-            queue, shares of tenants included.
-        look: what was considered before it and held, and why this one is next; None under a ``rule``.
-        yields: see ``Request``.
-    """
-
-    pending: PendingRequest
-    replica_id: str
-    due_s: float
-    candidates: Candidates
-    seed: int
-    decision: RouteDecision
-    look: Look | None
-    rule: Rule | None = None
-    yields: bool = False
 
 
 class PendingQueue:
@@ -144,6 +120,12 @@ class PendingQueue:
             if held is not its and (not held.is_lost or rank(held) < its_rank)
         )
         return num_tokens, len(self._held) - 1
+
+    def up_to(self, request_id: str, now: float) -> tuple[QueuePlace, ...]:
+        """Who comes before a request, the most urgent first, and itself; nobody where it is not held."""
+        if (its := self._held.get(request_id)) is None:
+            return ()
+        return tuple(held.queue_place(now) for held in self._by_urgency.up_to(its))
 
     def turn(self, view: ClusterView, num_gateways: int, now: float, rng: Random) -> float:
         """How many feed delays to wait before the next look, where several gateways look at the same replicas: whoever
@@ -218,8 +200,7 @@ class PendingQueue:
                 self._note_times(held, now + plan.wait_s(self._pace.token_s))
             if considered[number].query is query and not (number and number in draws):
                 self._standing.note(number, held, considered[number], step, its, now)
-            if self._is_one_of_many:
-                held.wish = (view.replica_ids[step.place], *size)
+            held.wish = (view.replica_ids[step.place], *size)
         if sent is None:
             return None
         if kept:

@@ -11,6 +11,7 @@ from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.block_map import BlockMap
 from shoal_cluster.serve.deployment_watch import DeploymentRow
+from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.journal import Event
 from shoal_cluster.serve.latency_window import LatencySummary
 from shoal_cluster.serve.replica_past import PastSample
@@ -179,9 +180,9 @@ class GatewayCore(Protocol):
         """Count a call that a face could not read."""
         ...
 
-    async def explain(self, request_id: str) -> Sequence[RouteRecord]:
-        """The routing decisions of a request, oldest first, whichever gateway took them. Raises NotFound when none is
-        kept, and Unavailable when another gateway, which may keep some, does not answer.
+    async def explain(self, request_id: str) -> Explanation:
+        """What is known of a request's placement, whichever gateway has it. Raises NotFound when nothing is kept, and
+        Unavailable when another gateway, which may keep something, does not answer.
         """
         ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import cast
 
@@ -90,16 +89,6 @@ def cluster_from_proto(cluster: pb.Cluster) -> ClusterRow:
 def cluster_from_bytes(raw: bytes) -> ClusterRow:
     """What a client reads of ListReplicas."""
     return cluster_from_proto(pb.Cluster.FromString(raw))
-
-
-def records_to_bytes(records: Iterable[RouteRecord]) -> bytes:
-    """What a gateway answers to ExplainRoute, or to another gateway."""
-    return bytes(pb.ExplainRouteResponse(records=map(route_record_to_proto, records)).SerializeToString())
-
-
-def records_from_bytes(raw: bytes) -> tuple[RouteRecord, ...]:
-    """The same read."""
-    return tuple(map(route_record_from_proto, pb.ExplainRouteResponse.FromString(raw).records))
 
 
 def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:

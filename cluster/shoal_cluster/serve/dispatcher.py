@@ -8,13 +8,16 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal_cluster.policies.admission import AdmissionLimits, admit, late_retry_after_s, lateness_s
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named import NamedPlacement
-from shoal_cluster.policies.pending import Dispatch, HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import uncached_tokens
 from shoal_cluster.serve.call import MAX_PRIORITY
+from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_replica.errors import InvalidArgument, ResourceExhausted, Unavailable
 
@@ -26,6 +29,9 @@ MIN_WAKE_S = 0.001
 
 LOOK_S = 1.0
 """How often to look, with no replica there, whether any will come."""
+
+MAX_TOLD = 64
+"""Of the queue, to who asks where a request stands in it."""
 
 FEED_DELAY_S = 0.005
 """From a gateway's promise to the others' knowing it: a hop to the replica, ``feed.GATHER_S``, and a hop back."""
@@ -81,6 +87,10 @@ class Dispatcher:
         """Prompt tokens that they have to compute."""
         return sum(waiter.num_tokens for waiter in self._waiters.values())
 
+    def explain(self, request_id: str) -> Explanation:
+        """All that is known here of a client's request."""
+        return replace(self._ledger.routes.of_request(request_id), held=self._held(request_id))
+
     async def wait(self, pending: PendingRequest) -> Dispatch:
         """Return when it is the request's turn; its place is reserved. Cancelling this takes it out of the queue.
 
@@ -132,6 +142,19 @@ class Dispatcher:
         self._send_startable()
         self._ledger.wish(self._queue.wishes())
 
+    def _held(self, request_id: str) -> tuple[HeldRequest, ...]:
+        """What waits of it: the call of that id, or its calls where it had several prompts."""
+        now, time_s = time.monotonic(), time.time()
+        found = []
+        for pending in self._queue:
+            name = pending.query.request_id
+            call_id = name.partition("#")[0]
+            request, _, number = call_id.rpartition("-")
+            if call_id == request_id or (request == request_id and number.isdecimal()):
+                queue, waited_s = self._queue.up_to(name, now), now - pending.arrival_s
+                found.append(HeldRequest(time_s, name, waited_s, len(queue), self.num_held, queue[-MAX_TOLD:]))
+        return tuple(found)
+
     def _send_startable(self) -> None:
         ledger = self._ledger
         if ledger.named is not None:
@@ -163,7 +186,7 @@ class Dispatcher:
         if admission.never_fits:
             raise InvalidArgument("prompt", f"{query.num_prompt_tokens} tokens", admission.reason)
         if not admission.admitted:
-            raise ResourceExhausted(admission.reason, admission.retry_after_s)
+            raise self._refused(pending, candidates, admission.reason, admission.retry_after_s)
 
     async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
         """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
@@ -194,8 +217,23 @@ class Dispatcher:
         waited_s = now - pending.arrival_s
         late_s = lateness_s(pending.query, candidates, objective, waited_s)
         if late_s > 0:
-            raise ResourceExhausted(
-                f"no replica could start it in time: it has waited {waited_s:.1f} s and its objective is lost",
-                late_retry_after_s(candidates, self.num_held_tokens),
-            )
+            reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its objective is lost"
+            raise self._refused(pending, candidates, reason, late_retry_after_s(candidates, self.num_held_tokens))
         return -late_s
+
+    def _refused(
+        self, pending: PendingRequest, candidates: Candidates, reason: str, retry_after_s: float | None
+    ) -> ResourceExhausted:
+        """The error, on record."""
+        waiting = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
+        terms = (
+            ("prompt_tokens", pending.query.num_prompt_tokens),
+            ("waited_s", time.monotonic() - pending.arrival_s),
+            ("held_requests", self.num_held),
+            ("held_tokens", self.num_held_tokens),
+            ("replicas", len(candidates)),
+            ("least_waiting_tokens", int(waiting.min()) if len(candidates) else 0),
+        )
+        request_id = pending.query.request_id
+        self._ledger.routes.refuse(Refusal(time.time(), request_id, reason, retry_after_s or 0.0, terms))
+        return ResourceExhausted(reason, retry_after_s)

@@ -1,19 +1,17 @@
-"""Why a request went where it went: from this gateway's log, or from that of the gateway which decided."""
+"""Why a request went where it went, waits or was refused: as this gateway knows, or the one that decided."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from shoal_cluster.serve.control_codec import records_from_bytes, records_to_bytes
+from shoal_cluster.serve.explanation import Explanation
+from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_replica.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
-
-    from shoal_cluster.policies.routing import RouteRecord
-    from shoal_cluster.serve.route_log import RouteLog
 
 ANSWER_TIMEOUT_S = 3.0
 
@@ -23,40 +21,42 @@ class Explainer:
     not ask.
 
     Args:
+        known: what this gateway has of a request.
         connect: gets the handle of the gateways' deployment, and may block; None where there is one gateway alone.
     """
 
-    def __init__(self, routes: RouteLog, connect: Callable[[], DeploymentHandle] | None) -> None:  # type: ignore[type-arg]
-        self._routes = routes
+    def __init__(self, known: Callable[[str], Explanation], connect: Callable[[], DeploymentHandle] | None) -> None:
+        self._known = known
         self._connect = connect
-        self._handle: DeploymentHandle | None = None  # type: ignore[type-arg]
+        self._handle: DeploymentHandle | None = None
 
-    async def explain(self, request_id: str) -> Sequence[RouteRecord]:
+    async def explain(self, request_id: str) -> Explanation:
         """See GatewayCore."""
-        records = self._routes.of_request(request_id)
-        if not records and self._connect is not None:
-            records = await self._ask_others(request_id, self._connect)
-        if not records:
+        explanation = self._known(request_id)
+        if not explanation and self._connect is not None:
+            explanation = await self._ask_others(request_id, self._connect)
+        if not explanation:
             raise NotFound(f"request_id: no routing decision is kept for {request_id!r}")
-        return records
+        return explanation
 
-    def kept(self, request_id: str) -> bytes:
-        """What this gateway keeps, for another one."""
-        return records_to_bytes(self._routes.of_request(request_id))
+    def told(self, request_id: str) -> bytes:
+        """What this gateway has, for another one."""
+        return explanation_to_bytes(self._known(request_id))
 
-    async def _ask_others(self, request_id: str, connect: Callable[[], DeploymentHandle]) -> list[RouteRecord]:  # type: ignore[type-arg]
+    async def _ask_others(self, request_id: str, connect: Callable[[], DeploymentHandle]) -> Explanation:
         answers: list[bytes | BaseException]
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 if self._handle is None:
                     self._handle = await asyncio.to_thread(connect)
-                asked = self._handle.broadcast("kept_routes", request_id)
+                handle: DeploymentHandle = self._handle
+                asked = handle.broadcast("told_of_request", request_id)
                 answers = await asked.results_async(return_exceptions=True)
         except TimeoutError as error:
             answers = [error]
-        records = [r for answer in answers if isinstance(answer, bytes) for r in records_from_bytes(answer)]
+        explanation = Explanation.of([explanation_from_bytes(told) for told in answers if isinstance(told, bytes)])
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
-        if failures and not records:
-            reason = f"request_id: another gateway may keep {request_id!r} and does not answer now"
+        if failures and not explanation:
+            reason = f"request_id: another gateway may know of {request_id!r} and does not answer now"
             raise Unavailable(reason) from failures[0]
-        return sorted(records, key=lambda record: record.time_s)
+        return explanation

@@ -30,6 +30,7 @@ from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
 from shoal_cluster.serve.dispatcher import RESUMED_PRIORITY, Dispatcher
 from shoal_cluster.serve.explainer import Explainer
+from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
 from shoal_cluster.serve.generation import Generation
@@ -74,8 +75,6 @@ class Gateway:
         install(self._ledger)
         self._replicas = replicas
         own = serve.get_replica_context()
-        connect = partial(serve.get_deployment_handle, own.deployment, own.app_name)
-        self._explainer = Explainer(self._ledger.routes, connect if self._settings.num_replicas > 1 else None)
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
         objective = LatencyObjective(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
@@ -106,6 +105,8 @@ class Gateway:
         self._dispatcher = Dispatcher(
             self._ledger, hold, limits, desk.holding, patience_s, desk.is_growing, watch.start_failure
         )
+        connect = partial(serve.get_deployment_handle, own.deployment, own.app_name)
+        self._explainer = Explainer(self._dispatcher.explain, connect if self._settings.num_replicas > 1 else None)
         await self._open()
         gc.freeze()  # modules and tokenizer stay; a full collection over them would hold up all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
@@ -233,12 +234,12 @@ class Gateway:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
-    async def explain(self, request_id: str) -> Sequence[RouteRecord]:
+    async def explain(self, request_id: str) -> Explanation:
         return await self._explainer.explain(request_id)
 
-    async def kept_routes(self, request_id: str) -> bytes:
+    async def told_of_request(self, request_id: str) -> bytes:
         """Another gateway asks."""
-        return self._explainer.kept(request_id)
+        return self._explainer.told(request_id)
 
     def recent_routes(self, limit: int) -> Sequence[RouteRecord]:
         return self._ledger.routes.recent(limit)

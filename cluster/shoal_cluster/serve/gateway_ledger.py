@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from shoal_cluster.policies.baselines import OWN_RULE
+from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named import NamedPlacement, placement_by
-from shoal_cluster.policies.pending import Dispatch
 from shoal_cluster.policies.routing import (
     RouteDecision,
     RouteQuery,

@@ -23,6 +23,7 @@ from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.admin import key_of_header
 from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.chunks import open_chunks
+from shoal_cluster.serve.explanation_codec import explanation_to_proto
 from shoal_cluster.serve.logs import error_fields, fields
 from shoal_cluster.serve.request_id import new_request_id
 from shoal_cluster.serve.trace_context import trace_context
@@ -119,8 +120,7 @@ class ControlService:
     async def explain_route(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.ExplainRouteResponse:
         async with _errors_as_status(context, new_request_id()):
             request = codec.parse(control_pb2.ExplainRouteRequest, raw)
-            records = await self._core.explain(request.request_id)
-            return control_pb2.ExplainRouteResponse(records=map(control_codec.route_record_to_proto, records))
+            return explanation_to_proto(await self._core.explain(request.request_id))
 
     async def get_scaling(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.Scaling:
         async with _errors_as_status(context, new_request_id()):

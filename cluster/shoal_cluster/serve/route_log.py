@@ -8,11 +8,13 @@ from collections import OrderedDict
 from shoal_cluster.policies.look import Look
 from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.serve.explanation import Explanation, Refusal, SentBy
 
 MAX_REQUESTS = 4096
 MAX_BYTES = 128 * 2**20
 MAX_LOOK_BYTES = 32 * 2**20
 MAX_RECORDS_PER_REQUEST = 16
+MAX_REFUSALS = 4096
 MAX_BEHIND = 64  # decisions after which the log is trimmed by itself
 BYTES_PER_HASH = 57  # a bytes object of 16 and its place in a tuple
 
@@ -29,6 +31,7 @@ class RouteLog:
         self._max_bytes = max_bytes
         self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
         self._looks: OrderedDict[str, tuple[Look, int]] = OrderedDict()  # by request id, with its size
+        self._refusals: OrderedDict[str, Refusal] = OrderedDict()  # by call, the last of each
         self._num_look_bytes = 0
         self._num_behind = 0
         self.num_bytes = 0  # about
@@ -59,6 +62,14 @@ class RouteLog:
         self._looks[request_id] = look, num_bytes
         self._num_look_bytes += num_bytes
 
+    def refuse(self, refusal: Refusal) -> None:
+        """Keep why a request was not placed; the oldest are forgotten first."""
+        call_id = refusal.request_id.partition("#")[0]
+        self._refusals.pop(call_id, None)
+        self._refusals[call_id] = refusal
+        if len(self._refusals) > MAX_REFUSALS:
+            self._refusals.popitem(last=False)
+
     def trim(self) -> None:
         """Forget what is too much."""
         self._num_behind = 0
@@ -77,12 +88,22 @@ class RouteLog:
         """Those kept for a call, oldest first: the first and the last few."""
         return list(self._records.get(call_id, ()))
 
-    def of_request(self, request_id: str) -> list[RouteRecord]:
-        """Those of a client's request: of the call of that id, or of its calls where it had a list of prompts."""
-        if records := self.of_call(request_id):
-            return records
-        calls = (self.of_call(f"{request_id}-{number}") for number in itertools.count())
-        return list(itertools.chain.from_iterable(itertools.takewhile(bool, calls)))
+    def of_request(self, request_id: str) -> Explanation:
+        """What is kept of a client's request: of the call of that id, or of its calls where it had several prompts."""
+        if explanation := self._explain(request_id):
+            return explanation
+        calls = (self._explain(f"{request_id}-{number}") for number in itertools.count())
+        return Explanation.of(list(itertools.takewhile(bool, calls)))
+
+    def _explain(self, call_id: str) -> Explanation:
+        records = self.of_call(call_id)
+        looks = dict.fromkeys(record.query.request_id for record in records)
+        refusal = self._refusals.get(call_id)
+        return Explanation(
+            records=tuple(records),
+            looks=tuple(SentBy(name, look.queue()) for name in looks if (look := self.look_of(name)) is not None),
+            refusals=() if refusal is None else (refusal,),
+        )
 
     def recent(self, limit: int) -> list[RouteRecord]:
         """The last of all calls, newest first."""

@@ -21,7 +21,7 @@ from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.dashboard.broadcast import Broadcast
 from shoal_cluster.serve.dashboard.controls import controls_router
 from shoal_cluster.serve.dashboard.history import COARSE_S, Sample
-from shoal_cluster.serve.dashboard.records import encode_route
+from shoal_cluster.serve.dashboard.records import encode_explanation
 from shoal_cluster.serve.dashboard.scaling import encode_decision, mark
 from shoal_cluster.serve.dashboard.state import DashboardState
 from shoal_cluster.serve.dashboard.update import rounded_sample
@@ -127,10 +127,10 @@ def dashboard_router(core: GatewayCore) -> APIRouter:
     @router.get("/routes/{request_id}")
     async def route(request_id: str, request: Request) -> Response:
         try:
-            records = await core.explain(request_id.partition("#")[0])
+            explanation = await core.explain(request_id.partition("#")[0])
         except ShoalError as error:
             return error_response(error, request.state.request_id)
-        return JSONResponse([encode_route(record) for record in records], headers=HEADERS)
+        return JSONResponse(encode_explanation(explanation), headers=HEADERS)
 
     @router.get("/replicas/{replica_id}/blocks")
     async def blocks(replica_id: str, request: Request) -> Response:

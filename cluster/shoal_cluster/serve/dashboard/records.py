@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from shoal_cluster.policies.routing import CandidateTerms, RouteRecord
+from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal, SentBy
+
+
+def encode_explanation(explanation: Explanation) -> list[dict[str, object]]:
+    """Its records, and a text for what is known besides."""
+    said: tuple[Refusal | SentBy | HeldRequest, ...] = (*explanation.refusals, *explanation.looks, *explanation.held)
+    texts: list[dict[str, object]] = [{"text": each.text} for each in said]
+    return [*map(encode_route, explanation.records), *texts]
 
 
 def encode_route(record: RouteRecord) -> dict[str, object]:

@@ -112,6 +112,7 @@ const why = (route) => route.reason.replace(`${route.replica_id}: `, "").replace
 const key = (route) => `${route.request_id} ${route.time_s}`;
 
 function whole(record) {
+  if (record.text) return [element("p", "note", record.text)];
   const asked = [
     `${count(record.num_prompt_tokens)} prompt tokens`,
     `${count(record.num_prompt_blocks)} full blocks of ${record.block_size}`,

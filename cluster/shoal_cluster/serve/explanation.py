@@ -1,0 +1,102 @@
+"""What is known of why a request went where it went, waits, or was refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal_cluster.policies.held import QueuePlace
+from shoal_cluster.policies.routing import RouteRecord
+
+MAX_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that was refused before it was placed. ``time_s`` is wall-clock; ``terms`` are what decided it."""
+
+    time_s: float
+    request_id: str
+    reason: str
+    retry_after_s: float
+    terms: tuple[tuple[str, float], ...]
+
+    @property
+    def text(self) -> str:
+        terms = ", ".join(f"{name} {value:g}" for name, value in self.terms)
+        return (
+            f"{self.request_id}: refused, to be tried again after {self.retry_after_s:.1f} s: {self.reason} ({terms})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A request that waits at its gateway, ``number`` of ``num_held`` by urgency. ``queue`` ends with it: the last few
+    before it, each with the replica where the last look over them planned it.
+    """
+
+    time_s: float
+    request_id: str
+    waited_s: float
+    number: int
+    num_held: int
+    queue: tuple[QueuePlace, ...]
+
+    @property
+    def text(self) -> str:
+        *before, its = self.queue
+        where = f"for {its.replica_id}" if its.replica_id else "for any replica"
+        return (
+            f"{self.request_id}: held for {self.waited_s:.2f} s, number {self.number} of {self.num_held}, "
+            f"waits {where}, due in {its.due_in_s:.2f} s{_named('; before it', before, self.number - 1)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SentBy:
+    """The look that sent a request: ``queue`` ends with it; those before it stayed, each for the replica it names."""
+
+    request_id: str
+    queue: tuple[QueuePlace, ...]
+
+    @property
+    def text(self) -> str:
+        *before, its = self.queue
+        stayed = _named("; more urgent, but better off waiting", before, len(before))
+        return f"{self.request_id}: sent to {its.replica_id}, due in {its.due_in_s:.2f} s{stayed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All that gateways keep of a client's request, each part oldest first. ``looks`` are of the records' requests."""
+
+    records: tuple[RouteRecord, ...] = ()
+    looks: tuple[SentBy, ...] = ()
+    held: tuple[HeldRequest, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.held or self.refusals)
+
+    @classmethod
+    def of(cls, several: Sequence[Explanation]) -> Explanation:
+        """What several gateways say together."""
+        return cls(
+            records=tuple(sorted((r for each in several for r in each.records), key=lambda record: record.time_s)),
+            looks=tuple(look for each in several for look in each.looks),
+            held=tuple(held for each in several for held in each.held),
+            refusals=tuple(sorted((r for each in several for r in each.refusals), key=lambda refusal: refusal.time_s)),
+        )
+
+
+def clock(time_s: float) -> str:
+    """Wall-clock time, local."""
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
+
+
+def _named(what: str, places: Sequence[QueuePlace], num_all: int) -> str:
+    names = [f"{place.request_id} (for {place.replica_id or 'any replica'})" for place in places[-MAX_NAMED:]]
+    if num_all > len(names):
+        names.insert(0, f"{num_all - len(names)} more")
+    return f"{what}: {', '.join(names)}" if names else ""

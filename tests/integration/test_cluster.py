@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from shoal_replica.request import FinishReason
 pytestmark = pytest.mark.integration
 
 MAX_TOKENS_AFTER_CANCEL = 20
+WHOLE_AGAIN_S = 2.0
 
 SYSTEM = Message("system", "You answer briefly. " * 12)
 
@@ -259,7 +261,10 @@ def test_the_command_line(cluster: LiveCluster):
 
 
 async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cluster: LiveCluster):
-    """Eight streams, four of them on a replica that is killed: each gets the tokens of an undisturbed run."""
+    """Eight streams, four of them on a replica that is killed: each gets the tokens of an undisturbed run. The one that
+    comes in its place takes requests ``WHOLE_AGAIN_S`` after Serve has told of it (a process starts for longer than
+    that), and what the other has cached is found there.
+    """
     params = {"max_tokens": 120, "ignore_eos": True}
     # Different from the first block on, so that they spread over both replicas.
     requests = [replace(call(seed=i, **params), messages=(Message("user", f"{i}: tell a story."),)) for i in range(8)]
@@ -281,15 +286,33 @@ async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cl
         row = await client.cluster()
         victim = max(row.replicas, key=lambda r: r.stats.num_running if r.stats else 0)
         os.kill(pids[victim.replica_id], signal.SIGKILL)
+        comes = asyncio.create_task(time_to_connect(client, set(pids)))
         await asyncio.gather(*tasks)
         num_resumes = [stream[-1].usage.num_resumes for stream in streams if stream[-1].usage]
         assert sum(num_resumes) >= 1
         assert sorted(set(num_resumes)) == [0, 1]
-        for stream, output in zip(streams, undisturbed(cluster, requests), strict=True):
+        expected = await asyncio.to_thread(undisturbed, cluster, requests)
+        for stream, output in zip(streams, expected, strict=True):
             assert tokens(stream) == output.token_ids
             assert text(stream) == output.text
-        await until_cluster(client, lambda row: num_connected(row) == 2)  # the capacity comes back
+        assert await comes <= WHOLE_AGAIN_S
         await until_cluster(client, is_idle)
+        kept = next(i for i in range(8) if num_resumes[i] == 0)
+        before = streams[kept][-1].usage
+        after = (await collect(client, replace(requests[kept], request_id=uuid.uuid4().hex)))[-1].usage
+        assert before is not None
+        assert after is not None
+        full_blocks = (before.num_prompt_tokens - 1) // 16 * 16
+        assert full_blocks > 16, "the first block is every prompt's"
+        assert (after.replica_id, after.num_cached_tokens) == (before.replica_id, full_blocks)
+
+
+async def time_to_connect(client: GatewayClient, known: set[str]) -> float:
+    """How long after a replica is first told of that is not ``known`` until two take requests, in seconds."""
+    await until_cluster(client, lambda row: any(replica.replica_id not in known for replica in row.replicas))
+    seen_s = time.monotonic()
+    await until_cluster(client, lambda row: num_connected(row) == 2)
+    return time.monotonic() - seen_s
 
 
 def test_no_errors_leak_tracebacks(cluster: LiveCluster):

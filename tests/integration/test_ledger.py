@@ -69,6 +69,7 @@ async def test_a_run_is_placed_by_a_young_and_true_view_and_every_decision_repla
 
 
 async def test_a_restarted_gateway_is_whole_again_and_knows_what_is_cached(cluster: LiveCluster) -> None:
+    """``WHOLE_AGAIN_S`` from its first answer: until then a process of Ray's starts, which takes several seconds."""
     async with GatewayClient(cluster.grpc_address) as client:
         _, first = await ask(client, prompt(7, 200))
         num_replicas = len((await client.cluster()).replicas)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from fixtures.fake_serve import Answer, FakeServe, ask, serving, streaming
+from fixtures.fake_serve import BLOCK_SIZE, Answer, FakeServe, ask, serving, streaming
 from fixtures.replicas import Replica, replica
 from fixtures.waiting import DEADLINE_S, until
 
@@ -22,6 +22,7 @@ from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.grpc_service import GenerationService
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.sent import Follower
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_protos import generation_pb2
 from shoal_replica.errors import EngineDead, ResourceExhausted, Unavailable
@@ -464,7 +465,7 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
         for one in made.values():
             one.executor.gate.clear()
         running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=6))
-        await until(lambda: how == "cannot be made" or any(one.executor.is_held for one in made.values()))
+        await until(lambda: how == "cannot be made" or (calls and any(one.executor.is_held for one in made.values())))
         if how == "is cancelled":
             running.cancel()
             await until(running.done)
@@ -485,3 +486,23 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
             calls[-1].ends.set_result(Outcome(refused=False))
             assert (await running).tokens == [expected_tokens(PROMPT, 6)]
             assert not calls[-1].is_cancelled
+
+
+async def test_what_can_start_is_on_its_way_at_once_and_taken_back_if_nobody_waits_for_it() -> None:
+    async with serving("a") as serve:
+        made, calls = serve.replicas["a"], list[Request]()
+        dispatcher, request = serve.hold(), make_request(prompt_token_ids=PROMPT)
+        made.executor.gate.clear()
+        query = RouteQuery.for_request(request, BLOCK_SIZE)
+        pending = PendingRequest(query=query, arrival_s=0.0)
+        placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", calls.append))
+        ignored = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
+        serve.ledger.follow(request.request_id, ignored)
+        outcome = placement.outcome()
+        assert serve.ledger._replica_of == {request.request_id: "a"}
+        placement.cancel()  # before its task has begun
+        await until(lambda: bool(made.runs._kept))
+        assert outcome.cancelled()
+        assert not calls
+        assert dispatcher.num_held == 0
+        serve.ledger.unfollow(request.request_id)

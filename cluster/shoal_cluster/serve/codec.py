@@ -14,6 +14,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from shoal_cluster.serve.call import MAX_PRIORITY, Chunk, GenerateCall, Message, ModelCard, Usage
 from shoal_cluster.serve.request_id import check_request_id
+from shoal_cluster.serve.trace_context import TraceContext
 from shoal_protos import generation_pb2 as pb
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
@@ -54,7 +55,11 @@ def parse(message_type: type[M], raw: bytes) -> M:
 
 
 def call_from_proto(
-    request: pb.GenerateRequest, fresh_id: str, timeout_s: float | None = None, tenant: str = ""
+    request: pb.GenerateRequest,
+    fresh_id: str,
+    timeout_s: float | None = None,
+    tenant: str = "",
+    trace: TraceContext | None = None,
 ) -> GenerateCall:
     """What a client asked; ``fresh_id`` names a request that has no id of its own, ``tenant`` one that names none.
 
@@ -77,6 +82,7 @@ def call_from_proto(
         tenant=request.tenant or tenant,
         cache_salt=request.cache_salt,
         timeout_s=timeout_s,
+        trace=trace,
     )
 
 
@@ -101,13 +107,8 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
 
 def sampling_params_from_proto(params: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidArgument for a field outside its limits."""
-    given: dict[str, Any] = {name: getattr(params, name) for name in _SCALARS if params.HasField(name)}
-    return SamplingParams(
-        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
-        stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        **given,
-    )
+    given: dict[str, Any] = {"max_tokens": None, **{field.name: value for field, value in params.ListFields()}}
+    return SamplingParams(**given)  # which makes tuples of what is repeated
 
 
 def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:

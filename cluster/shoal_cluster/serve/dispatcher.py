@@ -94,6 +94,16 @@ class Dispatcher:
     async def wait(self, pending: PendingRequest) -> Dispatch:
         """Return when it is the request's turn; its place is reserved. Cancelling this takes it out of the queue.
 
+        Raises: as ``until_turn`` does.
+        """
+        try:
+            return await self.until_turn(pending, self.enter(pending))
+        finally:
+            self.leave(pending)
+
+    async def until_turn(self, pending: PendingRequest, waiter: Waiter) -> Dispatch:
+        """``wait`` for a request that has entered; whoever let it enter lets it ``leave`` afterwards.
+
         Raises:
             InvalidArgument: no replica has blocks enough.
             ResourceExhausted: every replica has too much to do, or none could start it within the objective, where
@@ -101,19 +111,19 @@ class Dispatcher:
             Unavailable: there was no replica for ``patience_s``, and none was starting; or those that were to start
                 have failed to.
         """
-        query = pending.query
-        try:
-            waiter = self.enter(pending)
-            if waiter.turn.done():
-                return waiter.turn.result()
-            with self._holding(query.num_prompt_tokens):
-                if pending.priority != RESUMED_PRIORITY and self._ledger.can_place(query.excluded):
-                    self._admit(pending, waiter)
-                return await self._until(waiter.turn, pending)
-        finally:
-            if self._queue.remove(query.request_id) is not None:
-                self._ledger.wish(self._queue.wishes())
-            self._waiters.pop(query.request_id, None)
+        if waiter.turn.done():
+            return waiter.turn.result()
+        with self._holding(pending.query.num_prompt_tokens):
+            if pending.priority != RESUMED_PRIORITY and self._ledger.can_place(pending.query.excluded):
+                self._admit(pending, waiter)
+            return await self._until(waiter.turn, pending)
+
+    def leave(self, pending: PendingRequest) -> None:
+        """A request has had its turn, or is not to have one. Idempotent."""
+        request_id = pending.query.request_id
+        if self._queue.remove(request_id) is not None:
+            self._ledger.wish(self._queue.wishes())
+        self._waiters.pop(request_id, None)
 
     def enter(self, pending: PendingRequest) -> Waiter:
         """Put a request in the queue; if a replica can start it, it is its turn at once, or after other gateways."""

@@ -304,12 +304,9 @@ class Gateway:
 
     def _max_model_len(self) -> int:
         """The model's limit, or the pool's where that is smaller: known from the ledger once a replica has spoken."""
-        pools = [
-            v.stats.num_total_blocks * v.stats.block_size
-            for v in self._ledger.view.replicas_for((), time.monotonic())
-            if v.stats is not None
-        ]
-        return min([self._model.max_model_len, *([max(pools)] if pools else [])])
+        told = self._ledger.view.present(time.monotonic()).stats
+        pools = [stats.num_total_blocks * stats.block_size for stats in told if stats is not None]
+        return min(self._model.max_model_len, max(pools)) if pools else self._model.max_model_len
 
     def _place(self, request: Request, query: RouteQuery) -> ServePlacement:
         pending = PendingRequest(

@@ -141,11 +141,11 @@ class GatewayLedger:
                 self.routes.add_look(query.request_id, dispatch.look)
         self._commit(record)
 
-    def submit(self, request: Request, replica_id: str) -> Callable[[], None]:
-        """Send a request by ``replica_id``'s feed, if that is up; Serve's call follows. Returns how to take it back."""
+    def submit(self, request: Request, replica_id: str) -> Callable[[], None] | None:
+        """Send a request by ``replica_id``'s feed; Serve's call follows. Returns how to take it back; None: unsent."""
         feed, request_id = self._feeds.get(replica_id), request.request_id
         if feed is None or replica_id not in self._members or not feed.submit(request):
-            return lambda: None
+            return None
         self._sent.submit(request_id, replica_id)
         self._note_replica(request_id, replica_id, is_taken=False)
         return lambda: feed.abort(request_id)

@@ -161,12 +161,12 @@ class Generation:
     async def _attempt(self, request: Request, indexes: range, excluded: Set[str]) -> tuple[str, str] | None:
         """Place a request once and follow it to its end. Returns (replica, reason) if that replica refused it."""
         self._num_legs += 1
-        suffix = f"#{self._num_legs}" if self._num_legs > 1 else ""
-        request = replace(request, request_id=self._request.request_id + suffix)
         query = self._query
-        if request.output_token_ids:
-            query = RouteQuery.for_request(request, query.block_size)
-        query = replace(query, request_id=request.request_id, excluded=frozenset(excluded))
+        if self._num_legs > 1:
+            request = replace(request, request_id=f"{self._request.request_id}#{self._num_legs}")
+            if request.output_token_ids:
+                query = RouteQuery.for_request(request, query.block_size)
+            query = replace(query, request_id=request.request_id, excluded=frozenset(excluded))
         times = self._times.start_leg(time.monotonic())
         leg = Leg({i: self._outputs[i] for i in indexes}, times, self._take)
         self._ledger.follow(request.request_id, leg.follower)

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from shoal_cluster.errors import INTERNAL, report_error
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.admin import key_of_header
-from shoal_cluster.serve.call import GatewayCore
+from shoal_cluster.serve.call import GatewayCore, GenerateCall
 from shoal_cluster.serve.chunks import open_chunks
 from shoal_cluster.serve.explanation_codec import explanation_to_proto
 from shoal_cluster.serve.logs import error_fields, fields
@@ -54,26 +53,41 @@ class GenerationService:
 
     async def generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
         """Stream a call; whatever ends it early, a cancel included, closes the core's stream at once."""
-        fresh_id = new_request_id()
-        async with _errors_as_status(context, fresh_id):
-            headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        request_id = new_request_id()
+        try:
+            call = self._read(raw, context, request_id)
+            request_id = call.request_id
+            await self._stream(call, context)
+        except Exception as error:
+            await _abort(context, error, request_id)
+
+    def _read(self, raw: bytes, context: grpc.aio.ServicerContext, fresh_id: str) -> GenerateCall:
+        headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        try:
+            request = codec.parse(generation_pb2.GenerateRequest, raw)
             tenant = headers.get(TENANT_KEY, "")
-            try:
-                request = codec.parse(generation_pb2.GenerateRequest, raw)
-                call = codec.call_from_proto(request, fresh_id, context.time_remaining(), tenant)
-            except InvalidArgument:
-                self._core.refuse_unread()
-                raise
-            call = replace(call, trace=trace_context(headers))
-        async with (
-            _errors_as_status(context, call.request_id),
-            _telling_id(context, call.request_id) as told,
-            open_chunks(self._core, call) as chunks,
-        ):
-            async for chunk in chunks:
-                if not told.done():
-                    await told
-                await context.write(codec.chunk_to_proto(chunk))
+            return codec.call_from_proto(request, fresh_id, context.time_remaining(), tenant, trace_context(headers))
+        except InvalidArgument:
+            self._core.refuse_unread()
+            raise
+
+    async def _stream(self, call: GenerateCall, context: grpc.aio.ServicerContext) -> None:
+        """The client hears the id beside the call; it has heard it when this ends, unless it has left."""
+        telling = asyncio.create_task(_tell_id(context, call.request_id))
+        telling.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else looks at a leaver's
+        try:
+            async with open_chunks(self._core, call) as chunks:
+                async for chunk in chunks:
+                    if not telling.done():
+                        await telling
+                    await context.write(codec.chunk_to_proto(chunk))
+        except asyncio.CancelledError:
+            telling.cancel()
+            raise
+        except Exception:
+            await telling
+            raise
+        await telling
 
     async def tokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> generation_pb2.TokenizeResponse:
         async with _errors_as_status(context, new_request_id()):
@@ -201,22 +215,6 @@ async def _set_health(core: GatewayCore, service: health.aio.HealthServicer) -> 
         await service.set(name, status)
 
 
-@asynccontextmanager
-async def _telling_id(context: grpc.aio.ServicerContext, request_id: str) -> AsyncIterator[asyncio.Task[None]]:
-    """The client hears the id beside the call; it has heard it when this ends, unless it has left."""
-    telling = asyncio.create_task(_tell_id(context, request_id))
-    telling.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else looks at a leaver's
-    try:
-        yield telling
-    except asyncio.CancelledError:
-        telling.cancel()
-        raise
-    except BaseException:
-        await telling
-        raise
-    await telling
-
-
 async def _tell_id(context: grpc.aio.ServicerContext, request_id: str) -> None:
     for _ in range(NUM_TASKS_BEFORE):
         await asyncio.sleep(0)
@@ -229,18 +227,20 @@ async def _errors_as_status(context: grpc.aio.ServicerContext, request_id: str) 
     try:
         yield
     except Exception as error:
-        report = report_error(error, request_id)
-        if report.kind is INTERNAL:
-            _log.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
-        status = grpc.StatusCode[report.kind.grpc_status]
-        metadata: tuple[tuple[str, str | bytes], ...] = ()
-        if report.retry_after_s is not None:
-            metadata = (
-                ("retry-after", f"{report.retry_after_s:g}"),
-                ("grpc-status-details-bin", _retry_details(status, report.message, report.retry_after_s)),
-            )
-    else:
-        return
+        await _abort(context, error, request_id)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception, request_id: str) -> None:
+    report = report_error(error, request_id)
+    if report.kind is INTERNAL:
+        _log.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
+    status = grpc.StatusCode[report.kind.grpc_status]
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
+    if report.retry_after_s is not None:
+        metadata = (
+            ("retry-after", f"{report.retry_after_s:g}"),
+            ("grpc-status-details-bin", _retry_details(status, report.message, report.retry_after_s)),
+        )
     await context.abort(status, report.message, trailing_metadata=metadata)
 
 

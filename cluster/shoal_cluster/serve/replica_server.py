@@ -59,15 +59,13 @@ class ReplicaServer:
         memory = {"weights": shape.weight_bytes, "kv_blocks": cache.num_blocks * shape.block_bytes(cache.block_size)}
         self._metrics = ReplicaMetrics(replica_id, memory)
         self._export = RayExport()
-        self._engine.subscribe(self._measure)
-        past = ReplicaPast(self._engine)
         self._drain_timeout_s = settings.drain_timeout_s
         self._drain: asyncio.Task[bool] | None = None
         self._feed = FeedServer(
             self._engine,
             answers={
                 BLOCKS: lambda: encode_block_map(self._engine.block_heat()),
-                PAST: past.encoded,
+                PAST: lambda: self._past.encoded(),
                 METRICS: lambda: encode_points(self._metrics.own_points()),
                 DRAIN: self._begin_drain,
             },
@@ -75,6 +73,8 @@ class ReplicaServer:
         self._runs = Runs(self._engine, self._feed)
         host = ray.util.get_node_ip_address() if settings.feed_host == "node" else settings.feed_host
         self._address = await self._feed.start(host)
+        self._engine.subscribe(self._measure)  # after the feed: tokens go first
+        self._past = ReplicaPast(self._engine)
         self._watch = asyncio.get_running_loop().create_task(self._leave_when_dead(), name="shoal-replica-watch")
 
     def record_replica_metadata(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
 from numbers import Real
 
@@ -16,6 +16,7 @@ MAX_SEED = 2**63 - 1
 MAX_INTEGER = 2**63 - 1
 MAX_TOP_K = 2**64 - 1  # what the feed can carry; the sampler takes any
 MAX_TOKEN_ID = 2**32 - 1
+SMALLEST, LARGEST = math.ulp(0.0), sys.float_info.max  # of the floats above 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +58,21 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if type(self.stop) is not tuple:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        if type(self.stop_token_ids) is not tuple:
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
-            object.__setattr__(self, "max_tokens", min(self.max_tokens, MAX_INTEGER))
-        _number("temperature", self.temperature, lambda x: x >= 0, "must be a finite number of at least 0")
+            if self.max_tokens > MAX_INTEGER:
+                object.__setattr__(self, "max_tokens", MAX_INTEGER)
+        _number("temperature", self.temperature, 0.0, LARGEST, "must be a finite number of at least 0")
         _integer("top_k", self.top_k, 0, MAX_TOP_K)
-        _number("top_p", self.top_p, lambda x: 0 < x <= 1, "must be in (0, 1]")
-        _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "must be in [0, 1]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _number(name, getattr(self, name), lambda x: -2 <= x <= 2, "must be in [-2, 2]")
-        _number("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "must be above 0")
+        _number("top_p", self.top_p, SMALLEST, 1.0, "must be in (0, 1]")
+        _number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
+        _number("repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST, "must be above 0")
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
         _integer("n", self.n, 1, MAX_N)
@@ -102,6 +106,8 @@ def _integer(field: str, value: object, low: int, high: int | None) -> None:
         raise InvalidArgument(field, value, f"must be an integer of at least {low}{upper}")
 
 
-def _number(field: str, value: object, allowed: Callable[[float], bool], limit: str) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or not allowed(float(value)):
+def _number(field: str, value: object, low: float, high: float, limit: str) -> None:
+    """Raises InvalidArgument unless ``low <= value <= high``, which no NaN is."""
+    is_number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+    if not is_number or not low <= value <= high:  # type: ignore[operator]
         raise InvalidArgument(field, value, limit)

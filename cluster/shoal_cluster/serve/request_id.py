@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-from uuid import uuid4
 
 from shoal_replica.errors import InvalidArgument
 
@@ -12,7 +12,7 @@ _REQUEST_ID = re.compile(r"[\x21\x22\x24-\x7e]{1,128}")  # without '#', behind w
 
 def new_request_id() -> str:
     """An id nobody else has."""
-    return uuid4().hex
+    return os.urandom(16).hex()
 
 
 def check_request_id(request_id: str) -> str:

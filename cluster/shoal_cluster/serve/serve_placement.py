@@ -14,7 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shoal_cluster.policies.pending import Dispatch, PendingRequest
+from shoal_cluster.policies.dispatch import Dispatch
+from shoal_cluster.policies.pending import PendingRequest
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.outcome import Outcome

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -22,7 +21,6 @@ constexpr int kStreamedKeys = 128;  // of a tile whose pages are read once, whil
 constexpr int kTilePages = kTileKeys / kPanel;
 constexpr int kStreamedPages = kStreamedKeys / kPanel;
 static_assert(2 * kStreamedPages <= kTilePages);
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Rows, the keys that each one sees, and its softmax so far.
 struct AttentionState {

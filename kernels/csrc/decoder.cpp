@@ -81,6 +81,8 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
     if (const Matrix m = matrix(parameter, layer); m.linear != nullptr) {
         expect(count, int64_t{m.outputs} * m.inputs);
         *m.linear = pack_linear(arena_, dtype_, data, m.outputs, m.inputs, m.gated);
+        if (parameter == SHOAL_HEAD && shape_.is_last_stage && exchange_ == nullptr && dtype_ == Dtype::Bf16)
+            screen_ = make_screen(arena_, data, m.outputs, m.inputs);
         return;
     }
     Layer& l = layers_[static_cast<size_t>(layer)];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "memory.h"
@@ -125,6 +126,7 @@ struct Maximum {
     float value;
     int64_t place;
 };
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 struct Kernels {
     const char* name;

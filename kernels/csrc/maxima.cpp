@@ -1,6 +1,5 @@
 // The largest logit of each row that samples, found by the threads that have just computed them.
 #include <algorithm>
-#include <limits>
 
 #include "decoder.h"
 
@@ -9,16 +8,13 @@ namespace shoal {
 void Decoder::find_maxima(Team::Member& member, const ShoalStep& step) {
     // Of each row, a thread looks at the columns that multiply() has given it: they are in a cache of its own.
     const int threads = team_.size();
-    const int64_t blocks = divide_up(shape_.vocab_size, kBlockColumns);
-    const auto begins = [&](int64_t part) {
-        return std::min<int64_t>(shape_.vocab_size, blocks * part / threads * kBlockColumns);
-    };
+    const auto begins = [&](int part) { return std::min<int64_t>(shape_.vocab_size, part_begin(part) * kBlockColumns); };
     member.parallel_for(step.num_samples * threads, [&](int i) {
         const int64_t begin = begins(i % threads), size = begins(i % threads + 1) - begin;
         Maximum& found = maxima_[static_cast<size_t>(i)];
-        found = {-std::numeric_limits<float>::infinity(), 0};
+        found = {kMinusInfinity, 0};
         if (size == 0) return;
-        found = kernels_.row_maximum(step.logits + i / threads * int64_t{shape_.vocab_size} + begin, size);
+        found = kernels_.row_maximum(logits_of(step) + i / threads * int64_t{shape_.vocab_size} + begin, size);
         found.place += begin;
     });
 }

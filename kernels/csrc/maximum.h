@@ -16,7 +16,7 @@ constexpr int64_t kMaximumChunk = 64 * kMaximumVectors * kLanes;
 SHOAL_INLINE float chunk_maximum(const float* x, int64_t size) {
     F32 top[kMaximumVectors];
     I32 is_nan{};
-    for (F32& t : top) t = splat(-std::numeric_limits<float>::infinity());
+    for (F32& t : top) t = splat(kMinusInfinity);
     int64_t i = 0;
     for (; i + kMaximumVectors * kLanes <= size; i += kMaximumVectors * kLanes)
         for (int v = 0; v < kMaximumVectors; ++v) {

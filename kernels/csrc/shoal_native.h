@@ -56,7 +56,8 @@ typedef struct ShoalStep {
     const int32_t* block_tables;    /* [num_seqs][table_stride] */
     int64_t table_stride;
     const int64_t* sample_rows;     /* [num_samples] */
-    float* logits;                  /* [num_samples][vocab_size]; NULL where another rank of the exchange takes them */
+    float* logits;                  /* [num_samples][vocab_size]; NULL where another rank of the exchange takes them, or,
+                                       without an exchange, where their maxima are all that is wanted */
     float* hidden;                  /* [num_tokens][hidden_size]: read on all stages but the first, written on all but the
                                        last, which alone has logits */
 } ShoalStep;
@@ -73,8 +74,8 @@ SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t paramete
                                          const uint8_t* values, const uint16_t* scales, const uint16_t* minimums,
                                          int64_t count);
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
-/* A step; and of each row of logits the largest and its first place, NaN where a row has one. Where logits are NULL or
-   the stage is not the last, neither is written. -2: another rank did not come. */
+/* A step; and of each row of logits the largest and its first place, NaN where a row has one. Where another rank takes
+   the logits or the stage is not the last, neither is written. -2: another rank did not come. */
 SHOAL_API int shoal_decoder_forward_maxima(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places);
 SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
 /* A number that differs once a step has gone on; any thread may ask. */

@@ -12,6 +12,8 @@ constexpr int kRowChunk = 10 * 12;    // rows of a product's unit: ten register 
 // Rows of a thread, for each of the threads, from which on they go by rows: what they then read of weights in a second,
 // all together, does not grow with their number.
 constexpr int kLeastRows = 16;
+// Rows of a step whose maxima are screened: with more, products of 8 bits take longer than reading the head does.
+constexpr int kScreenedRows = 4;
 constexpr int kStreamedRows = 16;     // up to these, a step waits for weights rather than for arithmetic
 // Bytes that a thread reads ahead of a product, which a near cache of its own holds, and that helpers read ahead of a step:
 // half a shared cache of a usual size, and more than they come to read between two steps of one sequence.
@@ -51,11 +53,11 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     sampled_.reserve(samples * shape_.hidden_size);
     sampled_attended_.reserve(samples * heads * size / pack);
     partials_.reserve(int64_t{plan_.num_partials()} * (heads / shape_.num_kv_heads) * (size + 2));
-    if (static_cast<int64_t>(maxima_.size()) < samples * team_.size()) maxima_.resize(samples * team_.size());
-    if (!has_integers_) return;
-    integers_.reserve(std::max(tokens, samples) * widest_inputs() / 2);
-    integer_scales_.reserve(std::max(tokens, samples) * widest_inputs() / kGroup);
-    integer_sums_.reserve(std::max(tokens, samples) * widest_inputs() / kGroup);
+    if (static_cast<int64_t>(maxima_.size()) < 2 * samples * team_.size()) maxima_.resize(2 * samples * team_.size());
+    const int64_t integers = has_integers_ ? std::max(tokens, samples) : screens_ ? samples : 0;
+    integers_.reserve(integers * widest_inputs() / 2);
+    integer_scales_.reserve(integers * widest_inputs() / kGroup);
+    integer_sums_.reserve(integers * widest_inputs() / kGroup);
 }
 
 void Decoder::normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end) {
@@ -224,7 +226,7 @@ void Decoder::complete(Team::Member& member, int index, float* stream, const Wor
     if (index + 1 < shape_.num_layers) {
         read_ahead(member, layers_[static_cast<size_t>(index) + 1].qkv, rows);
     } else if (shape_.is_last_stage) {
-        read_ahead(member, head_, rows);
+        read_ahead(member, screens_ ? screen_.head : head_, rows);
     }
     multiply_onto(member, stream, layer.down, gated_.data(), gated_stride_, rows);
 }
@@ -275,7 +277,7 @@ void Decoder::begin(Team::Member& member, const ShoalStep& step) {
 void Decoder::compute_logits(Team::Member& member, const ShoalStep& step) {
     const int64_t hidden = shape_.hidden_size, vocab = shape_.vocab_size, share = vocab_share();
     if (exchange_ == nullptr) {
-        multiply(member, head_, normed_.data(), hidden, step.num_samples, step.logits, vocab, Finish::Store);
+        multiply(member, head_, normed_.data(), hidden, step.num_samples, logits_of(step), vocab, Finish::Store);
         return;
     }
     const int most = static_cast<int>(exchange_->capacity / share);
@@ -302,6 +304,7 @@ void Decoder::finish(Team::Member& member, const ShoalStep& step) {
     }
     if (step.num_samples == 0) return;
     normalise(member, sampled_.data(), final_norm_, step.num_samples);
+    if (screens_) return screen_maxima(member, step);
     compute_logits(member, step);
     if (has_maxima(step)) find_maxima(member, step);
 }
@@ -321,7 +324,9 @@ void Decoder::forward(const ShoalStep& step) {
     if (step.num_tokens == 0) return;
     plan_.build(shape_, step);
     if (shape_.is_last_stage) plan_.choose_sampled(step);
+    screens_ = wants_maxima_alone(step) && screen_.head.words != nullptr && step.num_samples <= kScreenedRows;
     reserve(step.num_tokens, step.num_samples);
+    if (wants_maxima_alone(step)) own_logits_.reserve((screens_ ? 2 : 1) * int64_t{step.num_samples} * shape_.vocab_size);
     if (first_read_.empty()) list_first_read();
     const auto body = [&](Team::Member& member) {
         begin(member, step);

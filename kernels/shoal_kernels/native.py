@@ -121,6 +121,7 @@ class NativeDecoder:
         self._seq_lens = KeptArray(np.int32)
         self._inputs: tuple[object, ...] = ()  # of the last step, which reads them where they lie
         self._results = Results(0, shape.vocab_size)
+        self._leaves_out = False  # the last step, its logits
         self._exchange = exchange
         peers = ctypes.byref(exchange.native) if exchange is not None else None
         self._handle: int | None = library().shoal_decoder_create(ctypes.byref(_c_shape(shape, kernels)), peers)
@@ -160,6 +161,7 @@ class NativeDecoder:
         sample_rows: Sequence[int] | NDArray[np.int64],
         hidden: Tensor | None = None,
         wants_logits: bool = True,
+        wants_maxima_alone: bool = False,
     ) -> Tensor:
         """Compute a step's tokens, writing their KV, and the logits of ``sample_rows``.
 
@@ -168,10 +170,12 @@ class NativeDecoder:
             hidden: float32 [num_tokens, hidden_size], what stages hand on: read on all but the first, then written on
             all but the last.
             wants_logits: whether this rank of the last stage takes them.
+            wants_maxima_alone: logits may be left out where ``maxima`` can be found without them, which spares memory.
 
         Returns:
             float32 [num_samples, vocab_size], overwritten by the next call: fresh pages for megabytes of logits would
-            cost more than filling them. [0, vocab_size] where they are not wanted or the stage is not the last.
+            cost more than filling them. [0, vocab_size] where they are not wanted, are left out, or the stage is not
+            the last.
 
         Raises:
             LostRank: another rank did not come to an exchange; whatever the function that carries it raised.
@@ -188,7 +192,8 @@ class NativeDecoder:
         step.table_stride = block_tables.shape[-1]
         num_logits = len(sample_rows) if wants_logits and self.shape.is_last_stage else 0
         results = self._results = self._results.of(num_logits)
-        step.logits = results.addresses[0] if num_logits else None
+        self._leaves_out = wants_maxima_alone and self._exchange is None
+        step.logits = results.addresses[0] if num_logits and not self._leaves_out else None
         step.hidden = hidden.data_ptr() if hidden is not None else None
         self._inputs = (*longs, *ints, hidden)
         return self.forward_again(seq_lens)
@@ -206,11 +211,11 @@ class NativeDecoder:
             assert self._exchange is not None
             raise self._exchange.failure or LostRank(last_error())
         self._check(status)
-        return results.logits
+        return results.logits[:0] if self._leaves_out else results.logits
 
     @property
     def maxima(self) -> RowMaxima:
-        """Of each row of the last logits."""
+        """Of each row of the last logits, given or left out."""
         return self._results.maxima
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

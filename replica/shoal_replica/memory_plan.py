@@ -135,6 +135,11 @@ def plan_host(
     # The native decoder holds integers; torch's operators widen them.
     rounded = model.weight_bytes / plain.weight_bytes if kernels.is_native else 1.0
     weights = int(sum(shard_weight_bytes(plain, shard) for shard in shards) * rounded)
+    screen = 0
+    is_screened = kernels.is_native and model.dtype == "bfloat16" and model.quantization == "none"
+    if is_screened and parallel.tensor_parallel_size == 1:
+        # The head once more, in 8 bits and a scale for 32: by that, greedy tokens are found.
+        screen = model.vocab_size * model.hidden_size * 17 // 16 * sum(shard.is_last_stage for shard in shards)
     # What is summed, or handed to the next stage: once to send and once to receive.
     handed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * 4
     summed = 2 * EXCHANGE_BYTES if kernels.is_native else handed
@@ -145,7 +150,7 @@ def plan_host(
         dtype=f"{model.dtype}{held}{'' if kernels.is_native or not held else ' widened'}",
         usable=free_bytes,
         weights=weights,
-        activations=sum(activation_bytes(model, shard, scheduler) for shard in shards),
+        activations=screen + sum(activation_bytes(model, shard, scheduler) for shard in shards),
         communication=communication * len(shards),
         graphs=0,
         block=sum(shard.block_bytes(model, cache.block_size) for shard in shards),

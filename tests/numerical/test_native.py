@@ -153,7 +153,9 @@ class Part:
     blocks: list[int]
 
 
-def run(decoder: NativeDecoder, *parts: Part, rows: Sequence[int] | None = None) -> Tensor:
+def run(
+    decoder: NativeDecoder, *parts: Part, rows: Sequence[int] | None = None, wants_maxima_alone: bool = False
+) -> Tensor:
     """One step; logits of ``rows``, or of all its tokens."""
     size = decoder.shape.block_size
     positions = [np.arange(p.start, p.start + len(p.token_ids)) for p in parts]
@@ -170,6 +172,7 @@ def run(decoder: NativeDecoder, *parts: Part, rows: Sequence[int] | None = None)
         block_tables=tables,
         slot_mapping=np.concatenate(slots),
         sample_rows=np.arange(ends[-1]) if rows is None else rows,
+        wants_maxima_alone=wants_maxima_alone,
     ).clone()
 
 
@@ -352,6 +355,47 @@ def test_the_largest_logits_and_their_first_places(vocab: int, num_threads: int)
     run(decoder, Part([0, 0], 0, [0]))
     assert np.isnan(decoder.maxima.largest).all()
     assert decoder.maxima.places == [vocab // 2] * 2
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("vocab", "num_threads"), [(1, 2), (33, 1), (83, 3), (1000, 2)])
+def test_maxima_without_logits_are_those_of_the_logits(vocab: int, num_threads: int, kernels: str) -> None:
+    """To the bit, however the head is made to mislead 8-bit weights, and for more rows than these are used for."""
+    shape = make_shape(dtype=torch.bfloat16, vocab_size=vocab, num_threads=num_threads, tied_embeddings=False)
+    weights = make_weights(shape)
+    head, generator = weights["lm_head.weight"], torch.Generator().manual_seed(3)
+    noise = torch.randn(head.shape, generator=generator).bfloat16()
+    equals, lone, bad, endless, long = (head.clone() for _ in range(5))
+    equals[vocab // 2 :] = head[: vocab - vocab // 2]
+    lone[:, 7] *= 300  # the others of its group have next to nothing left of 8 bits
+    bad[vocab // 2] = torch.nan
+    endless[vocab // 3] = torch.inf
+    long[vocab // 3] *= 1e7
+    heads = [head, equals, lone, bad, endless, long, head[:1] + noise / 256, torch.zeros_like(head), head * 1e-38]
+    for weight in heads:
+        decoder = NativeDecoder(shape, {**weights, "lm_head.weight": weight}.items(), rotary_table(shape), kernels)
+        part = Part(tokens(shape, 20), 0, [0, 1])
+        for rows in ([19], [3, 19], [*range(8)], [*range(20)]):
+            logits = run(decoder, part, rows=rows)
+            expected = decoder.maxima
+            assert run(decoder, part, rows=rows, wants_maxima_alone=True).shape == (0, vocab)
+            assert decoder.maxima.places == expected.places
+            assert np.array_equal(decoder.maxima.largest, expected.largest, equal_nan=True)
+            assert torch.equal(run(decoder, part, rows=rows).nan_to_num(), logits.nan_to_num())
+        decoder.close()
+
+
+def test_maxima_without_logits_of_a_row_that_is_not_finite() -> None:
+    shape = make_shape(dtype=torch.bfloat16, num_threads=2)
+    for value in (torch.nan, torch.inf, 1e38):
+        weights = make_weights(shape)
+        weights["norm.weight"] = weights["norm.weight"] * value
+        decoder = NativeDecoder(shape, weights.items(), rotary_table(shape))
+        run(decoder, Part([5], 0, [0]))
+        expected = decoder.maxima
+        run(decoder, Part([5], 0, [0]), wants_maxima_alone=True)
+        assert decoder.maxima.places == expected.places
+        assert np.array_equal(decoder.maxima.largest, expected.largest, equal_nan=True)
 
 
 def test_a_step_again_goes_by_what_its_arrays_hold_by_now() -> None:

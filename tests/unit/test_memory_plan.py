@@ -109,8 +109,8 @@ def test_the_smallest_change_is_named() -> None:
 @pytest.mark.parametrize(
     ("free", "change"),
     [
-        (15.2, "max_num_seqs=32, max_num_batched_tokens=256"),
-        (15.02, "max_num_seqs=8, max_num_batched_tokens=64"),
+        (15.72, "max_num_seqs=32, max_num_batched_tokens=256"),
+        (15.54, "max_num_seqs=8, max_num_batched_tokens=64"),
         (14.9, "quantization=int8"),
         (7.5, "quantization=int4"),
     ],

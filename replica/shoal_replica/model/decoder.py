@@ -41,10 +41,10 @@ class Decoder(Protocol):
         """A number that differs once a step has gone on. Another thread may read it, until ``close``."""
         ...
 
-    def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
+    def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         """Write the KV of a step's tokens; float32 logits [len(sample_rows), vocab_size], good until the next call.
 
-        Ranks that do not sample may give none.
+        Ranks that do not sample may give none, and so may one that has ``maxima``, where they are all that is wanted.
 
         Raises:
             CollectiveError: another rank did not take part.
@@ -139,7 +139,7 @@ class TorchDecoder:
     def maxima(self) -> None:
         return None
 
-    def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
+    def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         metadata = AttentionMetadata(
             query_start_loc=step.query_start_loc,
             seq_lens=step.seq_lens,
@@ -193,7 +193,7 @@ class NativeCpuDecoder:
             rotary_cache(model, torch.float32, cpu),
             exchange=exchange,
         )
-        self._last: tuple[StepArrays | None, Sequence[int]] = None, ()
+        self._last: tuple[StepArrays | None, Sequence[int], bool] = None, (), False
 
     @property
     def kernels(self) -> str:
@@ -208,16 +208,16 @@ class NativeCpuDecoder:
     def maxima(self) -> RowMaxima:
         return self._native.maxima
 
-    def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
+    def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         hidden: Tensor | None = None
         if self._shard.num_stages > 1:
             hidden = torch.empty(len(step.input_ids), self._hidden_size)
             if not self._shard.is_first_stage:
                 self._group.receive_from_previous_stage(hidden)
         try:
-            if step is self._last[0] and sample_rows == self._last[1] and hidden is None:
+            if step is self._last[0] and (sample_rows, wants_maxima_alone) == self._last[1:] and hidden is None:
                 return self._native.forward_again(step.seq_lens)
-            self._last = None, ()  # nothing goes on from a step that fails
+            self._last = None, (), False  # nothing goes on from a step that fails
             logits = self._native.forward(
                 input_ids=step.input_ids,
                 positions=step.positions,
@@ -228,8 +228,9 @@ class NativeCpuDecoder:
                 sample_rows=sample_rows,
                 hidden=hidden,
                 wants_logits=self._shard.samples,
+                wants_maxima_alone=wants_maxima_alone,
             )
-            self._last = step, sample_rows
+            self._last = step, sample_rows, wants_maxima_alone
         except LostRank as error:
             raise CollectiveError(f"lost another rank: {error}") from error
         if hidden is not None and not self._shard.is_last_stage:

@@ -104,12 +104,13 @@ class ModelRunner:
             self._compute(sequences, (ScheduledSequence(0, computed, new, True),))
 
     def _compute(self, sequences: SequenceTable, scheduled: tuple[ScheduledSequence, ...]) -> Tensor:
-        """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size]."""
+        """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size], or none where maxima do."""
         step = sequences.arrays(scheduled)
         ends = step.query_start_loc[1:]
         sample_rows = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
+        is_greedy = all(sequences[s.seq_id].takes_likeliest for s in scheduled if s.samples)
         started = time.perf_counter()
-        logits = self._decoder.compute(step, sample_rows)
+        logits = self._decoder.compute(step, sample_rows, is_greedy)
         self._forward_s = time.perf_counter() - started
         return logits
 

@@ -86,7 +86,7 @@ class NpuDecoder:
     def maxima(self) -> None:
         return None
 
-    def compute(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
+    def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         logits = self._launch(step, sample_rows)
         if not self._samples:
             # As who samples does for its tokens: a device that hangs or fails does so in its own rank's step.

@@ -38,7 +38,8 @@ class HeldOrder:
 
     def put(self, held: Held) -> None:
         """It is here, or its dates have changed."""
-        self._rank_anew()
+        if self._num_changes != self._shares.num_changes:
+            self._rank_anew()
         begins_by_s = held.due_s - held.takes_s
         if held.entry is None or held.begins_by is None:
             self._num_put += 1
@@ -50,26 +51,29 @@ class HeldOrder:
             self.remove(held)
         held.entry = (self.rank(held), number, held)
         held.begins_by = (begins_by_s, number, held)
-        place = bisect_left(self._ranked, held.entry)
+        place = bisect_left(self._ranked, held.entry) if self._ranked else 0
         self._ranked.insert(place, held.entry)
         insort(self._by_begin, held.begins_by)
-        self._note_changed(place)
+        if place < self._num_considered:
+            self._to_consider = None
 
     def remove(self, held: Held) -> None:
         """It is gone."""
         assert held.entry is not None
         assert held.begins_by is not None
-        place = bisect_left(self._ranked, held.entry)
+        place = bisect_left(self._ranked, held.entry) if len(self._ranked) > 1 else 0
         del self._ranked[place]
-        self._note_changed(place)
-        del self._by_begin[bisect_left(self._by_begin, held.begins_by)]
+        del self._by_begin[bisect_left(self._by_begin, held.begins_by) if self._ranked else 0]
         held.entry = held.begins_by = None
+        if place < self._num_considered:
+            self._to_consider = None
 
     def to_consider(self, now: float) -> list[Due]:
         """The most urgent, and when each is due: those before others that are due sooner, no later. The same list as
         long as it is the same.
         """
-        self._rank_anew()
+        if self._num_changes != self._shares.num_changes:
+            self._rank_anew()
         if self._to_consider is not None:
             return self._to_consider
         if len(self._ranked) == 1:
@@ -99,10 +103,6 @@ class HeldOrder:
         pending = held.pending
         return pending.priority, self._shares.place(pending.tenant), held.due_s
 
-    def _note_changed(self, place: int) -> None:
-        if place < self._num_considered:
-            self._to_consider = None
-
     def _due_there_s(self, held: Held, now: float) -> float:
         """When it is due at the replica: of a tenant that had most of the service lately, not before others' that may
         come while it waits for the step that runs.
@@ -112,9 +112,7 @@ class HeldOrder:
         return max(held.due_s, now + RENEWAL * held.length_s)
 
     def _rank_anew(self) -> None:
-        """If somebody has had service that changes whose turn it is."""
-        if self._num_changes == self._shares.num_changes:
-            return
+        """Somebody has had service that changes whose turn it is."""
         self._num_changes = self._shares.num_changes
         ranked: list[Entry] = []
         for _, number, held in self._ranked:

@@ -85,7 +85,7 @@ class StandingPlan:
             and index.num_evicted == self._num_evicted
         ):
             self.forget()
-        if self._plan is None:
+        if self._plan is None or not (self.planned or self._earlier or self._after_gap):
             plan = self._plan = Plan(present, weights, max_steps_ahead)
         else:
             plan = self._plan
@@ -124,9 +124,8 @@ class StandingPlan:
 
     def offer(self, number: int, held: Held, due_s: float, now: float) -> Considered | None:
         """``held`` is considered next: as before, if what was decided of it may stand."""
-        assert self._plan is not None
         self._offered = None
-        if (planned := self._earlier.get(held)) is None:
+        if self._plan is None or (planned := self._earlier.get(held)) is None:
             return None
         if number and planned.given.least_blocks and due_s == planned.due_s and now < planned.until_s:
             self._offered = planned

@@ -64,6 +64,8 @@ class FairShares:
 
     def place(self, tenant: str) -> int:
         """In the order of tenants, from 0: by excess; who had more than others lately comes after all who had not."""
+        if not self._excess and len(self._served) < 2:
+            return 0
         return self.excess(tenant) + AFTER_OTHERS * self.had_more(tenant)
 
     def had_more(self, tenant: str) -> bool:

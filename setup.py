@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 import subprocess
 import sys
 import warnings
@@ -13,6 +15,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("kernels/csrc")
+COMPILERS = ("c++", "g++")  # simd.h shuffles vectors by a builtin of GCC that Clang lacks
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 # The kernels are compiled once per set; dispatch.cpp chooses when the library is loaded.
@@ -37,53 +40,65 @@ class BuildNative(build_ext):
         objects = Path(self.build_temp)
         target.parent.mkdir(parents=True, exist_ok=True)
         objects.mkdir(parents=True, exist_ok=True)
-        try:
-            self._build(target, objects)
-        except (OSError, subprocess.CalledProcessError) as error:
-            warnings.warn(f"the native CPU kernels were not built, torch will serve instead: {error}", stacklevel=1)
+        failures = []
+        for compiler in _compilers():
+            try:
+                left_out = self._build(compiler, target, objects)
+            except (OSError, subprocess.CalledProcessError) as error:
+                failures.append(str(error))
+                continue
+            if left_out:
+                warnings.warn(f"{compiler} does not compile the kernels for {', '.join(left_out)}", stacklevel=1)
+            return
+        why = "; ".join(failures) or f"no C++ compiler found on {sys.platform}"
+        warnings.warn(f"the native CPU kernels were not built, torch will serve instead: {why}", stacklevel=1)
 
-    def _build(self, target: Path, objects: Path) -> None:
-        compiler = _compiler()
-        sets, family = _instruction_sets(platform.machine().lower())
-        jobs = [
-            (SOURCES / "isa.cpp", objects / f"isa_{name}.o", (f"-DSHOAL_ISA={name}", *flags))
-            for name, flags in sets.items()
-        ]
-        for source in sorted(SOURCES.glob("*.cpp")):
-            if source.name != "isa.cpp":
-                jobs.append((source, objects / f"{source.stem}.o", family))
+    def _build(self, compiler: str, target: Path, objects: Path) -> list[str]:
+        """Make ``target``; the instruction sets that the compiler does not know, which it then lacks. The last, which
+        needs no flags, must compile.
+        """
 
-        def compile_one(job: tuple[Path, Path, tuple[str, ...]]) -> None:
-            source, output, flags = job
-            subprocess.run([*compiler, *FLAGS, *flags, "-c", str(source), "-o", str(output)], check=True)
+        def compile_one(source: str, output: Path, *flags: str) -> Path:
+            command = [compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", str(output)]
+            subprocess.run(command, check=True)
+            return output
 
+        sets = _instruction_sets(platform.machine().lower())
+        *_, base = sets
+        sources = sorted(path.name for path in SOURCES.glob("*.cpp") if path.name not in ("isa.cpp", "dispatch.cpp"))
         with ThreadPoolExecutor() as pool:
-            list(pool.map(compile_one, jobs))
+            kernels = {
+                name: pool.submit(compile_one, "isa.cpp", objects / f"isa_{name}.o", f"-DSHOAL_ISA={name}", *flags)
+                for name, flags in sets.items()
+            }
+            rest = [pool.submit(compile_one, source, (objects / source).with_suffix(".o")) for source in sources]
+        left_out = [name for name, kernel in kernels.items() if name != base and kernel.exception() is not None]
+        built = [name for name in sets if name not in left_out]
+        has = [f"-DSHOAL_HAS_{name.upper()}" for name in built]
+        parts = [compile_one("dispatch.cpp", objects / "dispatch.o", *has)]
+        parts += [kernels[name].result() for name in built] + [part.result() for part in rest]
         linked = objects / target.name
-        subprocess.run([*compiler, "-shared", "-pthread", *(str(o) for _, o, _ in jobs), "-o", str(linked)], check=True)
+        subprocess.run([compiler, "-shared", "-pthread", *map(str, parts), "-o", str(linked)], check=True)
         # Renamed into place: a process that has the old library mapped keeps it whole.
         fresh = target.with_suffix(".new")
         fresh.write_bytes(linked.read_bytes())
         fresh.replace(target)
+        return left_out
 
 
-def _instruction_sets(machine: str) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Sets to build with their flags, and what tells dispatch.cpp of them."""
+def _instruction_sets(machine: str) -> dict[str, tuple[str, ...]]:
+    """Sets to build with their flags, the best first."""
     if machine in ("x86_64", "amd64"):
-        return X86_SETS, ("-DSHOAL_X86",)
+        return X86_SETS
     if machine in ("aarch64", "arm64"):
-        return ARM_SETS, ("-DSHOAL_ARM",)
-    return {"portable": ()}, ()
+        return ARM_SETS
+    return {"portable": ()}
 
 
-def _compiler() -> list[str]:
-    for candidate in ("c++", "g++", "clang++"):
-        try:
-            subprocess.run([candidate, "--version"], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        return [candidate]
-    raise OSError(f"no C++ compiler found on {sys.platform}")
+def _compilers() -> list[str]:
+    """Those that are here, by their paths; one that has two names once."""
+    found = [path for name in COMPILERS if (path := shutil.which(name)) is not None]
+    return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
 
 
 setup(ext_modules=[Extension("shoal_kernels._native", [])], cmdclass={"build_ext": BuildNative})

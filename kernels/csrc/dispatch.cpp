@@ -4,26 +4,34 @@
 
 #include "kernels.h"
 
-#if defined(SHOAL_ARM) && defined(__linux__)
+#if defined(SHOAL_HAS_NEONBF16) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
 
 namespace shoal {
 
+// A compiler that does not know a set may not know to ask the processor for it either, so what was not built is not named.
 #define SHOAL_DECLARE(isa) \
     namespace isa {        \
     extern const Kernels table; \
     }
-#if defined(SHOAL_X86)
+#if defined(SHOAL_HAS_AVX512BF16)
 SHOAL_DECLARE(avx512bf16)
+#endif
+#if defined(SHOAL_HAS_AVX512)
 SHOAL_DECLARE(avx512)
+#endif
+#if defined(SHOAL_HAS_AVX2)
 SHOAL_DECLARE(avx2)
-SHOAL_DECLARE(portable)
-#elif defined(SHOAL_ARM)
+#endif
+#if defined(SHOAL_HAS_NEONBF16)
 SHOAL_DECLARE(neonbf16)
+#endif
+#if defined(SHOAL_HAS_NEON)
 SHOAL_DECLARE(neon)
-#else
+#endif
+#if defined(SHOAL_HAS_PORTABLE)
 SHOAL_DECLARE(portable)
 #endif
 #undef SHOAL_DECLARE
@@ -35,28 +43,50 @@ struct Candidate {
     bool supported;
 };
 
-std::vector<const Kernels*> supported() {
-#if defined(SHOAL_X86)
+#if defined(SHOAL_HAS_AVX2) || defined(SHOAL_HAS_AVX512) || defined(SHOAL_HAS_AVX512BF16)
+bool runs_avx2() {
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const Candidate candidates[] = {
-        {&avx512bf16::table, avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")},
-        {&avx512::table, avx512},
-        {&avx2::table, avx2},
-        {&portable::table, true},
-    };
-#elif defined(SHOAL_ARM)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#endif
+#if defined(SHOAL_HAS_AVX512) || defined(SHOAL_HAS_AVX512BF16)
+bool runs_avx512() {
+    return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+#if defined(SHOAL_HAS_NEONBF16)
+bool runs_neon_bf16() {
 #if defined(__linux__)
-    const bool bf16 = (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+    return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
 #else
-    const bool bf16 = false;
+    return false;
 #endif
-    const Candidate candidates[] = {{&neonbf16::table, bf16}, {&neon::table, true}};
-#else
-    const Candidate candidates[] = {{&portable::table, true}};
+}
 #endif
+
+std::vector<const Kernels*> supported() {
+    const Candidate candidates[] = {
+#if defined(SHOAL_HAS_AVX512BF16)
+        {&avx512bf16::table,
+         runs_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")},
+#endif
+#if defined(SHOAL_HAS_AVX512)
+        {&avx512::table, runs_avx512()},
+#endif
+#if defined(SHOAL_HAS_AVX2)
+        {&avx2::table, runs_avx2()},
+#endif
+#if defined(SHOAL_HAS_NEONBF16)
+        {&neonbf16::table, runs_neon_bf16()},
+#endif
+#if defined(SHOAL_HAS_NEON)
+        {&neon::table, true},
+#endif
+#if defined(SHOAL_HAS_PORTABLE)
+        {&portable::table, true},
+#endif
+    };
     std::vector<const Kernels*> found;
     for (const Candidate& c : candidates)
         if (c.supported) found.push_back(c.kernels);

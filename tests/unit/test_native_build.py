@@ -1,0 +1,73 @@
+"""The build of the native kernels where the compiler is missing or does not know everything; compilers are scripts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOT_BUILT = "the native CPU kernels were not built, torch will serve instead"
+# Leaves its arguments in a log, and a file where it was told to; fails where one of them is in REFUSED.
+COMPILER = """#!{python} -S
+import sys
+arguments = sys.argv[1:]
+with open({log!r}, "a") as log:
+    log.write(" ".join(arguments) + "\\n")
+if {refused!r} in arguments:
+    sys.exit("unknown argument")
+open(arguments[arguments.index("-o") + 1], "w").write("an object")
+"""
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets of other machines")
+
+
+def build(folder: Path, **compilers: str) -> tuple[list[str], Path, list[str]]:
+    """With ``compilers`` alone on PATH, and what each refuses: warnings, the library's path, all command lines."""
+    log, bin_folder = folder / "log", folder / "bin"
+    bin_folder.mkdir()
+    log.touch()
+    for name, refused in compilers.items():
+        script = bin_folder / name.replace("cxx", "c++").replace("gxx", "g++")
+        script.write_text(COMPILER.format(python=sys.executable, log=str(log), refused=refused))
+        script.chmod(0o755)
+    command = [sys.executable, "-W", "always", "setup.py", "build_ext", "-b", str(folder / "lib"), "-t", str(folder)]
+    environment = {**os.environ, "PATH": str(bin_folder)}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    warned = [line for line in run.stderr.splitlines() if "UserWarning: " in line]
+    return warned, folder / "lib" / "shoal_kernels" / "_native.so", log.read_text().splitlines()
+
+
+def test_without_a_compiler_there_is_one_warning_and_no_library(tmp_path: Path) -> None:
+    warned, library, _ = build(tmp_path)
+    assert [NOT_BUILT in line for line in warned] == [True]
+    assert "no C++ compiler found" in warned[0]
+    assert not library.exists()
+
+
+def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(tmp_path: Path) -> None:
+    warned, library, commands = build(tmp_path, cxx="-mavx512bf16")
+    assert library.exists()
+    (line,) = warned
+    assert line.endswith("does not compile the kernels for avx512bf16")
+    (dispatch,) = [c for c in commands if "dispatch.cpp" in c]
+    (linked,) = [c for c in commands if "-shared" in c]
+    for name in ("avx512bf16", "avx512", "avx2", "portable"):
+        is_built = name != "avx512bf16"
+        assert (f"-DSHOAL_HAS_{name.upper()}" in dispatch.split()) == is_built
+        assert (f"isa_{name}.o" in linked) == is_built
+
+
+def test_the_next_compiler_is_tried_and_all_are_named_that_fail(tmp_path: Path) -> None:
+    (tmp_path / "both").mkdir()
+    warned, library, _ = build(tmp_path, cxx="-DSHOAL_ISA=portable", gxx="nothing")
+    assert (warned, library.exists()) == ([], True)
+    warned, library, _ = build(tmp_path / "both", cxx="-DSHOAL_ISA=portable", gxx="-shared")
+    assert not library.exists()
+    (line,) = warned
+    assert NOT_BUILT in line
+    assert line.count("returned non-zero exit status") == 2

@@ -174,15 +174,15 @@ class Runner:
         return self._last_floor
 
     async def _memory(self, contender: Contender) -> None:
-        """The peak of the whole run, with at least one batch of (a) in it."""
+        """The peak of the whole run, with at least one batch of (a) in it; beyond the weights and the blocks in use."""
         name = contender.name
         if "a" not in self._chosen(contender):
             await self._generate(name, Request(self._prompts("f", 0).batch(BATCH, PROMPT_LEN), 2), steps=False)
         peak = self._workers[name].peak_bytes()
         figures = {"f": peak / MB}
         if contender.is_shoal:
-            info = self.outcome.hellos[name]["info"]
-            figures["f_beyond"] = (peak - info["weight_bytes"] - info["kv_bytes"]) / MB
+            kv_bytes = (await self._turn(name, {"op": "kv_bytes"}))["kv_bytes"]
+            figures["f_beyond"] = (peak - self.outcome.hellos[name]["info"]["weight_bytes"] - kv_bytes) / MB
         self._note(figures, name, 0, 0.0)
 
     async def _generate(self, name: str, request: Request, *, steps: bool) -> dict[str, Any]:

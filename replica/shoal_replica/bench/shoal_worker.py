@@ -1,6 +1,7 @@
 """Shoal's engine in a worker process: ``LLM``, as users call it, and what it tells of its steps.
 
-``"steps": true`` in a request adds the timing of each step to its answer.
+``"steps": true`` in a request adds the timing of each step to its answer. ``{"op": "kv_bytes"}`` asks for the bytes of
+the KV blocks that have been given out so far: the others have never been written, so they take no memory.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class Shoal(Engine):
         options = {"num_blocks": NUM_BLOCKS, "num_threads": settings.num_threads} | settings.options
         self._llm = LLM(settings.model, **options)
         config = self._llm.config
+        self._block_bytes = config.model.block_bytes(config.cache.block_size)
+        self._used_blocks: set[int] = set()
+        self._llm.subscribe(self._note_blocks)
         self.versions = {name: metadata.version(name) for name in ("torch", "numpy")}
         self.info = {
             "model": asdict(config.model),
             "weight_bytes": config.model.weight_bytes,
-            "kv_bytes": config.cache.num_blocks * config.model.block_bytes(config.cache.block_size),
             "cache": asdict(config.cache),
             "scheduler": asdict(config.scheduler),
             "kernels": plan_replica(config).kernels,
@@ -45,7 +48,15 @@ class Shoal(Engine):
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         return [output.token_ids for output in self._llm.generate(prompts, params)]
 
+    def _note_blocks(self, timing: StepTiming) -> None:
+        for sequence in timing.output.new_sequences:
+            self._used_blocks.update(sequence.block_ids)
+        for _, _, block_ids in timing.output.block_updates:
+            self._used_blocks.update(block_ids)
+
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["op"] == "kv_bytes":
+            return {"kv_bytes": len(self._used_blocks) * self._block_bytes}
         if not request.get("steps"):
             return super().answer(request)
         timings: list[StepTiming] = []

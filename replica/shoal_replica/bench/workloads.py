@@ -38,7 +38,7 @@ ROWS = {
     "d_warm": Row("d  the same, warm", "s"),
     "e": Row("e  ready from a cold process", "s"),
     "f": Row("f  peak memory", "MB"),
-    "f_beyond": Row("f  beyond weights and KV pool", "MB"),
+    "f_beyond": Row("f  beyond weights and KV blocks used", "MB"),
     "g": Row("g  outside the forward, batch 64", "%"),
 }
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from shoal_kernels import native, native_library, native_limits
+from shoal_kernels import native, native_library, native_limits, reference
 from shoal_kernels.integers import IntegerWeight, round_weight
+from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.native import DecoderShape, NativeDecoder
 from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -106,27 +109,37 @@ def rotary_table(shape: DecoderShape) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
+def turn(x: Tensor, table: Tensor) -> Tensor:
+    """``reference.rotary_embedding`` of rows at positions 0, 1, …, all at once."""
+    cos, sin = table[:, None].chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """``reference.paged_attention`` of one sequence from its first token, without pages: it would take hours."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    rows, columns = torch.arange(len(q))[:, None], torch.arange(len(q))
+    visible = columns <= rows
+    if window is not None:
+        visible &= columns > rows - window
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
 def oracle_logits(shape: DecoderShape, weights: dict[str, Tensor], token_ids: Tensor) -> Tensor:
     """Logits of every position, float32 [len(token_ids), vocab_size]."""
     w = {name: tensor.float() for name, tensor in weights.items()}
     length, size = len(token_ids), shape.head_size
     counts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-    cos, sin = rotary_table(shape)[:length, None].chunk(2, dim=-1)
+    table = rotary_table(shape)[:length]
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + shape.rms_norm_eps) * w[name]
+        return reference.rms_norm(x, w[name], shape.rms_norm_eps)
 
     def linear(x: Tensor, name: str) -> Tensor:
         return functional.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
-    def turn(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-    rows, columns = torch.arange(length)[:, None], torch.arange(length)
-    visible = columns <= rows
-    if shape.sliding_window is not None:
-        visible &= columns > rows - shape.sliding_window
     x = w["embed_tokens.weight"][token_ids]
     for i in range(shape.num_layers):
         layer = f"layers.{i}."
@@ -134,13 +147,10 @@ def oracle_logits(shape: DecoderShape, weights: dict[str, Tensor], token_ids: Te
         q, k, v = heads.split(counts, dim=1)
         if f"{layer}q_norm.weight" in w:
             q, k = norm(q, f"{layer}q_norm.weight"), norm(k, f"{layer}k_norm.weight")
-        q, k = turn(q), turn(k)
-        k, v = (t.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
-        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+        attended = attend(turn(q, table), turn(k, table), v, shape.sliding_window)
         x = x + linear(attended.reshape(length, -1), f"{layer}o_proj")
-        gate, up = linear(norm(x, f"{layer}post_attention_layernorm.weight"), f"{layer}gate_up_proj").chunk(2, dim=-1)
-        x = x + linear(functional.silu(gate) * up, f"{layer}down_proj")
+        gate_up = linear(norm(x, f"{layer}post_attention_layernorm.weight"), f"{layer}gate_up_proj")
+        x = x + linear(reference.silu_and_mul(gate_up), f"{layer}down_proj")
     return linear(norm(x, "norm.weight"), "lm_head")
 
 
@@ -208,6 +218,26 @@ def check_sequence(
     assert error(actual[-num_checked:], expected[-num_checked:]) < MAX_ERROR[shape.dtype]
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_oracle_is_the_reference(window: int | None) -> None:
+    """What it does at once, the reference does token by token."""
+    shape, length, pages = make_shape(num_heads=4), 37, [2, 0, 1]
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(length, heads, 64, generator=generator) for heads in (4, 2, 2))
+    table = rotary_table(shape)
+    turned = turn(q, table[:length]), turn(k, table[:length])
+    for actual, expected in zip(turned, reference.rotary_embedding(torch.arange(length), q, k, table), strict=True):
+        torch.testing.assert_close(actual, expected)
+    caches, slots = torch.zeros(2, 3, 2, 16, 64), [pages[i // 16] * 16 + i % 16 for i in range(length)]
+    reference.write_kv(k, v, caches[0], caches[1], torch.tensor(slots))
+    metadata = AttentionMetadata(
+        query_start_loc=[0, length], seq_lens=[length], block_tables=torch.tensor([pages]),
+        slot_mapping=torch.tensor(slots),
+    )  # fmt: skip
+    expected = reference.paged_attention(q, caches[0], caches[1], metadata, 64**-0.5, window)
+    torch.testing.assert_close(attend(q, k, v, window), expected)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -236,7 +266,7 @@ def test_integer_weights_of_ragged_shapes(hidden: int, vocab: int, tied: bool, b
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 128])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128])
 def test_head_sizes_groups_and_blocks(head_size: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     shape = make_shape(
@@ -260,6 +290,29 @@ def test_long_sequences_and_windows(length: int, window: int | None, dtype: torc
         [length - 600 if length > 600 else 1, length - 4 - max(length - 600, 1), 1, 1, 1, 1],
         num_checked=4,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kernels", "length"), [*product(KERNELS, [40, 200, 201, 600, 1100]), *((name, 4096) for name in KERNELS[:1])]
+)
+def test_shapes_across(kernels: str, dtype: torch.dtype, length: int, request: pytest.FixtureRequest) -> None:
+    """Head sizes, groups, block sizes, windows, threads and chunks together, drawn anew for each case; the draw is
+    the case's name.
+    """
+    draw = random.Random(request.node.name)
+    block_size, num_kv_heads = draw.choice([16, 32, 128]), 1 if length == 4096 else 2
+    shape = make_shape(
+        dtype=dtype, num_layers=1, head_size=draw.choice([64, 80, 96, 128]), block_size=block_size,
+        num_kv_heads=num_kv_heads, num_heads=num_kv_heads * draw.choice([1, 2, 3] if length == 4096 else range(1, 9)),
+        sliding_window=draw.choice([None, None, 1, 5, 16, 33, 130, 300]), num_threads=draw.choice([1, 2, 3]),
+        max_positions=length, num_blocks=length // block_size + 3, hidden_size=draw.choice([64, 96]),
+        intermediate_size=draw.choice([64, 104]),
+    )  # fmt: skip
+    chunks = [1] * 4
+    while (left := length - sum(chunks)) > 0:
+        chunks.insert(0, min(left, draw.choice([1, 17, 64, 150, 300, 500, 2000])))
+    check_sequence(shape, make_weights(shape, draw.random() < 0.3, draw.random() < 0.3), chunks, kernels, num_checked=4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,6 +10,7 @@ export class Heat {
     this.replicaId = replicaId;
     this.canvas = element("canvas");
     this.canvas.setAttribute("role", "img");
+    this.canvas.setAttribute("aria-label", "Block map"); // until it has been told
     this.note = element("p", "note", "asking the replica");
     const legend = element(
       "ul",

@@ -56,7 +56,7 @@ int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin) {
     return guarded([&] { decoder->set_rotary(cos_sin); });
 }
 
-int shoal_decoder_forward_maxima(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places) {
+int shoal_decoder_step(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places) {
     return guarded([&] {
         decoder->forward(*step);
         decoder->take_maxima(*step, values, places);

@@ -76,7 +76,7 @@ SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t paramete
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
 /* A step; and of each row of logits the largest and its first place, NaN where a row has one. Where another rank takes
    the logits or the stage is not the last, neither is written. -2: another rank did not come. */
-SHOAL_API int shoal_decoder_forward_maxima(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places);
+SHOAL_API int shoal_decoder_step(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places);
 SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
 /* A number that differs once a step has gone on; any thread may ask. */
 SHOAL_API uint64_t shoal_decoder_progress(const ShoalDecoder* decoder);

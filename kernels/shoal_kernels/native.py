@@ -117,7 +117,7 @@ class NativeDecoder:
         self.shape = shape
         self._step = CStep()
         self._step_address = ctypes.addressof(self._step)
-        self._forward = library().shoal_decoder_forward_maxima
+        self._forward = library().shoal_decoder_step
         self._seq_lens = KeptArray(np.int32)
         self._inputs: tuple[object, ...] = ()  # of the last step, which reads them where they lie
         self._results = Results(0, shape.vocab_size)

@@ -68,7 +68,7 @@ def _load() -> ctypes.CDLL | None:
             [pointer, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64],
         ),
         ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
-        ("shoal_decoder_forward_maxima", ctypes.c_int, [pointer, pointer, pointer, pointer]),
+        ("shoal_decoder_step", ctypes.c_int, [pointer, pointer, pointer, pointer]),
         ("shoal_decoder_copy_blocks", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
         ("shoal_decoder_progress", ctypes.c_uint64, [pointer]),
         ("shoal_row_maxima", None, [pointer, ctypes.c_int64, ctypes.c_int64, pointer, pointer]),

@@ -49,6 +49,8 @@ class LocalRay:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": os.environ.get("RAY_AUTH_TOKEN_PATH") or str(make_token(self.folder)),
             "RAY_ENABLE_AUTO_CONNECT": "0",
+            # Ten times a second, Serve's default, its control loop and those whom it asks take an eighth of a core.
+            "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": os.environ.get("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5"),
             "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",  # at Ray's 15 a replica gets what others leave of the cores

@@ -57,10 +57,10 @@ class KVCacheManager:
                 found.append(block_hash if block_id is None else block_id)
         return found
 
-    def can_allocate(self, matched: Sequence[Cached], num_tokens: int) -> bool:
-        """Whether ``num_tokens`` tokens fit when ``matched`` are reused."""
+    def can_allocate(self, matched: Sequence[Cached], num_tokens: int, num_kept: int = 0) -> bool:
+        """Whether ``num_tokens`` tokens fit beside ``num_kept`` blocks kept for others when ``matched`` are reused."""
         num_held = sum(1 for block in matched if isinstance(block, int) and self.pool.num_refs(block))
-        return self.num_blocks_for(num_tokens) - num_held <= self.pool.num_free
+        return self.num_blocks_for(num_tokens) - num_held <= self.pool.num_free - num_kept
 
     def cached_hashes(self) -> Iterable[BlockHash]:
         """Every block hash that is cached, on the device or the host."""

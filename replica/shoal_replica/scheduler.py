@@ -18,9 +18,10 @@ from shoal_replica.pieces import Pieces
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduling_policy import by_progress, choose_victim, rank
-from shoal_replica.shared_prefix import computed_by, expected_cached_tokens
+from shoal_replica.shared_prefix import expected_cached_tokens, find_ahead
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
+from shoal_replica.waiting_line import WaitingLine
 from shoal_replica.waiting_queue import WaitingQueue
 
 
@@ -96,11 +97,11 @@ class Scheduler:
         plan, decodes_wait = self._pieces.plan(level, behind, self._waiting, room)
         if not decodes_wait:
             self._advance_level(plan, level)
-        for sequence in tuple(behind):
-            self._admit_waiting(plan, behind, before=sequence)
-            if not plan.includes(sequence):
-                self._advance(plan, [sequence])
-        self._admit_waiting(plan, behind)
+        line = WaitingLine(self._waiting, behind, self._kv)
+        for sequence in behind:
+            self._admit_waiting(plan, line, before=sequence)
+            self._advance(plan, [sequence])
+        self._admit_waiting(plan, line)
         if decodes_wait and not plan.num_sequences:  # nor has anybody room who waits for a place
             decodes_wait = False
             self._advance_level(plan, level)
@@ -204,22 +205,21 @@ class Scheduler:
         """Plan those that decode, one token each."""
         self._advance(plan, level)
 
-    def _advance(self, plan: StepPlan, sequences: list[Sequence]) -> None:
-        """Plan running sequences, given in rank order; those at the back give way when blocks run out."""
+    def _advance(self, plan: StepPlan, sequences: list[Sequence], end: int | None = None) -> None:
+        """Plan running sequences, in rank order, each up to ``end``; those at the back give way when blocks run out."""
         for sequence in sequences:
             if plan.budget == 0:
                 return
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted by one before it
-            start, num_new = sequence.num_computed_tokens, plan.share(sequence)
+            start, num_new = plan.planned_end(sequence), plan.share(sequence, end)
             if num_new == 0:
-                continue  # it yields
-            end = start + num_new
+                continue  # it yields, or is planned as far as it may be
             changes = self.lookahead.take_untold(sequence.seq_id)
-            if not self._kv.fits_last_block(sequence.seq_id, start, end):
-                if not self._make_room(sequence, end):
+            if not self._kv.fits_last_block(sequence.seq_id, start, start + num_new):
+                if not self._make_room(sequence, start + num_new):
                     continue
-                change = self._kv.append(sequence.seq_id, start, end)
+                change = self._kv.append(sequence.seq_id, start, start + num_new)
                 if change is not None:
                     plan.copy_blocks(change)
                     changes.append(change)
@@ -230,29 +230,26 @@ class Scheduler:
                     plan.update_blocks(sequence, change)
             plan.compute(sequence, num_new)
 
-    def _admit_waiting(self, plan: StepPlan, computing: list[Sequence], before: Sequence | None = None) -> None:
-        """Start waiting sequences in order while budget, slots and blocks last; only those that rank ``before``.
-
-        One that goes on where another's prompt is being computed waits, and that other goes in its place.
-        ``computing``: the running ones with prompts to compute; those that start now join them.
-        """
-        room = self._config.max_num_seqs - len(self._running)
+    def _admit_waiting(self, plan: StepPlan, line: WaitingLine, before: Sequence | None = None) -> None:
+        """Start those next in line while budget, slots and blocks last; only those that rank ``before``."""
+        room = self._config.max_num_seqs - len(self._running) - line.num_kept_slots
         admitted: list[Sequence] = []
-        first = next(iter(self._waiting), None)
-        any_preempted = first is not None and first.status is SequenceStatus.PREEMPTED
-        for sequence in self._waiting:
-            if len(admitted) == room or plan.budget == 0:
-                break
+        any_preempted = self._waiting.has_preempted
+        while line and room > 0 and plan.budget:
+            sequence = line.first
             if before is not None and rank(before, self._config.policy) < rank(sequence, self._config.policy):
                 break
             if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
                 break  # blocks are short: nobody new before those who were pushed out are back
+            line.pass_first()
             if plan.share(sequence) == 0:
                 continue  # it yields
+            room -= 1
             matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
-            if self._is_computed_by_another(plan, sequence, len(matched), computing):
+            if self._waits_for_another(plan, line, sequence, len(matched)):
                 continue
-            if not self._kv.can_allocate(matched, sequence.num_tokens + 1):
+            if not self._kv.can_allocate(matched, sequence.num_tokens + 1, line.num_kept_blocks):
+                line.close()
                 break
             self._kv.allocate(sequence.seq_id, matched, sequence.num_tokens)
             sequence.num_computed_tokens = len(matched) * self._kv.block_size
@@ -261,21 +258,24 @@ class Scheduler:
             self._introduce(plan, sequence)
             plan.compute(sequence, plan.share(sequence))
             admitted.append(sequence)
-            computing.append(sequence)
+            line.computing.append(sequence)
         if admitted:
             self._waiting.take(admitted)
             self._running.extend(admitted)
             self._running.sort(key=lambda s: rank(s, self._config.policy))
 
-    def _is_computed_by_another(
-        self, plan: StepPlan, sequence: Sequence, num_matched_blocks: int, computing: list[Sequence]
-    ) -> bool:
-        """Whether this step gets on with what ``sequence`` needs next; if another can, it does."""
-        whole = self._config.max_num_batched_tokens
-        other = computed_by(sequence, num_matched_blocks, computing, self._kv, whole)
-        if other is not None and not plan.includes(other):
-            self._advance(plan, [other])  # it takes no block: a prompt has all of its own from the start
-        return other is not None and plan.includes(other)
+    def _waits_for_another(self, plan: StepPlan, line: WaitingLine, sequence: Sequence, num_matched: int) -> bool:
+        """Whether another gets on with what ``sequence`` needs next: in its place in this step, as far as they share.
+        Nobody else then takes the slot and the blocks that it is going to need.
+        """
+        ahead = find_ahead(sequence, num_matched, line.computing, self._kv)
+        if ahead is None or not ahead.is_worth_a_wait(sequence, plan, self._config.max_num_batched_tokens):
+            return False
+        self._advance(plan, [ahead.sequence], ahead.num_tokens)  # no block: a prompt has all of its own from the start
+        if not plan.includes(ahead.sequence):
+            return False
+        line.keep(sequence, ahead.num_tokens // self._kv.block_size)
+        return True
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Preempt from the back until ``sequence`` can grow to ``num_tokens``. False if it had to go itself."""

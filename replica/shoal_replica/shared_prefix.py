@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Sequence, SequenceStatus
+from shoal_replica.step_plan import StepPlan
 
 WORTH_A_STEP = 8  # an eighth of a whole step is: fewer tokens are sooner computed twice than waited for
 
@@ -34,30 +36,48 @@ def expected_cached_tokens(sequence: Sequence, kv: KVCacheManager, others: Itera
     return max(num_blocks, max(common, default=0)) * kv.block_size
 
 
-def computed_by(
-    sequence: Sequence, num_matched_blocks: int, computing: Iterable[Sequence], kv: KVCacheManager, whole_step: int
-) -> Sequence | None:
-    """Who of ``computing`` is about to compute what ``sequence``, which waits, needs next, and enough of it to be worth
-    waiting for: half of what it has left to compute, or tokens worth a step. None that yields to it.
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Who is about to compute what another needs next. The first ``num_tokens`` of both are the same, whole blocks."""
+
+    sequence: Sequence
+    num_tokens: int
+    num_cached: int  # of these, already
+
+    def is_worth_a_wait(self, waiting: Sequence, plan: StepPlan, whole_step: int) -> bool:
+        """Whether ``waiting`` rather waits than computes the same: for tokens worth a step, or for half of what it has
+        left where that does not fit into this step anyway, or the other is in it.
+        """
+        num_shared = self.num_tokens - self.num_cached
+        if WORTH_A_STEP * num_shared >= whole_step:
+            return True
+        num_left = waiting.num_tokens - self.num_cached
+        return 2 * num_shared >= num_left and (num_left > plan.budget or plan.includes(self.sequence))
+
+
+def find_ahead(
+    sequence: Sequence, num_matched_blocks: int, computing: Iterable[Sequence], kv: KVCacheManager
+) -> Ahead | None:
+    """Who of ``computing`` goes furthest with ``sequence``, which waits, from where the cache ends. None that yields to
+    it.
 
     Args:
         num_matched_blocks: of its prompt, that are cached now.
-        computing: sequences with prompts to compute; what they have computed is cached.
-        whole_step: the most tokens of a step.
+        computing: sequences with prompts to compute.
     """
-    block_size = kv.block_size
-    last = (sequence.num_tokens - 1) // block_size  # the last token is always computed, so its block is not reused
+    last = (sequence.num_tokens - 1) // kv.block_size  # the last token is always computed, so its block is not reused
     if not kv.is_caching or last <= num_matched_blocks:
         return None
     most, found = num_matched_blocks, None
     for other in computing:
-        if other.status is not SequenceStatus.RUNNING or other.num_computed_tokens < num_matched_blocks * block_size:
-            continue  # it is not as far yet, and would have to compute first what is cached by now
+        if (
+            other.status is not SequenceStatus.RUNNING
+            or other.num_computed_tokens // kv.block_size != num_matched_blocks
+        ):
+            continue  # behind, it computes what is cached; ahead, what it has computed is not: its copies count no more
         if other.request.yields and not sequence.request.yields:
             continue
         num_common = min(last, num_common_blocks(sequence.block_hashes, other.block_hashes))
         if num_common > most:
             most, found = num_common, other
-    num_left = sequence.num_tokens - num_matched_blocks * block_size
-    num_shared = (most - num_matched_blocks) * block_size
-    return found if 2 * num_shared >= num_left or WORTH_A_STEP * num_shared >= whole_step else None
+    return None if found is None else Ahead(found, most * kv.block_size, num_matched_blocks * kv.block_size)

@@ -26,36 +26,44 @@ class StepPlan:
         self.has_put_off = False
         self._piece = piece
         self._is_due = is_due
-        self._seq_ids: set[int] = set()
-        self._scheduled: list[ScheduledSequence] = []
+        self._scheduled: dict[int, ScheduledSequence] = {}  # by seq_id
         self._new_sequences: list[NewSequence] = []
         self._block_updates: list[tuple[int, int, tuple[int, ...]]] = []
         self._block_copies: list[tuple[int, int]] = []
 
-    def share(self, sequence: Sequence) -> int:
-        """Tokens of ``sequence`` that the rest of the budget allows."""
-        num_behind = sequence.num_behind
-        if num_behind > 1 and sequence.request.yields:
-            left = self._piece - (self.num_yielding_tokens if self._is_due else self.num_prompt_tokens)
-            self.has_put_off |= left <= 0
-            return max(0, min(num_behind, self.budget, left))
-        return min(num_behind, self.budget)
-
-    def compute(self, sequence: Sequence, num_new: int) -> None:
-        """Plan the sequence's share of ``num_new`` tokens; it samples when that brings it up to its last token."""
-        start = sequence.num_computed_tokens
-        end = start + num_new
-        if num_new > 1 or end < len(sequence.token_ids):
-            self.num_prompt_tokens += num_new
-            self.num_yielding_tokens += num_new * sequence.request.yields
-        self._scheduled.append(ScheduledSequence(sequence.seq_id, start, num_new, end == len(sequence.token_ids)))
-        self.budget -= num_new
-        self._seq_ids.add(sequence.seq_id)
-        self.num_sequences += 1
-
     def includes(self, sequence: Sequence) -> bool:
         """Whether tokens of ``sequence`` are planned."""
-        return sequence.seq_id in self._seq_ids
+        return sequence.seq_id in self._scheduled
+
+    def planned_end(self, sequence: Sequence) -> int:
+        """Tokens of ``sequence`` that are computed after this step, so far."""
+        planned = self._scheduled.get(sequence.seq_id)
+        return sequence.num_computed_tokens + (0 if planned is None else planned.num_new_tokens)
+
+    def share(self, sequence: Sequence, end: int | None = None) -> int:
+        """Tokens of ``sequence`` that the rest of the budget allows, up to its token ``end``, beside those planned."""
+        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+        if num_left == 1:  # it decodes
+            return min(1 - self.includes(sequence), self.budget)
+        num_left = (len(sequence.token_ids) if end is None else end) - self.planned_end(sequence)
+        if num_left > 0 and sequence.request.yields:
+            left = self._piece - (self.num_yielding_tokens if self._is_due else self.num_prompt_tokens)
+            self.has_put_off |= left <= 0
+            num_left = min(num_left, left)
+        return max(0, min(num_left, self.budget))
+
+    def compute(self, sequence: Sequence, num_new: int) -> None:
+        """Plan ``num_new`` tokens, or as many more; the sequence samples when that brings it up to its last token."""
+        seq_id, start, num_tokens = sequence.seq_id, sequence.num_computed_tokens, len(sequence.token_ids)
+        planned = self._scheduled.get(seq_id)
+        self.num_sequences += planned is None
+        self.budget -= num_new
+        if num_tokens - start > 1:
+            self.num_prompt_tokens += num_new
+            self.num_yielding_tokens += num_new * sequence.request.yields
+        if planned is not None:
+            num_new += planned.num_new_tokens
+        self._scheduled[seq_id] = ScheduledSequence(seq_id, start, num_new, start + num_new == num_tokens)
 
     def introduce(self, sequence: Sequence, block_table: BlockTable) -> None:
         """Send the whole sequence: the executor does not hold it."""
@@ -84,7 +92,7 @@ class StepPlan:
         """``moves`` are those out to host memory, and back in."""
         return SchedulerOutput(
             step=step,
-            scheduled=tuple(self._scheduled),
+            scheduled=tuple(self._scheduled.values()),
             new_sequences=tuple(self._new_sequences),
             block_updates=tuple(self._block_updates),
             block_copies=tuple(self._block_copies),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal_replica.request import Sequence
+from shoal_replica.request import Sequence, SequenceStatus
 from shoal_replica.scheduling_policy import order_waiting
 
 
@@ -27,6 +27,12 @@ class WaitingQueue:
             self._sequences = order_waiting(self._sequences, self._policy)
             self._is_sorted = True
         return iter(self._sequences)
+
+    @property
+    def has_preempted(self) -> bool:
+        """Whether any of them has run and was pushed out."""
+        first = next(iter(self), None)
+        return first is not None and first.status is SequenceStatus.PREEMPTED
 
     def push(self, sequence: Sequence, num_cached_tokens: int = 0) -> None:
         """``num_cached_tokens``: of the sequence, which it is expected to find cached when its turn comes."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.executor import SampledToken, StepResult
+from shoal_replica.kv_cache import Cached, KVCacheManager
+from shoal_replica.prefix_cache import BlockHash, hash_blocks
 from shoal_replica.scheduler import Scheduler
 from shoal_replica.testing import make_request
+from shoal_replica.waiting_line import WaitingLine
 
 WHOLE_STEP = 64
 
 
-def make_scheduler(*, enable_prefix_caching: bool = True) -> Scheduler:
-    cache = CacheConfig(num_blocks=256, block_size=4, enable_prefix_caching=enable_prefix_caching)
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=WHOLE_STEP, policy="deadline")
-    return Scheduler(config, cache, 600, ())
+def make_scheduler(
+    *, enable_prefix_caching: bool = True, num_blocks: int = 256, max_num_seqs: int = 8, policy: str = "deadline"
+) -> Scheduler:
+    cache = CacheConfig(num_blocks=num_blocks, block_size=4, enable_prefix_caching=enable_prefix_caching)
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=WHOLE_STEP, policy=policy)
+    return Scheduler(config, cache, min(800, 4 * num_blocks), ())
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:
@@ -120,3 +127,139 @@ def test_without_a_cache_everybody_computes_all() -> None:
     scheduler.add(make_request("next turn", prompt(200, 20, 2), max_tokens=1, due_s=1.0))
     assert step(scheduler) == {1: 64}
     assert run(scheduler) == 420 - 128
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "deadline"])
+@pytest.mark.parametrize(("max_num_seqs", "num_blocks", "own"), [(2, 256, 10), (8, 60, 80)], ids=["slots", "blocks"])
+def test_nobody_takes_the_place_of_who_waits(policy: str, max_num_seqs: int, num_blocks: int, own: int) -> None:
+    scheduler = make_scheduler(max_num_seqs=max_num_seqs, num_blocks=num_blocks, policy=policy)
+    document = make_request("document", prompt(104, 0, 1), max_tokens=40, arrival_s=0.0, due_s=9.0)
+    question = make_request("question", prompt(104, own, 2), max_tokens=1, arrival_s=1.0, due_s=1.0)
+    unrelated = make_request("unrelated", prompt(0, 80, 3), max_tokens=40, arrival_s=2.0, due_s=500.0)
+    scheduler.add(replace(document, priority=policy == "priority"))
+    step(scheduler)
+    scheduler.add(question)
+    scheduler.add(replace(unrelated, priority=2 * (policy == "priority")))
+    assert step(scheduler) == {0: 40}  # the unrelated one would have had tokens, and what the question needs next
+    assert step(scheduler)[1] == min(own, WHOLE_STEP - 1)
+    while "question" in scheduler:
+        assert 2 not in step(scheduler)
+    assert scheduler.stats(0.0).num_preemptions == 0
+    run(scheduler)
+    assert scheduler.stats(0.0).num_cached_tokens == 104
+
+
+def test_nobody_takes_the_blocks_of_who_has_none_yet() -> None:
+    scheduler = make_scheduler(num_blocks=64)
+    for who in (1, 2):
+        scheduler.add(make_request(f"turn{who}", prompt(0, 66, who), max_tokens=1, due_s=float(who)))
+        step(scheduler)
+    scheduler.add(make_request("large", prompt(0, 200, 3), max_tokens=1, due_s=0.5))
+    scheduler.add(make_request("small", prompt(0, 10, 4), max_tokens=1, due_s=0.6))
+    assert step(scheduler) == {1: 4}  # the large one lacks four blocks, until this one has ended
+
+
+def test_what_is_kept_is_no_more_than_needed() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=9)
+    scheduler.add(make_request("turn", prompt(72, 0, 1), max_tokens=1, due_s=9.0))  # 18 of 64 blocks
+    step(scheduler)
+    follow_up = [*prompt(72, 0, 1), *range(5000, 5060)]  # 15 blocks more, which all of them share
+    for who in range(2, 8):
+        scheduler.add(make_request(f"r{who}", [*follow_up, 9000 + who], max_tokens=1, due_s=5.0))
+    scheduler.add(make_request("unrelated", prompt(0, 56, 8), max_tokens=1, due_s=500.0))  # 15 blocks, a token to come
+    assert step(scheduler) == {0: 8, 7: 56}
+    assert run(scheduler) == 60 + 6
+
+
+def test_many_who_wait_for_a_prompt_stop_nobody() -> None:
+    num_followers, own = 300, 6
+    scheduler = make_scheduler()
+    scheduler.add(make_request("hot", prompt(200, own, 1), max_tokens=1, due_s=9.0))
+    step(scheduler)
+    for who in range(2, 2 + num_followers):
+        scheduler.add(make_request(f"r{who}", prompt(200, own, who), max_tokens=1, due_s=5.0 + who))
+    scheduler.add(make_request("before them", prompt(0, 50, 1000), max_tokens=1, due_s=1.0))
+    scheduler.add(make_request("after them", prompt(0, 50, 1001), max_tokens=1, due_s=500.0))
+    assert step(scheduler) == {1 + num_followers: 50, 0: 14}
+    num_tokens, num_steps = 0, 0
+    while scheduler.has_work:
+        num_tokens, num_steps = num_tokens + sum(step(scheduler).values()), num_steps + 1
+    assert num_tokens == 200 - 64 - 14 + own * (1 + num_followers) + 50
+    assert num_steps <= 3 + num_followers // 8 + 2  # the prompt, then as many at a time as there are slots
+
+
+def test_each_is_looked_up_at_most_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=12)
+    for who in range(1, 6):
+        heavy = make_request(f"heavy{who}", prompt(0, 400, who), max_tokens=1, due_s=100.0 - who, yields=True)
+        scheduler.add(heavy)
+        for _ in range(3):
+            step(scheduler)
+    scheduler.add(make_request("hot", prompt(400, 0, 9), max_tokens=1, due_s=50.0))
+    step(scheduler)
+    for who in range(10, 60):
+        scheduler.add(make_request(f"r{who}", prompt(400, 8, who), max_tokens=1, due_s=1.0 + who / 60))
+    looked_up: list[int] = []
+    match = KVCacheManager.match
+
+    def counted(kv: KVCacheManager, block_hashes: list[BlockHash], num_tokens: int) -> list[Cached]:
+        looked_up.append(num_tokens)
+        return match(kv, block_hashes, num_tokens)
+
+    monkeypatch.setattr(KVCacheManager, "match", counted)
+    assert scheduler.stats(0.0).num_running == 6
+    for num_hot in (*5 * [WHOLE_STEP], 16):  # in the last of these steps there is room for more than the hot one
+        looked_up.clear()
+        assert step(scheduler)[5] == num_hot
+        assert 1 <= len(looked_up) <= 12 - 6
+
+
+def test_nobody_waits_for_copies_that_are_not_cached() -> None:
+    scheduler = make_scheduler(num_blocks=400)
+    scheduler.add(make_request("first", [*range(4), *range(900, 930)], max_tokens=1, due_s=1.0))
+    slow = [*range(4), *range(2000, 2640)]
+    scheduler.add(make_request("slow", slow, max_tokens=1, due_s=9.0))
+    assert step(scheduler) == {0: 34, 1: 30}  # both have computed the first block; that of the first is cached
+    step(scheduler)
+    for who in (3, 4):  # they take all other blocks in turn
+        scheduler.add(make_request(f"large{who}", prompt(0, 780, who), max_tokens=1, due_s=2.0))
+        while f"large{who}" in scheduler:
+            step(scheduler)
+    third = make_request("third", [*slow[:500], 7, 8, 9], max_tokens=1, due_s=3.0)
+    cached = hash_blocks(slow, 4)
+    assert cached[0] not in set(scheduler.cache_hashes())
+    assert cached[1] in set(scheduler.cache_hashes())
+    scheduler.add(third)
+    assert step(scheduler) == {4: WHOLE_STEP}
+
+
+def test_few_tokens_that_fit_into_the_step_are_not_waited_for() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("document", prompt(68, 400, 1), max_tokens=1, due_s=99.0))
+    step(scheduler)
+    scheduler.add(make_request("question", prompt(68, 3, 2), max_tokens=1, due_s=1.0))  # shares 4 of the 7 it has left
+    scheduler.add(make_request("unrelated", prompt(0, 50, 3), max_tokens=1, due_s=2.0))
+    assert step(scheduler) == {1: 7, 2: 50, 0: 7}
+
+
+def test_in_the_place_of_who_waits_the_other_gets_no_more_than_they_share() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("document", prompt(80, 50, 1), max_tokens=1, due_s=9.0))
+    step(scheduler)
+    scheduler.add(make_request("question", prompt(80, 10, 2), max_tokens=1, due_s=1.0))
+    scheduler.add(make_request("unrelated", prompt(0, 30, 3), max_tokens=1, due_s=5.0))
+    scheduler.add(make_request("late", prompt(0, 30, 4), max_tokens=1, due_s=50.0))
+    assert step(scheduler) == {0: 16 + 18, 2: 30}  # 16 shared, and what the unrelated one leaves
+    assert step(scheduler) == {1: 10, 0: 32, 3: 22}
+    assert run(scheduler) == 8
+
+
+def test_blocks_that_several_need_are_kept_once() -> None:
+    kv = KVCacheManager(CacheConfig(num_blocks=64, block_size=4))
+    line = WaitingLine((), (), kv)
+    scheduler = make_scheduler()
+    for who in range(3):  # 5 blocks given, 5 to share, 1 of its own and one begun
+        scheduler.add(make_request(f"r{who}", [*range(40), *range(1000 * who, 1000 * who + 5)], max_tokens=1))
+    for sequence in scheduler._waiting:
+        line.keep(sequence, 5)
+    assert (line.num_kept_slots, line.num_kept_blocks) == (3, 5 + 3 * 2)

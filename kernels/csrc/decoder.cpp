@@ -81,7 +81,8 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
     if (const Matrix m = matrix(parameter, layer); m.linear != nullptr) {
         expect(count, int64_t{m.outputs} * m.inputs);
         *m.linear = pack_linear(arena_, dtype_, data, m.outputs, m.inputs, m.gated);
-        if (parameter == SHOAL_HEAD && shape_.is_last_stage && exchange_ == nullptr && dtype_ == Dtype::Bf16)
+        if (parameter == SHOAL_HEAD && shape_.is_last_stage && exchange_ == nullptr && dtype_ == Dtype::Bf16 &&
+            kernels_.screened_rows > 0)
             screen_ = make_screen(arena_, data, m.outputs, m.inputs);
         return;
     }
@@ -120,6 +121,7 @@ void Decoder::set_integers(ShoalParameter parameter, int layer, const Integers& 
     if (m.inputs % kGroup != 0) throw std::invalid_argument("inputs: must be a multiple of 32");
     expect(count, int64_t{m.outputs} * m.inputs);
     has_integers_ = true;
+    if (parameter == SHOAL_HEAD) screen_ = {};
     *m.linear = pack_integers(arena_, integers, m.outputs, m.inputs, m.gated);
 }
 

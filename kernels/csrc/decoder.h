@@ -107,14 +107,8 @@ private:
     // Adds a product whose inputs are spread over the ranks to the stream's rows.
     void multiply_onto(Team::Member& member, float* stream, const Linear& linear, const Word* x, int64_t x_values, int rows);
     void compute_logits(Team::Member& member, const ShoalStep& step);
-    // Without an exchange, who gives no place for logits wants their maxima alone.
-    bool wants_maxima_alone(const ShoalStep& step) const {
-        return shape_.is_last_stage && exchange_ == nullptr && step.logits == nullptr;
-    }
-    bool has_maxima(const ShoalStep& step) const {
-        return shape_.is_last_stage && (step.logits != nullptr || wants_maxima_alone(step));
-    }
-    float* logits_of(const ShoalStep& step) const { return step.logits != nullptr ? step.logits : own_logits_.data(); }
+    bool has_maxima(const ShoalStep& step) const { return shape_.is_last_stage && step.logits != nullptr; }
+    bool screens(const ShoalStep& step) const;
     // Block of the head where a thread's part of each row of logits begins.
     int64_t part_begin(int part) const {
         return divide_up(shape_.vocab_size, kBlockColumns) * part / team_.size();
@@ -135,15 +129,17 @@ private:
     std::vector<float> final_norm_, cos_sin_;
     Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
     Screen screen_;
+    int unscreened_steps_ = 0;  // so many that could be screened are not, for the last one's screen was of little use
     int gated_stride_;         // values of a row of gated_
     bool has_integers_ = false;
 
     // Buffers of a step, grown to the largest one seen.
     bool screens_ = false;  // of the step that runs: whether it goes by screen_maxima()
-    Buffer<float> residual_, qkv_, sampled_, partials_, own_logits_;
+    Buffer<float> residual_, qkv_, sampled_, partials_, exact_logits_;
     Buffer<Word> normed_, queries_, attended_, gated_, integers_, sampled_attended_;
     Buffer<float> integer_scales_, integer_sums_;
     std::vector<Maximum> maxima_;  // [num_samples][threads], each of its part of the columns; then what a screen has seen of each
+    std::vector<int> looked_at_;   // [threads]: blocks of the head that a screen has left in question
     AttentionPlan plan_;
     std::vector<Span> first_read_;  // the weights that a step begins with
 

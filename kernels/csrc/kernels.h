@@ -140,6 +140,8 @@ struct Kernels {
                       const AttentionUnit& next);
     Maximum (*row_maximum)(const float* row, int64_t size);  // of one number at least
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
+    // Of a step, for which a product of 8 bits and what it leaves in question take less than the head of bf16; 0: none do.
+    int screened_rows;
 };
 
 // The best set that this machine runs, or the named one; null when it is not built or not supported here.
@@ -155,6 +157,11 @@ struct Integers {
     const uint16_t* scales;    // bf16 [outputs][groups]
     const uint16_t* minimums;  // the same, or null
 };
+// Zeroed, for pack_output to fill.
+Linear make_integers(Arena& arena, Format format, int outputs, int inputs, bool gated);
+// One output of them, at a column of a block: its values, scales and minimums, or null.
+void pack_output(const Linear& linear, Word* block, int column, const uint8_t* values, const uint16_t* scales,
+                 const uint16_t* minimums);
 Linear pack_integers(Arena& arena, const Integers& integers, int outputs, int inputs, bool gated);
 std::vector<float> pack_bias(const Linear& linear, Dtype dtype, const void* bias);
 // Row `output` of the weight, widened to float32: the packed head is also the embedding.

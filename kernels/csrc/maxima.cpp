@@ -14,7 +14,7 @@ void Decoder::find_maxima(Team::Member& member, const ShoalStep& step) {
         Maximum& found = maxima_[static_cast<size_t>(i)];
         found = {kMinusInfinity, 0};
         if (size == 0) return;
-        found = kernels_.row_maximum(logits_of(step) + i / threads * int64_t{shape_.vocab_size} + begin, size);
+        found = kernels_.row_maximum(step.logits + i / threads * int64_t{shape_.vocab_size} + begin, size);
         found.place += begin;
     });
 }

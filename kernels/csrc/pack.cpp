@@ -69,23 +69,33 @@ Linear pack_linear(Arena& arena, Dtype dtype, const void* weight, int outputs, i
     return linear;
 }
 
-Linear pack_integers(Arena& arena, const Integers& integers, int outputs, int inputs, bool gated) {
-    const Linear linear = make_linear(arena, Dtype::Bf16, integers.format, outputs, inputs, gated);
-    const int bits = linear.bits();
-    Place places[kGroup];
-    for (int k = 0; k < kGroup; ++k) places[k] = place_of(integers.format, k);
-    for_each_column(linear, [&](Word* block, int column, int output) {
-        const uint8_t* row = integers.values + static_cast<int64_t>(output) * inputs;
-        const int64_t first = static_cast<int64_t>(output) * linear.groups();
-        const int half = column / kPanel * 16;
-        for (int g = 0; g < linear.groups(); ++g, row += kGroup, block += linear.group_words()) {
-            Word packed[8] = {};
-            for (int k = 0; k < kGroup; ++k) packed[places[k].word] |= static_cast<Word>(row[k]) << places[k].shift;
-            for (int w = 0; w < bits; ++w) block[w * kBlockColumns + column] = packed[w];
-            Word* scales = block + int64_t{bits} * kBlockColumns + column % kPanel;
-            scales[0] |= static_cast<Word>(integers.scales[first + g]) << half;
-            if (integers.format == Format::Int4) scales[kPanel] |= static_cast<Word>(integers.minimums[first + g]) << half;
+Linear make_integers(Arena& arena, Format format, int outputs, int inputs, bool gated) {
+    return make_linear(arena, Dtype::Bf16, format, outputs, inputs, gated);
+}
+
+void pack_output(const Linear& linear, Word* block, int column, const uint8_t* values, const uint16_t* scales,
+                 const uint16_t* minimums) {
+    const int bits = linear.bits(), half = column / kPanel * 16;
+    for (int g = 0; g < linear.groups(); ++g, values += kGroup, block += linear.group_words()) {
+        Word packed[8] = {};
+        for (int k = 0; k < kGroup; ++k) {
+            const Place place = place_of(linear.format, k);
+            packed[place.word] |= static_cast<Word>(values[k]) << place.shift;
         }
+        for (int w = 0; w < bits; ++w) block[w * kBlockColumns + column] = packed[w];
+        Word* at = block + int64_t{bits} * kBlockColumns + column % kPanel;
+        at[0] |= static_cast<Word>(scales[g]) << half;
+        if (minimums != nullptr) at[kPanel] |= static_cast<Word>(minimums[g]) << half;
+    }
+}
+
+Linear pack_integers(Arena& arena, const Integers& integers, int outputs, int inputs, bool gated) {
+    const Linear linear = make_integers(arena, integers.format, outputs, inputs, gated);
+    const int64_t groups = linear.groups();
+    for_each_column(linear, [&](Word* block, int column, int output) {
+        const int64_t row = output;
+        pack_output(linear, block, column, integers.values + row * inputs, integers.scales + row * groups,
+                    integers.minimums != nullptr ? integers.minimums + row * groups : nullptr);
     });
     return linear;
 }

@@ -1,6 +1,7 @@
 #include "screen.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 
@@ -11,7 +12,8 @@ namespace shoal {
 namespace {
 
 constexpr float kLongest = 1e30f;  // a row and a column of the head: their product is finite
-constexpr float kLargestColumn = 1e6f;
+constexpr double kLargestColumn = 1e6;
+constexpr float kUnderflow = 1e-30f;  // what products below float32's normal numbers may add up to, with much to spare
 
 float widen(uint16_t value) {
     const uint32_t bits = static_cast<uint32_t>(value) << 16;
@@ -28,10 +30,10 @@ uint16_t narrow(float value) {
 }
 
 struct Squares {
-    float weight, error;
+    double weight, error;
 };
 
-// A group of a column in 8 bits: value * scale.
+// A group of a column in 8 bits: value * scale. The sums are of multiples of the scale, for squares of small weights are 0.
 Squares round_group(const uint16_t* weight, uint8_t* values, uint16_t& scale) {
     constexpr float magic = 12582912.0f;  // adding 1.5 * 2^23 rounds to the nearest integer
     float w[kGroup], top = 0.0f;
@@ -40,15 +42,24 @@ Squares round_group(const uint16_t* weight, uint8_t* values, uint16_t& scale) {
         top = std::max(top, std::fabs(w[k]));
     }
     scale = narrow(top / 127.0f);
-    const float step = widen(scale), inverse = step > 0.0f ? 1.0f / step : 0.0f;
-    Squares squares{};
-    for (int k = 0; k < kGroup; ++k) {
-        const float value = std::min(std::max((w[k] * inverse + magic) - magic, -127.0f), 127.0f);
-        values[k] = static_cast<uint8_t>(static_cast<int8_t>(value));
-        squares.weight += w[k] * w[k];
-        squares.error += (w[k] - value * step) * (w[k] - value * step);
+    float step = widen(scale);
+    if (!(step >= FLT_MIN)) {  // too small to divide by: all are 0, by which they are in error
+        std::memset(values, 0, kGroup);
+        scale = 0;
+        const double squares = double{kGroup} * top * top;
+        return {squares, squares};
     }
-    return squares;
+    const float inverse = 1.0f / step;
+    float weights = 0.0f, errors = 0.0f;
+    for (int k = 0; k < kGroup; ++k) {
+        const float exact = w[k] * inverse;
+        const float value = std::min(std::max((exact + magic) - magic, -127.0f), 127.0f);
+        values[k] = static_cast<uint8_t>(static_cast<int8_t>(value));
+        weights += exact * exact;
+        errors += (exact - value) * (exact - value);
+    }
+    const double square = double{step} * step;
+    return {weights * square, errors * square};
 }
 
 // No shorter than the row is.
@@ -61,89 +72,117 @@ float length(const Word* row, int64_t words) {
     return std::sqrt(squares) * 1.001f;
 }
 
+bool is_finite(const uint16_t* weights, int count) {
+    constexpr uint16_t exponent = 0x7f80;
+    return std::all_of(weights, weights + count, [](uint16_t w) { return (w & exponent) != exponent; });
+}
+
 }  // namespace
 
 Screen make_screen(Arena& arena, const void* weight, int outputs, int inputs) {
+    const auto* source = static_cast<const uint16_t*>(weight);
     if (inputs % kGroup != 0) return {};
+    for (int64_t column = 0; column < outputs; ++column)
+        if (!is_finite(source + column * inputs, inputs)) return {};
     const int groups = inputs / kGroup;
     // Besides the rounding of weights: that of the row to 16 bits, at most sqrt(32) / 65534 of its length, and that of both
     // products' sums in float32, at most one unit in the last place for each input.
-    const float others = 1e-4f + static_cast<float>(inputs) * 0x1p-23f;
-    std::vector<uint8_t> values(static_cast<size_t>(outputs) * inputs);
-    std::vector<uint16_t> scales(static_cast<size_t>(outputs) * groups);
+    const double others = 1e-4 + inputs * 0x1p-23;
+    std::vector<uint8_t> values(static_cast<size_t>(inputs));
+    std::vector<uint16_t> scales(static_cast<size_t>(groups));
     Screen screen;
     screen.slack.resize(static_cast<size_t>(divide_up(outputs, kBlockColumns) * kBlockColumns), 0.0f);
-    const auto* source = static_cast<const uint16_t*>(weight);
-    for (int64_t column = 0; column < outputs; ++column) {
-        float weights = 0.0f, errors = 0.0f;
-        for (int64_t g = column * groups; g < (column + 1) * groups; ++g) {
+    screen.head = make_integers(arena, Format::Int8, outputs, inputs, false);
+    for (int column = 0; column < outputs; ++column, source += inputs) {
+        double weights = 0.0, errors = 0.0;
+        for (int g = 0; g < groups; ++g) {
             const Squares squares = round_group(source + g * kGroup, &values[g * kGroup], scales[g]);
             weights += squares.weight;
             errors += squares.error;
         }
-        if (!(weights < kLargestColumn * kLargestColumn)) return {};  // or NaN
-        screen.slack[column] = (std::sqrt(errors) + others * std::sqrt(weights)) * 1.001f + 1e-30f;
+        if (weights >= kLargestColumn * kLargestColumn) return {};
+        screen.slack[column] = static_cast<float>((std::sqrt(errors) + others * std::sqrt(weights)) * 1.001) + kUnderflow;
+        pack_output(screen.head, screen.head.block(column / kBlockColumns), column % kBlockColumns, values.data(),
+                    scales.data(), nullptr);
     }
-    screen.head = pack_integers(arena, {Format::Int8, values.data(), scales.data(), nullptr}, outputs, inputs, false);
     return screen;
 }
 
+bool Decoder::screens(const ShoalStep& step) const {
+    return step.maxima_alone != 0 && has_maxima(step) && exchange_ == nullptr && screen_.head.words != nullptr &&
+           step.num_samples <= kernels_.screened_rows;
+}
+
 void Decoder::screen_maxima(Team::Member& member, const ShoalStep& step) {
-    const int threads = team_.size(), parts = step.num_samples * threads;
+    const int threads = team_.size(), rows = step.num_samples;
     const int64_t vocab = shape_.vocab_size, hidden = shape_.hidden_size, words = hidden / values_per_word(dtype_);
-    float* const near = own_logits_.data();
-    float* const exact = near + step.num_samples * vocab;
-    multiply(member, screen_.head, normed_.data(), hidden, step.num_samples, near, vocab, Finish::Store);
+    float* const near = step.logits;
+    float* const exact = exact_logits_.data();
+    multiply(member, screen_.head, normed_.data(), hidden, rows, near, vocab, Finish::Store);
 
     const GemmCall call = product(head_, normed_.data(), hidden, 0, exact, vocab, Finish::Store);
-    // The exact logits of blocks [first, end) of a row, and the largest of them.
-    const auto look = [&](int row, int64_t first, int64_t end) {
-        kernels_.gemm(call, row, row + 1, static_cast<int>(first), static_cast<int>(end));
-        const int64_t begin = first * kBlockColumns, size = std::min(vocab, end * kBlockColumns) - begin;
-        const Maximum found = kernels_.row_maximum(exact + row * vocab + begin, size);
+    const auto size_of = [&](int64_t first, int64_t end) { return std::min(vocab, end * kBlockColumns) - first * kBlockColumns; };
+    // The largest of a row's exact logits of blocks that have been computed.
+    const auto largest = [&](int row, int64_t first, int64_t end) {
+        const int64_t begin = first * kBlockColumns;
+        const Maximum found = kernels_.row_maximum(exact + row * vocab + begin, size_of(first, end));
         return Maximum{found.value, found.place + begin};
     };
     // First where the row seems to be largest. That of its parts' largest is what a column must reach.
-    Maximum* const seen = maxima_.data() + parts;
-    member.parallel_for(parts, [&](int i) {
+    Maximum* const seen = maxima_.data() + rows * threads;
+    member.parallel_for(rows * threads, [&](int i) {
         const int row = i / threads;
-        const int64_t first = part_begin(i % threads), end = part_begin(i % threads + 1), begin = first * kBlockColumns;
+        const int64_t first = part_begin(i % threads), end = part_begin(i % threads + 1);
         seen[i] = {kMinusInfinity, 0};
         if (first == end) return;
-        const float* const logits = near + row * vocab + begin;
-        const Maximum top = kernels_.row_maximum(logits, std::min(vocab, end * kBlockColumns) - begin);
+        const Maximum top = kernels_.row_maximum(near + row * vocab + first * kBlockColumns, size_of(first, end));
         seen[i].value = top.value;
         if (!std::isfinite(top.value)) return;
         const int64_t block = first + top.place / kBlockColumns;
-        seen[i] = look(row, block, block + 1);
+        kernels_.gemm(call, row, row + 1, static_cast<int>(block), static_cast<int>(block) + 1);
+        seen[i] = largest(row, block, block + 1);
     });
-    member.parallel_for(parts, [&](int i) {
-        const int row = i / threads;
-        const int64_t first = part_begin(i % threads), end = part_begin(i % threads + 1);
-        maxima_[i] = {kMinusInfinity, 0};
-        if (first == end) return;
-        const Maximum* const row_seen = seen + row * threads;
-        float least = row_seen[0].value;
-        bool is_sure = true;
-        for (int t = 0; t < threads; ++t) {
-            is_sure &= row_seen[t].value == row_seen[t].value && row_seen[t].value < INFINITY;
-            least = std::max(least, row_seen[t].value);
+    // Then whatever may reach it; a block that one row leaves in question is read once, and looked at for all.
+    member.parallel_for(threads, [&](int part) {
+        const int64_t first = part_begin(part), end = part_begin(part + 1);
+        float least[kMostScreenedRows], size[kMostScreenedRows];
+        for (int row = 0; row < rows; ++row) {
+            maxima_[row * threads + part] = {kMinusInfinity, 0};
+            least[row] = kMinusInfinity;
+            bool is_sure = true;
+            for (int t = 0; t < threads; ++t) {
+                const float value = seen[row * threads + t].value;
+                is_sure &= value == value && value < INFINITY;
+                least[row] = std::max(least[row], value);
+            }
+            size[row] = length(normed_.data() + row * words, words);
+            if (!is_sure || !(size[row] < kLongest)) size[row] = INFINITY;  // all of it is in question
         }
-        const float size = length(normed_.data() + row * words, words);
-        if (!is_sure || !(size < kLongest)) {
-            maxima_[i] = look(row, first, end);
-            return;
-        }
-        for (int64_t block = first; block < end; ++block) {
+        const auto is_in_question = [&](int64_t block) {
             const int64_t begin = block * kBlockColumns;
             const int columns = static_cast<int>(std::min<int64_t>(kBlockColumns, vocab - begin));
-            const float* const logits = near + row * vocab + begin;
             const float* const slack = &screen_.slack[begin];
-            int reach = 0;
-            for (int c = 0; c < columns; ++c) reach |= logits[c] + size * slack[c] >= least;
-            if (reach == 0) continue;
-            const Maximum found = look(row, block, block + 1);
-            if (found.value > maxima_[i].value) maxima_[i] = found;  // of equals the first
+            for (int row = 0; row < rows; ++row) {
+                const float* const logits = near + row * vocab + begin;
+                int reach = 0;
+                for (int c = 0; c < columns; ++c) reach |= !(logits[c] + (size[row] * slack[c] + kUnderflow) < least[row]);
+                if (reach != 0) return true;
+            }
+            return false;
+        };
+        for (int64_t begin = first; begin < end; ++begin) {
+            int64_t stop = begin;
+            while (stop < end && is_in_question(stop)) ++stop;
+            if (stop == begin) continue;
+            kernels_.gemm(call, 0, rows, static_cast<int>(begin), static_cast<int>(stop));
+            looked_at_[part] += static_cast<int>(stop - begin);
+            for (int row = 0; row < rows; ++row) {
+                const Maximum found = largest(row, begin, stop);
+                Maximum& most = maxima_[row * threads + part];
+                // Of equals the first; a NaN, at its first place, is more than all.
+                if (found.value > most.value || (found.value != found.value && most.value == most.value)) most = found;
+            }
+            begin = stop;
         }
     });
 }

@@ -7,6 +7,8 @@
 
 namespace shoal {
 
+constexpr int kMostScreenedRows = 4;  // of any instruction set
+
 // A bf16 head once more in 8 bits, and how far what it gives may be from what the head itself gives.
 struct Screen {
     Linear head;               // no words: there is no screen

@@ -56,10 +56,10 @@ typedef struct ShoalStep {
     const int32_t* block_tables;    /* [num_seqs][table_stride] */
     int64_t table_stride;
     const int64_t* sample_rows;     /* [num_samples] */
-    float* logits;                  /* [num_samples][vocab_size]; NULL where another rank of the exchange takes them, or,
-                                       without an exchange, where their maxima are all that is wanted */
+    float* logits;                  /* [num_samples][vocab_size]; NULL where another rank of the exchange takes them */
     float* hidden;                  /* [num_tokens][hidden_size]: read on all stages but the first, written on all but the
                                        last, which alone has logits */
+    int32_t maxima_alone;           /* whether logits may be left as anything: what is largest is all that is wanted */
 } ShoalStep;
 
 /* Functions that return int give 0, or -1 with a message in shoal_error() of the calling thread. */

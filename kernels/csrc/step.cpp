@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "decoder.h"
 
@@ -12,8 +13,9 @@ constexpr int kRowChunk = 10 * 12;    // rows of a product's unit: ten register 
 // Rows of a thread, for each of the threads, from which on they go by rows: what they then read of weights in a second,
 // all together, does not grow with their number.
 constexpr int kLeastRows = 16;
-// Rows of a step whose maxima are screened: with more, products of 8 bits take longer than reading the head does.
-constexpr int kScreenedRows = 4;
+// A screen that leaves more than a quarter of the head in question is of no use, and is not tried again for so many steps.
+constexpr int kUsefulQuarter = 4;
+constexpr int kUnscreenedSteps = 64;
 constexpr int kStreamedRows = 16;     // up to these, a step waits for weights rather than for arithmetic
 // Bytes that a thread reads ahead of a product, which a near cache of its own holds, and that helpers read ahead of a step:
 // half a shared cache of a usual size, and more than they come to read between two steps of one sequence.
@@ -58,6 +60,9 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     integers_.reserve(integers * widest_inputs() / 2);
     integer_scales_.reserve(integers * widest_inputs() / kGroup);
     integer_sums_.reserve(integers * widest_inputs() / kGroup);
+    if (!screens_) return;
+    exact_logits_.reserve(samples * shape_.vocab_size);
+    looked_at_.assign(static_cast<size_t>(team_.size()), 0);
 }
 
 void Decoder::normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end) {
@@ -277,7 +282,7 @@ void Decoder::begin(Team::Member& member, const ShoalStep& step) {
 void Decoder::compute_logits(Team::Member& member, const ShoalStep& step) {
     const int64_t hidden = shape_.hidden_size, vocab = shape_.vocab_size, share = vocab_share();
     if (exchange_ == nullptr) {
-        multiply(member, head_, normed_.data(), hidden, step.num_samples, logits_of(step), vocab, Finish::Store);
+        multiply(member, head_, normed_.data(), hidden, step.num_samples, step.logits, vocab, Finish::Store);
         return;
     }
     const int most = static_cast<int>(exchange_->capacity / share);
@@ -324,9 +329,8 @@ void Decoder::forward(const ShoalStep& step) {
     if (step.num_tokens == 0) return;
     plan_.build(shape_, step);
     if (shape_.is_last_stage) plan_.choose_sampled(step);
-    screens_ = wants_maxima_alone(step) && screen_.head.words != nullptr && step.num_samples <= kScreenedRows;
+    screens_ = screens(step) && --unscreened_steps_ < 0;
     reserve(step.num_tokens, step.num_samples);
-    if (wants_maxima_alone(step)) own_logits_.reserve((screens_ ? 2 : 1) * int64_t{step.num_samples} * shape_.vocab_size);
     if (first_read_.empty()) list_first_read();
     const auto body = [&](Team::Member& member) {
         begin(member, step);
@@ -336,6 +340,10 @@ void Decoder::forward(const ShoalStep& step) {
     // Of several stages, others compute between two steps of one, and want memory for themselves.
     const bool goes_on = shape_.is_first_stage && shape_.is_last_stage && step.num_tokens <= kStreamedRows;
     team_.run(body, goes_on ? &first_read_ : nullptr);
+    if (screens_) {
+        const int looked_at = std::accumulate(looked_at_.begin(), looked_at_.end(), 0);
+        unscreened_steps_ = looked_at * kUsefulQuarter > head_.blocks ? kUnscreenedSteps : 0;
+    }
     if (exchange_ != nullptr && exchange_->has_failed()) throw LostRank("exchange: another rank did not come");
 }
 

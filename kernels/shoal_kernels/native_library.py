@@ -39,6 +39,7 @@ class CStep(ctypes.Structure):
         ("sample_rows", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
+        ("maxima_alone", ctypes.c_int32),
     )
 
 

@@ -137,7 +137,7 @@ def plan_host(
     weights = int(sum(shard_weight_bytes(plain, shard) for shard in shards) * rounded)
     screen = 0
     is_screened = kernels.is_native and model.dtype == "bfloat16" and model.quantization == "none"
-    if is_screened and parallel.tensor_parallel_size == 1:
+    if is_screened and model.hidden_size % 32 == 0 and parallel.tensor_parallel_size == 1:
         # The head once more, in 8 bits and a scale for 32: by that, greedy tokens are found.
         screen = model.vocab_size * model.hidden_size * 17 // 16 * sum(shard.is_last_stage for shard in shards)
     # What is summed, or handed to the next stage: once to send and once to receive.

@@ -418,24 +418,44 @@ def test_maxima_without_logits_are_those_of_the_logits(vocab: int, num_threads: 
     weights = make_weights(shape)
     head, generator = weights["lm_head.weight"], torch.Generator().manual_seed(3)
     noise = torch.randn(head.shape, generator=generator).bfloat16()
-    equals, lone, bad, endless, long = (head.clone() for _ in range(5))
+    equals, lone, faint, bad, endless, long = (head.clone() for _ in range(6))
     equals[vocab // 2 :] = head[: vocab - vocab // 2]
     lone[:, 7] *= 300  # the others of its group have next to nothing left of 8 bits
+    faint[vocab // 3] *= 100  # the largest or the least; its first group is too small for a scale of its own
+    faint[:, :32] = 0
+    faint[:, 3] = 1e-38
     bad[vocab // 2] = torch.nan
     endless[vocab // 3] = torch.inf
     long[vocab // 3] *= 1e7
-    heads = [head, equals, lone, bad, endless, long, head[:1] + noise / 256, torch.zeros_like(head), head * 1e-38]
+    heads = [head, equals, lone, faint, bad, endless, long, head[:1] + noise / 256, torch.zeros_like(head)]
+    heads += [head * 1e-23, head * 1e-38]
+    part = Part(tokens(shape, 20), 0, [0, 1])
     for weight in heads:
-        decoder = NativeDecoder(shape, {**weights, "lm_head.weight": weight}.items(), rotary_table(shape), kernels)
-        part = Part(tokens(shape, 20), 0, [0, 1])
         for rows in ([19], [3, 19], [*range(8)], [*range(20)]):
+            # A new one each: a decoder that has found such maxima of no use does not try again at once.
+            decoder = NativeDecoder(shape, {**weights, "lm_head.weight": weight}.items(), rotary_table(shape), kernels)
             logits = run(decoder, part, rows=rows)
             expected = decoder.maxima
             assert run(decoder, part, rows=rows, wants_maxima_alone=True).shape == (0, vocab)
             assert decoder.maxima.places == expected.places
             assert np.array_equal(decoder.maxima.largest, expected.largest, equal_nan=True)
             assert torch.equal(run(decoder, part, rows=rows).nan_to_num(), logits.nan_to_num())
-        decoder.close()
+            decoder.close()
+
+
+def test_maxima_without_logits_of_a_head_that_8_bits_cannot_tell_apart() -> None:
+    """For some steps it is not tried again then, and afterwards it is: the same maxima throughout."""
+    shape = make_shape(dtype=torch.bfloat16, vocab_size=400, num_threads=2, tied_embeddings=False)
+    weights = make_weights(shape)
+    head = weights["lm_head.weight"]
+    head[:] = head[:1] + head / 256
+    decoder = NativeDecoder(shape, weights.items(), rotary_table(shape))
+    run(decoder, Part([5], 0, [0]))
+    expected = decoder.maxima
+    for _ in range(140):
+        run(decoder, Part([5], 0, [0]), wants_maxima_alone=True)
+        assert decoder.maxima == expected
+    decoder.close()
 
 
 def test_maxima_without_logits_of_a_row_that_is_not_finite() -> None:

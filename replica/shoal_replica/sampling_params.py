@@ -108,6 +108,16 @@ def _integer(field: str, value: object, low: int, high: int | None) -> None:
 
 def _number(field: str, value: object, low: float, high: float, limit: str) -> None:
     """Raises InvalidArgument unless ``low <= value <= high``, which no NaN is."""
-    is_number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
-    if not is_number or not low <= value <= high:  # type: ignore[operator]
+    number = value if type(value) is float else _real(value)
+    if not low <= number <= high:
         raise InvalidArgument(field, value, limit)
+
+
+def _real(value: object) -> float:
+    """NaN where it is no number, or larger than a float can be."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan

@@ -274,7 +274,8 @@ class Scheduler:
         self._advance(plan, [ahead.sequence], ahead.num_tokens)  # no block: a prompt has all of its own from the start
         if not plan.includes(ahead.sequence):
             return False
-        line.keep(sequence, ahead.num_tokens // self._kv.block_size)
+        if not sequence.request.yields:  # one that does may wait for many pieces: its slot would be idle meanwhile
+            line.keep(sequence, ahead.num_tokens // self._kv.block_size)
         return True
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -12,7 +12,8 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
 from shoal_cluster.serve import explainer
 from shoal_cluster.serve.explainer import Explainer
-from shoal_cluster.serve.explanation import Explanation
+from shoal_cluster.serve.explanation import Explanation, Refusal
+from shoal_cluster.serve.explanation_codec import explanation_to_bytes
 from shoal_cluster.serve.route_log import RouteLog
 from shoal_replica.errors import NotFound, Unavailable
 
@@ -67,6 +68,16 @@ async def test_what_others_keep_is_told_oldest_first() -> None:
     assert [each.time_s for each in told.records] == [1.0, 2.0]
     assert all(each.replay() == each.decision for each in told.records)
     assert gateways.asked == [("told_of_request", "call")]
+
+
+async def test_where_a_refusal_is_all_that_is_known_others_may_know_of_another_try() -> None:
+    refusal = Refusal(0.5, "call#0", "full", 1.0, ())
+    log = RouteLog()
+    log.refuse(refusal)
+    own = explanation_to_bytes(log.of_request("call"))
+    for others, records in ((Gateways(own, keeping(record(1.0))), 1), (Gateways(RuntimeError("not ready")), 0)):
+        told = await Explainer(log.of_request, lambda others=others: others).explain("call")  # type: ignore[misc]
+        assert (told.refusals, len(told.records)) == ((refusal,), records)
 
 
 async def test_nobody_keeps_it() -> None:

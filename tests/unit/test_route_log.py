@@ -62,6 +62,12 @@ def test_nobody_has_to_trim() -> None:
     assert log.look_of("call999") is look
 
 
+def test_a_refusal_among_calls_of_which_nothing_is_kept_is_found() -> None:
+    log = RouteLog()
+    log.refuse(Refusal(1.0, "call-3#0", "full", 1.0, ()))
+    assert [refusal.request_id for refusal in log.of_request("call").refusals] == ["call-3#0"]
+
+
 def test_the_last_refusals_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route_log, "MAX_REFUSALS", 3)
     log = RouteLog()

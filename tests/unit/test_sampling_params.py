@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import pickle
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shoal_replica.errors import InvalidArgument
@@ -48,6 +50,8 @@ BAD: list[tuple[str, Any]] = [
     ("temperature", -0.001),
     ("temperature", math.nan),
     ("temperature", math.inf),
+    ("temperature", np.float32("inf")),
+    ("temperature", Fraction(10**400)),
     ("temperature", "hot"),
     ("temperature", True),
     ("top_k", -1),

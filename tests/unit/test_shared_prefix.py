@@ -188,6 +188,15 @@ def test_many_who_wait_for_a_prompt_stop_nobody() -> None:
     assert num_steps <= 3 + num_followers // 8 + 2  # the prompt, then as many at a time as there are slots
 
 
+def test_who_yields_keeps_no_slot_from_others() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    scheduler.add(make_request("document", prompt(400, 0, 1), max_tokens=1, due_s=9.0, yields=True))
+    step(scheduler)
+    scheduler.add(make_request("question", prompt(400, 9, 2), max_tokens=1, due_s=1.0, yields=True))
+    scheduler.add(make_request("light", prompt(0, 10, 3), max_tokens=1, due_s=2.0))
+    assert step(scheduler)[2] == 10
+
+
 def test_each_is_looked_up_at_most_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make_scheduler(num_blocks=1024, max_num_seqs=12)
     for who in range(1, 6):

@@ -13,6 +13,7 @@ from fixtures.fake_serve import BLOCK_SIZE, Answer, FakeServe, ask, serving, str
 from fixtures.replicas import Replica, replica
 from fixtures.waiting import DEADLINE_S, until
 
+from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.pending import PendingRequest
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve import feed_client, outcome
@@ -486,6 +487,32 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
             calls[-1].ends.set_result(Outcome(refused=False))
             assert (await running).tokens == [expected_tokens(PROMPT, 6)]
             assert not calls[-1].is_cancelled
+
+
+async def test_of_a_burst_those_are_refused_that_there_is_no_room_for() -> None:
+    async with serving("a", max_num_seqs=1, num_blocks=512) as serve:
+        made, dispatcher = serve.replicas["a"], serve.hold(AdmissionLimits(max_waiting_requests=10))
+
+        def send(request: Request) -> Response:
+            return Response(asyncio.ensure_future(made.call(request, serve.ledger.gateway_id)))
+
+        def place(request: Request, query: RouteQuery) -> ServePlacement:
+            pending = PendingRequest(query=query, arrival_s=0.0)
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
+
+        serve.place = place  # type: ignore[method-assign, assignment]
+        made.executor.gate.clear()
+        first = asyncio.create_task(ask(serve, "first", prompt_token_ids=PROMPT))
+        await until(lambda: made.executor.is_held)
+        burst = [
+            asyncio.create_task(ask(serve, f"r{i}", prompt_token_ids=range(100 * i, 100 * i + 20))) for i in range(20)
+        ]
+        await until(lambda: dispatcher.num_held + sum(call.done() for call in burst) == 20)
+        num_held = dispatcher.num_held
+        assert 9 <= num_held <= 10  # the first one waits too, as far as its gateway has been told
+        made.executor.gate.set()
+        outcomes = await asyncio.gather(first, *burst, return_exceptions=True)
+        assert sum(isinstance(outcome, ResourceExhausted) for outcome in outcomes) == 20 - num_held
 
 
 async def test_what_can_start_is_on_its_way_at_once_and_taken_back_if_nobody_waits_for_it() -> None:

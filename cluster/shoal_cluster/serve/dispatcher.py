@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from shoal_cluster.policies.admission import AdmissionLimits, admit, late_retry_after_s, lateness_s
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
+from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.named import NamedPlacement
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import uncached_tokens
@@ -94,7 +95,7 @@ class Dispatcher:
     async def wait(self, pending: PendingRequest) -> Dispatch:
         """Return when it is the request's turn; its place is reserved. Cancelling this takes it out of the queue.
 
-        Raises: as ``until_turn`` does.
+        Raises: as ``enter`` and ``until_turn`` do.
         """
         try:
             return await self.until_turn(pending, self.enter(pending))
@@ -105,17 +106,14 @@ class Dispatcher:
         """``wait`` for a request that has entered; whoever let it enter lets it ``leave`` afterwards.
 
         Raises:
-            InvalidArgument: no replica has blocks enough.
-            ResourceExhausted: every replica has too much to do, or none could start it within the objective, where
-                the limits have one; not for one that is resumed.
+            ResourceExhausted: none could start it within the objective, where the limits have one; not for one that is
+                resumed.
             Unavailable: there was no replica for ``patience_s``, and none was starting; or those that were to start
                 have failed to.
         """
         if waiter.turn.done():
             return waiter.turn.result()
         with self._holding(pending.query.num_prompt_tokens):
-            if pending.priority != RESUMED_PRIORITY and self._ledger.can_place(pending.query.excluded):
-                self._admit(pending, waiter)
             return await self._until(waiter.turn, pending)
 
     def leave(self, pending: PendingRequest) -> None:
@@ -126,11 +124,21 @@ class Dispatcher:
         self._waiters.pop(request_id, None)
 
     def enter(self, pending: PendingRequest) -> Waiter:
-        """Put a request in the queue; if a replica can start it, it is its turn at once, or after other gateways."""
+        """Put a request in the queue; if a replica can start it, it is its turn at once, or after other gateways.
+
+        Whoever is not to wait is refused here, before the next one of a burst enters and counts it.
+
+        Raises:
+            InvalidArgument: no replica has blocks enough.
+            ResourceExhausted: every replica has too much to do; not for one that is resumed.
+        """
         waiter = Waiter(asyncio.get_running_loop().create_future(), pending.query.num_prompt_tokens)
         self._queue.push(pending)
         self._waiters[pending.query.request_id] = waiter
         self.take_turn()
+        is_new = pending.priority != RESUMED_PRIORITY
+        if is_new and not waiter.turn.done() and self._ledger.can_place(pending.query.excluded):
+            self._admit(pending, waiter)
         return waiter
 
     def take_turn(self) -> None:
@@ -162,8 +170,14 @@ class Dispatcher:
             request, _, number = call_id.rpartition("-")
             if call_id == request_id or (request == request_id and number.isdecimal()):
                 queue, waited_s = self._queue.up_to(name, now), now - pending.arrival_s
-                found.append(HeldRequest(time_s, name, waited_s, len(queue), self.num_held, queue[-MAX_TOLD:]))
+                told = tuple(self._present(place) for place in queue[-MAX_TOLD:])
+                found.append(HeldRequest(time_s, name, waited_s, len(queue), self.num_held, told))
         return tuple(found)
+
+    def _present(self, place: QueuePlace) -> QueuePlace:
+        """Without the replica, where that has gone since the look that planned it."""
+        is_there = place.replica_id in self._ledger.view.replica_ids
+        return place if is_there else place._replace(replica_id="")
 
     def _send_startable(self) -> None:
         ledger = self._ledger

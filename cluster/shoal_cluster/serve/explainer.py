@@ -17,8 +17,8 @@ ANSWER_TIMEOUT_S = 3.0
 
 
 class Explainer:
-    """Other gateways are asked by Serve's broadcast. That reaches all that run, this one too: it has nothing, or would
-    not ask.
+    """Other gateways are asked by Serve's broadcast, which reaches all that run, this one too. They are asked where
+    nothing is known here but a refusal: a client that tries again may meet another gateway.
 
     Args:
         known: what this gateway has of a request.
@@ -33,8 +33,12 @@ class Explainer:
     async def explain(self, request_id: str) -> Explanation:
         """See GatewayCore."""
         explanation = self._known(request_id)
-        if not explanation and self._connect is not None:
-            explanation = await self._ask_others(request_id, self._connect)
+        if not (explanation.records or explanation.held) and self._connect is not None:
+            try:
+                explanation = await self._ask_others(request_id, self._connect) or explanation
+            except Unavailable:
+                if not explanation:
+                    raise
         if not explanation:
             raise NotFound(f"request_id: no routing decision is kept for {request_id!r}")
         return explanation
@@ -52,7 +56,7 @@ class Explainer:
                 handle: DeploymentHandle = self._handle
                 asked = handle.broadcast("told_of_request", request_id)
                 answers = await asked.results_async(return_exceptions=True)
-        except TimeoutError as error:
+        except (TimeoutError, RuntimeError) as error:  # Ray's, where a handle is not ready
             answers = [error]
         explanation = Explanation.of([explanation_from_bytes(told) for told in answers if isinstance(told, bytes)])
         failures = [answer for answer in answers if isinstance(answer, BaseException)]

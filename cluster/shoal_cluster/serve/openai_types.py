@@ -11,12 +11,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from shoal_cluster.serve.call import MAX_PRIORITY, GenerateCall, Message
+from shoal_cluster.serve.call import MAX_PRIORITY, MAX_PROMPTS, GenerateCall, Message
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions; a chat may go on as long as the model has room
-MAX_PROMPTS = 128
 
 _PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from shoal_cluster.policies.look import Look
 from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.serve.call import MAX_PROMPTS
 from shoal_cluster.serve.explanation import Explanation, Refusal, SentBy
 
 MAX_REQUESTS = 4096
@@ -92,8 +93,8 @@ class RouteLog:
         """What is kept of a client's request: of the call of that id, or of its calls where it had several prompts."""
         if explanation := self._explain(request_id):
             return explanation
-        calls = (self._explain(f"{request_id}-{number}") for number in itertools.count())
-        return Explanation.of(list(itertools.takewhile(bool, calls)))
+        calls = (self._explain(f"{request_id}-{number}") for number in range(MAX_PROMPTS))
+        return Explanation.of([call for call in calls if call])  # one of them may be held, and the next refused
 
     def _explain(self, call_id: str) -> Explanation:
         records = self.of_call(call_id)

@@ -66,7 +66,12 @@ class ServePlacement:
 
     async def _run(self, waiter: Waiter) -> Outcome:
         if not waiter.turn.done():
-            self._submit(await self._dispatcher.until_turn(self._pending, waiter))
+            try:
+                dispatch = await self._dispatcher.until_turn(self._pending, waiter)
+            except BaseException:
+                self._dispatcher.leave(self._pending)
+                raise
+            self._submit(dispatch)
         if self._take_back is not None:
             await asyncio.sleep(CALL_BEHIND_S)
         response = self._send(self._request)

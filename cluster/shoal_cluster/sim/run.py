@@ -37,6 +37,7 @@ def run(cluster: SimCluster, requests: Sequence[SimRequest]) -> SimCluster:
 def _seldom_collected() -> Iterator[None]:
     """Next to nothing of a run is garbage in cycles, and what is there at its start lasts."""
     thresholds = gc.get_threshold()
+    gc.collect()  # else what an earlier run has left would last as well
     gc.freeze()
     gc.set_threshold(NUM_NEW_OBJECTS, *thresholds[1:])
     try:

@@ -76,12 +76,11 @@ Linear make_integers(Arena& arena, Format format, int outputs, int inputs, bool 
 void pack_output(const Linear& linear, Word* block, int column, const uint8_t* values, const uint16_t* scales,
                  const uint16_t* minimums) {
     const int bits = linear.bits(), half = column / kPanel * 16;
+    Place places[kGroup];
+    for (int k = 0; k < kGroup; ++k) places[k] = place_of(linear.format, k);
     for (int g = 0; g < linear.groups(); ++g, values += kGroup, block += linear.group_words()) {
         Word packed[8] = {};
-        for (int k = 0; k < kGroup; ++k) {
-            const Place place = place_of(linear.format, k);
-            packed[place.word] |= static_cast<Word>(values[k]) << place.shift;
-        }
+        for (int k = 0; k < kGroup; ++k) packed[places[k].word] |= static_cast<Word>(values[k]) << places[k].shift;
         for (int w = 0; w < bits; ++w) block[w * kBlockColumns + column] = packed[w];
         Word* at = block + int64_t{bits} * kBlockColumns + column % kPanel;
         at[0] |= static_cast<Word>(scales[g]) << half;

@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "decoder.h"
 
@@ -36,11 +37,15 @@ struct Squares {
 // A group of a column in 8 bits: value * scale. The sums are of multiples of the scale, for squares of small weights are 0.
 Squares round_group(const uint16_t* weight, uint8_t* values, uint16_t& scale) {
     constexpr float magic = 12582912.0f;  // adding 1.5 * 2^23 rounds to the nearest integer
-    float w[kGroup], top = 0.0f;
-    for (int k = 0; k < kGroup; ++k) {
-        w[k] = widen(weight[k]);
-        top = std::max(top, std::fabs(w[k]));
-    }
+    constexpr int lanes = 8;              // sums side by side: one after the other would take several times as long
+    float w[kGroup], tops[lanes] = {};
+    for (int k = 0; k < kGroup; k += lanes)
+        for (int lane = 0; lane < lanes; ++lane) {
+            w[k + lane] = widen(weight[k + lane]);
+            const float size = std::fabs(w[k + lane]);
+            tops[lane] = tops[lane] < size ? size : tops[lane];
+        }
+    const float top = *std::max_element(tops, tops + lanes);
     scale = narrow(top / 127.0f);
     float step = widen(scale);
     if (!(step >= FLT_MIN)) {  // too small to divide by: all are 0, by which they are in error
@@ -50,16 +55,17 @@ Squares round_group(const uint16_t* weight, uint8_t* values, uint16_t& scale) {
         return {squares, squares};
     }
     const float inverse = 1.0f / step;
-    float weights = 0.0f, errors = 0.0f;
-    for (int k = 0; k < kGroup; ++k) {
-        const float exact = w[k] * inverse;
-        const float value = std::min(std::max((exact + magic) - magic, -127.0f), 127.0f);
-        values[k] = static_cast<uint8_t>(static_cast<int8_t>(value));
-        weights += exact * exact;
-        errors += (exact - value) * (exact - value);
-    }
+    float weights[lanes] = {}, errors[lanes] = {};
+    for (int k = 0; k < kGroup; k += lanes)
+        for (int lane = 0; lane < lanes; ++lane) {
+            const float exact = w[k + lane] * inverse, rounded = (exact + magic) - magic;
+            const float value = rounded > 127.0f ? 127.0f : rounded < -127.0f ? -127.0f : rounded;
+            values[k + lane] = static_cast<uint8_t>(static_cast<int32_t>(value));
+            weights[lane] += exact * exact;
+            errors[lane] += (exact - value) * (exact - value);
+        }
     const double square = double{step} * step;
-    return {weights * square, errors * square};
+    return {std::accumulate(weights, weights + lanes, 0.0f) * square, std::accumulate(errors, errors + lanes, 0.0f) * square};
 }
 
 // No shorter than the row is.
@@ -74,7 +80,9 @@ float length(const Word* row, int64_t words) {
 
 bool is_finite(const uint16_t* weights, int count) {
     constexpr uint16_t exponent = 0x7f80;
-    return std::all_of(weights, weights + count, [](uint16_t w) { return (w & exponent) != exponent; });
+    uint16_t is_endless = 0;  // looked at to the end, by vectors
+    for (int i = 0; i < count; ++i) is_endless |= (weights[i] & exponent) == exponent;
+    return is_endless == 0;
 }
 
 }  // namespace

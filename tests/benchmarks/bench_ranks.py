@@ -12,12 +12,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 import psutil
 
 from shoal_replica.build import resolve_config
-from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, EngineConfig, ParallelConfig
 from shoal_replica.executor import NewSequence, SampledToken, ScheduledSequence, SchedulerOutput, StepResult
 from shoal_replica.ranks.channel import RankAddress
 from shoal_replica.ranks.executor import RankExecutor
@@ -25,6 +26,10 @@ from shoal_replica.ranks.launcher import RANK_COMMAND, LocalRanks
 from shoal_replica.ranks.runner import Rendezvous
 from shoal_replica.ranks.worker import serve_rank
 from shoal_replica.sampling_params import SamplingParams
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from fixtures.model_configs import make_model  # noqa: E402
 
 NUM_STEPS = 3000
 RANK = (sys.executable, __file__, "--rank")
@@ -57,29 +62,7 @@ class NullRunner:
 
 
 def main() -> None:
-    model = ModelConfig(
-        folder="",
-        architecture="LlamaForCausalLM",
-        vocab_size=32_000,
-        hidden_size=8,
-        intermediate_size=8,
-        num_layers=1,
-        num_heads=8,
-        num_kv_heads=8,
-        head_size=1,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        rope_scaling=None,
-        max_model_len=4096,
-        tie_word_embeddings=True,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=None,
-        eos_token_ids=(),
-        dtype="float32",
-    )
+    model = make_model(num_layers=1, max_model_len=4096, dtype="float32")
     print("ranks  sequences  median µs  p99 µs of a step's round trip")
     for num_ranks in (2, 4, 8):
         parallel = ParallelConfig(tensor_parallel_size=num_ranks, rank_timeout_s=60)

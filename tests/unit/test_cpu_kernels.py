@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fixtures.model_configs import make_model
 
 from shoal_kernels import native_library
 from shoal_replica.config import CacheConfig, ModelConfig, MoeConfig, ParallelConfig, SchedulerConfig
@@ -13,9 +14,7 @@ from shoal_replica.memory_advice import host_changes
 from shoal_replica.memory_plan import MemoryPlan, plan_host
 from shoal_replica.model.cpu_kernels import choose_kernels
 
-MODEL = ModelConfig(
-    folder="",
-    architecture="LlamaForCausalLM",
+MODEL = make_model(
     vocab_size=4096,
     hidden_size=1024,
     intermediate_size=4096,
@@ -23,18 +22,6 @@ MODEL = ModelConfig(
     num_heads=16,
     num_kv_heads=4,
     head_size=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    max_model_len=1024,
-    tie_word_embeddings=True,
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    sliding_window=None,
-    eos_token_ids=(1,),
-    dtype="bfloat16",
 )
 MOE = MoeConfig(num_experts=4, num_experts_per_token=2, intermediate_size=64, renormalize=True, layers=(0,))
 CACHE = CacheConfig(num_blocks=16)

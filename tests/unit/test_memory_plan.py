@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fixtures.model_configs import make_model
 
 from shoal_kernels import native_library
 from shoal_replica.config import (
@@ -20,9 +21,7 @@ from shoal_replica.memory_advice import host_changes, npu_changes
 from shoal_replica.memory_plan import GIB, MemoryPlan, plan_host, plan_memory, shard_weight_bytes
 from shoal_replica.shard import make_shard, whole_shard
 
-EIGHT_B = ModelConfig(
-    folder="",
-    architecture="LlamaForCausalLM",
+EIGHT_B = make_model(
     vocab_size=128_256,
     hidden_size=4096,
     intermediate_size=14_336,
@@ -30,18 +29,9 @@ EIGHT_B = ModelConfig(
     num_heads=32,
     num_kv_heads=8,
     head_size=128,
-    rms_norm_eps=1e-5,
     rope_theta=500_000.0,
-    rope_scaling=None,
     max_model_len=8192,
     tie_word_embeddings=False,
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    sliding_window=None,
-    eos_token_ids=(1,),
-    dtype="bfloat16",
 )
 
 

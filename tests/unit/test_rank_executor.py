@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 from fixtures.fake_rank import CULPRIT, DIE, DIE_LAST, FREEZE, LINGER, LINGER_S, RAISE, STALL
+from fixtures.model_configs import make_model
 from fixtures.waiting import DEADLINE_S, until
 
-from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, EngineConfig, ParallelConfig
 from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError, EngineDead
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
@@ -34,26 +35,10 @@ TIMEOUT_S = 1.5
 def config(
     folder: str = "", num_ranks: int = 2, num_stages: int = 1, rank_timeout_s: float = TIMEOUT_S
 ) -> EngineConfig:
-    model = ModelConfig(
+    model = make_model(
         folder=folder,
-        architecture="LlamaForCausalLM",
-        vocab_size=32_000,
-        hidden_size=8,
-        intermediate_size=8,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=8,
-        head_size=1,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        rope_scaling={"rope_type": "linear", "factor": 2.0},
         max_model_len=128,
-        tie_word_embeddings=True,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=None,
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
         eos_token_ids=(2,),
         dtype="float32",
     )

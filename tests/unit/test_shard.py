@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
+from fixtures.model_configs import make_model
 
 from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, MoeConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
@@ -12,8 +13,7 @@ from shoal_replica.shard import Shard, make_shard
 
 
 def model(num_heads: int = 8, num_kv_heads: int = 8, inner: int = 1536, vocab_size: int = 1000) -> ModelConfig:
-    return ModelConfig(
-        folder="",
+    return make_model(
         architecture="Qwen3MoeForCausalLM",
         vocab_size=vocab_size,
         hidden_size=576,
@@ -22,18 +22,8 @@ def model(num_heads: int = 8, num_kv_heads: int = 8, inner: int = 1536, vocab_si
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=64,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        rope_scaling=None,
-        max_model_len=128,
         tie_word_embeddings=False,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
         qk_norm=True,
-        sliding_window=None,
-        eos_token_ids=(),
-        dtype="bfloat16",
         moe=MoeConfig(num_experts=6, num_experts_per_token=2, intermediate_size=64, renormalize=True, layers=(0,)),
     )
 

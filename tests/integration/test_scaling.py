@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -159,7 +160,10 @@ def test_two_pools_grow_and_shrink_in_proportion(ray):
 
 
 async def test_two_gateways_answer_explain_and_promise_as_one(ray, local_yaml):
-    """Again in place of what was served before. Each connection to the port that they share is one gateway's."""
+    """Again in place of what was served before. Each connection to the port that they share is one gateway's. At last
+    one of them hangs."""
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient  # after the environment is set
+
     document, _ = read_config(local_yaml)
     args, address = document["applications"][0]["args"], free_address()
     args["gateway"].update(grpc_address=address, http_address=free_address(), num_replicas=2)
@@ -200,6 +204,17 @@ async def test_two_gateways_answer_explain_and_promise_as_one(ray, local_yaml):
                 row = await other.cluster()
                 is_seen = any(replica.num_reserved_blocks for replica in row.replicas)
         assert row.num_active == 0, "what it sees is promised by the other gateway"
+
+        details = ServeSubmissionClient(ray.dashboard_url).get_serve_details()["applications"]["shoal"]["deployments"]
+        hangs = details["Gateway"]["replicas"][0]
+        os.kill(hangs["pid"], signal.SIGSTOP)
+        try:
+            asked_now = [asyncio.create_task(client.explain("nobody")) for client in (one, other)]
+            (answer, *_), _ = await asyncio.wait(asked_now, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            os.kill(hangs["pid"], signal.SIGCONT)
+        assert f"gateway {hangs['replica_id']} may know of 'nobody'" in str(answer.exception())
+        await asyncio.wait(asked_now)
 
 
 async def tokens_of(client: GatewayClient, request: GenerateCall) -> list[int]:

@@ -15,7 +15,7 @@ from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.serve.control_codec import route_record_from_proto, route_record_to_proto
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_cluster.serve.generation import Generation
-from shoal_replica.errors import ConfigError, DeadlineExceeded, ResourceExhausted, Unavailable
+from shoal_replica.errors import ConfigError, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.testing import expected_tokens, make_request
 
 
@@ -97,6 +97,8 @@ async def test_requests_wait_for_a_first_replica_and_not_for_ever() -> None:
         dispatcher = serve.hold(patience_s=0.05)
         with pytest.raises(Unavailable, match="no replica became ready in time"):
             await ask(serve, "too-early")
+        (refusal,) = dispatcher.explain("too-early").refusals
+        assert refusal.text.startswith("too-early: given up: no replica became ready in time (prompt_tokens ")
         dispatcher = serve.hold()
         async with serving("late") as other:
             waiting = asyncio.create_task(ask(serve, "patient", prompt_token_ids=range(9)))
@@ -132,6 +134,9 @@ async def test_what_waits_for_replicas_that_fail_to_start_is_told_so_and_a_later
         with pytest.raises(Unavailable, match="no replica could be started"):
             await ask(serve, "next")
         assert dispatcher.num_held == 0
+        for name in ("call0", "call1", "next"):
+            (refusal,) = dispatcher.explain(name).refusals
+            assert (refusal.reason, refusal.retry_after_s) == ("no replica could be started: num_blocks: too many", 0.0)
         serve.join("late", late)
         await until(lambda: serve.ledger.can_place(frozenset()))
         assert (await ask(serve, "served", prompt_token_ids=range(9))).tokens == [expected_tokens(range(9), 4)]
@@ -147,6 +152,14 @@ async def test_a_deadline_ends_the_wait_and_leaves_nothing() -> None:
         with pytest.raises(DeadlineExceeded):
             await drain(serve.generation(make_request("late", range(50))), timeout_s=0.05)
         await until(lambda: dispatcher.num_held == 0)
+        (refusal,) = dispatcher.explain("late").refusals
+        assert refusal.text.startswith("late: given up: the request was not finished after 0.05 s (age_s 0.")
+        leaves = asyncio.create_task(ask(serve, "leaves", prompt_token_ids=range(50)))
+        await until(lambda: dispatcher.explain("leaves"))
+        leaves.cancel()
+        await until(lambda: dispatcher.num_held == 0)
+        (refusal,) = dispatcher.explain("leaves").refusals
+        assert "its client has left" in refusal.reason
         open_gates(serve)
         await first
 
@@ -249,6 +262,10 @@ async def test_what_is_held_and_what_was_refused_is_explained() -> None:
             assert dict(refusal.terms)["replicas"] == 1
             assert dict(refusal.terms)["held_requests"] >= 2
             assert refusal.text.startswith("late: refused, to be tried again after ")
+            with pytest.raises(InvalidArgument, match="prompt") as wrong:
+                await ask(serve, "huge", prompt_token_ids=[*range(10_000)])
+            (impossible,) = dispatcher.explain("huge").refusals
+            assert impossible.reason == str(wrong.value)
             told = dispatcher.explain("last")
             assert explanation_from_bytes(explanation_to_bytes(told)) == told
             assert explanation_from_bytes(explanation_to_bytes(dispatcher.explain("late"))).refusals == (refusal,)

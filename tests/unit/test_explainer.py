@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Coroutine
 
 import pytest
 from fixtures.cluster_views import make_query, make_row
@@ -28,32 +28,49 @@ def keeping(*records: RouteRecord) -> bytes:
     log = RouteLog()
     for kept in records:
         log.add(kept)
-    return Explainer(log.of_request, None).told("call")
+    return explanation_to_bytes(log.of_request("call"))
 
 
 class Gateways:
-    """Serve's handle of all gateways, as far as it is used; None never answers."""
+    """Those that run, by name; of an exception, its failure; None never answers."""
 
-    def __init__(self, *answers: bytes | Exception | None) -> None:
+    def __init__(self, failure: Unavailable | None = None, **answers: bytes | Exception | None) -> None:
         self.answers = answers
-        self.asked: list[tuple[str, str]] = []
+        self.failure = failure  # whom Serve names
+        self.asked: list[str] = []
+        self.is_waited_for = False
 
-    def broadcast(self, method: str, request_id: str) -> Gateways:
-        self.asked.append((method, request_id))
-        return self
+    async def ask(self, request_id: str) -> list[Coroutine[object, object, tuple[str, bytes]]]:
+        self.asked.append(request_id)
+        return [self._answer(name) for name in self.answers]
 
-    async def results_async(self, *, return_exceptions: bool) -> list[Any]:
-        assert return_exceptions
-        if None in self.answers:
-            await asyncio.Event().wait()
-        return list(self.answers)
+    async def _answer(self, name: str) -> tuple[str, bytes]:
+        match self.answers[name]:
+            case Exception() as error:
+                raise error
+            case None:
+                self.is_waited_for = True
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.is_waited_for = False
+            case bytes() as told:
+                return name, told
+        raise AssertionError("it never ends")
+
+    async def names(self) -> list[str]:
+        if self.failure is not None:
+            raise self.failure
+        return [*self.answers, "own"]
 
 
-def asking(gateways: Gateways, *kept: RouteRecord) -> Explainer:
+def asking(gateways: Gateways | None, *kept: RouteRecord, refused: Refusal | None = None) -> Explainer:
     log = RouteLog()
     for each in kept:
         log.add(each)
-    return Explainer(log.of_request, lambda: gateways)  # type: ignore[arg-type,return-value]
+    if refused is not None:
+        log.refuse(refused)
+    return Explainer("own", log.of_request, gateways)
 
 
 async def test_what_is_kept_here_is_told_without_asking() -> None:
@@ -63,33 +80,66 @@ async def test_what_is_kept_here_is_told_without_asking() -> None:
 
 
 async def test_what_others_keep_is_told_oldest_first() -> None:
-    gateways = Gateways(keeping(record(2.0)), RuntimeError("this one has died"), keeping(), keeping(record(1.0)))
+    gateways = Gateways(
+        a=keeping(record(2.0)), b=RuntimeError("this one has died"), c=keeping(), d=keeping(record(1.0))
+    )
     told = await asking(gateways).explain("call")
     assert [each.time_s for each in told.records] == [1.0, 2.0]
     assert all(each.replay() == each.decision for each in told.records)
-    assert gateways.asked == [("told_of_request", "call")]
+    assert gateways.asked == ["call"]
+
+
+def test_a_gateway_answers_with_its_name() -> None:
+    assert asking(None, record(1.0)).told("call") == ("own", keeping(record(1.0)))
 
 
 async def test_where_a_refusal_is_all_that_is_known_others_may_know_of_another_try() -> None:
     refusal = Refusal(0.5, "call#0", "full", 1.0, ())
-    log = RouteLog()
-    log.refuse(refusal)
-    own = explanation_to_bytes(log.of_request("call"))
-    for others, records in ((Gateways(own, keeping(record(1.0))), 1), (Gateways(RuntimeError("not ready")), 0)):
-        told = await Explainer(log.of_request, lambda others=others: others).explain("call")  # type: ignore[misc]
-        assert (told.refusals, len(told.records)) == ((refusal,), records)
+    _, own = asking(None, refused=refusal).told("call")
+    others = Gateways(own=own, other=keeping(record(1.0))), Gateways(own=own, other=RuntimeError("not ready"))
+    for gateways, num_records in zip(others, (1, 0), strict=True):
+        told = await asking(gateways, refused=refusal).explain("call")
+        assert (told.refusals, len(told.records)) == ((refusal,), num_records)
 
 
 async def test_nobody_keeps_it() -> None:
-    for one in (asking(Gateways(keeping(), keeping())), Explainer(RouteLog().of_request, None)):
+    for one in (asking(Gateways(own=keeping(), other=keeping())), asking(None)):
         with pytest.raises(NotFound, match="no routing decision is kept for 'call'"):
             await one.explain("call")
 
 
-@pytest.mark.parametrize("silent", [None, RuntimeError("this one has died")])
+async def test_a_gateway_that_hangs_keeps_nobodys_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explainer, "ANSWER_TIMEOUT_S", 0.05)
+    gateways = Gateways(own=keeping(), hangs=None, other=keeping(record(1.0)))
+    assert (await asking(gateways).explain("call")).records == (record(1.0),)
+    assert not gateways.is_waited_for
+
+
+SILENT = [
+    (Gateways(own=keeping(), hangs=None), "gateway hangs"),
+    (Gateways(own=keeping(), died=RuntimeError("this one has died"), other=keeping()), "gateway died"),
+    (Gateways(own=keeping(), hangs=None, died=RuntimeError(), other=keeping()), "gateway died or hangs"),
+    (Gateways(Unavailable("nor does Serve answer"), own=keeping(), hangs=None), "another gateway"),
+    (Gateways(), "another gateway"),
+]
+
+
+@pytest.mark.parametrize(("gateways", "who"), SILENT)
 async def test_a_gateway_that_does_not_answer_may_keep_it(
-    silent: Exception | None, monkeypatch: pytest.MonkeyPatch
+    gateways: Gateways, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(explainer, "ANSWER_TIMEOUT_S", 0.05)
-    with pytest.raises(Unavailable, match="another gateway may know of 'call'"):
-        await asking(Gateways(keeping(), silent)).explain("call")
+    with pytest.raises(Unavailable, match=f"^request_id: {who} may know of 'call' and does not answer now$"):
+        await asking(gateways).explain("call")
+    assert not gateways.is_waited_for
+
+
+async def test_what_does_not_reach_the_others_may_have_been_told_here() -> None:
+    class Unreached(Gateways):
+        async def ask(self, request_id: str) -> list[Coroutine[object, object, tuple[str, bytes]]]:
+            raise Unavailable("Serve does not reach the other gateways")
+
+    with pytest.raises(Unavailable, match="gateway other may know of 'call'"):
+        await asking(Unreached(other=keeping(record(1.0)))).explain("call")
+    refusal = Refusal(0.5, "call", "full", 1.0, ())
+    assert (await asking(Unreached(), refused=refusal).explain("call")).refusals == (refusal,)

@@ -157,6 +157,9 @@ async def test_refused_by_all_is_said_at_once() -> None:
             await ask(serve)
         assert caught.value.retry_after_s
         assert len(serve.placements) == 2
+        kept = serve.ledger.routes.refusal_of("call")
+        assert kept is not None
+        assert (kept.reason, kept.retry_after_s) == (str(caught.value), caught.value.retry_after_s)
 
 
 @pytest.mark.parametrize("told_by", ["call", "feed"])
@@ -334,6 +337,10 @@ async def test_lost_four_times_is_unavailable() -> None:
             async with streaming(generation) as chunks:
                 await anext(chunks)
         assert generation.num_resumes == 3
+        kept = serve.ledger.routes.refusal_of("call")
+        assert kept is not None
+        assert "resumed 3 times" in kept.reason
+        assert dict(kept.terms)["resumes"] == 3
         assert len({placement.query.excluded for placement in serve.placements}) == 4
 
 
@@ -400,6 +407,9 @@ async def test_a_deadline_ends_the_call_and_frees_its_blocks() -> None:
         await until(lambda: not made.calls)
         assert made.engine.stats().num_allocated_blocks == 0
         assert serve.placements[0].is_cancelled
+        kept = serve.ledger.routes.refusal_of("call")
+        assert kept is not None, "beside the record of where it was placed"
+        assert dict(kept.terms)["output_tokens"] == 0
 
 
 async def test_a_deadline_counts_from_the_arrival() -> None:
@@ -458,6 +468,9 @@ async def test_closing_the_stream_cancels_the_call(num_taken: int) -> None:
         await until(lambda: serve.is_idle)
         assert made.engine.stats().num_generated_tokens < 300
         await until(lambda: asyncio.all_tasks() <= tasks)
+        assert serve.ledger.routes.refusal_of("call") is None, (
+            "it was placed, and nobody has given it up but its client"
+        )
 
 
 async def test_thirty_of_thirty_cancels_free_everything() -> None:

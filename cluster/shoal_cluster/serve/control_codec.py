@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import cast
 
@@ -175,7 +176,7 @@ def _candidate_to_proto(candidate: CandidateTerms) -> pb.Candidate:
         eligible=candidate.eligible,
         rejected=candidate.rejected,
         score=candidate.score,
-        terms=[pb.Term(name=name, value=value) for name, value in candidate.terms],
+        terms=terms_to_proto(candidate.terms),
     )
 
 
@@ -185,8 +186,16 @@ def _candidate_from_proto(candidate: pb.Candidate) -> CandidateTerms:
         eligible=candidate.eligible,
         rejected=candidate.rejected,
         score=candidate.score,
-        terms=tuple((term.name, term.value) for term in candidate.terms),
+        terms=terms_from_proto(candidate.terms),
     )
+
+
+def terms_to_proto(terms: Iterable[tuple[str, float]]) -> list[pb.Term]:
+    return [pb.Term(name=name, value=value) for name, value in terms]
+
+
+def terms_from_proto(terms: Iterable[pb.Term]) -> tuple[tuple[str, float], ...]:
+    return tuple((term.name, term.value) for term in terms)
 
 
 def view_to_proto(view: ReplicaView) -> pb.ReplicaView:

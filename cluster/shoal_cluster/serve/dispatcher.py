@@ -20,7 +20,7 @@ from shoal_cluster.policies.ranking import uncached_tokens
 from shoal_cluster.serve.call import MAX_PRIORITY
 from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
-from shoal_replica.errors import InvalidArgument, ResourceExhausted, Unavailable
+from shoal_replica.errors import InvalidArgument, ResourceExhausted, ShoalError, Unavailable
 
 RESUMED_PRIORITY = -MAX_PRIORITY - 1
 """Of a stream that goes on elsewhere: its client is in the middle of an answer. No client may ask for it."""
@@ -208,9 +208,10 @@ class Dispatcher:
         waiter.num_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
         admission = admit(query, candidates, self.limits, now, *self._queue.before(query.request_id))
         if admission.never_fits:
-            raise InvalidArgument("prompt", f"{query.num_prompt_tokens} tokens", admission.reason)
+            error = InvalidArgument("prompt", f"{query.num_prompt_tokens} tokens", admission.reason)
+            raise self._refused(pending, candidates, error)
         if not admission.admitted:
-            raise self._refused(pending, candidates, admission.reason, admission.retry_after_s)
+            raise self._refused(pending, candidates, ResourceExhausted(admission.reason, admission.retry_after_s))
 
     async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
         """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
@@ -220,7 +221,7 @@ class Dispatcher:
             left_s = self._time_left_s(pending)
             is_alone = not self._ledger.can_place(excluded)
             if is_alone and (failure := self._start_failure()):
-                raise Unavailable(f"no replica could be started: {failure}")
+                raise self._unavailable(pending, f"no replica could be started: {failure}")
             look_s = LOOK_S if is_alone else math.inf
             await asyncio.wait([turn], timeout=min(left_s + MIN_WAKE_S, patience_ends_s - loop.time(), look_s))
             if turn.done():
@@ -229,7 +230,7 @@ class Dispatcher:
                 continue
             patience_ends_s = loop.time() + self._patience_s
             if not self._ledger.can_place(excluded) and not self._is_growing():
-                raise Unavailable("no replica became ready in time")
+                raise self._unavailable(pending, "no replica became ready in time")
 
     def _time_left_s(self, pending: PendingRequest) -> float:
         """Until the request's objective is lost; raises ResourceExhausted when it is."""
@@ -242,13 +243,16 @@ class Dispatcher:
         late_s = lateness_s(pending.query, candidates, objective, waited_s)
         if late_s > 0:
             reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its objective is lost"
-            raise self._refused(pending, candidates, reason, late_retry_after_s(candidates, self.num_held_tokens))
+            retry_after_s = late_retry_after_s(candidates, self.num_held_tokens)
+            raise self._refused(pending, candidates, ResourceExhausted(reason, retry_after_s))
         return -late_s
 
-    def _refused(
-        self, pending: PendingRequest, candidates: Candidates, reason: str, retry_after_s: float | None
-    ) -> ResourceExhausted:
-        """The error, on record."""
+    def _unavailable(self, pending: PendingRequest, reason: str) -> ShoalError:
+        candidates = self._ledger.view.candidates(pending.query.block_hashes, time.monotonic())
+        return self._refused(pending, candidates, Unavailable(reason))
+
+    def _refused(self, pending: PendingRequest, candidates: Candidates, error: ShoalError) -> ShoalError:
+        """``error``, on record."""
         waiting = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
         terms = (
             ("prompt_tokens", pending.query.num_prompt_tokens),
@@ -259,5 +263,5 @@ class Dispatcher:
             ("least_waiting_tokens", int(waiting.min()) if len(candidates) else 0),
         )
         request_id = pending.query.request_id
-        self._ledger.routes.refuse(Refusal(time.time(), request_id, reason, retry_after_s or 0.0, terms))
-        return ResourceExhausted(reason, retry_after_s)
+        self._ledger.routes.refuse(Refusal.of(error, time.time(), request_id, terms))
+        return error

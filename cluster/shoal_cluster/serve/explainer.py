@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Protocol
 
 from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_replica.errors import NotFound, Unavailable
 
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
-
 ANSWER_TIMEOUT_S = 3.0
 
 
+class Gateways(Protocol):
+    """All gateways that run, this one among them. Both raise Unavailable when they cannot be told or reached."""
+
+    async def ask(self, request_id: str) -> Sequence[Coroutine[object, object, tuple[str, bytes]]]:
+        """Ask each what it has of a request; for each, what waits for its name and its answer."""
+        ...
+
+    async def names(self) -> Sequence[str]:
+        """Who they are."""
+        ...
+
+
 class Explainer:
-    """Other gateways are asked by Serve's broadcast, which reaches all that run, this one too. They are asked where
-    nothing is known here but a refusal: a client that tries again may meet another gateway.
+    """Other gateways are asked where nothing is known here but a refusal: a client that tries again may meet another
+    gateway. Who does not answer in time is not waited for.
 
     Args:
+        name: this gateway's.
         known: what this gateway has of a request.
-        connect: gets the handle of the gateways' deployment, and may block; None where there is one gateway alone.
+        gateways: None where there is one gateway alone.
     """
 
-    def __init__(self, known: Callable[[str], Explanation], connect: Callable[[], DeploymentHandle] | None) -> None:
+    def __init__(self, name: str, known: Callable[[str], Explanation], gateways: Gateways | None) -> None:
+        self._name = name
         self._known = known
-        self._connect = connect
-        self._handle: DeploymentHandle | None = None
+        self._gateways = gateways
 
     async def explain(self, request_id: str) -> Explanation:
         """See GatewayCore."""
         explanation = self._known(request_id)
-        if not (explanation.records or explanation.held) and self._connect is not None:
+        if not (explanation.records or explanation.held) and self._gateways is not None:
             try:
-                explanation = await self._ask_others(request_id, self._connect) or explanation
+                explanation = await self._ask(request_id, self._gateways) or explanation
             except Unavailable:
                 if not explanation:
                     raise
@@ -43,24 +53,38 @@ class Explainer:
             raise NotFound(f"request_id: no routing decision is kept for {request_id!r}")
         return explanation
 
-    def told(self, request_id: str) -> bytes:
-        """What this gateway has, for another one."""
-        return explanation_to_bytes(self._known(request_id))
+    def told(self, request_id: str) -> tuple[str, bytes]:
+        """Our name, and what this gateway has, for another one."""
+        return self._name, explanation_to_bytes(self._known(request_id))
 
-    async def _ask_others(self, request_id: str, connect: Callable[[], DeploymentHandle]) -> Explanation:
-        answers: list[bytes | BaseException]
+    async def _ask(self, request_id: str, gateways: Gateways) -> Explanation:
+        """What those who answer have; raises Unavailable where that is nothing and another may have something."""
+        answering: list[asyncio.Task[tuple[str, bytes]]] = []
+        failure: Exception | None = None
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                if self._handle is None:
-                    self._handle = await asyncio.to_thread(connect)
-                handle: DeploymentHandle = self._handle
-                asked = handle.broadcast("told_of_request", request_id)
-                answers = await asked.results_async(return_exceptions=True)
-        except (TimeoutError, RuntimeError) as error:  # Ray's, where a handle is not ready
-            answers = [error]
-        explanation = Explanation.of([explanation_from_bytes(told) for told in answers if isinstance(told, bytes)])
-        failures = [answer for answer in answers if isinstance(answer, BaseException)]
-        if failures and not explanation:
-            reason = f"request_id: another gateway may know of {request_id!r} and does not answer now"
-            raise Unavailable(reason) from failures[0]
-        return explanation
+                answering += map(asyncio.create_task, await gateways.ask(request_id))
+                if answering:
+                    await asyncio.wait(answering)
+        except (TimeoutError, Unavailable) as error:
+            failure = error
+        finally:
+            for task in answering:
+                task.cancel()
+        outcomes = await asyncio.gather(*answering, return_exceptions=True)
+        answers = dict(outcome for outcome in outcomes if not isinstance(outcome, BaseException))
+        explanation = Explanation.of([explanation_from_bytes(told) for told in answers.values()])
+        if explanation or (answers and len(answers) == len(outcomes)):
+            return explanation
+        who = await _silent(gateways, {self._name, *answers})
+        raise Unavailable(f"request_id: {who} may know of {request_id!r} and does not answer now") from failure
+
+
+async def _silent(gateways: Gateways, heard: set[str]) -> str:
+    """Those who have not answered, by name where that can be told."""
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            names = sorted(set(await gateways.names()) - heard)
+    except (TimeoutError, Unavailable):
+        names = []
+    return f"gateway {' or '.join(names)}" if names else "another gateway"

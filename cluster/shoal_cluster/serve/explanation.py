@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.routing import RouteRecord
+from shoal_replica.errors import ResourceExhausted, ShoalError
 
 MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that was refused before it was placed. ``time_s`` is wall-clock; ``terms`` are what decided it."""
+    """A request that was refused, or given up. ``time_s`` is wall-clock; ``terms`` are what decided it, or how far it
+    had come. ``retry_after_s`` is 0 where nothing is known of when to try again.
+    """
 
     time_s: float
     request_id: str
@@ -22,12 +25,17 @@ class Refusal:
     retry_after_s: float
     terms: tuple[tuple[str, float], ...]
 
+    @classmethod
+    def of(cls, error: ShoalError, time_s: float, request_id: str, terms: tuple[tuple[str, float], ...]) -> Refusal:
+        """What its client was told."""
+        retry_after_s = error.retry_after_s if isinstance(error, ResourceExhausted) else None
+        return cls(time_s, request_id, str(error), retry_after_s or 0.0, terms)
+
     @property
     def text(self) -> str:
         terms = ", ".join(f"{name} {value:g}" for name, value in self.terms)
-        return (
-            f"{self.request_id}: refused, to be tried again after {self.retry_after_s:.1f} s: {self.reason} ({terms})"
-        )
+        ended = f"refused, to be tried again after {self.retry_after_s:.1f} s" if self.retry_after_s else "given up"
+        return f"{self.request_id}: {ended}: {self.reason} ({terms})"
 
 
 @dataclass(frozen=True, slots=True)

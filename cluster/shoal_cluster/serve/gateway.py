@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any, cast
 
 import uvicorn
@@ -48,6 +47,7 @@ from shoal_cluster.serve.replica_past import PastSample, decode_past
 from shoal_cluster.serve.scaling_board import ScalingBoard
 from shoal_cluster.serve.scaling_desk import ScalingDesk
 from shoal_cluster.serve.serve_details import serve_details
+from shoal_cluster.serve.serve_gateways import ServeGateways
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
@@ -105,8 +105,8 @@ class Gateway:
         self._dispatcher = Dispatcher(
             self._ledger, hold, limits, desk.holding, patience_s, desk.is_growing, watch.start_failure
         )
-        connect = partial(serve.get_deployment_handle, own.deployment, own.app_name)
-        self._explainer = Explainer(self._dispatcher.explain, connect if self._settings.num_replicas > 1 else None)
+        gateways = ServeGateways(own.app_name, own.deployment) if self._settings.num_replicas > 1 else None
+        self._explainer = Explainer(own.replica_id.unique_id, self._dispatcher.explain, gateways)
         await self._open()
         gc.freeze()  # modules and tokenizer stay; a full collection over them would hold up all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
@@ -237,8 +237,8 @@ class Gateway:
     async def explain(self, request_id: str) -> Explanation:
         return await self._explainer.explain(request_id)
 
-    async def told_of_request(self, request_id: str) -> bytes:
-        """Another gateway asks."""
+    async def told_of_request(self, request_id: str) -> tuple[str, bytes]:
+        """Another gateway asks; see ServeGateways."""
         return self._explainer.told(request_id)
 
     def recent_routes(self, limit: int) -> Sequence[RouteRecord]:

@@ -11,10 +11,11 @@ from dataclasses import replace
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.call import Chunk, Usage
 from shoal_cluster.serve.call_times import CallTimes, LegTimes
+from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost
-from shoal_replica.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from shoal_replica.errors import DeadlineExceeded, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer
@@ -70,6 +71,7 @@ class Generation:
         error = DeadlineExceeded(f"the request was not finished after {timeout_s:g} s")
         remaining_s = self._times.arrived_s + timeout_s - time.monotonic()
         deadline = self._loop.call_later(remaining_s, self._fail, error)
+        refused_before = self._ledger.routes.refusal_of(self._request.request_id)
         self._start_leg(self._request, range(len(self._outputs)), 0)
         try:
             while True:
@@ -86,7 +88,24 @@ class Generation:
         finally:
             deadline.cancel()
             if not self._is_done:  # else their calls are returning: to cancel one would count as its failure
+                self._keep_end(refused_before)
                 await self._cancel_legs()
+
+    def _keep_end(self, refused_before: Refusal | None) -> None:
+        """Why there is no whole answer, for who asks; of a client that has left, where its call was never placed.
+
+        Whoever refuses a call keeps that itself: then there is more than the refusal of a former call of this id.
+        """
+        routes, call_id, error = self._ledger.routes, self._request.request_id, self._failure
+        if error is None and not routes.of_call(call_id):
+            error = DeadlineExceeded("its client has left, or that one's deadline has passed, before it was placed")
+        if isinstance(error, ShoalError) and routes.refusal_of(call_id) is refused_before:
+            terms = (
+                ("age_s", time.monotonic() - self._times.arrived_s),
+                ("output_tokens", self.usage().num_output_tokens),
+                ("resumes", self.num_resumes),
+            )
+            routes.refuse(Refusal.of(error, time.time(), call_id, terms))
 
     def _next_chunk(self) -> Chunk:
         """The oldest chunk, together with those of its sequence behind it: a client, or a gateway, that is slower than

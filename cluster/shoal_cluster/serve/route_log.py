@@ -64,12 +64,16 @@ class RouteLog:
         self._num_look_bytes += num_bytes
 
     def refuse(self, refusal: Refusal) -> None:
-        """Keep why a request was not placed; the oldest are forgotten first."""
+        """Keep why a request was refused or given up, the last for each call; the oldest are forgotten first."""
         call_id = refusal.request_id.partition("#")[0]
         self._refusals.pop(call_id, None)
         self._refusals[call_id] = refusal
         if len(self._refusals) > MAX_REFUSALS:
             self._refusals.popitem(last=False)
+
+    def refusal_of(self, call_id: str) -> Refusal | None:
+        """Why a call was refused or given up, if it was."""
+        return self._refusals.get(call_id)
 
     def trim(self) -> None:
         """Forget what is too much."""

@@ -220,7 +220,11 @@ class Engine:
         self._is_changed = True
         self._rested_s = 0.0
         self._flight = self._depart_after(flight)
-        landed = await self._land(flight)
+        await self._land(flight)
+
+    def _take_in(self, flight: _Flight) -> None:
+        """A step has ended: enter what came of it into the books, and tell of it. Raises what the step raised."""
+        landed = flight.future.result()
         if landed is None:  # it was planned ahead, and something has come between
             self._flight = None  # so has what was to follow it
             return
@@ -258,18 +262,32 @@ class Engine:
         output = self._scheduler.lookahead.confirm(planned, landed.result) if landed is not None else None
         return None if output is None else self._execute(output)
 
-    async def _land(self, flight: _Flight) -> _Landed | None:
-        """The end of a step, with signs of life until then. Raises what the step raised."""
-        started = time.perf_counter()
-        step = asyncio.wrap_future(flight.future)
+    async def _land(self, flight: _Flight) -> None:
+        """Wait for the end of a step, with signs of life until then. The step is taken in where the loop hears of it,
+        not when this task's turn has come: clients wait for its tokens.
+        """
+        started, loop = time.perf_counter(), asyncio.get_running_loop()
+        taken: asyncio.Future[None] = loop.create_future()
+
+        def hear() -> None:
+            if taken.done():  # the engine has been stopped
+                return
+            try:
+                self._take_in(flight)
+            except Exception as error:
+                taken.set_exception(error)
+            else:
+                taken.set_result(None)
+
+        flight.future.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(hear))
         try:
-            while not (await asyncio.wait([step], timeout=self._beat_s))[0]:
+            while not (await asyncio.wait([taken], timeout=self._beat_s))[0]:
                 if time.perf_counter() - started > self._step_timeout_s:
                     raise TimeoutError(f"a step took longer than {self._step_timeout_s:g} s")
                 self._publish(())  # a long step is not taken for a death
         finally:
-            step.cancel()
-        return step.result()
+            taken.cancel()
+        taken.result()
 
     async def _rest(self) -> None:
         """Wait for work; after each beat without any say that we live, after a heartbeat's time look the books over."""

@@ -19,11 +19,12 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.bench.wire_client import WireClient
 from shoal_cluster.commands.deploy import deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay, free_ports
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve.codec import call_to_proto, chunk_from_bytes
 from shoal_cluster.serve.engine_config import engine_config
 from shoal_replica.async_llm import AsyncLLM
 from shoal_replica.errors import Unavailable
@@ -35,6 +36,8 @@ NUM_RAY_CPUS = 4.0  # logical: the cluster's actors share whatever cores there a
 BATCH_TIMEOUT_S = 300.0
 TIMES_IN_ENGINE = ("shoal_replica_queue_seconds_sum", "shoal_replica_prefill_seconds_sum")
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 9000  # ordinary tokens of any vocabulary
+
+GENERATE = "/shoal.v1.Generation/Generate"
 
 Prompt = tuple[int, ...]
 Stream = Callable[[Prompt], AsyncIterator[int]]
@@ -226,16 +229,23 @@ def _cluster(document: dict[str, Any], address: str, metrics_url: str) -> Iterat
         os.environ.update(ray.environment)
         deploy(document, ray.dashboard_url, lambda progress: None)
         with asyncio.Runner() as runner:
-            client = GatewayClient(address)
-            runner.run(client.__aenter__())
+            host, _, port = address.rpartition(":")
+            clients: list[WireClient] = []  # those that have no call
 
             async def measure(batch: Batch) -> Sample:
+                while len(clients) < batch.concurrency:
+                    clients.append(await WireClient.connect(host, int(port), GENERATE))
+                bodies = {prompt: _body(prompt, batch) for prompt in batch.prompts}
+
                 async def stream(prompt: Prompt) -> AsyncIterator[int]:
-                    call = GenerateCall(
-                        request_id=uuid.uuid4().hex, token_ids=prompt, sampling_params=batch.sampling_params
-                    )
-                    async for chunk in client.generate(call):
-                        yield len(chunk.token_ids)
+                    client, num_tokens = clients.pop(), 0
+                    async for message in client.call(bodies[prompt]):
+                        count = len(chunk_from_bytes(message).token_ids)
+                        num_tokens += count
+                        yield count
+                    if num_tokens < batch.num_output_tokens:
+                        raise Unavailable(f"a stream ended after {num_tokens} of {batch.num_output_tokens} tokens")
+                    clients.append(client)
 
                 return await run_batch(stream, batch)
 
@@ -245,7 +255,13 @@ def _cluster(document: dict[str, Any], address: str, metrics_url: str) -> Iterat
                 return replace(sample, in_engine_s=(_time_in_engine(metrics_url) - before_s) / len(batch.prompts))
 
             yield turn
-            runner.run(client.__aexit__(None, None, None))
+            for client in clients:
+                client.close()
+
+
+def _body(prompt: Prompt, batch: Batch) -> bytes:
+    call = GenerateCall(request_id=uuid.uuid4().hex, token_ids=prompt, sampling_params=batch.sampling_params)
+    return call_to_proto(call).SerializeToString()
 
 
 def _time_in_engine(metrics_url: str) -> float:

@@ -112,6 +112,9 @@ def test_greedy_equals_transformers(family: tuple[Path, PreTrainedModel]) -> Non
     runner = make_runner(folder)
     for chunk in (512, 16, 5):
         assert greedy(runner, PROMPTS, chunk) == expected, f"chunk {chunk}"
+        torch.set_num_threads(
+            1
+        )  # experts go by torch's operators: once with two threads is enough; native ones keep theirs
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         assert greedy(runner, [prompt], 64) == [tokens]
 

@@ -1,4 +1,4 @@
-"""Serve's door to ``desired_replicas()``: a policy class that runs in the Serve controller, ten times a second."""
+"""Serve's door to ``desired_replicas()``: a policy class that runs with the Serve controller's control loop."""
 
 from __future__ import annotations
 

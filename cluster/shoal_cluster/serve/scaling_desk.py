@@ -20,7 +20,7 @@ from shoal_cluster.serve.scaling_board import RECORDS_KEPT, GatewayReport, Scali
 from shoal_replica.errors import Unavailable
 
 PERIOD_S = 1.0
-MAX_CURRENT_AGE_S = 10.0  # the policy decides ten times a second: an older decision is that of one who has gone
+MAX_CURRENT_AGE_S = 10.0  # the policy decides some times a second: an older decision is that of one who has gone
 
 logger = logging.getLogger(__name__)
 

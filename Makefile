@@ -9,7 +9,7 @@ PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
 # Ray: no surprise cluster when a handle outlives its own.
 export RAY_ENABLE_AUTO_CONNECT := 0
 
-.PHONY: setup demo test check format bench proto clean npu-wheel
+.PHONY: setup demo test test-light test-numerical test-npu test-simulation check format bench proto clean npu-wheel
 
 setup: $(STAMP)
 
@@ -34,10 +34,19 @@ npu-wheel: setup
 	@test -d $(NPU_WHEEL)/torch_npu || $(PIP) --no-deps --target $(NPU_WHEEL) torch_npu==2.13.0 || \
 		{ rm -rf $(NPU_WHEEL); echo "torch_npu 2.13.0 cannot be installed here: tests/npu will be skipped"; }
 
+# What computes on one core goes two at a time, each told when it is done; real clusters have the machine to themselves.
 test: setup npu-wheel
+	@$(MAKE) --no-print-directory --output-sync=target -j2 test-light test-numerical test-npu test-simulation
+	@$(BIN)/pytest tests/integration -q
+
+test-light: setup
 	@$(BIN)/pytest tests/unit tests/property tests/golden -q
+
+test-npu: npu-wheel
 	@$(BIN)/pytest tests/npu -q
-	@$(BIN)/pytest tests/numerical tests/simulation tests/integration -q
+
+test-numerical test-simulation: test-%: setup
+	@$(BIN)/pytest tests/$* -q
 
 check: setup
 	@$(BIN)/ruff format --check .

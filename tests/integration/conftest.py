@@ -34,6 +34,8 @@ TIMEOUT_S = 900  # a test's time includes the start of its cluster, and machines
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Clusters of a module's own come first: that of the session, once it is up, takes processor time beside them.
+    items.sort(key=lambda item: item.path.parent == HERE and "cluster" in getattr(item, "fixturenames", ()))
     for item in items:
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))

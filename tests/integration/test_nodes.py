@@ -46,7 +46,7 @@ def nodes() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def cluster(nodes: Cluster) -> LiveCluster:
+def spread(nodes: Cluster) -> LiveCluster:
     document, settings = read_config(CLUSTER_YAML)
     grpc_address, http_address = free_address(), free_address()
     args = document["applications"][0]["args"]
@@ -81,8 +81,8 @@ def nodes_of_ranks(nodes: Cluster) -> list[Any]:
     return found
 
 
-async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: Cluster, cluster: LiveCluster):
-    async with GatewayClient(cluster.grpc_address) as client:
+async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: Cluster, spread: LiveCluster):
+    async with GatewayClient(spread.grpc_address) as client:
         row = await until_cluster(client, lambda row: num_connected(row) == 2)
         node_ids = {replica.node_id for replica in row.replicas}
         assert len(node_ids) == 2
@@ -119,7 +119,7 @@ async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: C
         assert len({replica_id for _, replica_id, _ in undisturbed}) == 2
 
 
-async def test_a_replica_whose_ranks_are_on_two_nodes_loses_one(nodes: Cluster, cluster: LiveCluster):
+async def test_a_replica_whose_ranks_are_on_two_nodes_loses_one(nodes: Cluster, spread: LiveCluster):
     """Either node has room for one rank: they meet by the nodes' addresses and give the whole model's tokens."""
     document, settings = read_config(CLUSTER_YAML)
     args, grpc_address = document["applications"][0]["args"], free_address()
@@ -128,7 +128,7 @@ async def test_a_replica_whose_ranks_are_on_two_nodes_loses_one(nodes: Cluster, 
         dtype="float32", num_blocks=512, tensor_parallel_size=2, placement_strategy="PACK", engine_num_cpus=0
     )
     args["scaling"].update(min_replicas=1, max_replicas=1)
-    await asyncio.to_thread(deploy, document, cluster.dashboard_url, lambda progress: None)
+    await asyncio.to_thread(deploy, document, spread.dashboard_url, lambda progress: None)
     text = "The number of the sea is"
     with LLM(settings.model, dtype="float32", num_blocks=64) as llm:
         params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)

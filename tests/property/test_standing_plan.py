@@ -34,11 +34,11 @@ CONFIG = SimConfig(
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many requests looks did not decide again: those before all that they decided, and those after one of them.
-    Prompts are looked up when they are considered.
+    """Of how many requests looks did not decide again: those before all that they decided, and those after one of them;
+    and how many looks were none, for nothing had moved. Prompts are looked up when they are considered.
     """
-    kept = [0, 0]
-    real_keep, real_again = StandingPlan.keep, StandingPlan.again
+    kept = [0, 0, 0]
+    real_keep, real_again, real_is_settled = StandingPlan.keep, StandingPlan.again, StandingPlan.is_settled
 
     def counting_keep(self: StandingPlan, *arguments: object) -> int:
         num_kept = real_keep(self, *arguments)  # type: ignore[arg-type]
@@ -50,6 +50,12 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         kept[1] += step is not None
         return step
 
+    def counting_is_settled(self: StandingPlan, *arguments: object) -> bool:
+        is_settled = real_is_settled(self, *arguments)  # type: ignore[arg-type]
+        kept[2] += is_settled
+        return is_settled
+
+    monkeypatch.setattr(StandingPlan, "is_settled", counting_is_settled)
     monkeypatch.setattr(StandingPlan, "keep", counting_keep)
     monkeypatch.setattr(StandingPlan, "again", counting_again)
     monkeypatch.setattr(look, "MIN_PRICED", 1)
@@ -107,6 +113,7 @@ def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
     with_plan = outcome(config, requests)
     assert (kept[0] > 30) == (num_tenants == 1 and not config.has_shared_pool)
     assert kept[1] > 30 or requests_per_s < 25
+    assert (kept[2] > 0) == (kept[0] > 0)
 
     real_next = PendingQueue.next
 
@@ -115,9 +122,9 @@ def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
         return real_next(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PendingQueue, "next", forgetful_next)
-    kept[:] = [0, 0]
+    kept[:] = [0, 0, 0]
     assert outcome(config, requests) == with_plan
-    assert kept == [0, 0]
+    assert kept == [0, 0, 0]
 
 
 class Gateway:
@@ -283,6 +290,7 @@ def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
                 assert decided(sent) == decided(anew), (seed, now)
     assert kept[0] > 50
     assert kept[1] > 10
+    assert kept[2] > 3
 
 
 def decided(sent: Dispatch | None) -> object:

@@ -144,7 +144,7 @@ def test_refuses_a_cap_of_none() -> None:
 def test_invariants_catch_a_wrong_count() -> None:
     index = PrefixIndex()
     index.store("one", [A])
-    index._holders[5] = 1
+    index._table._holders[5] = 1
     with pytest.raises(AssertionError):
         index.check_invariants()
 

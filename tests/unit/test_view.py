@@ -51,14 +51,31 @@ def test_what_changes_a_decision_is_news_of_that_replica(view: ClusterView) -> N
         assert rematched <= changed
         return changed
 
+    def watch() -> None:
+        view.news.watch((A, B), view.match((A, B)))
+
     news()
-    view.news.watch((A,))
+    watch()
     view.apply_update("one", None, (), (), now=11.0)
     assert news() == set(), "it is alive: nothing else has changed"
+    view.apply_update("one", None, [B], (), now=11.0)
+    assert news() == set(), "of no use without the block before it"
     view.apply_update("one", None, [A], (), now=11.0)
     assert news() == {0}
-    view.apply_update("two", None, (), [A], now=11.0)
+    watch()
+    view.expect("r", "one", (A, B))
+    view.computed("r")
+    view.apply_update("two", None, (), [A, B], now=11.0)
+    assert news() == set(), "the one has them still, the other never had"
+    view.expect("r", "two", (A,))
     assert news() == {1}
+    watch()
+    view.computed("r")
+    assert news() == {1}
+    watch()
+    view.apply_update("one", None, (), [B], now=11.0)
+    assert news() == {0}
+    watch()
     view.apply_update("two", make_stats(num_running=1), (), (), now=11.0)
     assert news() == {1}
     view.disconnect("one")

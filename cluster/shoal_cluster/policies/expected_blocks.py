@@ -58,7 +58,8 @@ class ExpectedBlocks:
 
     def rows(self, block_hashes: Sequence[BlockHash], num_words: int) -> Words:
         """Where each is expected, in words of 64 slots [n, words]."""
-        get, size = self._slots.get, num_words * WORD_BITS // 8
-        held = b"".join([get(block_hash, 0).to_bytes(size, "little") for block_hash in block_hashes])
-        rows: Words = np.frombuffer(bytearray(held), np.uint64).reshape(-1, num_words)
+        rows: Words = np.zeros((len(block_hashes), num_words), np.uint64)
+        for row, held in enumerate(map(self._slots.get, block_hashes)):
+            if held:
+                rows[row] = np.frombuffer(held.to_bytes(num_words * WORD_BITS // 8, "little"), np.uint64)
         return rows

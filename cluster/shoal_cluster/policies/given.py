@@ -42,7 +42,13 @@ class Given:
 
     def wait_at(self, column: Sequence[int], replica_ids: Sequence[str]) -> None:
         """It is to wait at its ``place``, with that column."""
-        self.price = has_no_room, cost = self.price_at(self.place, column, replica_ids)
+        self.price = self.price_at(self.place, column, replica_ids)
+        self.note_rivals()
+
+    def note_rivals(self) -> None:
+        """It is to wait where it is, at its ``price``: ``most_load`` of the others."""
+        has_no_room, cost = self.price
+        self.most_load = np.inf
         if not has_no_room:
             before, after = self.matched[: self.place], self.matched[self.place + 1 :]
             num_tokens = max(before.max(initial=0), after.max(initial=0)) * self.query.block_size

@@ -42,6 +42,7 @@ class Held:
     num_new_tokens: int = 1
     takes_s: float = 0.0
     is_lost: bool = False  # its objective: ``due_s`` is a later date
+    num_counted_tokens: int = 0  # in the sum of its queue: none while it is lost
     due_s: float = 0.0
     length_s: float = 0.0  # of its objective
     matched: Ints = field(default_factory=lambda: UNKNOWN)  # blocks cached by replica,

@@ -80,6 +80,10 @@ class HeldOrder:
             held = self._ranked[0][2]
             return [(held, self._due_there_s(held, now))]
         urgent = [held for _, _, held in self._ranked[: self._num_considered]]
+        if self._shares.are_even:
+            dues_s = list(accumulate([held.due_s for held in reversed(urgent)], min))[::-1]
+            self._to_consider = list(zip(urgent, dues_s, strict=True))
+            return self._to_consider
         there_s = [self._due_there_s(held, now) for held in urgent]
         before_others_s = list(accumulate(reversed(there_s), min))[::-1]
         yields = [self._shares.had_more(held.pending.tenant) for held in urgent]

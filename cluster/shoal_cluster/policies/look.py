@@ -123,7 +123,7 @@ def look(
     waiting = islice(considered, len(steps), None)
     if not steps:
         batch = list(islice(waiting, 1))
-    elif not (plans_all or plan.num_startable):
+    elif not (plans_all or plan.has_startable):
         return tuple(steps), None
     else:
         batch = _to_price(plan, waiting, plans_all, steps, earlier)
@@ -148,7 +148,7 @@ def look(
             if place < 0:
                 continue
             plan.give(query, place, matched, one.due_s)
-            if not (plans_all or plan.num_startable):
+            if not (plans_all or plan.has_startable):
                 return tuple(steps), None
         batch = _to_price(plan, waiting, plans_all, steps, earlier)
     return tuple(steps), None
@@ -167,7 +167,7 @@ def _to_price(
             plan.consider([one.query], one.matched[np.newaxis])
             return [one]
         steps.append(step)
-        if not (plans_all or plan.num_startable):
+        if not (plans_all or plan.has_startable):
             return []
     return _priced(plan, waiting)
 

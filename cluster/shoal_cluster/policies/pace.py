@@ -27,7 +27,7 @@ class Pace:
 
     def look(self, replicas: Candidates, now: float) -> bool:
         """Take what the replicas say as of ``now``. False: it has looked just now."""
-        if now - self._looked_s < PACE_AGE_S:
+        if not self.is_due(now):
             return False
         self._looked_s = now
         token_s = replicas.told["token_s"]
@@ -38,6 +38,10 @@ class Pace:
                 self._least_token_s = least
                 self.alone = PrefillTime(tokens_per_s=1.0 / least, pair_s=self.alone.pair_s)
         return True
+
+    def is_due(self, now: float) -> bool:
+        """Whether ``look`` would look."""
+        return now - self._looked_s >= PACE_AGE_S
 
     def seconds(self, num_computed_tokens: int, num_new_tokens: int) -> tuple[float, float]:
         """Of ``num_new_tokens`` of a prompt after ``num_computed_tokens`` of it: alone, and as it is now."""

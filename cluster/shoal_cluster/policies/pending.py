@@ -72,7 +72,10 @@ class PendingQueue:
         self._pace = Pace(config.prefill)
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
+        self._wait_s = 0.0  # at most, of a prompt that was sent at the last look
         self._held: dict[str, Held] = {}
+        self._lost: dict[Held, None] = {}
+        self._num_tokens = 0  # to compute for the others
         self._standing = StandingPlan()
         self._shares = FairShares()
         self._by_urgency = HeldOrder(self._shares, config.max_considered)
@@ -105,6 +108,8 @@ class PendingQueue:
         if held is None:
             return None
         self._by_urgency.remove(held)
+        self._lost.pop(held, None)
+        self._num_tokens -= held.num_counted_tokens
         self._shares.leave(held.pending.tenant)
         return held.pending
 
@@ -114,12 +119,8 @@ class PendingQueue:
         """
         its, rank = self._held[request_id], self._by_urgency.rank
         its_rank = rank(its)
-        num_tokens = sum(
-            held.num_new_tokens
-            for held in self._held.values()
-            if held is not its and (not held.is_lost or rank(held) < its_rank)
-        )
-        return num_tokens, len(self._held) - 1
+        num_lost_tokens = sum([held.num_new_tokens for held in self._lost if rank(held) < its_rank])
+        return self._num_tokens - its.num_counted_tokens + num_lost_tokens, len(self._held) - 1
 
     def up_to(self, request_id: str, now: float) -> tuple[QueuePlace, ...]:
         """Who comes before a request, the most urgent first, and itself; nobody where it is not held."""
@@ -149,7 +150,7 @@ class PendingQueue:
         elsewhere meanwhile, and many that want one replica spread as soon as waiting for it costs more than computing
         their prefix again. The caller reserves what it sends, and asks again until None.
         """
-        if not self._held:
+        if not self._held or self._is_settled(view, weights, now):
             return None
         present = view.present(now)
         if self._is_one_of_many:  # what others wish comes in between
@@ -158,12 +159,13 @@ class PendingQueue:
         if len(self._held) > 1 and not (self._has_unplanned or plan.num_open):
             return None
         is_new = self._pace.look(present, now)
-        latest_s = now + plan.wait_at_most_s(self._pace.token_s)
+        self._wait_s = plan.wait_at_most_s(self._pace.token_s)
+        latest_s = now + self._wait_s
         self._note_dates(plan, latest_s, is_new, now)
         order = self._by_urgency.to_consider(now)
         num_kept = self._standing.keep(plan, order, now)
         if num_kept == len(order):
-            self._standing.forget_earlier()
+            self._standing.settle()
             return None
         kept = self._standing.planned[:num_kept]
         considered: list[Considered] = []
@@ -182,8 +184,6 @@ class PendingQueue:
         decided = tuple([planned.step for planned in kept])
         seen_by_look = self._considered(order, kept, view, now, considered)
         steps, sent = look(plan, seen_by_look, plans_all, draw, decided, self._standing)
-        if sent is None and len(steps) == len(order):
-            self._standing.forget_earlier()
         given = iter(plan.given[num_kept:])
         for number in range(num_kept, len(steps)):
             (held, _), step = order[number], steps[number]
@@ -202,9 +202,11 @@ class PendingQueue:
                 self._standing.note(number, held, considered[number], step, its, now)
             held.wish = (view.replica_ids[step.place], *size)
         if sent is None:
+            if len(steps) == len(order):
+                self._standing.settle()
             return None
-        if kept:
-            draw(0)
+        if kept:  # its match is as of now, by all news
+            draws[0] = view.candidates((), now).matching(kept[0].given.matched), order[0][0].seed or 0
         self._has_unplanned = plans_all
         pending, seen = order[len(steps) - 1][0].pending, tuple(considered[: len(steps)])
         query = pending.query
@@ -227,6 +229,14 @@ class PendingQueue:
             sent.decision,
             record,
             yields=yields,
+        )
+
+    def _is_settled(self, view: ClusterView, weights: RouteWeights, now: float) -> bool:
+        """Whether a look would do no more than the last one, which sent nothing."""
+        return (
+            not (self._is_one_of_many or self._pace.is_due(now))
+            and now + self._wait_s < self._by_urgency.begins_by_s - EPSILON_S
+            and self._standing.is_settled(self._by_urgency.to_consider(now), view, weights, now)
         )
 
     def _considered(
@@ -298,5 +308,11 @@ class PendingQueue:
         arrival_s = held.pending.arrival_s
         due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)
         held.is_lost = due_s > arrival_s + held.length_s
-        held.due_s, held.takes_s = due_s, takes_s
+        if held.is_lost:
+            self._lost[held] = None
+        else:
+            self._lost.pop(held, None)
+        num_counted_tokens = 0 if held.is_lost else num_tokens
+        self._num_tokens += num_counted_tokens - held.num_counted_tokens
+        held.due_s, held.takes_s, held.num_counted_tokens = due_s, takes_s, num_counted_tokens
         self._by_urgency.put(held)

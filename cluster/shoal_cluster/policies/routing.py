@@ -98,7 +98,7 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
 
 def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, seed: int) -> tuple[int, RouteDecision]:
     """``route`` with a fresh generator of ``seed``: the best's place, -1 for none; the rest is worked out if read."""
-    costs = _cost(query, candidates, weights)
+    costs = cost(query, candidates, weights)
     place = int(costs.argmin()) if costs.size else -1
     if place >= 0 and not query.excluded and _has_room(query, candidates, place) and _is_alone(costs, place):
         num_eligible = int(np.count_nonzero(is_eligible(query, candidates)))
@@ -134,10 +134,11 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
 
 def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
     """The same without its terms."""
-    return Scores(_cost(query, candidates, weights), _must_wait(query, candidates))
+    return Scores(cost(query, candidates, weights), _must_wait(query, candidates))
 
 
-def _cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Floats:
+def cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Floats:
+    """Behind ``route``, of each replica [n]."""
     uncached = _uncached(query, candidates.num_matched_blocks)
     return work(candidates, uncached, weights.sequence_price(query), weights, load(query, candidates))
 

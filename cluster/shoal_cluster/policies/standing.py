@@ -21,7 +21,8 @@ from shoal_cluster.policies.view import ClusterView
 from shoal_replica.stats import DUE_WITHIN_S
 
 MAX_MATCH_AGE_S = 0.5
-MAX_NEWS = 32  # with news of more replicas at once all is looked at again
+MAX_NEWS = 32  # with news of more replicas at once all is looked at again,
+MAX_EARLIER = 128  # and with more that was taken back: most of it has gone
 EPSILON_S = 1e-9
 
 
@@ -59,28 +60,63 @@ class StandingPlan:
         self._num_evicted = -1
         self._order: Sequence[tuple[Held, float]] = ()  # that of which ``planned`` is the beginning
         self._until_s = -math.inf  # the least
-        self._is_lasting = False
+        self._is_lasting = self._is_settled = False
         self._news = News()
 
     def forget(self) -> None:
         """Begin anew."""
-        self.planned, self._after_gap, self._plan = [], [], None
+        self.planned, self._after_gap, self._plan, self._is_settled = [], [], None, False
         self.forget_earlier()
 
     def forget_earlier(self) -> None:
-        """All is planned: what was taken back is no longer asked for."""
+        """What was taken back is no longer asked for."""
         self._earlier.clear()
         if self._plan is not None:
             self._plan.mend(False)
 
+    def settle(self) -> None:
+        """All is planned."""
+        self.forget_earlier()
+        if self._plan is not None and self.planned and len(self.planned) == len(self._order):
+            self._is_settled = True
+            self._plan.settle()
+
+    def is_settled(
+        self, order: Sequence[tuple[Held, float]], view: ClusterView, weights: RouteWeights, now: float
+    ) -> bool:
+        """Whether a look would plan all of ``order`` as the last one did. If so, it is as if it had been taken."""
+        news, plan = view.news, self._plan
+        if (
+            plan is None
+            or not self._is_settled
+            or order is not self._order
+            or now >= self._until_s
+            or news.rematched
+            or len(news.changed) > MAX_NEWS
+            or not all(map(operator.is_, (view, view.replica_ids, weights), self._made_for))
+            or view.index.num_evicted != self._num_evicted
+        ):
+            return False
+        present = view.present(now)
+        if present.is_stale(weights.max_age_s):
+            return False
+        columns = present.columns
+        for place in news.changed:
+            if not plan.stays_by(place, columns[:, place].tolist()):
+                return False
+        news.changed.clear()
+        self.planned[0].held.matched_s = now
+        return True
+
     def renew(self, view: ClusterView, present: Candidates, weights: RouteWeights, max_steps_ahead: float) -> Plan:
         """The plan of ``present``, the cluster as of now, with what is ``planned`` given away."""
-        (changed, rematched), index = view.news.take(), view.index
+        (changed, rematched), index, self._is_settled = view.news.take(), view.index, False
         made_for = (view, view.replica_ids, weights)
         self._is_lasting = index.is_by_replica and not _grows_dearer(present, weights)
         if not (
             self._is_lasting
             and len(changed) <= MAX_NEWS
+            and len(self._earlier) <= MAX_EARLIER
             and all(map(operator.is_, made_for, self._made_for))
             and index.num_evicted == self._num_evicted
         ):
@@ -92,7 +128,9 @@ class StandingPlan:
             if self.planned:
                 block_hashes = self.planned[0].held.pending.query.block_hashes
                 for place in rematched:
-                    plan.know_matched(place, view.match_at(place, block_hashes))
+                    slot = index.slot(view.replica_ids[place])
+                    plan.know_matched(place, index.match_slot(slot, block_hashes))
+                view.news.watch(block_hashes, plan.given[0].matched)
             self._set_back(plan, plan.keep(present, changed, len(self.planned)))
             if self._earlier:
                 plan.differ(changed)
@@ -179,7 +217,7 @@ class StandingPlan:
         if place:
             until_s = min(until_s, considered.due_s - DUE_WITHIN_S[place - 1])
         if number == 0:
-            self._news.watch(held.pending.query.block_hashes)
+            self._news.watch(held.pending.query.block_hashes, given.matched)
         self._append(number, Planned(held, considered.due_s, considered, step, given, until_s - EPSILON_S))
 
     def _append(self, number: int, planned: Planned) -> None:

@@ -73,6 +73,11 @@ class FairShares:
         return self._served.get(tenant, 0.0) * len(self._served) > self._num_served
 
     @property
+    def are_even(self) -> bool:
+        """Whether nobody had more than others."""
+        return len(self._served) < 2
+
+    @property
     def are_several(self) -> bool:
         """Whether more than one was served lately or waits."""
         return len(self._served.keys() | self._num_held.keys()) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,6 +41,7 @@ class ClusterView:
         self._replica_ids: tuple[str, ...] = ()
         self._node_ids: tuple[str, ...] = ()
         self._stats: list[ReplicaStats | None] = []
+        self._rows: list[tuple[Any, ...]] = []  # of ``_told``
         self._connected: tuple[bool, ...] = ()
         self._told, self._columns = unknown_rows(0), unknown_columns(0)
         self._foreign: list[tuple[int, int, int]] = []  # what other gateways have promised, of that
@@ -120,7 +122,8 @@ class ClusterView:
             return False
         if stored or removed:
             self.index.change(replica_id, stored, removed)
-            self.news.note_blocks(place, stored, removed)
+            self.news.note_less(place, removed, partial(self.index.is_at, self._slots.item(place)))
+            self.news.note_more(place, stored)
         self._take(place, stats, now)
         return True
 
@@ -129,7 +132,7 @@ class ClusterView:
         place = self._place_of.get(replica_id)
         if place is not None:
             self._connect(place, False)
-            self._tell(place, self._told[place].item())
+            self._tell(place, self._rows[place])
 
     def reserve(
         self,
@@ -175,15 +178,16 @@ class ClusterView:
         self.computed(request_id)
         if block_hashes and replica_id in self._place_of:
             self._expected[request_id] = replica_id, self.index.expect(replica_id, block_hashes, num_matched_blocks)
-            self.news.note_blocks(self._place_of[replica_id], self._expected[request_id][1])
+            self.news.note_more(self._place_of[replica_id], self._expected[request_id][1])
 
     def computed(self, request_id: str) -> None:
         """A prompt is computed, or will not be: what its replica says it caches is all that counts. Idempotent."""
         expected = self._expected.pop(request_id, None)
         if expected is not None:
-            replica_id, block_hashes = expected
-            self.index.expected.remove(self.index.slot(replica_id), block_hashes)
-            self.news.note_blocks(self._place_of[replica_id], block_hashes)
+            place, block_hashes = self._place_of[expected[0]], expected[1]
+            slot: int = self._slots.item(place)
+            self.index.expected.remove(slot, block_hashes)
+            self.news.note_less(place, block_hashes, partial(self.index.is_at, slot))
 
     def settle(self, request_ids: Iterable[str]) -> None:
         """The replica's own stats count these requests from now on, so their promises end. Idempotent."""
@@ -249,10 +253,11 @@ class ClusterView:
         for held in self._reservations.values():
             sums[:, self._place_of[held.replica_id]] += (1, held.num_blocks, held.num_tokens)
         for place, promised in enumerate(sums.T):
-            assert tuple(self._columns[:, place]) == column(self._told[place].item(), promised)
+            assert tuple(self._columns[:, place]) == column(self._rows[place], promised)
+            assert self._told[place].item() == self._rows[place]
         assert list(self._place_of.items()) == [(r, place) for place, r in enumerate(sorted(self._replica_ids))]
-        for stats, row, connected in zip(self._stats, self._told, self._connected, strict=True):
-            assert row.item() == told_row(stats, connected)
+        for stats, row, connected in zip(self._stats, self._rows, self._connected, strict=True):
+            assert row == told_row(stats, connected)
             assert not connected or stats is not None
         assert self.index.replica_ids() == self._place_of.keys()
         for replica_id in self._replica_ids:
@@ -270,16 +275,13 @@ class ClusterView:
             self._asked = asked
         return self._matched
 
-    def match_at(self, place: int, block_hashes: Sequence[BlockHash]) -> int:
-        """``match`` of one member."""
-        return self.index.match_slot(self._slots.item(place), block_hashes)
-
     def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
         self._own_told()
         if stats is not None:
             self._stats[place] = stats
-            self._told[place] = row = told_row(stats, True)
-            self._tell(place, row)
+            if (row := told_row(stats, True)) != self._rows[place]:
+                self._told[place] = self._rows[place] = row
+                self._tell(place, row)
         self._updated_s[place] = now
         self._present.oldest_s = min(self._present.oldest_s, now)
 
@@ -287,6 +289,7 @@ class ClusterView:
         self._own_told()
         self._connected = _with(self._connected, place, is_connected)
         self._told["connected"][place] = is_connected
+        self._rows[place] = self._told[place].item()
 
     def _tell(self, place: int, row: Sequence[Any]) -> None:
         """What is told of a replica has changed to ``row``."""
@@ -335,7 +338,7 @@ class ClusterView:
         self._connected, self._present = tuple(connected), Present(told)
         self.news = News()
         self._foreign, self._known, self._nothing = foreign, None, np.zeros(len(members), np.int64)
-        self._told, self._columns, self._updated_s = told, columns, updated_s
+        self._told, self._columns, self._updated_s, self._rows = told, columns, updated_s, told.tolist()
         self._node_ids, self._stats, self._replica_ids = tuple(node_ids), stats, members
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}
         self._slots = np.array([self.index.slot(replica_id) for replica_id in members], np.int64)

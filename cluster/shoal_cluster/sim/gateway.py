@@ -79,7 +79,8 @@ class SimGateway:
             self._take_turn()
             if request.request_id not in self.queue:
                 return
-        candidates = self.view.candidates(query.block_hashes, now)
+        asks_for_hits = self.queue is None or config.limits.objective is not None
+        candidates = self.view.candidates(query.block_hashes if asks_for_hits else (), now)
         num_tokens, num_held = (0, 0) if self.queue is None else self.queue.before(request.request_id)
         admission = admit(query, candidates, config.limits, now, num_tokens, num_held)
         if not admission.admitted:

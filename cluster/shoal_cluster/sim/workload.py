@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from random import Random
 
+import numpy as np
+
 from shoal_replica.errors import ConfigError
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
@@ -38,10 +40,8 @@ class SimRequest:
         return sum(count for _, count in self.prompt_runs)
 
     def prompt_token_ids(self) -> array[int]:
-        token_ids = array("I")
-        for token_id, count in self.prompt_runs:
-            token_ids += array("I", (token_id,)) * count
-        return token_ids
+        token_ids, counts = zip(*self.prompt_runs, strict=True)
+        return array("I", np.repeat(np.array(token_ids, np.uint32), counts).tobytes())
 
     def block_hashes(self, block_size: int) -> tuple[BlockHash, ...]:
         """One for each full block, chained: equal exactly where prompts are. Made of the runs, not of every token."""

@@ -1,0 +1,158 @@
+"""A snapshot's columns with what was given away since: what the next request sees."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import CAPACITY, URGENT, Ints, promise, promise_many
+from shoal_cluster.policies.given import Given
+
+Bools = NDArray[np.bool_]
+NOBODY = np.zeros(0, np.bool_)
+FEW = 4  # promises that are sooner counted in one by one
+
+
+class Promised:
+    """Owner: a plan.
+
+    Args:
+        max_steps_ahead: as of ``Plan``.
+
+    Attributes:
+        is_untouched: nothing is promised beyond the snapshot.
+    """
+
+    def __init__(self, snapshot: Candidates, max_steps_ahead: float) -> None:
+        self.snapshot = snapshot
+        self.is_untouched = True
+        self._max_steps_ahead = max_steps_ahead
+        self._columns = snapshot.columns
+        self._owed: dict[int, Given] = {}  # by place: still to be counted in
+        self._open: Bools | None = None  # who may start something by the snapshot; made when asked, then kept
+        self._startable: Bools = NOBODY  # the same with what was promised
+        self._num_open = self._num_startable = 0
+
+    @property
+    def columns(self) -> Ints:
+        """``Candidates.columns``, all promises counted in."""
+        if self._owed:
+            self._count_owed()
+        return self._columns
+
+    @property
+    def num_open(self) -> int:
+        """How many replicas may start something, by the snapshot."""
+        self._count_open()
+        return self._num_open
+
+    @property
+    def num_startable(self) -> int:
+        """How many may start something yet, if it is urgent."""
+        if self._owed:
+            self._count_owed()
+        self._count_open()
+        return self._num_startable
+
+    @property
+    def has_startable(self) -> bool:
+        """Whether any may."""
+        self._count_open()
+        return self._num_startable > len(self._owed) or self.num_startable > 0  # each owed takes at most one away
+
+    def is_open(self, place: int) -> bool:
+        """Whether the replica there may start something, by the snapshot."""
+        return self._is_open(self.snapshot.columns, place)
+
+    def may_start(self) -> Bools:
+        """Which replicas may, by the snapshot [n]."""
+        return self._may_start(self.snapshot.columns, slice(None))
+
+    def limit(self, place: int) -> float:
+        """Tokens that a replica may have before it and still start something."""
+        stats = self.snapshot.stats[place]
+        return self._max_steps_ahead * (1 if stats is None else stats.max_num_batched_tokens)
+
+    def add(self, place: int, num_blocks: int, num_tokens: int) -> None:
+        """Promise room there to one more request."""
+        if self._owed:
+            self._count_owed()
+        self._own()
+        promise(self._columns, place, 1, num_blocks, num_tokens)
+        if self._open is not None:
+            is_startable = self._is_open(self._columns, place)
+            self._num_startable += is_startable - self._startable.item(place)
+            self._startable[place] = is_startable
+
+    def add_later(self, given: Given) -> None:
+        """The same for ``given``, when somebody asks: sooner done with others than by itself."""
+        if given.place in self._owed:
+            self._count_owed()
+        self._owed[given.place] = given
+
+    def renew(self, snapshot: Candidates) -> None:
+        """Another snapshot; what differs is to be ``reset``."""
+        self.snapshot = snapshot
+        if self.is_untouched:
+            self._columns, self._open = snapshot.columns, None
+
+    def clear(self) -> None:
+        """Nothing is promised."""
+        self._owed.clear()
+        self.is_untouched, self._columns = True, self.snapshot.columns
+        if self._open is not None:
+            self._startable, self._num_startable = self._open.copy(), self._num_open
+
+    def reset(self, places: Collection[int], given: Iterable[Given]) -> None:
+        """Make the columns there anew: the snapshot's, and ``given``."""
+        if not places:
+            return
+        at, columns = list(places), self.columns
+        if not self.is_untouched:
+            columns[:, at] = self.snapshot.columns[:, at]
+            for one in given:
+                if one.place in places:
+                    promise(columns, one.place, 1, one.num_blocks, one.num_tokens)
+        if self._open is not None:
+            is_open, is_startable = (self._may_start(of, at) for of in (self.snapshot.columns, columns))
+            self._num_open += int(np.count_nonzero(is_open)) - int(np.count_nonzero(self._open[at]))
+            self._open[at] = is_open
+            self._set_startable(at, is_startable)
+
+    def _own(self) -> None:
+        if self.is_untouched:
+            self.is_untouched, self._columns = False, self._columns.copy()  # it is the snapshot's
+
+    def _count_owed(self) -> None:
+        owed, self._owed = self._owed, {}
+        self._own()
+        if len(owed) < FEW:
+            for place, given in owed.items():
+                promise(self._columns, place, 1, given.num_blocks, given.num_tokens)
+        else:
+            promise_many(self._columns, [(place, given.num_blocks, given.num_tokens) for place, given in owed.items()])
+        if self._open is not None:
+            at = list(owed)
+            self._set_startable(at, self._may_start(self._columns, at))
+
+    def _set_startable(self, at: list[int], is_startable: Bools) -> None:
+        self._num_startable += int(np.count_nonzero(is_startable)) - int(np.count_nonzero(self._startable[at]))
+        self._startable[at] = is_startable
+
+    def _count_open(self) -> None:
+        if self._open is None:
+            self._open = self.may_start()
+            self._startable = self._open.copy() if self.is_untouched else self._may_start(self.columns, slice(None))
+            self._num_open, self._num_startable = map(int, map(np.count_nonzero, (self._open, self._startable)))
+
+    def _may_start(self, columns: Ints, at: list[int] | slice) -> Bools:
+        limits = self._max_steps_ahead * self.snapshot.told["max_num_batched_tokens"][at]
+        may_start: Bools = columns[URGENT, at] <= limits
+        may_start &= columns[CAPACITY, at] >= 0
+        return may_start
+
+    def _is_open(self, columns: Ints, place: int) -> bool:
+        return columns.item(URGENT, place) <= self.limit(place) and columns.item(CAPACITY, place) >= 0

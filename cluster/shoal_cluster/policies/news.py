@@ -46,14 +46,14 @@ class News:
 
     def note_more(self, place: int, block_hashes: Collection[BlockHash]) -> None:
         """These are cached or expected there. Only the first one that was missing makes more of a prompt."""
-        if not self._watched.isdisjoint(block_hashes):
+        if self._watched and not self._watched.isdisjoint(block_hashes):
             count = self._matched.item(place)
             if self._block_hashes[count : count + 1] and self._block_hashes[count] in block_hashes:
                 self.note_all(place)
 
     def note_less(self, place: int, block_hashes: Collection[BlockHash], is_there: Callable[[BlockHash], bool]) -> None:
         """These are cached or expected there no longer, but for those that ``is_there`` still knows."""
-        if not self._watched.isdisjoint(block_hashes):
+        if self._watched and not self._watched.isdisjoint(block_hashes):
             known = self._block_hashes[: self._matched.item(place)]
             if any(block_hash in known and not is_there(block_hash) for block_hash in block_hashes):
                 self.note_all(place)

@@ -47,6 +47,9 @@ class StandingPlan:
 
     It lasts where the gateway is the only one: of several, each look begins anew. Where several tenants were served
     lately or wait, each look after a request that was sent does, and who had less is never planned.
+
+    Attributes:
+        was_settled: at the last look all was planned; ``is_settled`` says whether it still is.
     """
 
     def __init__(self) -> None:
@@ -60,12 +63,12 @@ class StandingPlan:
         self._num_evicted = -1
         self._order: Sequence[tuple[Held, float]] = ()  # that of which ``planned`` is the beginning
         self._until_s = -math.inf  # the least
-        self._is_lasting = self._is_settled = False
+        self._is_lasting = self.was_settled = False
         self._news = News()
 
     def forget(self) -> None:
         """Begin anew."""
-        self.planned, self._after_gap, self._plan, self._is_settled = [], [], None, False
+        self.planned, self._after_gap, self._plan, self.was_settled = [], [], None, False
         self.forget_earlier()
 
     def forget_earlier(self) -> None:
@@ -78,7 +81,7 @@ class StandingPlan:
         """All is planned."""
         self.forget_earlier()
         if self._plan is not None and self.planned and len(self.planned) == len(self._order):
-            self._is_settled = True
+            self.was_settled = True
             self._plan.settle()
 
     def is_settled(
@@ -88,7 +91,7 @@ class StandingPlan:
         news, plan = view.news, self._plan
         if (
             plan is None
-            or not self._is_settled
+            or not self.was_settled
             or order is not self._order
             or now >= self._until_s
             or news.rematched
@@ -110,7 +113,7 @@ class StandingPlan:
 
     def renew(self, view: ClusterView, present: Candidates, weights: RouteWeights, max_steps_ahead: float) -> Plan:
         """The plan of ``present``, the cluster as of now, with what is ``planned`` given away."""
-        (changed, rematched), index, self._is_settled = view.news.take(), view.index, False
+        (changed, rematched), index, self.was_settled = view.news.take(), view.index, False
         made_for = (view, view.replica_ids, weights)
         self._is_lasting = index.is_by_replica and not _grows_dearer(present, weights)
         if not (

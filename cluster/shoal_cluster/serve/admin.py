@@ -15,7 +15,9 @@ def check_admin_key(configured: str | None, given: str | None) -> None:
     if configured is None:
         raise PermissionDenied(f"controls are off: the cluster has no gateway.admin_key (or {ADMIN_KEY_VARIABLE})")
     if given is None or not hmac.compare_digest(configured.encode(), given.encode()):
-        raise PermissionDenied("the admin key is missing or wrong; send it as 'authorization: Bearer KEY'")
+        raise PermissionDenied(
+            "the admin key is missing or wrong; send it as 'authorization: Bearer KEY' (shoal: --admin-key)"
+        )
 
 
 def key_of_header(authorization: str | None) -> str | None:

@@ -59,10 +59,24 @@ SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane
     }
 }
 
-// Asks for a line of the next block at each step: the first two tiles of a block fetch all of it.
-struct FetchBlock {
+// What a tile asks for early, so many lines at a step: none; or one, by which the first two tiles of a block fetch the next
+// one; or two, a little ahead in its own block.
+struct Ahead {
+    const Word* words = nullptr;
+    int lines = 0;
+};
+
+// A tile that has its block for itself reads it as fast as memory gives it. From so many rows on it is slow enough for the
+// processor to foresee too little; with fewer, requests of its own only get in the way.
+constexpr int kUnforeseenRows = 10;
+constexpr int kAheadWords = (3 << 10) / sizeof(Word);
+
+template <int Lines>
+struct FetchLines {
     const Word* words;
-    SHOAL_INLINE void operator()(int step) const { __builtin_prefetch(words + step * kPanel, 0, 2); }
+    SHOAL_INLINE void operator()(int step) const {
+        for (int i = 0; i < Lines; ++i) __builtin_prefetch(words + (step * Lines + i) * kPanel, 0, 2);
+    }
 };
 
 // What a tile's sums will be added to or written over comes while they are being summed.
@@ -79,7 +93,7 @@ SHOAL_INLINE void fetch_out(const GemmCall& call, int row, int block) {
 }
 
 template <class T, int MR>
-void gemm_tile(const GemmCall& call, int row, int block, const Word* next) {
+void gemm_tile(const GemmCall& call, int row, int block, const Ahead& ahead) {
     const Linear& linear = *call.linear;
     const Word* words = linear.block(block);
     const Word* x = call.x + row * call.x_stride;
@@ -93,8 +107,10 @@ void gemm_tile(const GemmCall& call, int row, int block, const Word* next) {
 #pragma GCC unroll 16
             for (int i = 0; i < MR; ++i) acc[i][j] = bias;
         }
-        if (next != nullptr)
-            accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps(), FetchBlock{next});
+        if (MR >= kUnforeseenRows && ahead.lines == 2)
+            accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps(), FetchLines<2>{ahead.words});
+        else if (ahead.lines == 1)
+            accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps(), FetchLines<1>{ahead.words});
         else
             accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps());
         finish_tile<T>(call, row, block, lane, acc);
@@ -103,7 +119,7 @@ void gemm_tile(const GemmCall& call, int row, int block, const Word* next) {
 
 // The same of integers: exact sums within a group, then one scale of the weight and one of the row.
 template <int Bits, int MR>
-void integer_tile(const GemmCall& call, int row, int block, const Word*) {
+void integer_tile(const GemmCall& call, int row, int block, const Ahead&) {
     const Linear& linear = *call.linear;
     const int groups = linear.groups();
     const float* scales = call.integers.scales + static_cast<int64_t>(row) * groups;
@@ -171,7 +187,7 @@ void round_row(const Word* x, const IntegerRows& out, int row, int inputs) {
     }
 }
 
-using GemmTile = void (*)(const GemmCall&, int row, int block, const Word* next);
+using GemmTile = void (*)(const GemmCall&, int row, int block, const Ahead&);
 
 template <class T, int... I>
 GemmTile gemm_tile_of(int rows, std::integer_sequence<int, I...>) {
@@ -197,11 +213,15 @@ void gemm(const GemmCall& call, int row_begin, int row_end, int block_begin, int
     const int tile_rows = linear.format == Format::Plain ? kTileRows : kIntegerTileRows;
     for (int block = block_begin; block < block_end; ++block) {
         // Tiles of nearly equal height: a short last one would leave the dot product's latency bare.
-        const bool fetches = row_end - row_begin > tile_rows && block + 1 < block_end;
-        for (int row = row_begin, left = row_end - row_begin, tile = 0; left > 0; ++tile) {
+        const int all_rows = row_end - row_begin;
+        for (int row = row_begin, left = all_rows, tile = 0; left > 0; ++tile) {
             const int rows = static_cast<int>(divide_up(left, divide_up(left, tile_rows)));
-            const Word* next = fetches && tile < 2 ? linear.block(block + 1) + tile * linear.block_words() / 2 : nullptr;
-            choose_tile(linear, rows)(call, row, block, next);
+            Ahead ahead;
+            if (all_rows <= tile_rows)
+                ahead = {linear.block(block) + kAheadWords, rows < kUnforeseenRows ? 0 : 2};
+            else if (tile < 2 && block + 1 < block_end)
+                ahead = {linear.block(block + 1) + tile * linear.block_words() / 2, 1};
+            choose_tile(linear, rows)(call, row, block, ahead);
             row += rows;
             left -= rows;
         }

@@ -61,6 +61,7 @@ class Plan:
         self._costs: Floats = NOTHING  # of the queries considered now
         self._sequence_prices: Floats = NOTHING
         self._blocks: Ints = NO_BLOCKS
+        self._snapshot = snapshot
 
     @property
     def num_replicas(self) -> int:
@@ -85,10 +86,6 @@ class Plan:
     def num_open(self) -> int:
         """How many might before anything was given away."""
         return self._promised.num_open
-
-    @property
-    def _snapshot(self) -> Candidates:
-        return self._promised.snapshot
 
     def wait_s(self, token_s: float) -> float:
         """Until some replica can begin with a prompt that is sent now, if prompt tokens take ``token_s`` each: the step
@@ -187,6 +184,7 @@ class Plan:
         ``num_kept``, keeps the first that would each be given to the same replica again, to wait there. It may keep
         fewer. Returns the others, taken back.
         """
+        self._snapshot = snapshot
         self._promised.renew(snapshot)
         self._costs = NOTHING
         unread = self._unread.union(changed)

@@ -43,6 +43,7 @@ class PrefixIndex:
         if max_entries < 1:
             raise ValueError(f"max_entries: got {max_entries}; must be at least 1")
         self._table = HolderTable(max_entries)
+        self.max_entries = self._table.max_entries
         self._num_changes = 0
         self._found: _Found | None = None  # by the last question
         self._slot_of: dict[str, int] = {}
@@ -50,10 +51,6 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return self._table.num_entries
-
-    @property
-    def max_entries(self) -> int:
-        return self._table.max_entries
 
     @property
     def num_evicted(self) -> int:
@@ -192,7 +189,7 @@ class PrefixIndex:
         head. While there is much room, who was used when does not matter, and nothing is noted. What ``match_slots``
         has just found of the same prompt is not looked up again.
         """
-        if len(self) < CROWDED * self.max_entries or not block_hashes:
+        if self._table.num_entries < CROWDED * self.max_entries or not block_hashes:
             return
         count = len(block_hashes) if count is None else count
         found = self._found

@@ -56,6 +56,7 @@ class Ledger:
             token_s=token_s,
             **self._totals.as_dict(),
             draining=draining,
+            by_due=self._config.policy == "deadline",
             due_tokens=due_profile((*behind, *self._waiting), now, self._config.policy),
         )
 

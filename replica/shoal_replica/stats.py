@@ -57,6 +57,7 @@ class ReplicaStats:
         num_blocks_out, num_blocks_in: blocks moved to host memory and back, totals since the replica started.
         step_s, busy_s: length of the last step, and of all since the replica started, seconds.
         token_s: seconds that a prompt token takes, a mean over steps that were mostly prefill; 0 until one was.
+        by_due: it goes by due dates (``deadline``): what comes later and is due sooner still goes first.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_steps: totals
             since the replica started.
         num_host_cached_tokens: of ``num_cached_tokens``, those that came back from host memory.
@@ -84,6 +85,7 @@ class ReplicaStats:
     num_refused: int = 0
     busy_s: float = 0.0
     draining: bool = False
+    by_due: bool = False
     due_tokens: tuple[int, ...] = ()
     num_host_blocks: int = 0
     num_host_cached_blocks: int = 0

@@ -249,7 +249,7 @@ class News:
 
     def _stats(self) -> ReplicaStats:
         rng = self._rng
-        num_waiting_tokens = rng.choice([100, 300, 600, 600, 1500, 4000])
+        num_waiting_tokens = rng.choice([100, 300, 600, 1200, 1500, 4000])
         due = sorted(rng.randint(0, num_waiting_tokens) for _ in DUE_WITHIN_S[1:])
         return make_stats(
             num_total_blocks=200,
@@ -262,6 +262,7 @@ class News:
             token_s=rng.choice([1e-4, 1e-4, 2e-4]),
             due_tokens=(*due, num_waiting_tokens),
             draining=rng.random() < 0.01,
+            by_due=rng.random() < 0.8,
         )
 
 

@@ -76,6 +76,24 @@ def test_a_replica_gets_what_it_can_start_and_the_rest_waits() -> None:
     assert queue.next(view, WEIGHTS, 0.0, Random(0)) is None
 
 
+def test_where_due_dates_are_kept_what_the_next_step_ends_is_there_before_it_begins() -> None:
+    """Up to the end of the second step of 256 tokens, counting what is due no later."""
+    queue = queue_of(*(pending(f"r{i}", 100) for i in range(5)), pending("long", 500))
+    view = view_of(only=make_stats(by_due=True, num_waiting_tokens=100, due_tokens=(0, 0, *[100] * 5)))
+    assert send(queue, view) == [(f"r{i}", "only") for i in range(4)]
+    view.apply_update("only", make_stats(by_due=True, num_waiting_tokens=600, due_tokens=(*[0] * 6, 600)), (), (), 0.0)
+    view.settle([f"r{i}" for i in range(4)])
+    assert send(queue, view) == [("r4", "only"), ("long", "only")], "whatever is there is due later"
+    assert send(queue_of(pending("long", 500)), view_of(only=make_stats(by_due=True, num_waiting_tokens=257))) == []
+
+
+def test_nothing_goes_ahead_to_a_replica_that_keeps_the_order_of_arrival() -> None:
+    view = view_of(only=make_stats(num_waiting_tokens=257))
+    assert send(queue_of(pending("short", 10)), view) == []
+    assert send(queue_of(pending("short", 10)), view_of(only=make_stats(num_waiting_tokens=257, by_due=True))) != []
+    assert send(queue_of(pending("short", 10)), view_of(only=make_stats(num_waiting_tokens=503, by_due=True))) == []
+
+
 @pytest.mark.parametrize(
     "stats",
     [

@@ -28,6 +28,7 @@ COUNTS = (  # of ReplicaStats, under the same names in ``Candidates.told``
     "step_s",
     "token_s",
     "draining",
+    "by_due",
 )
 DERIVED = ("num_open_blocks", "num_open_slots")  # free, less what the replica's own queue will take
 DUE = tuple(f"num_due_tokens_{place}" for place in range(len(DUE_WITHIN_S)))
@@ -37,7 +38,7 @@ TOLD = np.dtype(
         ("connected", "?"),
         ("known", "?"),
         *(
-            (name, {"step_s": "f8", "token_s": "f8", "draining": "?"}.get(name, "i8"))
+            (name, {"step_s": "f8", "token_s": "f8", "draining": "?", "by_due": "?"}.get(name, "i8"))
             for name in (*COUNTS, *DERIVED, *DUE)
         ),
     ]

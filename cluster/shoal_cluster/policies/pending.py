@@ -42,8 +42,8 @@ class HoldConfig:
         objective: when a first token is due. Only the order depends on it.
         prefill: what prompts take, until a replica has measured it.
         max_steps_ahead: a replica is sent a request when the prompt tokens it computes before fill at most so many of
-            its steps. One keeps it busy while news travel; more gives up choices and gains nothing. Of prompts that are
-            due later it only goes on with when this one is computed.
+            its steps; short ones go sooner (``StepsAhead``). One keeps it busy while news travel; more gives up choices
+            and gains nothing. Of prompts that are due later it only goes on with when this one is computed.
         max_considered: how many requests, the most urgent first, one look considers.
     """
 

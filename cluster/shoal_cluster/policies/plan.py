@@ -28,6 +28,7 @@ from shoal_cluster.policies.given import Given, Price
 from shoal_cluster.policies.promised import Promised
 from shoal_cluster.policies.ranking import RouteQuery, is_eligible, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, cost, load, work
+from shoal_cluster.policies.steps_ahead import StepsAhead
 
 Bools = NDArray[np.bool_]
 TOKENS = 2  # of ``Candidates.columns``
@@ -39,8 +40,7 @@ class Plan:
 
     Args:
         snapshot: the cluster, for no prompt in particular.
-        max_steps_ahead: a replica may start a request when what it computes before it fills so many steps at most.
-            That is what is due no later than the request, for replicas go by due dates, and all that was promised.
+        max_steps_ahead: how much replicas may have before a request that is sent there; see ``StepsAhead``.
 
     Attributes:
         given: to whom, in order, but for what was only ``set_aside``.
@@ -49,7 +49,8 @@ class Plan:
 
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
         self.weights = weights
-        self._promised = Promised(snapshot, max_steps_ahead)
+        self._steps_ahead = StepsAhead(max_steps_ahead)
+        self._promised = Promised(snapshot, self._steps_ahead)
         self.given: list[Given] = []
         self.is_mended = False
         self._differing: dict[int, list[int]] = {}  # columns there that ``stands`` has to look at
@@ -107,8 +108,7 @@ class Plan:
         if not columns.size:
             return 0.0
         place = int(columns[URGENT].argmin())
-        num_tokens = columns.item(URGENT, place)
-        if columns.item(CAPACITY, place) < 0 or num_tokens > self._promised.limit(place):
+        if not self._promised.is_open(place):
             self._soonest = -1
             return self.wait_s(token_s)
         self._soonest = place
@@ -155,12 +155,14 @@ class Plan:
             return False
         if query.passed:
             ahead = load(query, self._snapshot.matching(self._snapshot.num_matched_blocks, columns)).item(place)
-            return bool(ahead <= self._promised.limit(place))
-        return self._has_time(place, columns.item(TOKENS, place), due_s)
+        else:
+            ahead = self._told_ahead(place, due_s) + columns.item(TOKENS, place)
+        num_tokens = uncached_tokens(query, num_matched_blocks)
+        return self._steps_ahead.may_start(num_tokens, ahead, self._snapshot, place)
 
-    def _has_time(self, place: int, num_promised_tokens: int, due_s: float) -> bool:
+    def _told_ahead(self, place: int, due_s: float) -> int:
         ahead: int = self._snapshot.told[due_column(due_s - self._snapshot.now)].item(place)
-        return ahead + num_promised_tokens <= self._promised.limit(place)
+        return ahead
 
     def give(self, query: RouteQuery, place: int, matched: Ints, due_s: float) -> None:
         """The replica at ``place`` is to take ``query``, now or later: what comes after counts on the rest."""
@@ -286,7 +288,8 @@ class Plan:
         """Whether ``given`` costs no more where it is, at ``place``, with that column, and cannot start there yet."""
         if price > given.price or given.matched.item(place) != given.num_matched_blocks:
             return False
-        return price[0] or not self._has_time(place, column[TOKENS], given.due_s)
+        ahead = self._told_ahead(place, given.due_s) + column[TOKENS]
+        return price[0] or not self._steps_ahead.may_start(given.num_tokens, ahead, self._snapshot, place)
 
     def _reset(self, places: Set[int]) -> None:
         """Make their columns anew: the snapshot's, and what is ``given``."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, URGENT, Ints, promise, promise_many
 from shoal_cluster.policies.given import Given
+from shoal_cluster.policies.steps_ahead import StepsAhead
 
 Bools = NDArray[np.bool_]
 NOBODY = np.zeros(0, np.bool_)
@@ -20,16 +21,16 @@ class Promised:
     """Owner: a plan.
 
     Args:
-        max_steps_ahead: as of ``Plan``.
+        steps_ahead: by what a replica may start something.
 
     Attributes:
         is_untouched: nothing is promised beyond the snapshot.
     """
 
-    def __init__(self, snapshot: Candidates, max_steps_ahead: float) -> None:
+    def __init__(self, snapshot: Candidates, steps_ahead: StepsAhead) -> None:
         self.snapshot = snapshot
         self.is_untouched = True
-        self._max_steps_ahead = max_steps_ahead
+        self._steps_ahead = steps_ahead
         self._columns = snapshot.columns
         self._owed: dict[int, Given] = {}  # by place: still to be counted in
         self._open: Bools | None = None  # who may start something by the snapshot; made when asked, then kept
@@ -70,11 +71,6 @@ class Promised:
     def may_start(self) -> Bools:
         """Which replicas may, by the snapshot [n]."""
         return self._may_start(self.snapshot.columns, slice(None))
-
-    def limit(self, place: int) -> float:
-        """Tokens that a replica may have before it and still start something."""
-        stats = self.snapshot.stats[place]
-        return self._max_steps_ahead * (1 if stats is None else stats.max_num_batched_tokens)
 
     def add(self, place: int, num_blocks: int, num_tokens: int) -> None:
         """Promise room there to one more request."""
@@ -149,10 +145,10 @@ class Promised:
             self._num_open, self._num_startable = map(int, map(np.count_nonzero, (self._open, self._startable)))
 
     def _may_start(self, columns: Ints, at: list[int] | slice) -> Bools:
-        limits = self._max_steps_ahead * self.snapshot.told["max_num_batched_tokens"][at]
-        may_start: Bools = columns[URGENT, at] <= limits
+        may_start: Bools = columns[URGENT, at] <= self._steps_ahead.most(self.snapshot.told[at])
         may_start &= columns[CAPACITY, at] >= 0
         return may_start
 
     def _is_open(self, columns: Ints, place: int) -> bool:
-        return columns.item(URGENT, place) <= self.limit(place) and columns.item(CAPACITY, place) >= 0
+        is_free: bool = columns.item(URGENT, place) <= self._steps_ahead.most_at(self.snapshot, place)
+        return is_free and columns.item(CAPACITY, place) >= 0

@@ -39,6 +39,7 @@ _STATS_SCALARS = (  # of ReplicaStats, under the same names in the proto; its bl
     "num_refused",
     "busy_s",
     "draining",
+    "by_due",
     "num_host_blocks",
     "num_host_cached_blocks",
     "num_host_cached_tokens",

@@ -1,0 +1,48 @@
+"""How much a replica may have to compute before a request that is sent to it.
+
+News of a step reach the gateway when the next one has begun, with what was there by then. So that no step runs with
+less than it could, a step's worth of prompts has to be there behind those that the running one takes. But who is sent
+can go nowhere else any more, nor be put off. That is no loss for a prompt that the next step ends, where replicas go by
+due dates: another one as busy would end it no sooner, and who is due before it passes it. Longer ones would be bound
+for many steps, and where order is that of arrival others would be bound behind them: these wait at the gateway until no
+more than ``max_steps_ahead`` is left to do there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class StepsAhead:
+    """The rule. Ahead of a request is what is due no later, for replicas go by due dates, and all that was promised."""
+
+    max_steps_ahead: float
+
+    def most(self, told: NDArray[np.void]) -> Floats:
+        """Tokens ahead of any prompt, however short, at replicas [n] that ``told`` so; see ``Candidates``."""
+        step = told["max_num_batched_tokens"]
+        most: Floats = self.max_steps_ahead * step + told["by_due"] * (step - 1)
+        return most
+
+    def most_at(self, replicas: Candidates, place: int) -> float:
+        """The same at one of them."""
+        if (stats := replicas.stats[place]) is None:
+            return 0.0
+        step = stats.max_num_batched_tokens
+        return self.max_steps_ahead * step + stats.by_due * (step - 1)
+
+    def may_start(self, num_tokens: int, num_ahead: int, replicas: Candidates, place: int) -> bool:
+        """Whether a prompt with ``num_tokens`` to compute may be sent to the replica at ``place``."""
+        if (stats := replicas.stats[place]) is None:
+            return False
+        step = stats.max_num_batched_tokens
+        if num_ahead <= self.max_steps_ahead * step:
+            return True
+        return stats.by_due and num_ahead + num_tokens <= (self.max_steps_ahead + 1) * step

@@ -1,0 +1,78 @@
+"""More prompts at once than steps take: none of them may be missed by a step because it is still at the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from shoal_cluster.policies.objective import PrefillTime
+from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.sim.cluster import SimCluster
+from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.latency import StepTime
+from shoal_cluster.sim.replica import SimReplica
+from shoal_cluster.sim.run import run
+from shoal_cluster.sim.workload import SimRequest
+from shoal_replica.config import CacheConfig, SchedulerConfig
+from shoal_replica.executor import SchedulerOutput
+
+HELD = SimConfig(
+    num_replicas=1,
+    cache=CacheConfig(num_blocks=2000, block_size=16),
+    scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, policy="deadline"),
+    step_time=StepTime(
+        prefill=PrefillTime(tokens_per_s=830, pair_s=0.0), step_s=0.0065, decode_s=0.004, decode_sequence_s=0.0015
+    ),
+    hold=HoldConfig(),
+)
+SENT_AT_ONCE = replace(HELD, hold=None)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run: prompt tokens of each step that had any, by replica; and when it was over."""
+
+    prompt_tokens: dict[str, list[int]]
+    duration_s: float
+
+    @property
+    def num_steps(self) -> int:
+        return sum(map(len, self.prompt_tokens.values()))
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, config: SimConfig, num_prompts: int, num_tokens: int) -> Ran:
+    """So many different prompts, a millisecond apart, 32 tokens out."""
+    taken: dict[str, list[int]] = {}
+    end_step = SimReplica._end_step
+
+    def noted(self: SimReplica, output: SchedulerOutput, step_s: float) -> None:
+        num_taken = sum(s.num_new_tokens for s in output.scheduled if s.num_new_tokens > 1 or not s.samples)
+        if num_taken:
+            taken.setdefault(self.replica_id, []).append(num_taken)
+        end_step(self, output, step_s)
+
+    requests = [SimRequest(f"r{i}", i / 1000, ((2**30 + i, num_tokens),), 32) for i in range(num_prompts)]
+    with monkeypatch.context() as patch:
+        patch.setattr(SimReplica, "_end_step", noted)
+        cluster = run(SimCluster(config), requests)
+    return Ran(taken, cluster.loop.now)
+
+
+@pytest.mark.parametrize(("num_prompts", "num_tokens"), [(64, 64), (64, 40)])
+def test_steps_of_one_replica_take_as_much_as_if_all_prompts_were_there(
+    monkeypatch: pytest.MonkeyPatch, num_prompts: int, num_tokens: int
+) -> None:
+    bare = ran(monkeypatch, SENT_AT_ONCE, num_prompts, num_tokens)
+    held = ran(monkeypatch, HELD, num_prompts, num_tokens)
+    assert held.prompt_tokens == bare.prompt_tokens
+    assert held.duration_s == bare.duration_s
+
+
+def test_short_prompts_fill_the_steps_of_several_replicas_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = {"num_replicas": 3}
+    bare = ran(monkeypatch, replace(SENT_AT_ONCE, **several), 192, 64)  # type: ignore[arg-type]
+    held = ran(monkeypatch, replace(HELD, **several), 192, 64)  # type: ignore[arg-type]
+    assert held.num_steps <= bare.num_steps + 1
+    for steps in held.prompt_tokens.values():  # but for the first and the last ones, less the decodes beside
+        assert min(steps[1:-2]) >= 512 - 64 - 64

@@ -108,7 +108,10 @@ def test_no_replicas_are_enough_for_an_objective_that_none_meets() -> None:
 def test_an_index_with_too_little_room_forgets_and_the_run_still_adds_up() -> None:
     """Sets of it are full long before the whole is: entries go although there is room elsewhere."""
     cluster = SimCluster(HELD)
-    cluster.gateways[0].view.index = index = PrefixIndex(1024)
+    view = cluster.gateways[0].view
+    view.index = index = PrefixIndex(1024)
+    for replica_id in view.replica_ids:
+        index.slot(replica_id)  # in the order of before
     run(cluster, mixed(120))
     assert index.num_evicted
     assert len(index) < index.max_entries

@@ -34,7 +34,8 @@ npu-wheel: setup
 	@test -d $(NPU_WHEEL)/torch_npu || $(PIP) --no-deps --target $(NPU_WHEEL) torch_npu==2.13.0 || \
 		{ rm -rf $(NPU_WHEEL); echo "torch_npu 2.13.0 cannot be installed here: tests/npu will be skipped"; }
 
-# What computes on one core goes two at a time, each told when it is done; real clusters have the machine to themselves.
+# What computes on one core goes two at a time, each told when it is done. The clusters of tests/integration have the
+# machine to themselves; that of tests/npu has not.
 test: setup npu-wheel
 	@$(MAKE) --no-print-directory --output-sync=target -j2 test-light test-numerical test-npu test-simulation
 	@$(BIN)/pytest tests/integration -q

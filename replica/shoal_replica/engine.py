@@ -274,7 +274,7 @@ class Engine:
                 return
             try:
                 self._take_in(flight)
-            except Exception as error:
+            except BaseException as error:  # whatever it is, it is for the task that awaits it
                 taken.set_exception(error)
             else:
                 taken.set_result(None)

@@ -110,7 +110,7 @@ stats = st.builds(
     **{
         name: count
         for name in ReplicaStats.__dataclass_fields__
-        if name not in ("time_s", "step_s", "token_s", "draining", "due_tokens")
+        if name not in ("time_s", "step_s", "token_s", "draining", "by_due", "due_tokens")
     }
     | {"block_size": st.integers(1, 1024)},
     time_s=amount,
@@ -118,6 +118,7 @@ stats = st.builds(
     token_s=amount,
     due_tokens=st.lists(count, max_size=7).map(tuple),
     draining=st.booleans(),
+    by_due=st.booleans(),
 )
 rows = st.builds(
     ReplicaRow,

@@ -165,7 +165,7 @@ class News:
             self._computed: 15,
             self._removal: 3,
             self._disconnection: 2,
-            self._snapshot: 4,
+            self._snapshot: 6,
             self._restart: 1,
             self._foreign: 5,
         }
@@ -187,9 +187,9 @@ class News:
             request_id=str(self._num_requests),
             block_hashes=tuple(self._blocks(num_tokens)),
             decode_steps=rng.choice([1, 32, 128]),
-            excluded=frozenset(rng.sample(self._replica_ids, rng.random() < 0.1)),
+            excluded=frozenset(rng.choices([(), rng.sample(self._replica_ids, 1), self._replica_ids], [18, 2, 1])[0]),
         )
-        tenant, priority = f"tenant-{rng.randrange(self._num_tenants)}", int(rng.random() < 0.08)
+        tenant, priority = f"tenant-{rng.randrange(self._num_tenants)}", rng.choices([-1, 0, 1], [1, 22, 2])[0]
         pending = PendingRequest(query=query, arrival_s=now, tenant=tenant, priority=priority)
         return lambda gateway: gateway.queue.push(pending)
 
@@ -200,8 +200,14 @@ class News:
         return lambda gateway: gateway.view.apply_update(replica_id, stats, *news, now)
 
     def _snapshot(self, now: float) -> Callable[[Gateway], object]:
-        replica_id, stats, blocks = self._replica(), self._stats(), self._blocks(self._rng.randint(0, 600))
-        return lambda gateway: gateway.view.apply_snapshot(replica_id, stats, blocks, now)
+        replica_id, blocks = self._replica(), self._blocks(self._rng.randint(0, 600))
+        stats = self._stats() if self._rng.random() < 0.5 else None
+
+        def snapshot(gateway: Gateway) -> None:
+            last = dict(zip(gateway.view.replica_ids, gateway.view.present(now).stats, strict=True))[replica_id]
+            gateway.view.apply_snapshot(replica_id, stats or last or self._stats(), blocks, now)
+
+        return snapshot
 
     def _restart(self, now: float, replica_id: str = "") -> Callable[[Gateway], object]:
         replica_id, stats = replica_id or self._replica(), self._stats()
@@ -289,9 +295,52 @@ def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
             while sent is not None:
                 sent, anew = (gateway.next(now) for gateway in gateways)
                 assert decided(sent) == decided(anew), (seed, now)
+            gateways[0].view.check_invariants()
     assert kept[0] > 50
     assert kept[1] > 10
     assert kept[2] > 3
+
+
+def test_what_is_given_behind_a_request_that_may_go_nowhere_is_given_once() -> None:
+    """Nothing is promised before it, and nobody asks for what is until the next look."""
+    names = {name: tuple(hash_blocks(range(k * 1000, k * 1000 + 592), 16)) for k, name in enumerate(("r1", "r2", "r3"))}
+    cached = {"A": names["r1"], "B": (*names["r2"][:25], *names["r3"])}
+    gateways = [Gateway(4096, RouteWeights(decode_price=0.0, prefill_price=1.0), forgets) for forgets in (False, True)]
+
+    def push(name: str, priority: int = 0, excluded: str = "") -> None:
+        query = make_query(600, request_id=name, block_hashes=names.get(name, ()), excluded=frozenset(excluded))
+        for gateway in gateways:
+            gateway.queue.push(PendingRequest(query=query, arrival_s=0.0, priority=priority))
+
+    def next_of_both(now: float) -> list[object]:
+        return [decided(gateway.next(now)) for gateway in gateways]
+
+    for gateway in gateways:
+        for replica_id in "ABCDE":
+            num_waiting = int(replica_id in "AB")
+            stats = make_stats(
+                num_total_blocks=500,
+                num_free_blocks=500,
+                num_waiting=num_waiting,
+                num_waiting_tokens=300 * num_waiting,
+                num_running=0,
+                due_tokens=(),
+            )
+            gateway.view.join(replica_id)
+            gateway.view.apply_snapshot(replica_id, stats, cached.get(replica_id, ()), 0.0)
+    push("r0", priority=-1, excluded="ABCDE")
+    push("r1")
+    push("r2")
+    for now in (0.0, 0.001, 0.002):
+        kept, anew = next_of_both(now)
+        assert kept == anew
+    for gateway in gateways:
+        gateway.queue.remove("r1")
+    kept, anew = next_of_both(0.01)
+    assert kept == anew
+    push("r3")
+    kept, anew = next_of_both(0.02)
+    assert kept == anew
 
 
 def decided(sent: Dispatch | None) -> object:

@@ -143,6 +143,26 @@ async def test_what_waits_for_replicas_that_fail_to_start_is_told_so_and_a_later
         serve.leave("late")
 
 
+async def test_a_second_call_of_an_id_leaves_nothing_for_the_first_ones_end_to_hide_behind() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold()
+        close_gates(serve)
+        first = asyncio.create_task(ask(serve, "first"))
+        await until(lambda: serve.replicas["a"].executor.is_held)
+        request = make_request("late", range(50))
+        late = asyncio.create_task(drain(serve.generation(request), timeout_s=0.5))
+        await until(lambda: dispatcher.num_held == 1)
+        with pytest.raises(InvalidArgument, match="must not be that of a running request"):
+            await drain(serve.generation(request), timeout_s=0.5)
+        assert dispatcher.explain("late").refusals == ()
+        with pytest.raises(DeadlineExceeded):
+            await late
+        (refusal,) = dispatcher.explain("late").refusals
+        assert refusal.reason == "the request was not finished after 0.5 s"
+        open_gates(serve)
+        await first
+
+
 async def test_a_deadline_ends_the_wait_and_leaves_nothing() -> None:
     async with serving("a", max_num_seqs=1) as serve:
         dispatcher = serve.hold()

@@ -32,9 +32,9 @@ def keeping(*records: RouteRecord) -> bytes:
 
 
 class Gateways:
-    """Those that run, by name; of an exception, its failure; None never answers."""
+    """Those that run, by name; of an exception, its failure; None never answers; of a list, as it lies in there."""
 
-    def __init__(self, failure: Unavailable | None = None, **answers: bytes | Exception | None) -> None:
+    def __init__(self, failure: Unavailable | None = None, **answers: bytes | Exception | list[bytes] | None) -> None:
         self.answers = answers
         self.failure = failure  # whom Serve names
         self.asked: list[str] = []
@@ -56,6 +56,8 @@ class Gateways:
                     self.is_waited_for = False
             case bytes() as told:
                 return name, told
+            case [told]:
+                return told  # type: ignore[return-value]
         raise AssertionError("it never ends")
 
     async def names(self) -> list[str]:
@@ -119,6 +121,7 @@ SILENT = [
     (Gateways(own=keeping(), hangs=None), "gateway hangs"),
     (Gateways(own=keeping(), died=RuntimeError("this one has died"), other=keeping()), "gateway died"),
     (Gateways(own=keeping(), hangs=None, died=RuntimeError(), other=keeping()), "gateway died or hangs"),
+    (Gateways(own=keeping(), older=[keeping()]), "gateway older"),  # that release answers without its name
     (Gateways(Unavailable("nor does Serve answer"), own=keeping(), hangs=None), "another gateway"),
     (Gateways(), "another gateway"),
 ]

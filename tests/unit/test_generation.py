@@ -473,6 +473,19 @@ async def test_closing_the_stream_cancels_the_call(num_taken: int) -> None:
         )
 
 
+async def test_of_a_stream_that_is_closed_after_its_record_has_gone_nobody_says_that_it_was_not_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving("a") as serve:
+        routes = serve.ledger.routes
+        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=100))) as chunks:
+            await anext(chunks)
+            monkeypatch.setattr(routes, "_max_requests", 0)
+            routes.trim()
+            assert not routes.of_call("call")
+        assert routes.refusal_of("call") is None
+
+
 async def test_thirty_of_thirty_cancels_free_everything() -> None:
     async with serving("a", "b", num_blocks=40) as serve:
         for i in range(30):

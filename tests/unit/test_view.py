@@ -105,8 +105,11 @@ def test_disconnect_needs_a_new_snapshot(view: ClusterView) -> None:
     view.disconnect("one")
     assert not row(view, "one").connected
     assert not view.apply_update("one", make_stats(), [], [], now=11.0)
-    view.apply_snapshot("one", make_stats(), [], now=11.0)
+    told = view.present(10.0).told[0].item()
+    view.apply_snapshot("one", view.present(10.0).stats[0] or make_stats(), [], now=11.0)
     assert row(view, "one").connected
+    assert told != view.present(11.0).told[0].item()
+    view.check_invariants()
 
 
 def test_promises_add_up_and_end(view: ClusterView) -> None:

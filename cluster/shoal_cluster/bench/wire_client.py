@@ -119,6 +119,8 @@ class WireClient(asyncio.Protocol):
         self._news.set()
 
     def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id not in (0, self._next_id - 2):  # last words of a call that is over
+            return
         if kind == DATA:
             self._body += payload
             while len(self._body) >= MESSAGE_HEAD:

@@ -54,7 +54,7 @@ class News:
     def note_less(self, place: int, block_hashes: Collection[BlockHash], is_there: Callable[[BlockHash], bool]) -> None:
         """These are cached or expected there no longer, but for those that ``is_there`` still knows."""
         if self._watched and not self._watched.isdisjoint(block_hashes):
-            known = self._block_hashes[: self._matched.item(place)]
+            known = set(self._block_hashes[: self._matched.item(place)])
             if any(block_hash in known and not is_there(block_hash) for block_hash in block_hashes):
                 self.note_all(place)
 

@@ -87,6 +87,7 @@ class Promised:
         """The same for ``given``, when somebody asks: sooner done with others than by itself."""
         if given.place in self._owed:
             self._count_owed()
+        self._own()
         self._owed[given.place] = given
 
     def renew(self, snapshot: Candidates) -> None:
@@ -124,7 +125,6 @@ class Promised:
 
     def _count_owed(self) -> None:
         owed, self._owed = self._owed, {}
-        self._own()
         if len(owed) < FEW:
             for place, given in owed.items():
                 promise(self._columns, place, 1, given.num_blocks, given.num_tokens)

@@ -5,7 +5,8 @@ less than it could, a step's worth of prompts has to be there behind those that 
 can go nowhere else any more, nor be put off. That is no loss for a prompt that the next step ends, where replicas go by
 due dates: another one as busy would end it no sooner, and who is due before it passes it. Longer ones would be bound
 for many steps, and where order is that of arrival others would be bound behind them: these wait at the gateway until no
-more than ``max_steps_ahead`` is left to do there.
+more than ``max_steps_ahead`` is left to do there. A step is counted with all its tokens. Decodes take theirs of them
+first: beside many, what is sent takes some steps more.
 """
 
 from __future__ import annotations

@@ -132,7 +132,6 @@ class ClusterView:
         place = self._place_of.get(replica_id)
         if place is not None:
             self._connect(place, False)
-            self._tell(place, self._rows[place])
 
     def reserve(
         self,
@@ -290,6 +289,7 @@ class ClusterView:
         self._connected = _with(self._connected, place, is_connected)
         self._told["connected"][place] = is_connected
         self._rows[place] = self._told[place].item()
+        self._tell(place, self._rows[place])  # for the next stats may be the same
 
     def _tell(self, place: int, row: Sequence[Any]) -> None:
         """What is told of a replica has changed to ``row``."""

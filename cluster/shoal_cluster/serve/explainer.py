@@ -72,7 +72,8 @@ class Explainer:
             for task in answering:
                 task.cancel()
         outcomes = await asyncio.gather(*answering, return_exceptions=True)
-        answers = dict(outcome for outcome in outcomes if not isinstance(outcome, BaseException))
+        # What is none is an error, or an older release's answer.
+        answers = dict(outcome for outcome in outcomes if isinstance(outcome, tuple))
         explanation = Explanation.of([explanation_from_bytes(told) for told in answers.values()])
         if explanation or (answers and len(answers) == len(outcomes)):
             return explanation

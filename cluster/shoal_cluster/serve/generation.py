@@ -15,7 +15,7 @@ from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost
-from shoal_replica.errors import DeadlineExceeded, ResourceExhausted, ShoalError, Unavailable
+from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer
@@ -94,10 +94,14 @@ class Generation:
     def _keep_end(self, refused_before: Refusal | None) -> None:
         """Why there is no whole answer, for who asks; of a client that has left, where its call was never placed.
 
-        Whoever refuses a call keeps that itself: then there is more than the refusal of a former call of this id.
+        Whoever refuses a call keeps that itself: then there is more than the refusal of a former call of this id. Of a
+        call whose id another one has nothing is kept: that is the one who is asked for.
         """
         routes, call_id, error = self._ledger.routes, self._request.request_id, self._failure
-        if error is None and not routes.of_call(call_id):
+        if isinstance(error, InvalidArgument) and error.field == "request_id":
+            return
+        was_placed = any(leg.replica_id for leg in self._times.legs) or routes.of_call(call_id)
+        if error is None and not was_placed:
             error = DeadlineExceeded("its client has left, or that one's deadline has passed, before it was placed")
         if isinstance(error, ShoalError) and routes.refusal_of(call_id) is refused_before:
             terms = (

@@ -37,7 +37,8 @@ class ServeGateways:
             handle: DeploymentHandle = self._handle
             # Not ``results_async``: that gives all answers together, so that one gateway that hangs keeps the others'.
             asked = await handle.broadcast(ASKED, request_id)._fetch_replica_results_async()
-        except (RayError, RayServeException, RuntimeError) as error:  # RuntimeError: a handle that is not ready
+        # RuntimeError: a handle that is not ready. AttributeError: a Serve without that.
+        except (RayError, RayServeException, RuntimeError, AttributeError) as error:
             raise Unavailable(f"Serve does not reach the other gateways: {error}") from error
         return [each.get_async() for each in asked]
 

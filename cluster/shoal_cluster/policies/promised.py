@@ -14,7 +14,8 @@ from shoal_cluster.policies.steps_ahead import StepsAhead
 
 Bools = NDArray[np.bool_]
 NOBODY = np.zeros(0, np.bool_)
-FEW = 4  # promises that are sooner counted in one by one
+FEW = 4  # promises that are sooner counted in one by one,
+FEW_PLACES = 16  # and replicas that are sooner looked at so
 
 
 class Promised:
@@ -70,7 +71,7 @@ class Promised:
 
     def may_start(self) -> Bools:
         """Which replicas may, by the snapshot [n]."""
-        return self._may_start(self.snapshot.columns, slice(None))
+        return self._may_all_start(self.snapshot.columns)
 
     def add(self, place: int, num_blocks: int, num_tokens: int) -> None:
         """Promise room there to one more request."""
@@ -107,17 +108,20 @@ class Promised:
         """Make the columns there anew: the snapshot's, and ``given``."""
         if not places:
             return
-        at, columns = list(places), self.columns
+        columns, told = self.columns, self.snapshot.columns
         if not self.is_untouched:
-            columns[:, at] = self.snapshot.columns[:, at]
+            if len(places) < FEW_PLACES:
+                for place in places:
+                    columns[:, place] = told[:, place]
+            else:
+                at = list(places)
+                columns[:, at] = told[:, at]
             for one in given:
                 if one.place in places:
                     promise(columns, one.place, 1, one.num_blocks, one.num_tokens)
         if self._open is not None:
-            is_open, is_startable = (self._may_start(of, at) for of in (self.snapshot.columns, columns))
-            self._num_open += int(np.count_nonzero(is_open)) - int(np.count_nonzero(self._open[at]))
-            self._open[at] = is_open
-            self._set_startable(at, is_startable)
+            self._num_open += _note(self._open, places, self._may_start(told, places))
+            self._num_startable += _note(self._startable, places, self._may_start(columns, places))
 
     def _own(self) -> None:
         if self.is_untouched:
@@ -131,24 +135,38 @@ class Promised:
         else:
             promise_many(self._columns, [(place, given.num_blocks, given.num_tokens) for place, given in owed.items()])
         if self._open is not None:
-            at = list(owed)
-            self._set_startable(at, self._may_start(self._columns, at))
-
-    def _set_startable(self, at: list[int], is_startable: Bools) -> None:
-        self._num_startable += int(np.count_nonzero(is_startable)) - int(np.count_nonzero(self._startable[at]))
-        self._startable[at] = is_startable
+            self._num_startable += _note(self._startable, owed, self._may_start(self._columns, owed))
 
     def _count_open(self) -> None:
         if self._open is None:
             self._open = self.may_start()
-            self._startable = self._open.copy() if self.is_untouched else self._may_start(self.columns, slice(None))
+            self._startable = self._open.copy() if self.is_untouched else self._may_all_start(self.columns)
             self._num_open, self._num_startable = map(int, map(np.count_nonzero, (self._open, self._startable)))
 
-    def _may_start(self, columns: Ints, at: list[int] | slice) -> Bools:
-        may_start: Bools = columns[URGENT, at] <= self._steps_ahead.most(self.snapshot.told[at])
-        may_start &= columns[CAPACITY, at] >= 0
+    def _may_all_start(self, columns: Ints) -> Bools:
+        """Which replicas may start something, by these columns [n]."""
+        may_start: Bools = columns[URGENT] <= self._steps_ahead.most(self.snapshot.told)
+        may_start &= columns[CAPACITY] >= 0
         return may_start
+
+    def _may_start(self, columns: Ints, places: Collection[int]) -> list[bool]:
+        """The same of the replicas there, in that order."""
+        if len(places) < FEW_PLACES:
+            return [self._is_open(columns, place) for place in places]
+        at = list(places)
+        may_start = columns[URGENT, at] <= self._steps_ahead.most(self.snapshot.told, at)
+        flags: list[bool] = (may_start & (columns[CAPACITY, at] >= 0)).tolist()
+        return flags
 
     def _is_open(self, columns: Ints, place: int) -> bool:
         is_free: bool = columns.item(URGENT, place) <= self._steps_ahead.most_at(self.snapshot, place)
         return is_free and columns.item(CAPACITY, place) >= 0
+
+
+def _note(flags: Bools, places: Collection[int], values: list[bool]) -> int:
+    """Set the ``flags`` there; how many more are true now."""
+    added = 0
+    for place, value in zip(places, values, strict=True):
+        added += value - flags.item(place)
+        flags[place] = value
+    return added

@@ -26,10 +26,12 @@ class StepsAhead:
 
     max_steps_ahead: float
 
-    def most(self, told: NDArray[np.void]) -> Floats:
-        """Tokens ahead of any prompt, however short, at replicas [n] that ``told`` so; see ``Candidates``."""
-        step = told["max_num_batched_tokens"]
-        most: Floats = self.max_steps_ahead * step + told["by_due"] * (step - 1)
+    def most(self, told: NDArray[np.void], at: list[int] | slice = slice(None)) -> Floats:
+        """Tokens ahead of any prompt, however short, at replicas that ``told`` so; see ``Candidates``. Only of those
+        ``at`` some places, if given.
+        """
+        step = told["max_num_batched_tokens"][at]  # whole records would be copied the other way round
+        most: Floats = self.max_steps_ahead * step + told["by_due"][at] * (step - 1)
         return most
 
     def most_at(self, replicas: Candidates, place: int) -> float:

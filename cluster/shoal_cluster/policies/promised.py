@@ -139,8 +139,9 @@ class Promised:
 
     def _count_open(self) -> None:
         if self._open is None:
+            columns = self.columns  # what is owed is counted in while nothing has to be kept up to date
             self._open = self.may_start()
-            self._startable = self._open.copy() if self.is_untouched else self._may_all_start(self.columns)
+            self._startable = self._open.copy() if self.is_untouched else self._may_all_start(columns)
             self._num_open, self._num_startable = map(int, map(np.count_nonzero, (self._open, self._startable)))
 
     def _may_all_start(self, columns: Ints) -> Bools:

@@ -117,9 +117,8 @@ class PendingQueue:
         """Prompt tokens that others held beside this one have to compute, and how many they are. The tokens of what is
         lost count only where its turn comes first: it fills no queue for what can be met.
         """
-        its, rank = self._held[request_id], self._by_urgency.rank
-        its_rank = rank(its)
-        num_lost_tokens = sum([held.num_new_tokens for held in self._lost if rank(held) < its_rank])
+        its = self._held[request_id]
+        num_lost_tokens = sum([held.num_new_tokens for held in self._by_urgency.before(its, self._lost)])
         return self._num_tokens - its.num_counted_tokens + num_lost_tokens, len(self._held) - 1
 
     def up_to(self, request_id: str, now: float) -> tuple[QueuePlace, ...]:

@@ -91,12 +91,11 @@ def test_counts_and_columns_are_those_of_promises_counted_in_anew(seed: int, num
                 del all_given[len(all_given) - len(taken) :]
                 promised.renew(dumb.snapshot)
                 places = {*changed, *(one.place for one in taken)}
-                if not promised.is_untouched:
-                    promised.reset(places, all_given)
-                kept = [(one.place, one.num_blocks, one.num_tokens) for one in all_given if one.place in places]
-                dumb.promises = [one for one in dumb.promises if one[0] not in places] + kept
-                if not dumb.promises:
+                if not all_given:
                     promised.clear()
+                promised.reset(places, all_given)
+                kept = [(one.place, one.num_blocks, one.num_tokens) for one in all_given if one.place in places]
+                dumb.promises = [one for one in dumb.promises if all_given and one[0] not in places] + kept
             case 4 if not all_given or rng.random() < 0.2:
                 promised.clear()
                 all_given.clear()

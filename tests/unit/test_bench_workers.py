@@ -7,6 +7,8 @@ import json
 import os
 import sys
 import time
+from collections import Counter
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pytest
 
 from shoal_replica.bench.contender import FLOOR, SHOAL, Contender
 from shoal_replica.bench.runner import Plan, Runner
-from shoal_replica.bench.worker_process import running
+from shoal_replica.bench.worker_process import WorkerProcess, running
 from shoal_replica.errors import ConfigError, DeadlineExceeded, Unavailable
 
 SCRIPT = Path(__file__).parents[1] / "fixtures" / "bench_worker.py"
@@ -106,13 +108,21 @@ async def test_an_interpreter_that_cannot_run() -> None:
             pass
 
 
-async def test_rounds_alternate_and_each_row_has_a_sample_a_round() -> None:
+async def test_rounds_alternate_and_each_row_has_a_sample_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
+    started: list[str] = []
+
+    def start(contender: Contender, timeout_s: float) -> AbstractAsyncContextManager[WorkerProcess]:
+        started.append(contender.name)
+        return running(contender, timeout_s)
+
+    monkeypatch.setattr("shoal_replica.bench.runner.running", start)
     contenders = [scripted(FLOOR), scripted(SHOAL, "exact"), scripted("peer", "exact")]
     outcome = await Runner(replace(PLAN, workloads="bef"), contenders, told.append).run()
     assert [line.split(": ")[1] for line in told if line.startswith("round")] == [
         "shoal (b)", "peer (b)", "shoal (e)"
     ] * 2  # fmt: skip
+    assert Counter(started) == {FLOOR: 1, "peer": 1, SHOAL: 1 + 2 * 2}, "before each (e) once untimed, for the files"
     found = [(s.row, s.contender, s.round) for s in outcome.samples]
     assert [f for f in found if f[0] == "b"] == [("b", n, r) for r in (0, 1) for n in (SHOAL, "peer")]
     assert [f for f in found if f[0] == "e"] == [("e", "peer", 0), ("e", SHOAL, 0), ("e", SHOAL, 1)]

@@ -108,19 +108,19 @@ class Promised:
         """Make the columns there anew: the snapshot's, and ``given``."""
         if not places:
             return
-        columns, told = self.columns, self.snapshot.columns
+        columns, by_snapshot = self.columns, self.snapshot.columns
         if not self.is_untouched:
             if len(places) < FEW_PLACES:
                 for place in places:
-                    columns[:, place] = told[:, place]
+                    columns[:, place] = by_snapshot[:, place]
             else:
                 at = list(places)
-                columns[:, at] = told[:, at]
+                columns[:, at] = by_snapshot[:, at]
             for one in given:
                 if one.place in places:
                     promise(columns, one.place, 1, one.num_blocks, one.num_tokens)
         if self._open is not None:
-            self._num_open += _note(self._open, places, self._may_start(told, places))
+            self._num_open += _note(self._open, places, self._may_start(by_snapshot, places))
             self._num_startable += _note(self._startable, places, self._may_start(columns, places))
 
     def _own(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from itertools import accumulate
 
 from shoal_cluster.policies.held import Held
@@ -99,13 +98,12 @@ class HeldOrder:
         assert held.entry is not None
         return [other for _, _, other in self._ranked[: bisect_left(self._ranked, held.entry) + 1]]
 
-    def before(self, held: Held, others: Iterable[Held]) -> list[Held]:
-        """Those of ``others``, held here too, that go before it; its equals do not."""
+    def before(self, held: Held) -> list[Held]:
+        """Who goes before it; its equals do not."""
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
         assert held.entry is not None
-        its_rank = held.entry[0]
-        return [other for other in others if other.entry is not None and other.entry[0] < its_rank]
+        return [other for _, _, other in self._ranked[: bisect_left(self._ranked, held.entry[:1])]]
 
     def that_begin_by(self, time_s: float) -> list[Held]:
         """Who has to begin before ``time_s``, or then."""

@@ -74,8 +74,7 @@ class PendingQueue:
         self._has_unplanned = False
         self._wait_s = 0.0  # at most, of a prompt that was sent at the last look
         self._held: dict[str, Held] = {}
-        self._lost: dict[Held, None] = {}
-        self._num_tokens = 0  # to compute for the others
+        self._num_tokens = 0  # to compute for those that are not lost
         self._standing = StandingPlan()
         self._shares = FairShares()
         self._by_urgency = HeldOrder(self._shares, config.max_considered)
@@ -108,7 +107,6 @@ class PendingQueue:
         if held is None:
             return None
         self._by_urgency.remove(held)
-        self._lost.pop(held, None)
         self._num_tokens -= held.num_counted_tokens
         self._shares.leave(held.pending.tenant)
         return held.pending
@@ -118,7 +116,7 @@ class PendingQueue:
         lost count only where its turn comes first: it fills no queue for what can be met.
         """
         its = self._held[request_id]
-        num_lost_tokens = sum([held.num_new_tokens for held in self._by_urgency.before(its, self._lost)])
+        num_lost_tokens = sum([held.num_new_tokens for held in self._by_urgency.before(its) if held.is_lost])
         return self._num_tokens - its.num_counted_tokens + num_lost_tokens, len(self._held) - 1
 
     def up_to(self, request_id: str, now: float) -> tuple[QueuePlace, ...]:
@@ -307,10 +305,6 @@ class PendingQueue:
         arrival_s = held.pending.arrival_s
         due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)
         held.is_lost = due_s > arrival_s + held.length_s
-        if held.is_lost:
-            self._lost[held] = None
-        else:
-            self._lost.pop(held, None)
         num_counted_tokens = 0 if held.is_lost else num_tokens
         self._num_tokens += num_counted_tokens - held.num_counted_tokens
         held.due_s, held.takes_s, held.num_counted_tokens = due_s, takes_s, num_counted_tokens

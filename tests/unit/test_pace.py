@@ -20,7 +20,7 @@ def replicas(*token_s: float, connected: bool = True) -> Candidates:
 
 def test_it_is_as_configured_until_a_replica_has_measured() -> None:
     pace = Pace(CONFIGURED)
-    assert pace.look(replicas(0.0, 0.0), 0.0)
+    assert not pace.look(replicas(0.0, 0.0), 0.0)
     assert pace.alone is CONFIGURED
     assert pace.seconds(50, 100) == (CONFIGURED.seconds(50, 100),) * 2
 
@@ -37,6 +37,16 @@ def test_it_is_the_mean_of_those_that_measured_and_alone_the_least_there_was(con
     assert pace.look(replicas(0.1), PACE_AGE_S)
     assert pace.token_s == pytest.approx(0.1)
     assert pace.alone.tokens_per_s == pytest.approx(500.0)
+
+
+def test_a_little_faster_or_slower_is_no_other_pace_until_it_adds_up() -> None:
+    pace = Pace(CONFIGURED)
+    assert pace.look(replicas(0.1), 0.0)
+    for look, token_s in enumerate((0.101, 0.1002, 0.1019), 1):
+        assert not pace.look(replicas(token_s), look * PACE_AGE_S * 1.01)
+        assert pace.token_s == 0.1
+    assert pace.look(replicas(0.1021), 1.0)
+    assert pace.token_s == 0.1021
 
 
 def test_a_very_long_prompt_takes_no_less_than_alone() -> None:

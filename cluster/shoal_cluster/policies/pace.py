@@ -8,6 +8,7 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.objective import PrefillTime
 
 PACE_AGE_S = 0.1  # a pace is a mean over many steps: it is not looked up for every request
+LEAST_CHANGE = 0.02  # of what a prompt token takes: a smaller one moves no date by what a step takes
 
 
 class Pace:
@@ -26,18 +27,21 @@ class Pace:
         self._looked_s = -math.inf
 
     def look(self, replicas: Candidates, now: float) -> bool:
-        """Take what the replicas say as of ``now``. False: it has looked just now."""
+        """Take what the replicas say as of ``now``, unless it has looked just now. Whether it is another pace."""
         if not self.is_due(now):
             return False
         self._looked_s = now
+        before = self.token_s, self.alone
         token_s = replicas.told["token_s"]
         measured = token_s[(token_s > 0) & replicas.told["connected"] & ~replicas.told["draining"]]
         if measured.size:
-            self.token_s = float(measured.mean())
+            token_s_now = float(measured.mean())
+            if abs(token_s_now - self.token_s) > LEAST_CHANGE * self.token_s:
+                self.token_s = token_s_now
             if (least := float(measured.min())) < self._least_token_s:
                 self._least_token_s = least
                 self.alone = PrefillTime(tokens_per_s=1.0 / least, pair_s=self.alone.pair_s)
-        return True
+        return before != (self.token_s, self.alone)
 
     def is_due(self, now: float) -> bool:
         """Whether ``look`` would look."""

@@ -16,7 +16,7 @@ from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.held import Held, PendingRequest, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.look import Considered, Draw, Look, look
-from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.pace import Pace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
@@ -74,6 +74,7 @@ class PendingQueue:
         self._has_unplanned = False
         self._wait_s = 0.0  # at most, of a prompt that was sent at the last look
         self._held: dict[str, Held] = {}
+        self._put_off: set[Held] = set()  # those to which a sooner date may yet be given
         self._num_tokens = 0  # to compute for those that are not lost
         self._standing = StandingPlan()
         self._shares = FairShares()
@@ -107,6 +108,7 @@ class PendingQueue:
         if held is None:
             return None
         self._by_urgency.remove(held)
+        self._put_off.discard(held)
         self._num_tokens -= held.num_counted_tokens
         self._shares.leave(held.pending.tenant)
         return held.pending
@@ -288,13 +290,18 @@ class PendingQueue:
         """Make due dates such that can be met. ``latest_s``: no later does a replica begin with something more; when
         exactly is found where it matters. ``is_new``: so is the pace.
         """
-        if not is_new and latest_s < self._by_urgency.begins_by_s - EPSILON_S:
+        self._put_off = {held for held in self._put_off if now <= held.sooner_by_s}
+        if not (is_new or self._put_off) and latest_s < self._by_urgency.begins_by_s - EPSILON_S:
             return
         begins_s = now + plan.wait_s(self._pace.token_s)
-        late = self._by_urgency.that_begin_by(begins_s + EPSILON_S)
-        for held in list(self._held.values()) if is_new else late:
-            if is_new or held.due_s < begins_s + held.takes_s:
-                self._note_times(held, begins_s)
+        if is_new:
+            others = list(self._held.values())
+        else:
+            late = self._by_urgency.that_begin_by(begins_s + EPSILON_S)
+            others = [held for held in late if held.due_s < begins_s + held.takes_s]
+            others += self._put_off.difference(others)
+        for held in others:
+            self._note_times(held, begins_s)
 
     def _note_times(self, held: Held, begins_s: float) -> None:
         """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
@@ -305,6 +312,9 @@ class PendingQueue:
         arrival_s = held.pending.arrival_s
         due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)
         held.is_lost = due_s > arrival_s + held.length_s
+        if held.is_lost:
+            held.sooner_by_s = arrival_s + (due_s - arrival_s) / RENEWAL - takes_s
+            self._put_off.add(held)
         num_counted_tokens = 0 if held.is_lost else num_tokens
         self._num_tokens += num_counted_tokens - held.num_counted_tokens
         held.due_s, held.takes_s, held.num_counted_tokens = due_s, takes_s, num_counted_tokens

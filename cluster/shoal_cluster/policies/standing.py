@@ -14,7 +14,6 @@ from shoal_cluster.policies.given import Given
 from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.look import Considered, Step
 from shoal_cluster.policies.news import News
-from shoal_cluster.policies.objective import RENEWAL
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView
@@ -211,10 +210,8 @@ class StandingPlan:
         """A look has planned ``held``. What is not certain to be decided in the same way again is not kept."""
         if not self._is_lasting:
             return
-        if held.is_lost:  # and its date comes nearer again if a replica can begin sooner
-            arrival_s = held.pending.arrival_s
-            if now <= arrival_s + (held.due_s - arrival_s) / RENEWAL - held.takes_s:
-                return
+        if held.is_lost and now <= held.sooner_by_s:
+            return
         place = bisect_left(DUE_WITHIN_S, considered.due_s - now)
         until_s = math.inf if number == 0 else held.matched_s + MAX_MATCH_AGE_S
         if place:

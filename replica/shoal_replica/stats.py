@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
+
 DUE_WITHIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, math.inf)
 
 
@@ -41,8 +43,7 @@ class Totals:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStats:
+class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The block ledger and load of one replica, as of ``time_s``. Owner: the replica's scheduler, after each step.
 
     Blocks are counted once: ``num_total_blocks = num_allocated_blocks + num_free_blocks``; of the free ones

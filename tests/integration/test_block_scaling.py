@@ -111,7 +111,7 @@ def test_a_ledger_comes_through_serve_whole(controller: Controller) -> None:
     controller.ask(ledger_metrics(stats))
     (row,) = controller.last.replicas
     assert row.stats is not None
-    assert replace(row.stats, time_s=0.0) == stats
+    assert msgspec.structs.replace(row.stats, time_s=0.0) == stats
     assert isinstance(row.stats.num_running, int)
     assert (row.replica_id, row.connected, row.num_reserved_tokens, row.age_s) == ("r0", True, 41, 0.0)
 
@@ -164,5 +164,5 @@ def test_changes_are_recorded_and_looks_are_not(controller: Controller) -> None:
 
 def test_what_replicas_record_is_what_the_policy_reads() -> None:
     names = set(ledger_metrics(make_stats()))
-    assert names <= {*ReplicaStats.__dataclass_fields__}
+    assert names <= {*ReplicaStats.__struct_fields__}
     assert all(isinstance(value, (int, float)) for value in ledger_metrics(make_stats()).values())

@@ -19,6 +19,7 @@ import uvicorn
 from fixtures.fake_core import FakeCore
 from fixtures.fake_gateway import ADMIN_KEY, CLUSTER, STATS, example_record
 from fixtures.waiting import DEADLINE_S, until
+from msgspec import structs
 
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.call import ClusterRow, ReplicaRow
@@ -339,7 +340,7 @@ def test_a_large_cluster_is_cut_to_size_with_those_in_trouble_first() -> None:
 def test_states_are_told_apart() -> None:
     rows = (
         ReplicaRow(replica_id="a", stats=STATS, connected=True),
-        ReplicaRow(replica_id="b", stats=replace(STATS, draining=True), connected=True),
+        ReplicaRow(replica_id="b", stats=structs.replace(STATS, draining=True), connected=True),
         ReplicaRow(replica_id="c", stats=STATS),
         ReplicaRow(replica_id="d", connected=True),
     )

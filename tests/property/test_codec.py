@@ -109,7 +109,7 @@ stats = st.builds(
     ReplicaStats,
     **{
         name: count
-        for name in ReplicaStats.__dataclass_fields__
+        for name in ReplicaStats.__struct_fields__
         if name not in ("time_s", "step_s", "token_s", "draining", "by_due", "due_tokens")
     }
     | {"block_size": st.integers(1, 1024)},

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 import typer
 from fixtures.cluster_views import make_stats
+from msgspec import structs
 from typer.testing import CliRunner
 
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
@@ -197,7 +198,7 @@ def test_step_times_are_found_again_from_what_replicas_tell() -> None:
     before = make_stats()
     for _ in range(40):
         steps, new, generated = rng.randrange(20), rng.randrange(300), rng.randrange(60)
-        after = replace(
+        after = structs.replace(
             before,
             num_steps=before.num_steps + steps,
             num_prompt_tokens=before.num_prompt_tokens + 512 + new,
@@ -222,7 +223,7 @@ def test_step_times_are_not_made_up_from_intervals_that_are_alike(varying: str) 
     for i in range(12):
         steps = 10 if varying == "nothing" else 10 + i
         generated = 30 + i * i if varying == "steps and outputs" else 3 * steps
-        after = replace(make_stats(), num_steps=steps, num_generated_tokens=generated, busy_s=0.03 * steps)
+        after = structs.replace(make_stats(), num_steps=steps, num_generated_tokens=generated, busy_s=0.03 * steps)
         told.append((make_stats(), after))
     with pytest.raises(ConfigError, match="too alike"):
         fit_live(told)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from shoal_cluster.sim import replica as sim_replica
 from shoal_cluster.sim.event_loop import EventLoop

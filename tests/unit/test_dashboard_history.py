@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec import structs
 
 from shoal_cluster.serve.call import ClusterRow, ReplicaRow
 from shoal_cluster.serve.dashboard.history import BUCKET_S, COARSE_S, FINE_S, History, Sample
@@ -141,7 +141,7 @@ def test_an_empty_history_has_no_samples() -> None:
 
 def cluster(num_requests: int, **tokens: int) -> ClusterRow:
     rows = tuple(
-        ReplicaRow(replica_id=i, stats=replace(STATS, num_generated_tokens=n), connected=True)
+        ReplicaRow(replica_id=i, stats=structs.replace(STATS, num_generated_tokens=n), connected=True)
         for i, n in tokens.items()
     )
     return ClusterRow(model="m", replicas=(*rows, ReplicaRow(replica_id="silent")), num_requests=num_requests)
@@ -201,7 +201,9 @@ def test_the_hit_rate_is_that_of_the_last_minute() -> None:
     meter = Meter()
     for second in range(200):
         warm = second >= 100
-        stats = replace(STATS, num_prompt_tokens=100 * second, num_cached_tokens=75 * (second - 100) if warm else 0)
+        stats = structs.replace(
+            STATS, num_prompt_tokens=100 * second, num_cached_tokens=75 * (second - 100) if warm else 0
+        )
         row = ReplicaRow(replica_id="a", stats=stats, connected=True)
         observe(meter, ClusterRow(model="m", replicas=(row,)), float(second), START_S + second)
         if second == 50:

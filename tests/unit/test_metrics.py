@@ -10,6 +10,7 @@ from random import Random
 import pytest
 from fixtures.fake_gateway import CLUSTER, STATS, example_record
 from fixtures.fake_serve import ask, serving
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal_cluster.policies.candidates import Candidates, ReplicaView
@@ -139,7 +140,7 @@ def test_what_the_view_predicted_and_its_age_are_told() -> None:
 
 
 def test_blocks_add_up_to_the_pool_and_to_the_hosts() -> None:
-    stats = replace(STATS, num_host_blocks=12, num_host_cached_blocks=5, num_blocks_out=9, num_blocks_in=4)
+    stats = structs.replace(STATS, num_host_blocks=12, num_host_cached_blocks=5, num_blocks_out=9, num_blocks_in=4)
     points = list(replica_metrics().points(stats))
     for tier, total in zip(d.TIERS, (stats.num_total_blocks, 12), strict=True):
         assert sum(p.value for p in points if p.family is d.BLOCKS and tier in p.labels) == total

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
+from msgspec import structs
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
@@ -205,7 +206,7 @@ def test_a_hit_is_worth_waiting_for_and_others_pass_meanwhile() -> None:
 
 def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
     free = make_stats(num_total_blocks=1000, max_num_seqs=64)
-    busy = replace(free, num_waiting_tokens=3000)
+    busy = structs.replace(free, num_waiting_tokens=3000)
     view = view_of(owner=busy, idle=free)
     view.apply_update("owner", busy, PREFIX, (), 0.0)
     queue = queue_of(*(pending(f"r{i:02}", 1900, arrival_s=i / 100, hashes=PREFIX) for i in range(30)))

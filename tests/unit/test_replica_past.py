@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from fixtures.engines import running_engine
 from fixtures.fake_gateway import STATS
 from fixtures.fake_serve import ask, serving
 from fixtures.replicas import replica
 from fixtures.waiting import until
+from msgspec import structs
 
 from shoal_cluster.serve.block_map import block_map, decode_block_map, encode_block_map
 from shoal_cluster.serve.feed import FeedServer
@@ -23,12 +22,16 @@ START_S = 1_700_000_000.0  # the begin of a bucket
 async def test_a_bucket_keeps_the_peak_and_the_mean_rate() -> None:
     async with running_engine() as (engine, _, _):
         past = ReplicaPast(engine)
-        past.add(replace(STATS, time_s=START_S))
+        past.add(structs.replace(STATS, time_s=START_S))
         before = len(past.samples())
-        past.add(replace(STATS, time_s=START_S + 10, num_allocated_blocks=60, num_waiting=5, num_generated_tokens=512))
-        past.add(replace(STATS, time_s=START_S + 19, num_generated_tokens=772))
+        past.add(
+            structs.replace(
+                STATS, time_s=START_S + 10, num_allocated_blocks=60, num_waiting=5, num_generated_tokens=512
+            )
+        )
+        past.add(structs.replace(STATS, time_s=START_S + 19, num_generated_tokens=772))
         assert len(past.samples()) == before, "the bucket has not ended"
-        past.add(replace(STATS, time_s=START_S + 21))
+        past.add(structs.replace(STATS, time_s=START_S + 21))
         assert past.samples()[-1] == PastSample(
             time_s=START_S + PAST_BUCKET_S,
             tokens_per_s=40.0,  # (772 - 12) / 19 s
@@ -44,7 +47,7 @@ async def test_the_past_is_bounded_and_survives_its_encoding() -> None:
     async with running_engine() as (engine, _, _):
         past = ReplicaPast(engine)
         for i in range(int(24 * 3600 / PAST_BUCKET_S)):
-            past.add(replace(STATS, time_s=START_S + i * PAST_BUCKET_S))
+            past.add(structs.replace(STATS, time_s=START_S + i * PAST_BUCKET_S))
         samples = past.samples()
         assert len(samples) == PAST_S / PAST_BUCKET_S
         assert decode_past(past.encoded()) == samples

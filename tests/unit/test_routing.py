@@ -12,6 +12,7 @@ import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from shoal_cluster.policies.baselines import ROUTINGS, place
 from shoal_cluster.policies.candidates import Candidates
@@ -242,7 +243,9 @@ def test_more_free_blocks_never_rank_a_replica_lower(
     for row in rows:
         if row.replica_id == chosen and row.stats is not None:
             more = data.draw(st.integers(row.stats.num_free_blocks, row.stats.num_total_blocks))
-            stats = replace(row.stats, num_free_blocks=more, num_allocated_blocks=row.stats.num_total_blocks - more)
+            stats = structs.replace(
+                row.stats, num_free_blocks=more, num_allocated_blocks=row.stats.num_total_blocks - more
+            )
             row = replace(row, stats=stats)
         freed.append(row)
     after = decision_of(query, *freed, seed=seed).ranked

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from fixtures.cluster_views import make_row, make_stats
+from msgspec import structs
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.stall import LOOK_S, Progress, Stalls, stalled
@@ -86,9 +85,9 @@ def test_who_stalls_is_found_once_and_takes_nothing_until_its_step_ends() -> Non
     found = [gateway.hear("b", make_stats(num_running=1, busy_s=i, token_s=1e-4), 1.0 + i * 0.15) for i in range(1, 12)]
     assert found == [[]] * 7 + [["a"]] + [[]] * 3, "0.15 s after the step has taken a second"
     assert not gateway.takes("a")
-    gateway.hear("a", replace(busy, num_waiting=1), 3.0)
+    gateway.hear("a", structs.replace(busy, num_waiting=1), 3.0)
     assert not gateway.takes("a")
-    gateway.hear("a", replace(busy, busy_s=3.0), 3.1)
+    gateway.hear("a", structs.replace(busy, busy_s=3.0), 3.1)
     assert gateway.takes("a")
 
 

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
+from msgspec import structs
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
@@ -56,7 +57,7 @@ def test_who_waits_goes_before_what_yields_once_another_tenant_was_served() -> N
 
 @pytest.mark.parametrize(("silent", "is_kept"), [("gone", True), ("draining", True), ("busy", False)])
 def test_stale_stats_of_who_takes_nothing_begin_no_look_anew(silent: str, is_kept: bool) -> None:
-    view = view_of(busy=BUSY, gone=BUSY, draining=replace(BUSY, draining=True))
+    view = view_of(busy=BUSY, gone=BUSY, draining=structs.replace(BUSY, draining=True))
     view.disconnect("gone")
     queue = PendingQueue(HoldConfig())
     queue.push(pending("waits", 640))
@@ -71,7 +72,9 @@ def test_stale_stats_of_who_takes_nothing_begin_no_look_anew(silent: str, is_kep
 @pytest.mark.parametrize("changed", [(), (0,), (1, 2)])
 def test_a_plan_kept_in_part_is_one_of_that_part_alone(num_kept: int, changed: tuple[int, ...]) -> None:
     """Given away in turns, to replicas that then have more to do and room for fewer."""
-    rows = [make_row(name, stats=replace(BUSY, num_waiting_tokens=200 * place)) for place, name in enumerate("abc")]
+    rows = [
+        make_row(name, stats=structs.replace(BUSY, num_waiting_tokens=200 * place)) for place, name in enumerate("abc")
+    ]
     plan = Plan(Candidates.of(rows), WEIGHTS, max_steps_ahead=1.0)
     matched = np.zeros(len(rows), np.int64)
 
@@ -83,7 +86,7 @@ def test_a_plan_kept_in_part_is_one_of_that_part_alone(num_kept: int, changed: t
     assert plan.num_startable == 0
     for place in changed:
         rows[place] = replace(
-            rows[place], stats=replace(BUSY, num_free_blocks=50 - place, num_allocated_blocks=50 + place)
+            rows[place], stats=structs.replace(BUSY, num_free_blocks=50 - place, num_allocated_blocks=50 + place)
         )
     snapshot = Candidates.of(rows)
     plan.keep(snapshot, changed, num_kept)

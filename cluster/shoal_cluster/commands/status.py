@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
@@ -69,7 +69,8 @@ def _as_json(cluster: ClusterRow) -> dict[str, Any]:
     from shoal_cluster.serve.ledger import sum_blocks
 
     ledger = sum_blocks(cluster.replicas)
-    body = asdict(cluster) | {"blocks": asdict(ledger) | {"utilization": ledger.utilization}}
+    body: dict[str, Any] = msgspec.to_builtins(cluster)
+    body["blocks"] = msgspec.to_builtins(ledger) | {"utilization": ledger.utilization}
     for row, replica in zip(cluster.replicas, body["replicas"], strict=True):
         if row.stats is not None:
             replica["stats"]["utilization"] = row.stats.utilization

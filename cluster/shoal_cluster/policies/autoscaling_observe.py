@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from msgspec import structs
+
 from shoal_cluster.policies.autoscaling_state import Capacity, Held, Progress, Sample, ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 from shoal_cluster.policies.view import ReplicaView
@@ -99,7 +101,9 @@ def _sample(
         done = Progress(now, stats.num_steps, _computed(stats), stats.busy_s, stats)
         progress[row.replica_id] = done
         if before is None and stats.busy_s < COST_PERIOD_S:  # it is new: all that it has done is news
-            before = Progress(now, 0, 0, 0.0, replace(stats, num_prompt_tokens=0, num_cached_tokens=0, num_finished=0))
+            before = Progress(
+                now, 0, 0, 0.0, structs.replace(stats, num_prompt_tokens=0, num_cached_tokens=0, num_finished=0)
+            )
         if before is None:
             continue
         num_begun += max(0, stats.num_prompt_tokens - before.last.num_prompt_tokens)

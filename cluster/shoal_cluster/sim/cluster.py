@@ -14,14 +14,18 @@ from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.gateway import SimGateway
-from shoal_cluster.sim.replica import FeedMessage, SimReplica
+from shoal_cluster.sim.replica import EndedReplica, FeedMessage, SimReplica
 from shoal_cluster.sim.scaler import SimScaler
 from shoal_cluster.sim.shared_pool import SharedIndex, SharedPool
 from shoal_cluster.sim.workload import SimRequest
 
 
 class SimCluster:
-    """Gateways and replicas on one simulated clock."""
+    """Gateways and replicas on one simulated clock.
+
+    Attributes:
+        ended_beside: what a run has left of replicas that were simulated in another process; they are not here.
+    """
 
     def __init__(self, config: SimConfig) -> None:
         self.config = config
@@ -48,7 +52,8 @@ class SimCluster:
         self._numbers = itertools.count()
         for _ in range(config.num_replicas):
             self._start_replica()
-        self.loop.after(config.heartbeat_s, self._beat)
+        self.start_beats()
+        self.ended_beside: list[EndedReplica] | None = None
         self.scaler: SimScaler | None = None
         if config.scaling is not None:
             self.scaler = SimScaler(
@@ -74,18 +79,30 @@ class SimCluster:
         gateway = self.gateways[self._rng.randrange(len(self.gateways))]
         self.loop.at(request.arrival_s, lambda: gateway.take(request))
 
+    def ended(self) -> list[EndedReplica]:
+        """All replicas that there have been, at the end of a run."""
+        if self.ended_beside is not None:
+            return self.ended_beside
+        return [replica.ended() for replica in (*self.replicas.values(), *self.retired)]
+
     # Feeds
 
-    def _publish(self, replica: SimReplica, message: FeedMessage) -> None:
-        self.loop.after(self.config.feed_delay_s, lambda: self._hear(replica, message))
-
-    def _hear(self, replica: SimReplica, message: FeedMessage) -> None:
+    def hear(self, replica_id: str, message: FeedMessage) -> None:
+        """A replica's news have arrived."""
         for delta in message.deltas:
             self.book.take(delta, self.loop.now)
         for gateway in self.gateways:
-            gateway.hear(replica, message)
-        if replica.draining and not replica.scheduler.has_work:
+            gateway.hear(replica_id, message)
+        replica = self.replicas.get(replica_id)
+        if replica is not None and replica.draining and not replica.scheduler.has_work:
             self._retire(replica)
+
+    def start_beats(self) -> None:
+        """Let idle replicas say now and then that they are there."""
+        self.loop.after(self.config.heartbeat_s, self._beat, last=True)
+
+    def _publish(self, replica: SimReplica, message: FeedMessage) -> None:
+        self.loop.after(self.config.feed_delay_s, lambda: self.hear(replica.replica_id, message))
 
     def _beat(self) -> None:
         if not self.book.num_open:
@@ -93,7 +110,7 @@ class SimCluster:
         for replica in self.replicas.values():
             if replica.is_idle:
                 replica.beat()
-        self.loop.after(self.config.heartbeat_s, self._beat)
+        self.start_beats()
 
     # Replicas
 

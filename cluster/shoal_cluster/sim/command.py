@@ -107,7 +107,7 @@ def _run(config: SimConfig, arrivals: Sequence[SimRequest], plot: Path | None, a
     cluster = SimCluster(config)
     timeline = Timeline(cluster, PLOT_INTERVAL_S) if plot is not None else None
     with Progress(cluster, len(arrivals)):
-        run(cluster, arrivals)
+        run(cluster, arrivals, is_watched=timeline is not None)
     result = report(cluster)
     typer.echo(result.to_json() if as_json else result.summary())
     if plot is not None and timeline is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from random import Random
+from typing import Protocol
 
 from shoal_cluster.policies.admission import admit
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
@@ -21,18 +22,30 @@ from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
-from shoal_cluster.sim.replica import FeedMessage, Promise, SimReplica
-from shoal_cluster.sim.steady import FIRST_OUTPUT_TOKEN_ID, CompactRequest
+from shoal_cluster.sim.replica import FeedMessage, Order, Promise
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.errors import ResourceExhausted
-from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.prefix_cache import BlockHash
+
+
+class Target(Protocol):
+    """A replica as gateways reach it; see ``SimReplica``."""
+
+    @property
+    def draining(self) -> bool: ...
+
+    def place(self, order: Order, request: SimRequest, block_hashes: tuple[BlockHash, ...]) -> None: ...
+
+    def hand_back(self, request_id: str) -> bool: ...
+
+    def wish(self, gateway_id: str, wishes: tuple[Wish, ...]) -> None: ...
 
 
 class SimGateway:
     """Admits, holds and places requests by what it has heard of the replicas.
 
     Args:
-        replicas: those that are alive, by id; the cluster's own mapping.
+        targets: the replicas that are alive, by id; the cluster's own mapping.
     """
 
     def __init__(
@@ -41,7 +54,7 @@ class SimGateway:
         config: SimConfig,
         loop: EventLoop,
         book: Book,
-        replicas: Mapping[str, SimReplica],
+        targets: Mapping[str, Target],
         view: ClusterView,
         rng: Random,
     ) -> None:
@@ -54,7 +67,7 @@ class SimGateway:
         self._config = config
         self._loop = loop
         self._book = book
-        self._replicas = replicas
+        self.targets = targets
         self._rng = rng
         self._memory = RoutingMemory()
         self._stalls = Stalls()
@@ -107,13 +120,13 @@ class SimGateway:
         self.view.release(request_id)
         self._place(query, self.view.candidates(query.block_hashes, self._loop.now))
 
-    def hear(self, replica: SimReplica, message: FeedMessage) -> None:
+    def hear(self, replica_id: str, message: FeedMessage) -> None:
         """A replica's news arrive."""
         now, stats = self._loop.now, message.stats
-        stats = None if stats is None else self._stalls.hear(replica.replica_id, stats, now)
-        self.view.apply_update(replica.replica_id, stats, message.stored, message.removed, now)
-        for replica_id, _ in self._stalls.look(self.view, now):
-            self._loop.after(self._config.feed_delay_s, partial(self._recall, replica_id))
+        stats = None if stats is None else self._stalls.hear(replica_id, stats, now)
+        self.view.apply_update(replica_id, stats, message.stored, message.removed, now)
+        for stalled_id, _ in self._stalls.look(self.view, now):
+            self._loop.after(self._config.feed_delay_s, partial(self._recall, stalled_id))
         if message.added:
             self.view.settle(message.added)
         for delta in message.deltas:
@@ -122,9 +135,9 @@ class SimGateway:
         if self._is_one_of_many:
             others = [p for p in message.promised if p.gateway_id != self._gateway_id]
             num_blocks, num_tokens = sum(p.num_blocks for p in others), sum(p.num_tokens for p in others)
-            self.view.set_foreign(replica.replica_id, len(others), num_blocks, num_tokens)
+            self.view.set_foreign(replica_id, len(others), num_blocks, num_tokens)
             wishes = [wish for of, wish in message.wishes if of != self._gateway_id]
-            self.view.set_wishes(replica.replica_id, wishes)
+            self.view.set_wishes(replica_id, wishes)
         if self.queue:
             self._take_turn()
 
@@ -164,7 +177,7 @@ class SimGateway:
 
     def _recall(self, replica_id: str) -> None:
         """A replica has stalled: what has not started there is held again, for another one that could take it."""
-        outcomes, replica = self._book.outcomes, self._replicas.get(replica_id)
+        outcomes, replica = self._book.outcomes, self.targets.get(replica_id)
         candidates = self.view.candidates((), self._loop.now)
         for request_id, pending in tuple(self._sent.items()):
             if outcomes[request_id].replica_id != replica_id or replica is None:
@@ -184,7 +197,7 @@ class SimGateway:
         """Tell each replica what this gateway means to send it, as far as it is news."""
         for replica_id in {**self._told, **wishes}:
             of_it = wishes.get(replica_id, ())
-            if of_it != self._told.get(replica_id, ()) and (replica := self._replicas.get(replica_id)) is not None:
+            if of_it != self._told.get(replica_id, ()) and (replica := self.targets.get(replica_id)) is not None:
                 replica.wish(self._gateway_id, of_it)
         self._told = wishes
 
@@ -208,29 +221,17 @@ class SimGateway:
         yields: bool = False,
     ) -> bool:
         request = self._book.requests[query.request_id]
-        replica = self._replicas.get(replica_id)
+        replica = self.targets.get(replica_id)
         if replica is None or replica.draining:
             return False
-        engine_request = CompactRequest(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids(),
-            sampling_params=SamplingParams(
-                max_tokens=request.num_output_tokens, temperature=0.0, seed=0, ignore_eos=True
-            ),
-            arrival_s=self._loop.now,
-            due_s=due_s,
-            tenant=request.tenant,
-            yields=yields,
-            block_hashes=query.block_hashes,
-            output_token_ids=(FIRST_OUTPUT_TOKEN_ID,) * self._book.outcomes[query.request_id].num_output_tokens,
-        )
+        outcome = self._book.outcomes[query.request_id]
         num_blocks, num_tokens = uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks)
         promise = Promise(query.request_id, self._gateway_id, num_blocks, num_tokens) if self._is_one_of_many else None
         try:
-            replica.add(engine_request, promise)
+            order = Order(query.request_id, due_s, yields, outcome.num_output_tokens, promise)
+            replica.place(order, request, query.block_hashes)
         except ResourceExhausted:
             return False
-        outcome = self._book.outcomes[query.request_id]
         outcome.replica_id = replica_id
         num_cached_tokens = num_matched_blocks * query.block_size
         outcome.num_predicted_tokens = min(num_cached_tokens, query.num_prompt_tokens - 1)

@@ -7,16 +7,20 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.config import Stall
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.latency import StepTime
-from shoal_cluster.sim.steady import SteadyScheduler
+from shoal_cluster.sim.steady import FIRST_OUTPUT_TOKEN_ID, CompactRequest, SteadyScheduler
+from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.executor import SchedulerOutput
 from shoal_replica.prefill_pace import PrefillPace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
+from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.stats import ReplicaStats
 
 BEAT_S = 0.03  # into a step that does not end, its replica tells of the work that it has
@@ -24,8 +28,7 @@ GATHER_S = 0.005  # how long wishes are gathered before the gateways are told
 MAX_STRETCH_S = 1.0  # replicas report at least as often
 
 
-@dataclass(frozen=True, slots=True)
-class FeedMessage:
+class FeedMessage(msgspec.Struct, frozen=True):
     """What a replica tells the gateways after a step, or as soon as one has promised it something.
 
     ``added``: requests that ``stats`` is first to count; ``promised``: those that it does not count yet. No ``stats``:
@@ -41,14 +44,38 @@ class FeedMessage:
     wishes: tuple[tuple[str, Wish], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
+class Promise(msgspec.Struct, frozen=True):
     """Room that a gateway has reserved for a request it sends."""
 
     request_id: str
     gateway_id: str
     num_blocks: int
     num_tokens: int
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A request as a gateway sends it: the rest of it the replica finds in the trace.
+
+    ``num_output_tokens`` of it have come from another replica; ``due_s`` and ``yields`` as in Request.
+    """
+
+    request_id: str
+    due_s: float = math.inf
+    yields: bool = False
+    num_output_tokens: int = 0
+    promise: Promise | None = None
+
+
+class EndedReplica(msgspec.Struct, frozen=True):
+    """A replica at the end of a run, its books checked: what it tells, its seconds of work and since when it was there,
+    and how many blocks it caches.
+    """
+
+    stats: ReplicaStats
+    busy_s: float
+    started_s: float
+    num_cached_blocks: int
+    replica_id: str
 
 
 class SimReplica:
@@ -77,7 +104,7 @@ class SimReplica:
         self.started_s = loop.now
         self._loop = loop
         self._step_time = step_time
-        self._publish = publish
+        self.publish = publish
         self._stalls = tuple(stall for stall in stalls if stall.replica_id == replica_id)
         self._added: list[str] = []
         self._promised: list[Promise] = []  # of those
@@ -94,6 +121,23 @@ class SimReplica:
         """No step is running or about to."""
         return not self._is_stepping
 
+    def place(self, order: Order, request: SimRequest, block_hashes: tuple[BlockHash, ...]) -> None:
+        """A gateway sends ``request``, of so many full blocks. Raises ResourceExhausted as the scheduler does."""
+        engine_request = CompactRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids(),
+            sampling_params=SamplingParams(
+                max_tokens=request.num_output_tokens, temperature=0.0, seed=0, ignore_eos=True
+            ),
+            arrival_s=self._loop.now,
+            due_s=order.due_s,
+            tenant=request.tenant,
+            yields=order.yields,
+            block_hashes=block_hashes,
+            output_token_ids=(FIRST_OUTPUT_TOKEN_ID,) * order.num_output_tokens,
+        )
+        self.add(engine_request, order.promise)
+
     def add(self, request: Request, promise: Promise | None = None) -> None:
         """Queue a request; tell of its ``promise``. Raises ResourceExhausted as the scheduler does."""
         self.scheduler.add(request)
@@ -104,7 +148,7 @@ class SimReplica:
         self._cut_stretch()
         if not self._is_stepping:
             self._is_stepping = True
-            self._loop.at(self._loop.now, self._start_step)
+            self._loop.at(self._loop.now, self._start_step, last=True)
 
     def wish(self, gateway_id: str, wishes: tuple[Wish, ...]) -> None:
         """A gateway means to send these: the others are to know soon."""
@@ -112,11 +156,11 @@ class SimReplica:
         self._wishes = (*others, *((gateway_id, wish) for wish in wishes))
         if not self._is_telling:
             self._is_telling = True
-            self._loop.after(GATHER_S, self._tell_promises)
+            self._loop.after(GATHER_S, self._tell_promises, last=True)
 
     def _tell_promises(self) -> None:
         self._is_telling = False
-        self._publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes))
+        self.publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes))
 
     def hand_back(self, request_id: str) -> bool:
         """Give a request up if nothing of it has been computed."""
@@ -146,11 +190,20 @@ class SimReplica:
         added, self._added = tuple(self._added), []
         self._promised.clear()
         stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s, self._pace.token_s)
-        self._publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas, (), self._wishes))
+        self.publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas, (), self._wishes))
 
     def beat(self) -> None:
         """It is alive, and all that it told last is still true."""
-        self._publish(self, FeedMessage(None, (), (), (), (), (), self._wishes))
+        self.publish(self, FeedMessage(None, (), (), (), (), (), self._wishes))
+
+    def ended(self) -> EndedReplica:
+        """At the end of a run. Checks that the books agree and nothing is held."""
+        self.scheduler.check_invariants()
+        assert not self.scheduler.has_work
+        stats = self.scheduler.stats(self._loop.now)
+        assert stats.num_allocated_blocks == 0
+        num_cached_blocks = len(list(self.scheduler.cache_hashes()))
+        return EndedReplica(stats, self.busy_s, self.started_s, num_cached_blocks, self.replica_id)
 
     def _abort_all(self) -> None:
         request_ids = self.scheduler.request_ids()
@@ -174,8 +227,8 @@ class SimReplica:
         num_steps = self.scheduler.num_steady_steps(output, max_steps)
         if num_steps == 1:
             if stalled_s > BEAT_S:
-                self._loop.after(BEAT_S, lambda: self.tell(()))
-            self._loop.at(now + step_s, lambda: self._end_step(output, step_s))
+                self._loop.after(BEAT_S, lambda: self.tell(()), last=True)
+            self._loop.at(now + step_s, lambda: self._end_step(output, step_s), last=True)
             return
         stalls_s = min((stall.from_s for stall in self._stalls if stall.from_s > now), default=math.inf)
         steps_s = [self._step_time.decode(num_alike, num_alike_tokens + i * num_alike) for i in range(num_steps)]
@@ -183,7 +236,7 @@ class SimReplica:
         num_steps = min(num_steps, bisect_left(ends_s, stalls_s) + 1)  # a step that begins later is none of the stretch
         del ends_s[num_steps:]
         stretch = self._stretch = _Stretch(steps_s, ends_s)
-        self._loop.at(ends_s[-1], lambda: self._end_stretch(stretch, num_steps))
+        self._loop.at(ends_s[-1], lambda: self._end_stretch(stretch, num_steps), last=True)
 
     def _end_step(self, output: SchedulerOutput, step_s: float) -> None:
         self._step_s = step_s
@@ -201,7 +254,7 @@ class SimReplica:
         num_steps = min(bisect_left(stretch.ends_s, self._loop.now) + 1, len(stretch.ends_s))
         if num_steps < len(stretch.ends_s):
             del stretch.ends_s[num_steps:]
-            self._loop.at(stretch.ends_s[-1], lambda: self._end_stretch(stretch, num_steps))
+            self._loop.at(stretch.ends_s[-1], lambda: self._end_stretch(stretch, num_steps), last=True)
 
     def _end_stretch(self, stretch: _Stretch, num_steps: int) -> None:
         if num_steps != len(stretch.ends_s):

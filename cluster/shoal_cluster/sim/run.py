@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.conservation import check_conservation
+from shoal_cluster.sim.parallel import can_part, run_beside
 from shoal_cluster.sim.report import Distribution, SimReport
 from shoal_cluster.sim.workload import SimRequest
 
@@ -23,12 +24,18 @@ def simulate(config: SimConfig, requests: Sequence[SimRequest]) -> SimReport:
     return report(run(SimCluster(config), requests))
 
 
-def run(cluster: SimCluster, requests: Sequence[SimRequest]) -> SimCluster:
-    """The same for a cluster that is there: back when every request has ended and every count adds up."""
+def run(cluster: SimCluster, requests: Sequence[SimRequest], *, is_watched: bool = False) -> SimCluster:
+    """The same for a cluster that is there: back when every request has ended and every count adds up.
+
+    ``is_watched``: its replicas are looked at meanwhile or afterwards, so that they have to stay in this process.
+    """
     for request in requests:
         cluster.arrive(request)
     with _seldom_collected():
-        cluster.loop.run()
+        if not is_watched and can_part(cluster):
+            run_beside(cluster)
+        else:
+            cluster.loop.run()
     check_conservation(cluster)
     return cluster
 
@@ -50,9 +57,9 @@ def _seldom_collected() -> Iterator[None]:
 def report(cluster: SimCluster) -> SimReport:
     """Of a run that has ended."""
     outcomes = cluster.book.outcomes
-    everyone = [*cluster.replicas.values(), *cluster.retired]
+    everyone = cluster.ended()
     finished = [o for o in outcomes.values() if o.finished_s is not None]
-    stats = [r.scheduler.stats(cluster.loop.now) for r in everyone]
+    stats = [r.stats for r in everyone]
     first_s = min((o.arrival_s for o in outcomes.values()), default=0.0)
     last_s = max((o.finished_s or 0.0 for o in finished), default=first_s)
     num_prompt = sum(o.num_prompt_tokens for o in finished)

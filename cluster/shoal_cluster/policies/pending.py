@@ -204,6 +204,8 @@ class PendingQueue:
             if len(steps) == len(order):
                 self._standing.settle()
             return None
+        if len(steps) == num_kept + 1:
+            self._standing.close_ranks()
         if kept:  # its match is as of now, by all news
             draws[0] = view.candidates((), now).matching(kept[0].given.matched), order[0][0].seed or 0
         self._has_unplanned = plans_all

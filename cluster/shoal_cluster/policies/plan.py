@@ -59,6 +59,7 @@ class Plan:
         self._unread: set[int] = set()  # places of news that moved nothing
         self._taken: frozenset[int] = frozenset()  # places of what is ``given``
         self._tempted: list[Given] = []  # of what is given, what others might be better for
+        self._taken_back: tuple[list[Given], list[int], Ints] = [], [], NO_BLOCKS  # last, and the columns before that
         self._costs: Floats = NOTHING  # of the queries considered now
         self._sequence_prices: Floats = NOTHING
         self._blocks: Ints = NO_BLOCKS
@@ -226,9 +227,21 @@ class Plan:
     def take_back(self, num_kept: int) -> list[Given]:
         """Only the first so many were given. Returns the others."""
         taken = self.given[num_kept:]
+        if not taken:
+            return []
+        places = {given.place for given in taken}
+        self._taken_back = taken, list(places), self._promised.at(places)
         del self.given[num_kept:]
-        self._reset({given.place for given in taken})
+        self._reset(places)
         return taken
+
+    def undo_take_back(self) -> None:
+        """Give again what was taken back last; nothing has been given since."""
+        taken, places, there = self._taken_back
+        self.given += taken
+        self._costs = NOTHING
+        self._promised.restore(places, there)
+        self.differ(self._differing.keys() & places)
 
     def differ(self, places: Iterable[int]) -> None:
         """Replicas there are not as they were to what was taken back: ``stands`` looks at them."""

@@ -123,6 +123,19 @@ class Promised:
             self._num_open += _note(self._open, places, self._may_start(by_snapshot, places))
             self._num_startable += _note(self._startable, places, self._may_start(columns, places))
 
+    def at(self, places: Collection[int]) -> Ints:
+        """The columns there, all promises counted in [10, places]."""
+        there: Ints = self.columns[:, list(places)]
+        return there
+
+    def restore(self, places: Collection[int], there: Ints) -> None:
+        """Make the columns there ``there`` again."""
+        self.columns  # noqa: B018
+        self._own()
+        self._columns[:, list(places)] = there
+        if self._open is not None:
+            self._num_startable += _note(self._startable, places, self._may_start(self._columns, places))
+
     def _own(self) -> None:
         if self.is_untouched:
             self.is_untouched, self._columns = False, self._columns.copy()  # it is the snapshot's

@@ -19,7 +19,7 @@ from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.stats import DUE_WITHIN_S
 
-MAX_MATCH_AGE_S = 0.5
+MAX_MATCH_AGE_S = 1.0
 MAX_NEWS = 32  # with news of more replicas at once all is looked at again,
 MAX_EARLIER = 128  # and with more that was taken back: most of it has gone
 EPSILON_S = 1e-9
@@ -56,6 +56,7 @@ class StandingPlan:
         self._after_gap: list[Planned] = []  # planned, too, but not all before them are
         self._earlier: dict[Held, Planned] = {}  # what was taken back, in order: most of it stands
         self._offered: Planned | None = None
+        self._made_way: tuple[list[Planned], dict[Held, Planned]] | None = None  # for a newcomer, and ``_earlier`` then
         self._again: dict[int, Planned] = {}  # what a look has left as it was, by the identity of ``considered``
         self._plan: Plan | None = None
         self._made_for: tuple[object, ...] = ()
@@ -143,7 +144,7 @@ class StandingPlan:
         """The requests are to be considered in this ``order``, with the dates when they are due: how many of the first
         are ``planned``, the others no longer.
         """
-        num_kept = len(self.planned)
+        num_kept, self._made_way = len(self.planned), None
         if not num_kept:
             self._order, self._until_s = order, math.inf
             if not plan.is_untouched:
@@ -155,12 +156,27 @@ class StandingPlan:
                     num_kept = number
                     break
             num_kept = min(num_kept, len(order))
+            after, earlier = self.planned[num_kept:], self._earlier
             self._set_back(plan, plan.take_back(num_kept))
+            if after and num_kept < len(order) and all(order[num_kept][0] is not planned.held for planned in after):
+                self._made_way = after, earlier
             self._order, self._until_s = order, min((planned.until_s for planned in self.planned), default=math.inf)
         if num_kept:  # its match is as of now, by all news
             first = self.planned[0].held
             first.matched, first.matched_s = plan.given[0].matched, now
         return num_kept
+
+    def close_ranks(self) -> None:
+        """The look has sent the first that was not planned, and decided of nobody else. If it was a newcomer to the
+        order, all after it is planned again as before it came; that it has gone is news of its replica.
+        """
+        if self._made_way is None or self._plan is None:
+            return
+        after, self._earlier = self._made_way
+        self.planned += after
+        self._until_s = min(planned.until_s for planned in self.planned)
+        self._plan.mend(bool(self._earlier))
+        self._plan.undo_take_back()
 
     def offer(self, number: int, held: Held, due_s: float, now: float) -> Considered | None:
         """``held`` is considered next: as before, if what was decided of it may stand."""

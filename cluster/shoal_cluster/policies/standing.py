@@ -19,7 +19,7 @@ from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.stats import DUE_WITHIN_S
 
-MAX_MATCH_AGE_S = 1.0
+MAX_MATCH_AGE_S = 0.5
 MAX_NEWS = 32  # with news of more replicas at once all is looked at again,
 MAX_EARLIER = 128  # and with more that was taken back: most of it has gone
 EPSILON_S = 1e-9

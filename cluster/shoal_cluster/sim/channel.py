@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
+import time
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 LENGTH_BYTES, CHUNK_BYTES = 4, 2**18
+
+SPIN_S = 0.002 if (os.cpu_count() or 1) > 1 else 0.0
+"""Who waits asks again and again for so long before it sleeps: to be woken takes as long as a window does."""
 
 Message = TypeVar("Message")
 
@@ -23,8 +28,8 @@ class Channel(Generic[Message]):
     def __init__(self, side: socket.socket, kind: Any) -> None:
         self._socket = side
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind)
-        self._come = bytearray()
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._come = b""
 
     def send(self, message: msgspec.Struct) -> None:
         """Takes what comes while there is no room: else two that send much to each other would wait for ever.
@@ -35,11 +40,12 @@ class Channel(Generic[Message]):
         body = self._encode(message)
         rest = memoryview(len(body).to_bytes(LENGTH_BYTES, "big") + body)
         while rest:
-            can_read, can_write, _ = select.select([self._socket], [self._socket], [])
-            if can_write:
+            try:
                 rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
-            elif can_read:
-                self._take()
+            except BlockingIOError:
+                can_read, _, _ = select.select([self._socket], [self._socket], [])
+                if can_read:
+                    self._take()
 
     def receive(self) -> Message:
         """The next message, once it is here. Raises as ``send`` does."""
@@ -48,12 +54,19 @@ class Channel(Generic[Message]):
         end = LENGTH_BYTES + int.from_bytes(self._come[:LENGTH_BYTES], "big")
         while len(self._come) < end:
             self._take()
-        body = bytes(self._come[LENGTH_BYTES:end])
-        del self._come[:end]
-        return self._decoder.decode(body)
+        body, self._come = self._come[LENGTH_BYTES:end], self._come[end:]
+        message: Message = self._decode(body)
+        return message
 
     def _take(self) -> None:
-        come = self._socket.recv(CHUNK_BYTES)
+        give_up_s = time.perf_counter() + SPIN_S
+        come = None
+        while come is None:
+            try:
+                come = self._socket.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if time.perf_counter() > give_up_s:
+                    come = self._socket.recv(CHUNK_BYTES)
         if not come:
             raise EOFError("the other process has gone")
         self._come += come

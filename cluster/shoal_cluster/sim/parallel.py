@@ -25,11 +25,14 @@ from shoal_cluster.sim.replica import EndedReplica, FeedMessage, Order, SimRepli
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.prefix_cache import BlockHash
 
-MIN_REPLICAS = 128
-"""With fewer, windows in which little happens take as long as what happens in them."""
+MIN_REPLICAS = 256
+"""With fewer, a window takes as long as what happens in it."""
 
-WINDOWS = 2.004
-"""In a feed delay. Two, but for what dates are rounded by."""
+WINDOWS = 2
+"""In a feed delay: with more of them either side may fall further behind the other, but each costs a message."""
+
+ROUNDING = 1.001
+"""Windows are so much shorter than that: what is told in one arrives in none too early, however dates are rounded."""
 
 GRACE_S = 5.0
 
@@ -101,25 +104,29 @@ def run_beside(cluster: SimCluster) -> None:
             process.join()
 
 
+def _window_s(cluster: SimCluster) -> float:
+    return cluster.config.feed_delay_s / WINDOWS / ROUNDING
+
+
 def _serve_gateways(cluster: SimCluster, channel: Channel[News | Ended | Failed]) -> list[EndedReplica]:
     loop, delay_s = cluster.loop, cluster.config.feed_delay_s
-    replica_ids = list(cluster.replicas)
+    replica_ids, window_s = list(cluster.replicas), _window_s(cluster)
     cluster.replicas.clear()
     orders: list[tuple[float, int, Order]] = []
     for gateway in cluster.gateways:
         gateway.targets = {name: _Remote(number, loop, orders) for number, name in enumerate(replica_ids)}
-    window, num_left = 0, 5  # windows after the last token: until the last news have come
+    window, num_left = 0, 2 * WINDOWS + 1  # windows after the last token: until the last news have come
     while num_left:
-        if window >= 2:
+        if window >= WINDOWS:
             for told_s, number, message in _expect(channel, News).news:
                 loop.at(told_s + delay_s, partial(cluster.hear, replica_ids[number], message))
         window += 1
-        loop.run_until(window * delay_s / WINDOWS)
+        loop.run_until(window * window_s)
         channel.send(Orders(orders))
         orders.clear()
         num_left -= not cluster.book.num_open
     channel.send(Stop())
-    for _ in range(2):
+    for _ in range(WINDOWS):
         _expect(channel, News)
     return _expect(channel, Ended).replicas
 
@@ -149,14 +156,14 @@ def _obey(cluster: SimCluster, channel: Channel[Orders | Stop]) -> None:
         replica.publish = partial(publish, number)
     loop.stop()  # what has been set is for gateways
     cluster.start_beats()
-    window = 0
+    window, window_s = 0, _window_s(cluster)
     while not isinstance(message := channel.receive(), Stop):
         for sent_s, number, order in message.orders:
             loop.run_until(sent_s)
             request = requests[order.request_id]
             replicas[number].place(order, request, request.block_hashes(block_size))
         window += 1
-        loop.run_until(window * cluster.config.feed_delay_s / WINDOWS)
+        loop.run_until(window * window_s)
         channel.send(News(news))
         news.clear()
     channel.send(Ended([replica.ended() for replica in replicas]))

@@ -12,6 +12,7 @@ from fixtures.cluster_views import make_query, make_stats
 from shoal_cluster.policies import look
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.standing import StandingPlan
@@ -35,9 +36,11 @@ CONFIG = SimConfig(
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of how many requests looks did not decide again: those before all that they decided, and those after one of them;
-    and how many looks were none, for nothing had moved. Prompts are looked up when they are considered.
+    how many looks were none, for nothing had moved; and how many newcomers went and left those behind them planned.
+    Prompts are looked up when they are considered.
     """
-    kept = [0, 0, 0]
+    kept = [0, 0, 0, 0]
+    real_undo = Plan.undo_take_back
     real_keep, real_again, real_is_settled = StandingPlan.keep, StandingPlan.again, StandingPlan.is_settled
 
     def counting_keep(self: StandingPlan, *arguments: object) -> int:
@@ -55,6 +58,11 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         kept[2] += is_settled
         return is_settled
 
+    def counting_undo(self: Plan) -> None:
+        kept[3] += 1
+        real_undo(self)
+
+    monkeypatch.setattr(Plan, "undo_take_back", counting_undo)
     monkeypatch.setattr(StandingPlan, "is_settled", counting_is_settled)
     monkeypatch.setattr(StandingPlan, "keep", counting_keep)
     monkeypatch.setattr(StandingPlan, "again", counting_again)
@@ -122,9 +130,9 @@ def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
         return real_next(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PendingQueue, "next", forgetful_next)
-    kept[:] = [0, 0, 0]
+    kept[:] = [0, 0, 0, 0]
     assert outcome(config, requests) == with_plan
-    assert kept == [0, 0, 0]
+    assert kept == [0, 0, 0, 0]
 
 
 class Gateway:
@@ -299,6 +307,7 @@ def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
     assert kept[0] > 50
     assert kept[1] > 10
     assert kept[2] > 3
+    assert kept[3] > 2
 
 
 def test_what_is_given_behind_a_request_that_may_go_nowhere_is_given_once() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Thread
@@ -65,6 +68,32 @@ def test_the_report_is_that_of_one_process_byte_for_byte(requests: list[SimReque
     assert report(parted(CONFIG, requests)).to_json() == simulate(CONFIG, requests).to_json()
 
 
+def test_what_seems_to_have_stalled_is_handed_back_as_in_one_process() -> None:
+    """A step behind a long cached document takes longer than those of short prompts do: these go elsewhere."""
+    short = shared_prefixes(
+        requests_per_s=30.0,
+        num_requests=900,
+        num_groups=1,
+        num_prefix_tokens=0,
+        num_own_tokens=300,
+        num_output_tokens=4,
+        seed=3,
+    )
+    times_s = (0.0, 815.0, 820.0, 825.0)  # computed once, which takes 530 s, then asked of again
+    long = [SimRequest(f"long-{n}", time_s, ((7, 600_000), (9 + n, 3000)), 4) for n, time_s in enumerate(times_s)]
+    requests = [long[0], *(replace(r, arrival_s=800.0 + r.arrival_s) for r in short), *long[1:]]
+    config = replace(
+        CONFIG,
+        num_replicas=2,
+        cache=CacheConfig(num_blocks=4000, block_size=512),
+        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048, policy="deadline"),
+        step_time=StepTime(),
+    )
+    cluster = parted(config, requests)
+    assert sum(outcome.num_moves for outcome in cluster.book.outcomes.values()) > 5
+    assert report(cluster).to_json() == simulate(config, requests).to_json()
+
+
 def test_many_replicas_are_simulated_beside_the_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = chats(60.0)
     expected = simulate(CONFIG, requests).to_json()
@@ -87,6 +116,7 @@ def test_many_replicas_are_simulated_beside_the_gateways(monkeypatch: pytest.Mon
         {"stalls": (Stall("replica-0000", 1.0, 2.0),)},
         {"has_shared_pool": True},
         {"feed_delay_s": 0.0},
+        {"scheduler": SchedulerConfig(max_num_seqs=9, max_num_waiting=8)},
         {"scaling": ScalingPlan(config=None)},  # type: ignore[arg-type]
     ],
 )
@@ -109,6 +139,20 @@ def failing(cluster: SimCluster) -> None:
         replica.place = place  # type: ignore[method-assign]
 
 
+def killed(cluster: SimCluster) -> None:
+    def place(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for replica in cluster.replicas.values():
+        replica.place = place  # type: ignore[method-assign]
+
+
+def slow(cluster: SimCluster) -> None:
+    """The other process has failed and gone before the gateways send their next word."""
+    failing(cluster)
+    cluster.loop.at(cluster.book.requests["request-0"].arrival_s + 0.003, lambda: time.sleep(0.3))
+
+
 def deaf(cluster: SimCluster) -> None:
     def hear(*_: object) -> None:
         raise KeyError("the gateway does not know it")
@@ -118,7 +162,12 @@ def deaf(cluster: SimCluster) -> None:
 
 @pytest.mark.parametrize(
     ("break_", "error", "says"),
-    [(failing, RuntimeError, "no place in the queue"), (deaf, KeyError, "the gateway does not know it")],
+    [
+        (failing, RuntimeError, "no place in the queue"),
+        (slow, RuntimeError, "no place in the queue"),
+        (killed, RuntimeError, "without a word"),
+        (deaf, KeyError, "the gateway does not know it"),
+    ],
 )
 def test_an_error_on_either_side_ends_both(
     break_: Callable[[SimCluster], None], error: type[Exception], says: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,6 +245,28 @@ def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
     for wrong in (["--routing", "x"], ["--format", "x"], ["--speed", "0"]):
         with pytest.raises(ConfigError, match=wrong[0].strip("-")):
             CliRunner().invoke(app, [*arguments, *wrong], catch_exceptions=False)
+
+
+def test_events_come_in_order_of_time_then_as_set_but_for_those_that_come_last() -> None:
+    loop, come = EventLoop(), list[tuple[str, float]]()
+
+    def event(name: str) -> Callable[[], None]:
+        return lambda: come.append((name, loop.now))
+
+    loop.at(1.0, event("last"), last=True)
+    loop.at(1.0, event("first"))
+    loop.at(1.0, lambda: (event("second")(), loop.after(0.0, event("third")), loop.at(1.0, event("end"), last=True)))  # type: ignore[func-returns-value]
+    loop.at(2.0, event("later"))
+    loop.at(0.5, event("before"))
+    loop.run_until(1.0)
+    assert (come, loop.now) == ([("before", 0.5)], 1.0)
+    loop.run_until(2.0)
+    assert [name for name, _ in come] == ["before", "first", "second", "third", "last", "end"]
+    loop.run()
+    assert come[-1] == ("later", 2.0)
+    assert loop.num_events == len(come)
+    with pytest.raises(ValueError, match=r"it is 2\.0 already"):
+        loop.at(1.5, event("too late"))
 
 
 def run(requests: list[SimRequest]) -> tuple[str, int]:

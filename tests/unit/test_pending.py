@@ -176,6 +176,21 @@ def test_what_seemed_lost_is_not_once_another_replica_has_come() -> None:
     assert dispatch.pending is older
 
 
+def test_what_is_put_off_and_not_considered_gets_its_date_again_by_any_news() -> None:
+    """Only the other one is considered, and waits for its cache, whatever the others tell."""
+    busy = make_stats(num_total_blocks=400, num_running=1, step_s=0.3, token_s=0.001)
+    view = view_of(a=busy, b=busy, c=busy)
+    view.apply_snapshot("a", structs.replace(busy, num_waiting_tokens=700), PREFIX, 0.0)
+    older, cached = pending("older", arrival_s=0.0), pending("cached", 1600, arrival_s=1.9, hashes=PREFIX)
+    queue = queue_of(older, cached, config=replace(CONFIG, max_considered=1))
+    for _ in range(2):
+        assert queue.next(view, WEIGHTS, 2.0, Random(0)) is None, "the older one would come too late"
+    view.apply_update("c", structs.replace(busy, num_running=0), (), (), 2.05)
+    dispatch = queue.next(view, WEIGHTS, 2.05, Random(0))
+    assert dispatch is not None
+    assert dispatch.pending is older
+
+
 def test_what_is_lost_fills_no_queue_for_others() -> None:
     """Of 40 x 160 tokens that came 10 s ago, those whose renewed date comes first go before; none that is put off."""
     lost = [pending(f"lost{i}", arrival_s=0.0) for i in range(40)]

@@ -8,7 +8,7 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.objective import PrefillTime
 
 PACE_AGE_S = 0.1  # a pace is a mean over many steps: it is not looked up for every request
-LEAST_CHANGE = 0.02  # of what a prompt token takes: a smaller one moves no date by what a step takes
+LEAST_CHANGE = 0.02  # of what a prompt token takes: with a smaller one dates stay as they are
 
 
 class Pace:

@@ -237,6 +237,7 @@ class PendingQueue:
         return (
             not (self._is_one_of_many or self._pace.is_due(now))
             and now + self._wait_s < self._by_urgency.begins_by_s - EPSILON_S
+            and not any(now <= held.sooner_by_s for held in self._put_off)
             and self._standing.is_settled(self._by_urgency.to_consider(now), view, weights, now)
         )
 
@@ -317,6 +318,8 @@ class PendingQueue:
         if held.is_lost:
             held.sooner_by_s = arrival_s + (due_s - arrival_s) / RENEWAL - takes_s
             self._put_off.add(held)
+        else:
+            self._put_off.discard(held)
         num_counted_tokens = 0 if held.is_lost else num_tokens
         self._num_tokens += num_counted_tokens - held.num_counted_tokens
         held.due_s, held.takes_s, held.num_counted_tokens = due_s, takes_s, num_counted_tokens

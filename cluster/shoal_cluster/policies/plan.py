@@ -230,17 +230,17 @@ class Plan:
         if not taken:
             return []
         places = {given.place for given in taken}
-        self._taken_back = taken, list(places), self._promised.at(places)
+        self._taken_back = taken, list(places), self._promised.columns_at(places)
         del self.given[num_kept:]
         self._reset(places)
         return taken
 
     def undo_take_back(self) -> None:
         """Give again what was taken back last; nothing has been given since."""
-        taken, places, there = self._taken_back
+        (taken, places, columns), self._taken_back = self._taken_back, ([], [], NO_BLOCKS)
         self.given += taken
         self._costs = NOTHING
-        self._promised.restore(places, there)
+        self._promised.restore(places, columns)
         self.differ(self._differing.keys() & places)
 
     def differ(self, places: Iterable[int]) -> None:

@@ -123,16 +123,16 @@ class Promised:
             self._num_open += _note(self._open, places, self._may_start(by_snapshot, places))
             self._num_startable += _note(self._startable, places, self._may_start(columns, places))
 
-    def at(self, places: Collection[int]) -> Ints:
-        """The columns there, all promises counted in [10, places]."""
+    def columns_at(self, places: Collection[int]) -> Ints:
+        """Those of the replicas there [10, places]."""
         there: Ints = self.columns[:, list(places)]
         return there
 
-    def restore(self, places: Collection[int], there: Ints) -> None:
-        """Make the columns there ``there`` again."""
-        self.columns  # noqa: B018
+    def restore(self, places: Collection[int], columns: Ints) -> None:
+        """Make them ``columns`` again, as they were before a ``reset``; nothing is owed since."""
+        assert not self._owed
         self._own()
-        self._columns[:, list(places)] = there
+        self._columns[:, list(places)] = columns
         if self._open is not None:
             self._num_startable += _note(self._startable, places, self._may_start(self._columns, places))
 

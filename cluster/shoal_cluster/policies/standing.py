@@ -172,7 +172,7 @@ class StandingPlan:
         """
         if self._made_way is None or self._plan is None:
             return
-        after, self._earlier = self._made_way
+        (after, self._earlier), self._made_way = self._made_way, None
         self.planned += after
         self._until_s = min(planned.until_s for planned in self.planned)
         self._plan.mend(bool(self._earlier))

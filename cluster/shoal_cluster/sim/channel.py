@@ -12,10 +12,15 @@ import msgspec
 
 LENGTH_BYTES, CHUNK_BYTES = 4, 2**18
 
-SPIN_S = 0.002 if (os.cpu_count() or 1) > 1 else 0.0
+SPIN_S = 0.002
 """Who waits asks again and again for so long before it sleeps: to be woken takes as long as a window does."""
 
 Message = TypeVar("Message")
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Channel(Generic[Message]):
@@ -27,6 +32,9 @@ class Channel(Generic[Message]):
 
     def __init__(self, side: socket.socket, kind: Any) -> None:
         self._socket = side
+        self._poll = select.poll()
+        self._poll.register(side, select.POLLIN | select.POLLOUT)
+        self._spin_s = SPIN_S if num_cores() > 1 else 0.0
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(kind).decode
         self._come = b""
@@ -43,8 +51,8 @@ class Channel(Generic[Message]):
             try:
                 rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
-                can_read, _, _ = select.select([self._socket], [self._socket], [])
-                if can_read:
+                (_, can_do), *_ = self._poll.poll()
+                if can_do & select.POLLIN:
                     self._take()
 
     def receive(self) -> Message:
@@ -59,7 +67,7 @@ class Channel(Generic[Message]):
         return message
 
     def _take(self) -> None:
-        give_up_s = time.perf_counter() + SPIN_S
+        give_up_s = time.perf_counter() + self._spin_s
         come = None
         while come is None:
             try:

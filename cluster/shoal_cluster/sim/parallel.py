@@ -8,25 +8,27 @@ discrete event simulation", 1990): events come in the same order as in one proce
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 import socket
+import sys
 import traceback
+from collections import deque
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
 from shoal_cluster.policies.wishes import Wish
-from shoal_cluster.sim.channel import Channel
+from shoal_cluster.sim.channel import Channel, num_cores
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.replica import EndedReplica, FeedMessage, Order, SimReplica
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.prefix_cache import BlockHash
 
-MIN_REPLICAS = 256
-"""With fewer, a window takes as long as what happens in it."""
+MIN_REPLICAS, MIN_DELAY_S = 256, 0.002
+"""With fewer, or shorter windows, a message takes longer than what happens in a window."""
 
 WINDOWS = 2
 """In a feed delay: with more of them either side may fall further behind the other, but each costs a message."""
@@ -36,13 +38,23 @@ ROUNDING = 1.001
 
 GRACE_S = 5.0
 
-Message = TypeVar("Message")
+Sent = tuple[float, int, Order]
+"""When a request was sent, and to the replica of which number."""
 
 
 class Orders(msgspec.Struct, tag="orders"):
-    """What gateways have sent in a window: when, and to the replica of which number."""
+    """What gateways have sent in a window, which is over."""
 
-    orders: list[tuple[float, int, Order]]
+    orders: list[Sent]
+
+
+class Ask(msgspec.Struct, tag="ask"):
+    """What they have sent in a window up to ``time_s``; now a replica is to hand a request back."""
+
+    orders: list[Sent]
+    time_s: float
+    number: int
+    request_id: str
 
 
 class Stop(msgspec.Struct, tag="stop"):
@@ -53,6 +65,12 @@ class News(msgspec.Struct, tag="news"):
     """What replicas have told in a window: when, and which."""
 
     news: list[tuple[float, int, FeedMessage]]
+
+
+class Answer(msgspec.Struct, tag="answer"):
+    """To ``Ask``: whether it has."""
+
+    is_given: bool
 
 
 class Ended(msgspec.Struct, tag="ended"):
@@ -74,12 +92,14 @@ def can_part(cluster: SimCluster) -> bool:
     config = cluster.config
     return (
         len(cluster.replicas) >= MIN_REPLICAS
+        and config.feed_delay_s >= MIN_DELAY_S
         and config.num_gateways == 1
-        and config.hold is not None  # replicas refuse nothing: they get what they can start
+        and config.hold is not None  # replicas get what they have slots for,
+        and config.scheduler.max_num_seqs <= config.scheduler.max_num_waiting  # so that they refuse nothing
         and config.scaling is None
         and not (config.stalls or config.has_shared_pool)
-        and config.feed_delay_s > 0
-        and "fork" in multiprocessing.get_all_start_methods()
+        and sys.platform == "linux"  # a fork elsewhere may not go on
+        and num_cores() > 1
     )
 
 
@@ -91,60 +111,138 @@ def run_beside(cluster: SimCluster) -> None:
         RuntimeError: an error in that process.
     """
     here, there = socket.socketpair()
-    process = multiprocessing.get_context("fork").Process(target=_step_replicas, args=(cluster, there, here))
-    process.start()
-    there.close()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_step_replicas, args=(cluster, there, here), daemon=True)
     try:
-        cluster.ended_beside = _serve_gateways(cluster, Channel(here, News | Ended | Failed))
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # not in the middle of it
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+        there.close()
+        fleet = _Fleet(Channel(here, News | Answer | Ended | Failed))
+        try:
+            cluster.ended_beside = _serve_gateways(cluster, fleet)
+        except (EOFError, ConnectionError) as gone:
+            raise RuntimeError(f"the process of the replicas has failed: {fleet.last_words()}") from gone
     finally:
         here.close()
-        process.join(GRACE_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        there.close()
+        if process.pid is not None:
+            process.join(GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class _Fleet:
+    """The replicas of the other process. ``orders``: what they have not been told of yet."""
+
+    def __init__(self, channel: Channel[News | Answer | Ended | Failed]) -> None:
+        self.orders: list[Sent] = []
+        self._channel = channel
+        self._news: deque[News] = deque()  # that came before it was asked for
+
+    def end_window(self) -> None:
+        self._channel.send(Orders(self.orders))
+        self.orders.clear()
+
+    def ask(self, time_s: float, number: int, request_id: str) -> bool:
+        """Whether the replica of that number has handed a request back."""
+        self._channel.send(Ask(self.orders, time_s, number, request_id))
+        self.orders.clear()
+        while not isinstance(message := self._receive(), Answer):
+            assert isinstance(message, News)
+            self._news.append(message)
+        return message.is_given
+
+    def news(self) -> News:
+        """Of the next window."""
+        message = self._news.popleft() if self._news else self._receive()
+        assert isinstance(message, News)
+        return message
+
+    def stop(self) -> list[EndedReplica]:
+        self._channel.send(Stop())
+        while not isinstance(message := self._receive(), Ended):
+            pass
+        return message.replicas
+
+    def last_words(self) -> str:
+        """Of a process that has gone."""
+        with contextlib.suppress(EOFError, ConnectionError, RuntimeError):
+            while True:
+                message = self._channel.receive()
+                if isinstance(message, Failed):
+                    return message.why
+        return "it ended without a word; there may have been no memory left for it"
+
+    def _receive(self) -> News | Answer | Ended:
+        message = self._channel.receive()
+        if isinstance(message, Failed):
+            raise RuntimeError(f"the process of the replicas has failed: {message.why}")
+        return message
+
+
+class _Remote:
+    """A replica of the other process, as gateways reach it."""
+
+    draining = False
+
+    def __init__(self, number: int, loop: EventLoop, fleet: _Fleet) -> None:
+        self._number = number
+        self._loop = loop
+        self._fleet = fleet
+
+    def place(self, order: Order, request: SimRequest, block_hashes: tuple[BlockHash, ...]) -> None:
+        self._fleet.orders.append((self._loop.now, self._number, order))
+
+    def hand_back(self, request_id: str) -> bool:
+        return self._fleet.ask(self._loop.now, self._number, request_id)
+
+    def wish(self, gateway_id: str, wishes: tuple[Wish, ...]) -> None:
+        """There are no other gateways to tell."""
 
 
 def _window_s(cluster: SimCluster) -> float:
     return cluster.config.feed_delay_s / WINDOWS / ROUNDING
 
 
-def _serve_gateways(cluster: SimCluster, channel: Channel[News | Ended | Failed]) -> list[EndedReplica]:
+def _serve_gateways(cluster: SimCluster, fleet: _Fleet) -> list[EndedReplica]:
     loop, delay_s = cluster.loop, cluster.config.feed_delay_s
     replica_ids, window_s = list(cluster.replicas), _window_s(cluster)
     cluster.replicas.clear()
-    orders: list[tuple[float, int, Order]] = []
     for gateway in cluster.gateways:
-        gateway.targets = {name: _Remote(number, loop, orders) for number, name in enumerate(replica_ids)}
+        gateway.targets = {name: _Remote(number, loop, fleet) for number, name in enumerate(replica_ids)}
     window, num_left = 0, 2 * WINDOWS + 1  # windows after the last token: until the last news have come
     while num_left:
         if window >= WINDOWS:
-            for told_s, number, message in _expect(channel, News).news:
+            for told_s, number, message in fleet.news().news:
                 loop.at(told_s + delay_s, partial(cluster.hear, replica_ids[number], message))
         window += 1
         loop.run_until(window * window_s)
-        channel.send(Orders(orders))
-        orders.clear()
+        fleet.end_window()
         num_left -= not cluster.book.num_open
-    channel.send(Stop())
-    for _ in range(WINDOWS):
-        _expect(channel, News)
-    return _expect(channel, Ended).replicas
+    return fleet.stop()
+
+
+# In the other process
 
 
 def _step_replicas(cluster: SimCluster, there: socket.socket, here: socket.socket) -> None:
-    """In the other process."""
-    here.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it: by closing its side
-    channel: Channel[Orders | Stop] = Channel(there, Orders | Stop)
-    try:
-        _obey(cluster, channel)
-    except (EOFError, ConnectionError):
-        pass
-    except Exception:
-        channel.send(Failed(traceback.format_exc()))
+    here.close()
+    channel: Channel[Orders | Ask | Stop] = Channel(there, Orders | Ask | Stop)
+    with contextlib.suppress(EOFError, ConnectionError):
+        try:
+            _obey(cluster, channel)
+        except (EOFError, ConnectionError):
+            pass
+        except Exception:
+            channel.send(Failed(traceback.format_exc()))
 
 
-def _obey(cluster: SimCluster, channel: Channel[Orders | Stop]) -> None:
+def _obey(cluster: SimCluster, channel: Channel[Orders | Ask | Stop]) -> None:
     loop, requests, block_size = cluster.loop, cluster.book.requests, cluster.config.cache.block_size
     replicas = list(cluster.replicas.values())
     news: list[tuple[float, int, FeedMessage]] = []
@@ -162,37 +260,12 @@ def _obey(cluster: SimCluster, channel: Channel[Orders | Stop]) -> None:
             loop.run_until(sent_s)
             request = requests[order.request_id]
             replicas[number].place(order, request, request.block_hashes(block_size))
+        if isinstance(message, Ask):
+            loop.run_until(message.time_s)
+            channel.send(Answer(replicas[message.number].hand_back(message.request_id)))
+            continue
         window += 1
         loop.run_until(window * window_s)
         channel.send(News(news))
         news.clear()
     channel.send(Ended([replica.ended() for replica in replicas]))
-
-
-class _Remote:
-    """A replica of the other process, as gateways reach it."""
-
-    draining = False
-
-    def __init__(self, number: int, loop: EventLoop, orders: list[tuple[float, int, Order]]) -> None:
-        self._number = number
-        self._loop = loop
-        self._orders = orders
-
-    def place(self, order: Order, request: SimRequest, block_hashes: tuple[BlockHash, ...]) -> None:
-        self._orders.append((self._loop.now, self._number, order))
-
-    def hand_back(self, request_id: str) -> bool:
-        """Without faults nothing stalls: what has been sent stays."""
-        return False
-
-    def wish(self, gateway_id: str, wishes: tuple[Wish, ...]) -> None:
-        """There are no other gateways to tell."""
-
-
-def _expect(channel: Channel[News | Ended | Failed], kind: type[Message]) -> Message:
-    message = channel.receive()
-    if isinstance(message, Failed):
-        raise RuntimeError(f"the process of the replicas has failed:\n{message.why}")
-    assert isinstance(message, kind)
-    return message

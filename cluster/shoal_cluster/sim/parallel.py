@@ -114,11 +114,11 @@ def run_beside(cluster: SimCluster) -> None:
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_step_replicas, args=(cluster, there, here), daemon=True)
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # not in the middle of it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # not in the middle of it
         try:
             process.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         there.close()
         fleet = _Fleet(Channel(here, News | Answer | Ended | Failed))
         try:

@@ -71,11 +71,11 @@ class EndedReplica(msgspec.Struct, frozen=True):
     and how many blocks it caches.
     """
 
+    replica_id: str
     stats: ReplicaStats
     busy_s: float
     started_s: float
     num_cached_blocks: int
-    replica_id: str
 
 
 class SimReplica:
@@ -122,7 +122,7 @@ class SimReplica:
         return not self._is_stepping
 
     def place(self, order: Order, request: SimRequest, block_hashes: tuple[BlockHash, ...]) -> None:
-        """A gateway sends ``request``, of so many full blocks. Raises ResourceExhausted as the scheduler does."""
+        """A gateway sends ``request``, whose full blocks have these hashes. Raises as ``add`` does."""
         engine_request = CompactRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids(),
@@ -203,7 +203,7 @@ class SimReplica:
         stats = self.scheduler.stats(self._loop.now)
         assert stats.num_allocated_blocks == 0
         num_cached_blocks = len(list(self.scheduler.cache_hashes()))
-        return EndedReplica(stats, self.busy_s, self.started_s, num_cached_blocks, self.replica_id)
+        return EndedReplica(self.replica_id, stats, self.busy_s, self.started_s, num_cached_blocks)
 
     def _abort_all(self) -> None:
         request_ids = self.scheduler.request_ids()

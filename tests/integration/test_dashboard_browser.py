@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import datetime
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ from fixtures.fake_gateway import ADMIN_KEY
 from fixtures.live_cluster import free_address
 from fixtures.page_probes import LOW_CONTRAST, OVERFLOWING, OVERLAPPING, UNNAMED
 from fixtures.served_core import serving
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 
 @pytest.fixture
@@ -208,6 +209,37 @@ async def test_controls_need_the_key_and_change_the_cluster(core: FakeCore, url:
         await page.get_by_role("button", name="Drain it").click()
         await expect(page.get_by_role("article", name=replica_id).locator(".state")).to_have_text("draining")
         assert core.drained == {replica_id}
+
+
+async def test_an_answer_after_its_dialog_was_closed_does_not_open_it_again(core: FakeCore, url: str) -> None:
+    async with browser_page(url) as watched:
+        page = watched.page
+        await is_live(page)
+        held: asyncio.Queue[Route] = asyncio.Queue()
+        for pattern in ("**/dashboard/controls", "**/dashboard/controls/*", "**/dashboard/routes/*"):
+            await page.route(pattern, held.put)
+
+        async def closed_then_answered() -> None:
+            route = await held.get()
+            await page.keyboard.press("Escape")
+            await expect(page.get_by_role("dialog")).to_be_hidden()
+            async with page.expect_event("requestfinished", lambda request: request == route.request):
+                await route.continue_()
+            await page.evaluate("new Promise(resolve => setTimeout(resolve))")  # what waited for it has run
+            await expect(page.get_by_role("dialog")).to_be_hidden()
+
+        await page.locator("#routes td.request button").first.click()
+        await closed_then_answered()
+        await page.get_by_role("button", name="Controls, locked").click()
+        await page.get_by_label("Admin key").fill(ADMIN_KEY)
+        await page.get_by_role("button", name="Unlock").click()
+        await closed_then_answered()
+        await page.get_by_role("button", name="Controls", exact=True).click()
+        await page.get_by_label("max replicas").fill("9")
+        await page.get_by_role("button", name="Apply").click()
+        await closed_then_answered()
+        await expect(page.locator("#bounds")).to_have_text("of 2 to 9 · tuned")
+        assert watched.errors == []
 
 
 async def test_the_block_map_shows_the_pool(core: FakeCore, url: str) -> None:

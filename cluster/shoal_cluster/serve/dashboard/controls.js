@@ -41,7 +41,7 @@ export class Controls {
         this.key = input.value;
         document.body.classList.add("unlocked");
         this.opener.removeAttribute("aria-label");
-        this.open();
+        if (this.dialog.shows(this.dialog.body.querySelector("form.key"))) this.open();
       } catch (error) {
         setText(problem, error.message);
         input.select();
@@ -85,6 +85,7 @@ export class Controls {
     }
     try {
       this.show(await this.post("controls/tune", { changes, reset }));
+      if (!this.dialog.shows(problem)) return;
       this.open();
       setText(this.dialog.body.querySelector(".problem"), "In force.");
     } catch (error) {
@@ -108,7 +109,7 @@ export class Controls {
       yes.disabled = true;
       try {
         await this.post(`controls/drain/${encodeURIComponent(replica_id)}`);
-        this.dialog.root.close();
+        if (this.dialog.shows(problem)) this.dialog.root.close();
       } catch (error) {
         setText(problem, error.message);
         yes.disabled = false;

@@ -18,13 +18,21 @@ export class Dialog {
     if (!this.root.open) this.root.showModal();
   }
 
+  // Whether a person looks at `part`: an answer that comes after its dialog was closed opens and closes nothing.
+  shows(part) {
+    return this.root.open && this.body.contains(part);
+  }
+
   // Fill it with `render(body)` of the JSON at `path`, or with what went wrong.
   async load(title, path, render) {
-    this.show(title, [element("p", "", "loading")]);
+    const loading = element("p", "", "loading");
+    this.show(title, [loading]);
+    let children;
     try {
-      this.show(title, render(await fetchJson(path)));
+      children = render(await fetchJson(path));
     } catch (error) {
-      this.show(title, [element("p", "problem", error.message)]);
+      children = [element("p", "problem", error.message)];
     }
+    if (this.shows(loading)) this.show(title, children);
   }
 }

@@ -229,7 +229,9 @@ def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
     assert dispatch is not None
     assert dispatch.replica_id == "idle"
     cold, hot = WEIGHTS.prefill_price * 1900, WEIGHTS.prefill_price * 300 + 3000
-    num_waiting = math.ceil((cold - hot) / (300 + 512))  # those before it wait for the owner: till then it costs less
+    num_waiting = math.ceil(
+        (cold - hot) / (300 + WEIGHTS.decode_price)
+    )  # those before it wait for the owner: till then it costs less
     assert int(dispatch.candidates.num_reserved[1]) == num_waiting
 
 

@@ -138,7 +138,7 @@ def test_terms_add_up_to_the_score() -> None:
     (candidate,) = decision_of(make_query(), row).candidates
     costs = [value for name, value in candidate.terms if not name.endswith(("_blocks", "_slots"))]
     assert candidate.score == pytest.approx(sum(costs))
-    assert candidate.score == pytest.approx(75 + WEIGHTS.prefill_price * 128 + 512 * 3 + 2000)
+    assert candidate.score == pytest.approx(75 + WEIGHTS.prefill_price * 128 + WEIGHTS.decode_price * 3 + 2000)
 
 
 def test_equals_are_spread_evenly() -> None:

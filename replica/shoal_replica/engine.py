@@ -159,6 +159,10 @@ class Engine:
         self._publish(())
         return tuple(self._scheduler.cache_hashes())
 
+    def num_cached_blocks(self, block_hashes: tuple[BlockHash, ...]) -> int:
+        """See ``Scheduler.num_cached_blocks``."""
+        return self._scheduler.num_cached_blocks(block_hashes)
+
     def block_heat(self) -> bytes:
         """One byte a block; see BlockPool.heat."""
         return self._scheduler.block_heat()

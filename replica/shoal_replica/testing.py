@@ -13,6 +13,7 @@ from shoal_replica.executor import (
     SchedulerOutput,
     StepResult,
 )
+from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.scheduler import Scheduler
@@ -108,6 +109,7 @@ def make_request(
     output_token_ids: Sequence[int] = (),
     tenant: str = "",
     yields: bool = False,
+    block_hashes: Sequence[BlockHash] = (),
 ) -> Request:
     """A greedy request that ignores end-of-sequence tokens."""
     return Request(
@@ -120,6 +122,7 @@ def make_request(
         priority=priority,
         tenant=tenant,
         yields=yields,
+        block_hashes=tuple(block_hashes),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +16,7 @@ from shoal_cluster.policies.routing import RouteQuery, RouteWeights
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, Member
 from shoal_cluster.serve.sent import Follower
+from shoal_replica.prefix_cache import hash_blocks
 
 
 def query(request_id: str, num_tokens: int = 40) -> RouteQuery:
@@ -89,6 +91,83 @@ async def test_a_request_that_goes_elsewhere_takes_its_promise_along() -> None:
         await until(lambda: row(right, chosen).num_reserved == 1)
         left.routed("r1", other)
         await until(lambda: (row(right, chosen).num_reserved, row(right, other).num_reserved) == (0, 1))
+
+
+HASHES = tuple(hash_blocks(range(40), 4))
+
+
+def num_expected(ledger: GatewayLedger, replica_id: str) -> int:
+    """Of those blocks, how many lead to a hit there, by what the gateway knows."""
+    return ledger.view.candidates(HASHES, 0.0).matched_by(replica_id)
+
+
+async def test_a_prompt_that_one_gateway_has_sent_is_followed_by_what_begins_alike_at_the_other() -> None:
+    async with two_gateways("one") as (left, right, replicas):
+        one = replicas["one"]
+        one.executor.gate.clear()
+        running = one.run("r1", "left", prompt_token_ids=range(40), block_hashes=HASHES, max_tokens=1)
+        await until(lambda: num_expected(right, "one") == len(HASHES))
+        assert not num_expected(left, "one"), "its own are known to its view"
+        assert right.view.index.num_held("one") == 0
+        late = GatewayLedger("late", RouteWeights(), num_gateways=3)
+        late.set_members([Member("one", "node", one.address)])
+        await until(lambda: num_expected(late, "one") == len(HASHES))
+        one.executor.gate.set()
+        await running
+        for ledger in (right, late):
+            await until(lambda: ledger.view.index.num_held("one") > 0)  # noqa: B023
+            await until(lambda: not ledger.view.index.expected.has_any(HASHES))  # noqa: B023
+            assert num_expected(ledger, "one") == ledger.view.index.num_held("one")
+            ledger.view.check_invariants()
+        await late.close()
+
+
+async def test_only_what_is_not_cached_is_told_of_a_prompt_in_flight() -> None:
+    async with two_gateways("one") as (_, right, replicas):
+        one = replicas["one"]
+        await one.run("r1", "left", prompt_token_ids=range(20), block_hashes=HASHES[:5], max_tokens=1)
+        await until(lambda: num_expected(right, "one") == 5)
+        one.executor.gate.clear()
+        running = one.run("r2", "left", prompt_token_ids=range(40), block_hashes=HASHES, max_tokens=1)
+        await until(lambda: num_expected(right, "one") == len(HASHES))
+        assert right.view.index.expected.num_held(right.view.index.slot("one")) == len(HASHES) - 5
+        one.executor.gate.set()
+        await running
+
+
+@pytest.mark.parametrize("end", ["abort", "hand_back", "gateway"])
+async def test_a_prompt_that_is_given_up_is_expected_no_longer(end: str) -> None:
+    async with two_gateways("one") as (left, right, replicas):
+        one = replicas["one"]
+        one.executor.gate.clear()
+        first = one.run("r0", "left", prompt_token_ids=range(100, 140))
+        running = one.run("r1", "left", prompt_token_ids=range(40), block_hashes=HASHES)
+        await until(lambda: num_expected(right, "one") == len(HASHES))
+        if end == "abort":
+            running.cancel()
+        elif end == "hand_back":
+            assert one.engine.hand_back("r1")
+        else:
+            await left.close()
+        await until(lambda: num_expected(right, "one") == 0)
+        one.executor.gate.set()
+        await asyncio.wait([first, running])
+
+
+async def test_a_replica_that_leaves_takes_along_what_was_in_flight_there() -> None:
+    async with two_gateways("one", "two") as (_, right, replicas):
+        one = replicas["one"]
+        one.executor.gate.clear()
+        running = one.run("r1", "left", prompt_token_ids=range(40), block_hashes=HASHES)
+        await until(lambda: num_expected(right, "one") == len(HASHES))
+        right.set_members([Member("two", "node", replicas["two"].address)])
+        assert not right.view.index.expected.has_any(HASHES)
+        right.set_members([Member(name, "node", made.address) for name, made in replicas.items()])
+        await until(lambda: num_expected(right, "one") == len(HASHES))
+        one.executor.gate.set()
+        await running
+        await until(lambda: not right.view.index.expected.has_any(HASHES))
+        right.view.check_invariants()
 
 
 async def test_gateways_that_share_credit_do_not_all_choose_the_same() -> None:

@@ -21,6 +21,9 @@ __all__ = ["ClusterView", "ReplicaView", "Reservation"]
 
 Item = TypeVar("Item")
 
+PromptKey = str | tuple[str, str]
+"""A request of this gateway's by its id, another gateway's with the replica that tells of it before that."""
+
 
 class ClusterView:
     """Every replica's ledger in one place; owner and only writer is the gateway.
@@ -33,7 +36,7 @@ class ClusterView:
 
     def __init__(self, max_index_entries: int = DEFAULT_MAX_ENTRIES) -> None:
         self._reservations: dict[str, Reservation] = {}
-        self._expected: dict[str, tuple[str, Sequence[BlockHash]]] = {}  # by request
+        self._expected: dict[PromptKey, tuple[str, Sequence[BlockHash]]] = {}
         self._wishes = ForeignWishes()
         self.index = PrefixIndex(max_index_entries)
         # Members in order of their ids, and the columns of ``Candidates``, one element a member.
@@ -169,19 +172,24 @@ class ClusterView:
             self._count(held, -1)
 
     def expect(
-        self, request_id: str, replica_id: str, block_hashes: Sequence[BlockHash], num_matched_blocks: int = 0
+        self, prompt: PromptKey, replica_id: str, block_hashes: Sequence[BlockHash], num_matched_blocks: int = 0
     ) -> None:
         """A prompt is on its way to ``replica_id``: until ``computed``, its blocks count as cached there for others,
         which will find them when it is their turn. The first ``num_matched_blocks`` are there already; they are used.
         """
-        self.computed(request_id)
+        self.computed(prompt)
         if block_hashes and replica_id in self._place_of:
-            self._expected[request_id] = replica_id, self.index.expect(replica_id, block_hashes, num_matched_blocks)
-            self.news.note_more(self._place_of[replica_id], self._expected[request_id][1])
+            self._expected[prompt] = replica_id, self.index.expect(replica_id, block_hashes, num_matched_blocks)
+            self.news.note_more(self._place_of[replica_id], self._expected[prompt][1])
 
-    def computed(self, request_id: str) -> None:
+    def forget_foreign(self, replica_id: str) -> None:
+        """Nothing is known any more of other gateways' prompts that are not computed yet at ``replica_id``."""
+        for prompt in [key for key in self._expected if isinstance(key, tuple) and key[0] == replica_id]:
+            self.computed(prompt)
+
+    def computed(self, prompt: PromptKey) -> None:
         """A prompt is computed, or will not be: what its replica says it caches is all that counts. Idempotent."""
-        expected = self._expected.pop(request_id, None)
+        expected = self._expected.pop(prompt, None)
         if expected is not None:
             place, block_hashes = self._place_of[expected[0]], expected[1]
             slot: int = self._slots.item(place)

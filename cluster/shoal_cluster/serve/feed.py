@@ -3,7 +3,8 @@
 A replica sends a ``Snapshot`` when a gateway dials, then ``Update``s numbered without a gap. A gateway that sees a gap,
 or hears nothing for ``SILENCE_S``, dials again. Gateways submit their requests by it. What they promise a replica and
 mean to send it, it passes on to the others, so that they do not all send their next request to the same one, and the
-most urgent goes first.
+most urgent goes first. It tells them of each other's prompts that are not computed yet, too: what begins alike is to
+follow them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import cast
 
 import msgspec
 
-from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve import feed_messages
 from shoal_cluster.serve.feed_messages import (
     Abort,
     Answer,
     Ask,
     FromGateway,
+    InFlight,
     Promise,
     Promised,
     Recall,
@@ -30,48 +31,18 @@ from shoal_cluster.serve.feed_messages import (
     Submit,
     Subscribe,
     ToldWish,
-    Update,
     Wishes,
     Withdraw,
     frame,
     frames_from_gateway,
 )
+from shoal_cluster.serve.subscriber import Subscriber
 from shoal_replica.engine import Engine, StepReport
-from shoal_replica.request import Request, TokenDelta
-from shoal_replica.stats import ReplicaStats
+from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.request import Request
 
 MAX_BACKLOG_BYTES = 32 * 2**20
 GATHER_S = 0.002  # how long promises are gathered before the other gateways are told
-
-
-class _Subscriber:
-    """A connected gateway: its place in the numbering, its requests, what it has promised and what it means to send."""
-
-    def __init__(self, gateway_id: str, transport: asyncio.Transport) -> None:
-        self.gateway_id = gateway_id
-        self.transport = transport
-        self.seq = 0
-        self.request_ids: set[str] = set()
-        self.accepted: list[str] = []
-        self.promises: dict[str, Promise] = {}
-        self.wishes: tuple[Wish, ...] = ()  # due on this replica's monotonic clock
-        self.told_wishes = 0  # how often wishes had changed when it was told
-        self.told: tuple[ReplicaStats | None, Promised] = (None, Promised())  # the stats and promises that it knows
-
-    def send(
-        self,
-        report: StepReport,
-        deltas: tuple[TokenDelta, ...],
-        accepted: tuple[str, ...],
-        promised: Promised,
-        wishes: tuple[ToldWish, ...] | None,
-    ) -> None:
-        """One update; what the gateway knows already is left out."""
-        self.seq += 1
-        stats = None if report.stats is self.told[0] else report.stats
-        self.told = (report.stats, promised)
-        update = Update(self.seq, stats, report.stored, report.removed, deltas, accepted, promised, wishes)
-        self.transport.write(frame(update))
 
 
 class FeedServer:
@@ -85,7 +56,7 @@ class FeedServer:
         self._engine = engine
         self._answers = answers or {}
         self.on_submit: Callable[[Request, str], None] = lambda request, gateway_id: None
-        self._subscribers: dict[str, _Subscriber] = {}
+        self._subscribers: dict[str, Subscriber] = {}
         self._server: asyncio.Server | None = None
         self._unsubscribe: Callable[[], None] | None = None
         self._connections: set[_Connection] = set()
@@ -99,13 +70,17 @@ class FeedServer:
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return address
 
-    def own(self, request_id: str, gateway_id: str) -> bool:
+    def own(self, request: Request, gateway_id: str) -> bool:
         """Send a request's tokens to ``gateway_id``. False if that gateway is not connected."""
         subscriber = self._subscribers.get(gateway_id)
         if subscriber is None:
             return False
+        request_id = request.request_id
         subscriber.request_ids.add(request_id)
         subscriber.accepted.append(request_id)
+        if request.block_hashes:
+            subscriber.in_flight[request_id] = request.block_hashes
+            self._tell_others_of(subscriber, request_id, request.block_hashes)
         return True
 
     def disown(self, request_id: str, gateway_id: str) -> None:
@@ -113,6 +88,7 @@ class FeedServer:
         if (subscriber := self._subscribers.get(gateway_id)) is not None:
             subscriber.request_ids.discard(request_id)
             subscriber.promises.pop(request_id, None)
+            self._land(subscriber, request_id)
 
     def refuse(self, request_id: str, gateway_id: str, reason: str, field: str = "") -> None:
         """Tell a gateway at once that a request of its does not run here. One that is not connected finds out."""
@@ -137,25 +113,30 @@ class FeedServer:
         """Somebody has dialled."""
         self._connections.add(connection)
 
-    def subscribe(self, gateway_id: str, transport: asyncio.Transport) -> _Subscriber:
+    def subscribe(self, gateway_id: str, transport: asyncio.Transport) -> Subscriber:
         """A gateway has said who it is. Its older connection, if there is one, is hung up on."""
         if (older := self._subscribers.pop(gateway_id, None)) is not None:
             self._forget(older)
             older.transport.abort()
         hashes = self._engine.cache_hashes()
-        subscriber = self._subscribers[gateway_id] = _Subscriber(gateway_id, transport)
+        subscriber = self._subscribers[gateway_id] = Subscriber(gateway_id, transport)
         promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber) or ()
-        transport.write(frame(Snapshot(0, self._engine.stats(), hashes, promised, wishes)))
+        in_flight = [
+            self._in_flight(request_id, block_hashes)
+            for other in self._others(subscriber)
+            for request_id, block_hashes in other.in_flight.items()
+        ]
+        transport.write(frame(Snapshot(0, self._engine.stats(), hashes, promised, wishes, tuple(in_flight))))
         return subscriber
 
-    def lost(self, connection: _Connection, subscriber: _Subscriber | None) -> None:
+    def lost(self, connection: _Connection, subscriber: Subscriber | None) -> None:
         """The connection is over."""
         self._connections.discard(connection)
         if subscriber is not None and self._subscribers.get(subscriber.gateway_id) is subscriber:
             del self._subscribers[subscriber.gateway_id]
             self._forget(subscriber)
 
-    def take(self, subscriber: _Subscriber, message: FromGateway) -> None:
+    def take(self, subscriber: Subscriber, message: FromGateway) -> None:
         """A gateway has said something."""
         match message:
             case Submit() if self._subscribers.get(subscriber.gateway_id) is subscriber:  # else lost to its gateway
@@ -178,9 +159,10 @@ class FeedServer:
                 answer = self._answers.get(message.question, bytes)
                 subscriber.transport.write(frame(Answer(message.number, answer())))
 
-    def _forget(self, subscriber: _Subscriber) -> None:
+    def _forget(self, subscriber: Subscriber) -> None:
         for request_id in tuple(subscriber.request_ids):
             self._engine.abort(request_id)
+            self._land(subscriber, request_id)
         self._num_wished += bool(subscriber.wishes)
         if subscriber.promises or subscriber.wishes:
             self._tell_others()
@@ -189,6 +171,9 @@ class FeedServer:
         for subscriber in self._subscribers.values():
             for request_id in subscriber.accepted:
                 subscriber.promises.pop(request_id, None)  # these stats are the first to count it
+            if subscriber.in_flight:
+                for delta in report.deltas:
+                    self._land(subscriber, delta.request_id)
         for subscriber in tuple(self._subscribers.values()):
             if subscriber.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
                 subscriber.transport.abort()  # it will dial again and take a snapshot
@@ -210,23 +195,41 @@ class FeedServer:
             if stats is None:
                 continue  # its first report is to come
             promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber)
-            if promised != known or wishes is not None:
+            if promised != known or wishes is not None or subscriber.has_prompts_to_hear_of:
                 subscriber.send(StepReport((), (), (), stats), (), (), promised, wishes)
 
-    def _promised_by_others(self, subscriber: _Subscriber) -> Promised:
+    def _promised_by_others(self, subscriber: Subscriber) -> Promised:
         if len(self._subscribers) == 1:
             return Promised()
-        promises = [p for s in self._subscribers.values() if s is not subscriber for p in s.promises.values()]
+        promises = [promise for other in self._others(subscriber) for promise in other.promises.values()]
         return Promised(len(promises), sum(p.num_blocks for p in promises), sum(p.num_tokens for p in promises))
 
-    def _news_of_wishes(self, subscriber: _Subscriber) -> tuple[ToldWish, ...] | None:
+    def _news_of_wishes(self, subscriber: Subscriber) -> tuple[ToldWish, ...] | None:
         """All that the others mean to send, unless ``subscriber`` knows it."""
         if subscriber.told_wishes == self._num_wished:
             return None
         subscriber.told_wishes = self._num_wished
         now = time.monotonic()
-        others = (s for s in self._subscribers.values() if s is not subscriber)
-        return tuple(ToldWish.at(wish, now) for other in others for wish in other.wishes)
+        return tuple(ToldWish.at(wish, now) for other in self._others(subscriber) for wish in other.wishes)
+
+    def _tell_others_of(self, subscriber: Subscriber, request_id: str, block_hashes: tuple[BlockHash, ...]) -> None:
+        if others := self._others(subscriber):
+            prompt = self._in_flight(request_id, block_hashes)
+            for other in others:
+                other.note_launched(prompt)
+            self._tell_others()
+
+    def _land(self, subscriber: Subscriber, request_id: str) -> None:
+        """A prompt is computed, or will not be: the next report says so, which has its blocks, too."""
+        if subscriber.in_flight.pop(request_id, None) is not None:
+            for other in self._others(subscriber):
+                other.note_landed(request_id)
+
+    def _in_flight(self, request_id: str, block_hashes: tuple[BlockHash, ...]) -> InFlight:
+        return InFlight(request_id, block_hashes[self._engine.num_cached_blocks(block_hashes) :])
+
+    def _others(self, subscriber: Subscriber) -> list[Subscriber]:
+        return [other for other in self._subscribers.values() if other is not subscriber]
 
 
 class _Connection(asyncio.Protocol):
@@ -235,7 +238,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, server: FeedServer) -> None:
         self._server = server
         self._frames = frames_from_gateway()
-        self._subscriber: _Subscriber | None = None
+        self._subscriber: Subscriber | None = None
         self._transport: asyncio.Transport
         self._patience: asyncio.TimerHandle
 

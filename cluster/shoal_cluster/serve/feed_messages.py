@@ -101,6 +101,15 @@ class Promised(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int = 0
 
 
+class InFlight(msgspec.Struct, frozen=True, array_like=True):
+    """Another gateway's prompt that waits at the replica or is being computed, and those of its blocks that were not
+    cached when it came: in a moment they are.
+    """
+
+    request_id: str
+    block_hashes: tuple[BlockHash, ...]
+
+
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     """The whole ledger: every cached block and the stats. The next update has number ``seq + 1``."""
 
@@ -109,11 +118,13 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     hashes: tuple[BlockHash, ...]
     promised: Promised = Promised()
     wishes: tuple[ToldWish, ...] | None = ()
+    in_flight: tuple[InFlight, ...] = ()
 
 
 class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
     """One step, or what else has changed: blocks stored and removed, stats after it, the gateway's own tokens and newly
-    accepted requests, and what other gateways have promised and mean to send.
+    accepted requests, and what other gateways have promised and mean to send, the prompts of theirs that have come, and
+    the ids of those that have ``landed``: computed, or given up.
 
     ``stats`` and ``wishes`` are None when nothing has changed since the last ones: they are as true now as then.
     """
@@ -126,6 +137,8 @@ class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
     accepted: tuple[str, ...] = ()
     promised: Promised = Promised()
     wishes: tuple[ToldWish, ...] | None = None
+    in_flight: tuple[InFlight, ...] = ()
+    landed: tuple[str, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -114,7 +114,7 @@ class Runs:
             run.ended.set_exception(error)
             run.ended.exception()  # the call raises it, if it comes
         else:
-            if self._feed.own(request_id, gateway_id):
+            if self._feed.own(request, gateway_id):
                 finished.add_done_callback(lambda finished: self._end(key, run, finished.exception()))
             else:
                 self._engine.abort(request_id)

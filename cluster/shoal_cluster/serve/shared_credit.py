@@ -1,4 +1,4 @@
-"""What gateways tell each other by way of the replicas: what each has promised, and what it means to send."""
+"""What gateways tell each other by way of the replicas: what each has promised, means to send and has sent."""
 
 from __future__ import annotations
 
@@ -61,5 +61,11 @@ class SharedCredit:
         self._view.set_foreign(replica_id, promised.num_requests, promised.num_blocks, promised.num_tokens)
         if isinstance(message, Snapshot):
             self._told.pop(replica_id, None)  # a feed that is new knows nothing
+            self._view.forget_foreign(replica_id)
+        else:
+            for request_id in message.landed:
+                self._view.computed((replica_id, request_id))
+        for prompt in message.in_flight:
+            self._view.expect((replica_id, prompt.request_id), replica_id, prompt.block_hashes)
         if message.wishes is not None:
             self._view.set_wishes(replica_id, [told.wish(now) for told in message.wishes])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -72,6 +72,7 @@ class SimGateway:
         self._memory = RoutingMemory()
         self._stalls = Stalls()
         self._sent: dict[str, PendingRequest] = {}  # those that were held, until their first token
+        self._in_flight: dict[str, str] = {}  # other gateways' requests, until then, and their replicas
 
     def take(self, request: SimRequest) -> None:
         """A request arrives here."""
@@ -132,14 +133,23 @@ class SimGateway:
         for delta in message.deltas:
             self.view.computed(delta.request_id)
             self._sent.pop(delta.request_id, None)
+            self._in_flight.pop(delta.request_id, None)
         if self._is_one_of_many:
             others = [p for p in message.promised if p.gateway_id != self._gateway_id]
+            self._expect(replica_id, others)
             num_blocks, num_tokens = sum(p.num_blocks for p in others), sum(p.num_tokens for p in others)
             self.view.set_foreign(replica_id, len(others), num_blocks, num_tokens)
             wishes = [wish for of, wish in message.wishes if of != self._gateway_id]
             self.view.set_wishes(replica_id, wishes)
         if self.queue:
             self._take_turn()
+
+    def _expect(self, replica_id: str, promises: Sequence[Promise]) -> None:
+        """Other gateways' prompts are on their way to a replica."""
+        for request_id in [p.request_id for p in promises if self._in_flight.get(p.request_id) != replica_id]:
+            self._in_flight[request_id] = replica_id
+            block_hashes = self._book.requests[request_id].block_hashes(self._config.cache.block_size)
+            self.view.expect(request_id, replica_id, block_hashes)
 
     def _take_turn(self) -> None:
         """Dispatch, but where there are many gateways not all at once: whoever comes later sees what was promised."""

@@ -1,0 +1,72 @@
+"""A replica's picture of one gateway that follows its feed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shoal_cluster.policies.wishes import Wish
+from shoal_cluster.serve.feed_messages import InFlight, Promise, Promised, ToldWish, Update, frame
+from shoal_replica.engine import StepReport
+from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.request import TokenDelta
+from shoal_replica.stats import ReplicaStats
+
+
+class Subscriber:
+    """A connected gateway: its place in the numbering, its requests, what it has promised and what it means to send.
+
+    Attributes:
+        request_ids: those of its requests that are here.
+        accepted: those of them that no report has counted yet.
+        in_flight: prompts of them that are not computed yet, by their blocks.
+        wishes: due on this replica's monotonic clock; ``told_wishes``: how often the others' had changed when told.
+        told: the stats and the sums of the others' promises that it knows.
+    """
+
+    def __init__(self, gateway_id: str, transport: asyncio.Transport) -> None:
+        self.gateway_id = gateway_id
+        self.transport = transport
+        self.request_ids: set[str] = set()
+        self.accepted: list[str] = []
+        self.in_flight: dict[str, tuple[BlockHash, ...]] = {}
+        self.promises: dict[str, Promise] = {}
+        self.wishes: tuple[Wish, ...] = ()
+        self.told_wishes = 0
+        self.told: tuple[ReplicaStats | None, Promised] = (None, Promised())
+        self._seq = 0
+        self._launched: dict[str, InFlight] = {}  # the others', untold
+        self._landed: list[str] = []
+
+    @property
+    def has_prompts_to_hear_of(self) -> bool:
+        """Whether others' prompts have come, or have been computed, since it was told."""
+        return bool(self._launched or self._landed)
+
+    def note_launched(self, prompt: InFlight) -> None:
+        """Another gateway's prompt has come."""
+        self._launched[prompt.request_id] = prompt
+
+    def note_landed(self, request_id: str) -> None:
+        """Another gateway's prompt is computed, or will not be."""
+        if self._launched.pop(request_id, None) is None:
+            self._landed.append(request_id)
+
+    def send(
+        self,
+        report: StepReport,
+        deltas: tuple[TokenDelta, ...],
+        accepted: tuple[str, ...],
+        promised: Promised,
+        wishes: tuple[ToldWish, ...] | None,
+    ) -> None:
+        """One update; what the gateway knows already is left out."""
+        self._seq += 1
+        stats = None if report.stats is self.told[0] else report.stats
+        self.told = (report.stats, promised)
+        launched, landed = tuple(self._launched.values()), tuple(self._landed)
+        self._launched.clear()
+        self._landed.clear()
+        update = Update(
+            self._seq, stats, report.stored, report.removed, deltas, accepted, promised, wishes, launched, landed
+        )
+        self.transport.write(frame(update))

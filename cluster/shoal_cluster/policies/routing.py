@@ -48,8 +48,8 @@ class RouteWeights:
 
     Attributes:
         prefill_price: cost of each uncached token of this prompt. 1 is its compute alone; above 1 also pays for the
-            cached blocks its KV will displace. Replays of a real trace with little room are flat from 4 to 12; with much
-            room hits grow to 8.
+            cached blocks its KV will displace. Replays of a real trace with little room are flat from 4 to 12; with
+            much of it hits grow to 8.
         decode_price: cost of each sequence that runs, waits or is on its way there: what it and the newcomer take of
             each other's steps while both decode. 768 is three tokens' compute in each of 128 steps, for either of them;
             a request that may decode for fewer steps pays so much less.

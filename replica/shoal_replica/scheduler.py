@@ -40,7 +40,7 @@ class Scheduler:
             raise ValueError("max_model_len does not fit the block pool")
         self._config = config
         self._kv = KVCacheManager(cache_config)
-        self._finish_rule = FinishRule(frozenset(eos_token_ids), max_model_len)
+        self._finish_rule = rule = FinishRule(frozenset(eos_token_ids), max_model_len)
         self._requests: dict[str, list[Sequence]] = {}
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.policy)
@@ -50,8 +50,7 @@ class Scheduler:
         self._next_seq_id = 0
         self._totals = Totals()
         self.now = 0.0  # of the last step, by the caller's clock
-        rule, limit = self._finish_rule, config.max_num_seqs
-        self.lookahead = Lookahead(self._kv, self._by_id, self._running, self._waiting, limit, rule)
+        self.lookahead = Lookahead(self._kv, self._by_id, self._running, self._waiting, config.max_num_seqs, rule)
         self._pieces = Pieces(config.max_num_batched_tokens)
         self._ledger = Ledger(config, self._kv, self._running, self._waiting, self._totals)
 
@@ -75,7 +74,7 @@ class Scheduler:
             InvalidArgument: its id is in use, or its tokens do not fit the model.
             ResourceExhausted: ``max_num_waiting`` sequences wait already.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
         num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
         if num_tokens >= self._finish_rule.max_model_len:
@@ -84,8 +83,7 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
         if not self.has_room:
             self._totals.num_refused += 1
-            limit = f"{len(self._waiting)} sequences are waiting, which is the limit"
-            raise ResourceExhausted(limit, retry_after_s=1.0)
+            raise ResourceExhausted(f"{len(self._waiting)} sequences are waiting, the most", retry_after_s=1.0)
         self._requests[request.request_id] = []
         self._enqueue(self._new_sequence(request, request.index))
 
@@ -182,7 +180,7 @@ class Scheduler:
         """The books agree, and every request that has not ended is in one queue."""
         self._kv.check_invariants()
         self._ledger.check_invariants()
-        live = {s.seq_id for s in self._running} | {s.seq_id for s in self._waiting}
+        live = {s.seq_id for s in (*self._running, *self._waiting)}
         assert live == self._by_id.keys() == {s.seq_id for group in self._requests.values() for s in group}
         assert all(s.num_tokens <= self._finish_rule.max_model_len for s in self._running)
 
@@ -318,9 +316,8 @@ class Scheduler:
             self._totals.note_start(sequence.num_prompt_tokens, sequence.num_cached_tokens, num_from_host)
 
     def _fork_siblings(self, parent: Sequence) -> None:
-        """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks.
-
-        Each computes the last prompt token again, which is what its own first token is drawn from.
+        """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks. Each computes the prompt's
+        last token again, which is what its own first token is drawn from.
         """
         for index in parent.unstarted_indexes:
             child = self._new_sequence(parent.request, index)  # nobody resumes several

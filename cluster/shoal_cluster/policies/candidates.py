@@ -6,12 +6,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal_cluster.policies.columns import PROMISED, STANDING, TOLD, Floats, Ints, column, told_row, unknown_columns
 from shoal_replica.stats import ReplicaStats
+
+Item = TypeVar("Item")
 
 BYTES_EACH = 8 * (len(PROMISED) + len(STANDING) + 3)
 
@@ -228,3 +231,8 @@ class Candidates:
             num_matched_blocks=int(self.num_matched_blocks[place]),
             node_id=self.node_ids[place],
         )
+
+
+def with_item(items: tuple[Item, ...], place: int, item: Item) -> tuple[Item, ...]:
+    """``items`` with ``item`` in that place."""
+    return (*items[:place], item, *items[place + 1 :])

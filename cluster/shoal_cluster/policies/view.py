@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView
+from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView, with_item
 from shoal_cluster.policies.columns import PROMISED, Ints, column, promise, told_row, unknown_columns, unknown_rows
+from shoal_cluster.policies.in_flight import PromptKey, PromptsInFlight
 from shoal_cluster.policies.news import News
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
 from shoal_cluster.policies.reservation import Reservation
@@ -18,11 +19,6 @@ from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
 
 __all__ = ["ClusterView", "ReplicaView", "Reservation"]
-
-Item = TypeVar("Item")
-
-PromptKey = str | tuple[str, str]
-"""A request of this gateway's by its id, another gateway's with the replica that tells of it before that."""
 
 
 class ClusterView:
@@ -36,7 +32,7 @@ class ClusterView:
 
     def __init__(self, max_index_entries: int = DEFAULT_MAX_ENTRIES) -> None:
         self._reservations: dict[str, Reservation] = {}
-        self._expected: dict[PromptKey, tuple[str, Sequence[BlockHash]]] = {}
+        self._in_flight = PromptsInFlight()
         self._wishes = ForeignWishes()
         self.index = PrefixIndex(max_index_entries)
         # Members in order of their ids, and the columns of ``Candidates``, one element a member.
@@ -66,8 +62,7 @@ class ClusterView:
 
     def is_connected(self, replica_id: str) -> bool:
         """Whether it is a member whose feed is open."""
-        place = self._place_of.get(replica_id)
-        return place is not None and self._connected[place]
+        return replica_id in self and self._connected[self._place_of[replica_id]]
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
@@ -80,7 +75,7 @@ class ClusterView:
             self._set_members((*self._replica_ids, replica_id))
         if node_id:
             place = self._place_of[replica_id]
-            self._node_ids = _with(self._node_ids, place, node_id)
+            self._node_ids = with_item(self._node_ids, place, node_id)
             self._known = None
 
     def leave(self, replica_id: str) -> None:
@@ -89,7 +84,7 @@ class ClusterView:
             return
         for request_id in [i for i, r in self._reservations.items() if r.replica_id == replica_id]:
             self.release(request_id)
-        self._expected = {i: expected for i, expected in self._expected.items() if expected[0] != replica_id}
+        self._in_flight.forget(replica_id)
         self._set_members(member for member in self._replica_ids if member != replica_id)
         self.index.drop(replica_id)
         self._wishes.set(replica_id, ())
@@ -179,17 +174,18 @@ class ClusterView:
         """
         self.computed(prompt)
         if block_hashes and replica_id in self._place_of:
-            self._expected[prompt] = replica_id, self.index.expect(replica_id, block_hashes, num_matched_blocks)
-            self.news.note_more(self._place_of[replica_id], self._expected[prompt][1])
+            rest = self.index.expect(replica_id, block_hashes, num_matched_blocks)
+            self._in_flight.add(prompt, replica_id, rest)
+            self.news.note_more(self._place_of[replica_id], rest)
 
     def forget_foreign(self, replica_id: str) -> None:
         """Nothing is known any more of other gateways' prompts that are not computed yet at ``replica_id``."""
-        for prompt in [key for key in self._expected if isinstance(key, tuple) and key[0] == replica_id]:
+        for prompt in self._in_flight.of_others(replica_id):
             self.computed(prompt)
 
     def computed(self, prompt: PromptKey) -> None:
         """A prompt is computed, or will not be: what its replica says it caches is all that counts. Idempotent."""
-        expected = self._expected.pop(prompt, None)
+        expected = self._in_flight.remove(prompt)
         if expected is not None:
             place, block_hashes = self._place_of[expected[0]], expected[1]
             slot: int = self._slots.item(place)
@@ -268,8 +264,8 @@ class ClusterView:
             assert not connected or stats is not None
         assert self.index.replica_ids() == self._place_of.keys()
         for replica_id in self._replica_ids:
-            hashes = {h for where, expected in self._expected.values() if where == replica_id for h in expected}
-            assert self.index.expected.num_held(self.index.slot(replica_id)) <= len(hashes)
+            num_expected = self.index.expected.num_held(self.index.slot(replica_id))
+            assert num_expected <= len(self._in_flight.blocks_at(replica_id))
 
     def match(self, block_hashes: Sequence[BlockHash]) -> Ints:
         """Leading blocks of a prompt that each member caches [n]. A placement asks more than once: the same question is
@@ -294,7 +290,7 @@ class ClusterView:
 
     def _connect(self, place: int, is_connected: bool) -> None:
         self._own_told()
-        self._connected = _with(self._connected, place, is_connected)
+        self._connected = with_item(self._connected, place, is_connected)
         self._told["connected"][place] = is_connected
         self._rows[place] = self._told[place].item()
         self._tell(place, self._rows[place])  # for the next stats may be the same
@@ -351,7 +347,3 @@ class ClusterView:
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}
         self._slots = np.array([self.index.slot(replica_id) for replica_id in members], np.int64)
         self._are_slots_places = self._slots.tolist() == list(range(len(members)))
-
-
-def _with(items: tuple[Item, ...], place: int, item: Item) -> tuple[Item, ...]:
-    return (*items[:place], item, *items[place + 1 :])

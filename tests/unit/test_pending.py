@@ -377,6 +377,16 @@ def test_a_wish_for_one_replica_leaves_the_others_free() -> None:
     assert send(queue_of(pending("mine"), is_one_of_many=True), view) == [("mine", "other")]
 
 
+def test_a_wish_for_a_replica_that_has_become_busy_counts_where_it_would_go_now() -> None:
+    """Its gateway has not heard of it yet, or has not looked: it will take the place that this one wants."""
+    view = view_of(wanted=make_stats(num_waiting_tokens=2000), other=make_stats(num_waiting_tokens=200))
+    view.set_wishes("wanted", [Wish((0, 0, 1.5), 11, 160)])
+    assert send(queue_of(pending("mine"), is_one_of_many=True), view) == []
+    cached_there = view_of(wanted=make_stats(num_waiting_tokens=900), other=make_stats(num_waiting_tokens=200))
+    cached_there.set_wishes("wanted", [Wish((0, 0, 1.5), 1, 16, 9)])  # it has reason to wait
+    assert send(queue_of(pending("mine"), is_one_of_many=True), cached_there) == [("mine", "other")]
+
+
 def test_an_overdue_wish_and_one_for_a_replica_that_has_left_hold_nobody_up() -> None:
     view = view_of(only=make_stats(num_waiting_tokens=200), gone=make_stats())
     view.set_wishes("only", [Wish((0, 0, 1.5), 10, 160)])

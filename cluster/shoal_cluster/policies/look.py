@@ -130,7 +130,7 @@ def look(
     while batch:
         for row, one in enumerate(batch):
             for other in one.before:
-                plan.set_aside(other.place, other.wish.num_blocks, other.wish.num_tokens)
+                plan.foresee(other, one.query.block_size)
             query, is_first = one.query, not steps
             place, may_go = (-1, True) if is_first else plan.best(row)
             matched = one.matched

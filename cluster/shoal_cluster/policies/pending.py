@@ -199,7 +199,7 @@ class PendingQueue:
                 self._note_times(held, now + plan.wait_s(self._pace.token_s))
             if considered[number].query is query and not (number and number in draws):
                 self._standing.note(number, held, considered[number], step, its, now)
-            held.wish = (view.replica_ids[step.place], *size)
+            held.wish = (view.replica_ids[step.place], *size, step.num_matched_blocks)
         if sent is None:
             if len(steps) == len(order):
                 self._standing.settle()
@@ -278,8 +278,8 @@ class PendingQueue:
         planned = [held for held in self._held.values() if held.wish is not None]
         for held in nsmallest(self._config.max_considered, planned, key=self._by_urgency.rank):
             if held.wish is not None:
-                replica_id, num_blocks, num_tokens = held.wish
-                wishes.setdefault(replica_id, []).append(Wish(self._by_urgency.rank(held), num_blocks, num_tokens))
+                replica_id, *size = held.wish
+                wishes.setdefault(replica_id, []).append(Wish(self._by_urgency.rank(held), *size))
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
 
     def _matched(self, held: Held, view: ClusterView, now: float) -> Ints:

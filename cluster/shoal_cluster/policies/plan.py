@@ -29,6 +29,7 @@ from shoal_cluster.policies.promised import Promised
 from shoal_cluster.policies.ranking import RouteQuery, is_eligible, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, cost, load, work
 from shoal_cluster.policies.steps_ahead import StepsAhead
+from shoal_cluster.policies.wishes import PlacedWish
 
 Bools = NDArray[np.bool_]
 TOKENS = 2  # of ``Candidates.columns``
@@ -310,6 +311,11 @@ class Plan:
             self._promised.clear()
         self._promised.reset(places, self.given)
         self.differ(self._differing.keys() & places)
+
+    def foresee(self, other: PlacedWish, block_size: int) -> None:
+        """Another gateway's request comes before the next one here: set aside what it takes."""
+        prices = self.weights.prefill_price, self.weights.decode_price
+        self.set_aside(*other.foreseen(self._promised.columns, *prices, block_size))
 
     def set_aside(self, place: int, num_blocks: int, num_tokens: int) -> None:
         """The same for a request of which only its size is known."""

@@ -70,14 +70,16 @@ class ToldWish(msgspec.Struct, frozen=True, array_like=True):
     due_in_s: float
     num_blocks: int
     num_tokens: int
+    num_cached_blocks: int = 0
 
     @classmethod
     def at(cls, wish: Wish, now: float) -> ToldWish:
         priority, excess, due_s = wish.rank
-        return cls(priority, excess, due_s - now, wish.num_blocks, wish.num_tokens)
+        return cls(priority, excess, due_s - now, wish.num_blocks, wish.num_tokens, wish.num_cached_blocks)
 
     def wish(self, now: float) -> Wish:
-        return Wish((self.priority, self.excess, now + self.due_in_s), self.num_blocks, self.num_tokens)
+        rank = self.priority, self.excess, now + self.due_in_s
+        return Wish(rank, self.num_blocks, self.num_tokens, self.num_cached_blocks)
 
 
 class Wishes(msgspec.Struct, frozen=True, tag="wishes"):

@@ -159,9 +159,9 @@ class Engine:
         self._publish(())
         return tuple(self._scheduler.cache_hashes())
 
-    def num_cached_blocks(self, block_hashes: tuple[BlockHash, ...]) -> int:
-        """See ``Scheduler.num_cached_blocks``."""
-        return self._scheduler.num_cached_blocks(block_hashes)
+    def uncached(self, block_hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
+        """See ``KVCacheManager.uncached``."""
+        return self._scheduler.uncached(block_hashes)
 
     def block_heat(self) -> bytes:
         """One byte a block; see BlockPool.heat."""

@@ -57,6 +57,12 @@ class KVCacheManager:
                 found.append(block_hash if block_id is None else block_id)
         return found
 
+    def uncached(self, block_hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
+        """Of a prompt's full blocks, those that will be cached once it is computed, and are not."""
+        if not self.is_caching:
+            return ()
+        return block_hashes[len(self.match(block_hashes, len(block_hashes) * self.block_size + 1)) :]
+
     def can_allocate(self, matched: Sequence[Cached], num_tokens: int, num_kept: int = 0) -> bool:
         """Whether ``num_tokens`` tokens fit beside ``num_kept`` blocks kept for others when ``matched`` are reused."""
         num_held = sum(1 for block in matched if isinstance(block, int) and self.pool.num_refs(block))

@@ -162,9 +162,9 @@ class Scheduler:
         """Every block hash in the prefix cache, on the device or the host."""
         return self._kv.cached_hashes()
 
-    def num_cached_blocks(self, block_hashes: tuple[BlockHash, ...]) -> int:
-        """How many of a prompt's full blocks are cached, from the first without a hole."""
-        return len(self._kv.match(block_hashes, len(block_hashes) * self._kv.block_size + 1))
+    def uncached(self, block_hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
+        """See ``KVCacheManager.uncached``."""
+        return self._kv.uncached(block_hashes)
 
     def block_heat(self) -> bytes:
         """One byte a block; see BlockPool.heat."""

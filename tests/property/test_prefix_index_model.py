@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ class DumbIndex:
 
     def __init__(self) -> None:
         self.held: dict[str, set[BlockHash]] = {}
-        self.expected: dict[str, set[BlockHash]] = {}
+        self.expected: dict[str, Counter[BlockHash]] = {}  # how many prompts bring each
         self.used: dict[BlockHash, int] = {}
         self.tick = 0
 
@@ -54,7 +55,7 @@ class DumbIndex:
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         matched = {}
         for replica_id in REPLICAS:
-            hashes = self.held.get(replica_id, set()) | self.expected.get(replica_id, set())
+            hashes = self.held.get(replica_id, set()) | (+self.expected.get(replica_id, Counter())).keys()
             count = 0
             while count < len(block_hashes) and block_hashes[count] in hashes:
                 count += 1
@@ -105,11 +106,15 @@ def test_answers_as_the_dumb_index(
                 dumb.remove(replica_id, list(removed))
                 dumb.store(replica_id, stored)
             case "expect":
-                index.expect(replica_id, block_hashes, 0)
-                dumb.expected.setdefault(replica_id, set()).update(block_hashes)
+                prompt, brought = list(dict.fromkeys(block_hashes)), dumb.expected.setdefault(replica_id, Counter())
+                count = dumb.match(prompt).get(replica_id, 0)
+                rest = prompt[next((i for i, h in enumerate(prompt[:count]) if brought[h]), count) :]
+                assert index.expect(replica_id, prompt, count) == rest
+                dumb.touch(prompt[:count])
+                brought.update(rest)
             case "forget":
-                index.expected.remove(index.slot(replica_id), block_hashes)
-                dumb.expected.setdefault(replica_id, set()).difference_update(block_hashes)
+                index.expected.remove(index.slot(replica_id), dict.fromkeys(block_hashes))
+                dumb.expected[replica_id] = dumb.expected.get(replica_id, Counter()) - Counter(set(block_hashes))
         index.check_invariants()
         for query in queries:
             assert index.match(query) == dumb.match(query)
@@ -117,4 +122,4 @@ def test_answers_as_the_dumb_index(
             assert {r: n for r, slot in slots.items() if (n := index.match_slot(slot, query))} == dumb.match(query)
         assert len(index) == len(dumb.used)
         assert all(index.num_held(r) == len(dumb.held.get(r, ())) for r in REPLICAS)
-        assert all(index.expected.num_held(index.slot(r)) == len(dumb.expected.get(r, ())) for r in REPLICAS)
+        assert all(index.expected.num_held(index.slot(r)) == len(+dumb.expected.get(r, Counter())) for r in REPLICAS)

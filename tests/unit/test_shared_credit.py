@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 from fixtures.replicas import Replica, replica
@@ -14,8 +15,10 @@ from fixtures.waiting import until
 from shoal_cluster.policies.candidates import ReplicaView
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
 from shoal_cluster.policies.wishes import Wish
+from shoal_cluster.serve.feed_messages import InFlight
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, Member
 from shoal_cluster.serve.sent import Follower
+from shoal_cluster.serve.subscriber import Subscriber
 from shoal_replica.prefix_cache import hash_blocks
 
 
@@ -38,9 +41,11 @@ def row(ledger: GatewayLedger, replica_id: str) -> ReplicaView:
 
 
 @asynccontextmanager
-async def two_gateways(*names: str) -> AsyncIterator[tuple[GatewayLedger, GatewayLedger, dict[str, Replica]]]:
+async def two_gateways(
+    *names: str, **fields: Any
+) -> AsyncIterator[tuple[GatewayLedger, GatewayLedger, dict[str, Replica]]]:
     async with AsyncExitStack() as stack:
-        replicas = {name: await stack.enter_async_context(replica()) for name in names}
+        replicas = {name: await stack.enter_async_context(replica(**fields)) for name in names}
         ledgers = [GatewayLedger(name, RouteWeights(), num_gateways=2) for name in ("left", "right")]
         for ledger in ledgers:
             stack.push_async_callback(ledger.close)
@@ -101,9 +106,19 @@ def num_expected(ledger: GatewayLedger, replica_id: str) -> int:
     return ledger.view.candidates(HASHES, 0.0).matched_by(replica_id)
 
 
-async def test_a_prompt_that_one_gateway_has_sent_is_followed_by_what_begins_alike_at_the_other() -> None:
-    async with two_gateways("one") as (left, right, replicas):
+@pytest.fixture
+def no_beats(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """For replicas that say nothing by themselves while a step runs."""
+    monkeypatch.setattr("shoal_replica.engine.BEAT_S", 60.0)
+    return {"heartbeat_s": 60.0}
+
+
+async def test_a_prompt_that_one_gateway_has_sent_is_followed_by_what_begins_alike_at_the_other(
+    no_beats: dict[str, float],
+) -> None:
+    async with two_gateways("one", **no_beats) as (left, right, replicas):
         one = replicas["one"]
+        await one.run("r0", "left", prompt_token_ids=range(300, 303), max_tokens=1)  # a report, before all else
         one.executor.gate.clear()
         running = one.run("r1", "left", prompt_token_ids=range(40), block_hashes=HASHES, max_tokens=1)
         await until(lambda: num_expected(right, "one") == len(HASHES))
@@ -122,6 +137,68 @@ async def test_a_prompt_that_one_gateway_has_sent_is_followed_by_what_begins_ali
         await late.close()
 
 
+async def test_a_prompt_lands_with_its_first_token() -> None:
+    async with two_gateways("one") as (_, right, replicas):
+        one = replicas["one"]
+        one.executor.gate.clear()
+        running = one.run("r1", "left", prompt_token_ids=range(40), block_hashes=HASHES, max_tokens=80)
+        await until(lambda: num_expected(right, "one") == len(HASHES))
+        one.executor.gate.set()
+        await until(lambda: not right.view.index.expected.has_any(HASHES))
+        assert not running.done()
+        assert not one.feed._subscribers["right"].has_prompts_to_hear_of, "it is told once"
+        await running
+
+
+async def test_what_two_prompts_bring_is_expected_until_the_last_is_given_up() -> None:
+    longer = tuple(hash_blocks([*range(40), *range(200, 220)], 4))
+    async with two_gateways("one") as (_, right, replicas):
+        one = replicas["one"]
+        one.executor.gate.clear()
+        busy = one.run("r0", "left", prompt_token_ids=range(100, 140))
+        first = one.run("r1", "left", prompt_token_ids=range(40), block_hashes=HASHES)
+        second = one.run("r2", "left", prompt_token_ids=[*range(40), *range(200, 220)], block_hashes=longer)
+        await until(lambda: right.view.candidates(longer, 0.0).matched_by("one") == len(longer))
+        assert one.engine.hand_back("r1")
+        heard_s = float(right.view.candidates((), 0.0).updated_s[0])
+        await until(lambda: float(right.view.candidates((), 0.0).updated_s[0]) > heard_s)
+        assert right.view.candidates(longer, 0.0).matched_by("one") == len(longer)
+        assert one.engine.hand_back("r2")
+        await until(lambda: right.view.candidates(longer, 0.0).matched_by("one") == 0)
+        one.executor.gate.set()
+        await asyncio.wait([busy, first, second])
+
+
+async def test_what_was_given_up_while_a_feed_was_broken_is_not_expected_afterwards() -> None:
+    async with two_gateways("one") as (_, right, replicas):
+        one = replicas["one"]
+        one.executor.gate.clear()
+        running = one.run("r1", "left", prompt_token_ids=range(40), block_hashes=HASHES)
+        await until(lambda: num_expected(right, "one") == len(HASHES))
+        one.feed._subscribers["right"].transport.abort()
+        await until(lambda: not right.view.is_connected("one"))
+        running.cancel()
+        await until(lambda: right.view.is_connected("one"))
+        assert num_expected(right, "one") == 0
+        one.executor.gate.set()
+        await asyncio.wait([running])
+
+
+async def test_nothing_is_expected_of_a_replica_that_caches_nothing_or_has_it_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[InFlight] = []
+    monkeypatch.setattr(Subscriber, "note_launched", lambda self, prompt: told.append(prompt))
+    async with two_gateways("one") as (_, _, replicas):
+        one = replicas["one"]
+        for request_id in ("r1", "r2"):
+            await one.run(request_id, "left", prompt_token_ids=range(40), block_hashes=HASHES, max_tokens=1)
+    assert [prompt.request_id for prompt in told] == ["r1"]
+    async with two_gateways("one", enable_prefix_caching=False) as (_, _, replicas):
+        await replicas["one"].run("r3", "left", prompt_token_ids=range(40), block_hashes=HASHES, max_tokens=1)
+    assert [prompt.request_id for prompt in told] == ["r1"]
+
+
 async def test_only_what_is_not_cached_is_told_of_a_prompt_in_flight() -> None:
     async with two_gateways("one") as (_, right, replicas):
         one = replicas["one"]
@@ -136,9 +213,10 @@ async def test_only_what_is_not_cached_is_told_of_a_prompt_in_flight() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "hand_back", "gateway"])
-async def test_a_prompt_that_is_given_up_is_expected_no_longer(end: str) -> None:
-    async with two_gateways("one") as (left, right, replicas):
+async def test_a_prompt_that_is_given_up_is_expected_no_longer(end: str, no_beats: dict[str, float]) -> None:
+    async with two_gateways("one", **no_beats) as (left, right, replicas):
         one = replicas["one"]
+        await one.run("r", "left", prompt_token_ids=range(300, 303), max_tokens=1)
         one.executor.gate.clear()
         first = one.run("r0", "left", prompt_token_ids=range(100, 140))
         running = one.run("r1", "left", prompt_token_ids=range(40), block_hashes=HASHES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal_cluster.policies.replica_bits import WORD_BITS, Words
 from shoal_replica.prefix_cache import BlockHash
@@ -13,34 +14,45 @@ from shoal_replica.prefix_cache import BlockHash
 class ExpectedBlocks:
     """Block hash → the replicas where it is expected, bit i for the replica in slot i of the ``PrefixIndex``.
 
-    As large as the prompts that were sent and not computed yet: a dictionary, while the index is a table.
+    As large as the prompts that were sent and not computed yet: a dictionary, while the index is a table. Several may
+    bring the same block.
     """
 
     def __init__(self) -> None:
         self._slots: dict[BlockHash, int] = {}
+        self._again: dict[tuple[int, BlockHash], int] = {}  # by how many more than one it is brought there
         self.num_changes = 0
 
-    def add(self, slot: int, block_hashes: Iterable[BlockHash]) -> None:
-        """They are expected at ``slot``. Twice is once."""
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, slot: int, block_hashes: Sequence[BlockHash]) -> None:
+        """One more prompt brings these, which differ, to ``slot``."""
         self.num_changes += 1
         slots, bit = self._slots, 1 << slot
-        new = dict.fromkeys(block_hashes, bit)
-        if slots.keys().isdisjoint(new):
-            slots.update(new)
+        if slots.keys().isdisjoint(block_hashes):
+            slots.update(dict.fromkeys(block_hashes, bit))
             return
-        for block_hash in new:
-            slots[block_hash] = slots.get(block_hash, 0) | bit
+        for block_hash in block_hashes:
+            held = slots.get(block_hash, 0)
+            if held & bit:
+                self._again[slot, block_hash] = self._again.get((slot, block_hash), 0) + 1
+            slots[block_hash] = held | bit
 
     def remove(self, slot: int, block_hashes: Iterable[BlockHash]) -> None:
-        """They are expected there no longer. What was not is ignored."""
+        """One prompt less brings them there. What none did is ignored."""
         self.num_changes += 1
-        slots, bit = self._slots, 1 << slot
+        slots, again, bit = self._slots, self._again, 1 << slot
         for block_hash in block_hashes:
-            if held := slots.pop(block_hash, 0) & ~bit:
+            if again and (count := again.pop((slot, block_hash), 0)):
+                if count > 1:
+                    again[slot, block_hash] = count - 1
+            elif held := slots.pop(block_hash, 0) & ~bit:
                 slots[block_hash] = held
 
     def drop(self, slot: int) -> None:
         """Nothing is expected at ``slot``."""
+        self._again = {key: count for key, count in self._again.items() if key[0] != slot}
         self.remove(slot, [block_hash for block_hash, held in self._slots.items() if held >> slot & 1])
 
     def num_held(self, slot: int) -> int:
@@ -51,6 +63,18 @@ class ExpectedBlocks:
         """Whether one of them is expected anywhere."""
         return bool(self._slots) and not self._slots.keys().isdisjoint(block_hashes)
 
+    def first_at(self, slot: int, block_hashes: Sequence[BlockHash]) -> int:
+        """The number of the first of them that is expected at ``slot``; how many they are, if none is."""
+        if not self.has_any(block_hashes):
+            return len(block_hashes)
+        is_there = self.are_at(slot, block_hashes)
+        return int(is_there.argmax()) if is_there.any() else len(block_hashes)
+
+    def are_at(self, slot: int, block_hashes: Sequence[BlockHash]) -> NDArray[np.bool_]:
+        """Which of them are expected at ``slot`` [n]."""
+        get = self._slots.get
+        return np.fromiter([get(h, 0) >> slot & 1 for h in block_hashes], np.bool_, len(block_hashes))
+
     def is_at(self, slot: int, block_hashes: Sequence[BlockHash]) -> bool:
         """Whether one of them is expected at ``slot``."""
         get = self._slots.get
@@ -58,6 +82,9 @@ class ExpectedBlocks:
 
     def rows(self, block_hashes: Sequence[BlockHash], num_words: int) -> Words:
         """Where each is expected, in words of 64 slots [n, words]."""
+        if num_words == 1:
+            get = self._slots.get
+            return np.fromiter([get(h, 0) for h in block_hashes], np.uint64, len(block_hashes))[:, np.newaxis]
         rows: Words = np.zeros((len(block_hashes), num_words), np.uint64)
         for row, held in enumerate(map(self._slots.get, block_hashes)):
             if held:

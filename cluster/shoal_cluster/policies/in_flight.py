@@ -11,7 +11,7 @@ PromptKey = str | tuple[str, str]
 
 
 class PromptsInFlight:
-    """Where each is, and which blocks are expected there until it is computed. Owner: a ``ClusterView``."""
+    """Where each is, and which blocks it brings there until it is computed. Owner: a ``ClusterView``."""
 
     def __init__(self) -> None:
         self._prompts: dict[PromptKey, tuple[str, Sequence[BlockHash]]] = {}
@@ -22,7 +22,7 @@ class PromptsInFlight:
         self._prompts[prompt] = replica_id, block_hashes
 
     def remove(self, prompt: PromptKey) -> tuple[str, Sequence[BlockHash]] | None:
-        """It is computed, or will not be. None if it is not known."""
+        """It is computed, or will not be. Returns where it was and what it brought, None if it is not known."""
         return self._prompts.pop(prompt, None)
 
     def forget(self, replica_id: str) -> None:

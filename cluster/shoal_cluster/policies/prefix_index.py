@@ -88,12 +88,14 @@ class PrefixIndex:
             self._table.hold(slot, keys, *self._table.find(keys))
 
     def expect(self, replica_id: str, block_hashes: Sequence[BlockHash], num_held: int) -> Sequence[BlockHash]:
-        """A prompt goes to ``replica_id``, which holds its first ``num_held`` blocks: these are used, the others are
-        expected there, and returned. Each is until ``expected.remove`` takes it away at the ``slot``.
+        """A prompt goes to ``replica_id``, which holds its first ``num_held`` blocks or will: these are used. All
+        others are expected there, and those from the first that was expected only. Returns what is expected of it: each
+        is until ``expected.remove`` takes it away at the ``slot``.
         """
         self.touch(block_hashes, num_held)
-        rest = block_hashes[num_held:]
-        self.expected.add(self._take_slot(replica_id), rest)
+        slot = self._take_slot(replica_id)
+        rest = block_hashes[self.expected.first_at(slot, block_hashes[:num_held]) :]
+        self.expected.add(slot, rest)
         return rest
 
     def change(self, replica_id: str, stored: Collection[BlockHash], removed: Collection[BlockHash]) -> None:
@@ -168,13 +170,11 @@ class PrefixIndex:
         rows, entries = self._table.find(_keys_of(block_hashes))
         rows = rows[self._table.is_held(entries, slot)]
         count = _leading(rows)
-        if self.expected.is_at(slot, block_hashes[count : count + 1]):
-            held = set(rows.tolist())
-            while count < len(block_hashes) and (
-                count in held or self.expected.is_at(slot, block_hashes[count : count + 1])
-            ):
-                count += 1
-        return count
+        if not self.expected.is_at(slot, block_hashes[count : count + 1]):
+            return count
+        is_there = self.expected.are_at(slot, block_hashes)
+        is_there[rows] = True
+        return len(block_hashes) if is_there.all() else int(is_there.argmin())
 
     def is_at(self, slot: int, block_hash: BlockHash) -> bool:
         """Whether the replica in ``slot`` holds it, or will."""

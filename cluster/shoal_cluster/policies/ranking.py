@@ -47,12 +47,14 @@ class RouteQuery:
     passed: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def for_request(cls, request: Request, block_size: int) -> RouteQuery:
-        """The query that places ``request``; tokens that another replica has generated count as prompt."""
+    def for_request(cls, request: Request, block_size: int, is_caching: bool = True) -> RouteQuery:
+        """The query that places ``request``; tokens that another replica has generated count as prompt. Where replicas
+        cache no prefixes, it goes by none.
+        """
         token_ids = request.known_token_ids()
         return cls(
             request_id=request.request_id,
-            block_hashes=tuple(hash_blocks(token_ids, block_size, request.cache_salt)),
+            block_hashes=tuple(hash_blocks(token_ids, block_size, request.cache_salt)) if is_caching else (),
             num_prompt_tokens=len(token_ids),
             num_blocks_needed=-(-(len(token_ids) + 1) // block_size),
             block_size=block_size,

@@ -265,7 +265,7 @@ class ClusterView:
         assert self.index.replica_ids() == self._place_of.keys()
         for replica_id in self._replica_ids:
             num_expected = self.index.expected.num_held(self.index.slot(replica_id))
-            assert num_expected <= len(self._in_flight.blocks_at(replica_id))
+            assert num_expected == len(self._in_flight.blocks_at(replica_id))
 
     def match(self, block_hashes: Sequence[BlockHash]) -> Ints:
         """Leading blocks of a prompt that each member caches [n]. A placement asks more than once: the same question is

@@ -38,7 +38,6 @@ from shoal_cluster.serve.feed_messages import (
 )
 from shoal_cluster.serve.subscriber import Subscriber
 from shoal_replica.engine import Engine, StepReport
-from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request
 
 MAX_BACKLOG_BYTES = 32 * 2**20
@@ -80,7 +79,7 @@ class FeedServer:
         subscriber.accepted.append(request_id)
         if request.block_hashes:
             subscriber.in_flight[request_id] = request.block_hashes
-            self._tell_others_of(subscriber, request_id, request.block_hashes)
+            self._tell_others_of(subscriber, request_id)
         return True
 
     def disown(self, request_id: str, gateway_id: str) -> None:
@@ -88,7 +87,8 @@ class FeedServer:
         if (subscriber := self._subscribers.get(gateway_id)) is not None:
             subscriber.request_ids.discard(request_id)
             subscriber.promises.pop(request_id, None)
-            self._land(subscriber, request_id)
+            if self._land(subscriber, request_id):
+                self._tell_others()
 
     def refuse(self, request_id: str, gateway_id: str, reason: str, field: str = "") -> None:
         """Tell a gateway at once that a request of its does not run here. One that is not connected finds out."""
@@ -122,9 +122,10 @@ class FeedServer:
         subscriber = self._subscribers[gateway_id] = Subscriber(gateway_id, transport)
         promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber) or ()
         in_flight = [
-            self._in_flight(request_id, block_hashes)
+            prompt
             for other in self._others(subscriber)
-            for request_id, block_hashes in other.in_flight.items()
+            for request_id in other.in_flight
+            if (prompt := self._in_flight(other, request_id)).block_hashes
         ]
         transport.write(frame(Snapshot(0, self._engine.stats(), hashes, promised, wishes, tuple(in_flight))))
         return subscriber
@@ -162,10 +163,10 @@ class FeedServer:
     def _forget(self, subscriber: Subscriber) -> None:
         for request_id in tuple(subscriber.request_ids):
             self._engine.abort(request_id)
+        for request_id in tuple(subscriber.in_flight):
             self._land(subscriber, request_id)
         self._num_wished += bool(subscriber.wishes)
-        if subscriber.promises or subscriber.wishes:
-            self._tell_others()
+        self._tell_others()
 
     def _publish(self, report: StepReport) -> None:
         for subscriber in self._subscribers.values():
@@ -212,21 +213,30 @@ class FeedServer:
         now = time.monotonic()
         return tuple(ToldWish.at(wish, now) for other in self._others(subscriber) for wish in other.wishes)
 
-    def _tell_others_of(self, subscriber: Subscriber, request_id: str, block_hashes: tuple[BlockHash, ...]) -> None:
-        if others := self._others(subscriber):
-            prompt = self._in_flight(request_id, block_hashes)
-            for other in others:
-                other.note_launched(prompt)
-            self._tell_others()
+    def _tell_others_of(self, subscriber: Subscriber, request_id: str) -> None:
+        """A prompt has come that is not computed yet."""
+        if not (others := self._others(subscriber)):
+            return
+        prompt = self._in_flight(subscriber, request_id)
+        if not prompt.block_hashes:
+            del subscriber.in_flight[request_id]
+            return
+        for other in others:
+            other.note_launched(prompt)
+        self._tell_others()
 
-    def _land(self, subscriber: Subscriber, request_id: str) -> None:
-        """A prompt is computed, or will not be: the next report says so, which has its blocks, too."""
-        if subscriber.in_flight.pop(request_id, None) is not None:
-            for other in self._others(subscriber):
-                other.note_landed(request_id)
+    def _land(self, subscriber: Subscriber, request_id: str) -> bool:
+        """A prompt is computed, or will not be: the others are to hear it with the blocks that it leaves. False if that
+        is not new.
+        """
+        if subscriber.in_flight.pop(request_id, None) is None:
+            return False
+        for other in self._others(subscriber):
+            other.note_landed(request_id)
+        return True
 
-    def _in_flight(self, request_id: str, block_hashes: tuple[BlockHash, ...]) -> InFlight:
-        return InFlight(request_id, block_hashes[self._engine.num_cached_blocks(block_hashes) :])
+    def _in_flight(self, subscriber: Subscriber, request_id: str) -> InFlight:
+        return InFlight(request_id, self._engine.uncached(subscriber.in_flight[request_id]))
 
     def _others(self, subscriber: Subscriber) -> list[Subscriber]:
         return [other for other in self._subscribers.values() if other is not subscriber]

@@ -158,7 +158,8 @@ class Gateway:
             timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
             placement_timeout_s = self._settings.placement_timeout_s
             request = await self._request(call, arrived_s)
-            query = RouteQuery.for_request(request, self._config.replica.block_size)
+            replica = self._config.replica
+            query = RouteQuery.for_request(request, replica.block_size, replica.enable_prefix_caching)
             self._scaling.meter.arrive(query.num_prompt_tokens)
             generation = Generation(
                 request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, watch.times

@@ -275,9 +275,9 @@ class GatewayLedger:
             self._changed.set()
             self.on_news()
             return
-        self._credit.take(replica_id, message, now)
         told = None if message.stats is None else self.recalls.stalls.hear(replica_id, message.stats, now)
         self.view.apply_update(replica_id, told, message.stored, message.removed, now)
+        self._credit.take(replica_id, message, now)
         if told is not None and told.draining:
             self.recalls.recall(replica_id)
         self.recalls.look(now)

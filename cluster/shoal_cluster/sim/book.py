@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shoal_cluster.policies.autoscaling_view import Demand
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.workload import SimRequest
+from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import TokenDelta
 
 
@@ -53,6 +54,7 @@ class Book:
         self.num_open = 0
         self.num_decisions = 0
         self.num_missed = 0  # refused, or first token too late
+        self._hashes: dict[str, tuple[BlockHash, ...]] = {}  # of open requests
         self.demand = Demand()
 
     def expect(self, request: SimRequest) -> None:
@@ -68,11 +70,18 @@ class Book:
         self.outcomes[request_id] = outcome
         return outcome
 
+    def block_hashes(self, request_id: str) -> tuple[BlockHash, ...]:
+        """Of a prompt's full blocks; made once."""
+        if (hashes := self._hashes.get(request_id)) is None:
+            hashes = self.requests[request_id].block_hashes(self._config.cache.block_size)
+            self._hashes[request_id] = hashes
+        return hashes
+
     def refuse(self, request_id: str, reason: str) -> None:
         self.outcomes[request_id].refusal = reason
         self.num_missed += 1
         self.demand += Demand(num_shed=1)
-        self.num_open -= 1
+        self._end(request_id)
 
     def take(self, delta: TokenDelta, now: float) -> bool:
         """Enter tokens that have reached the gateway. Whether they end the request."""
@@ -89,5 +98,9 @@ class Book:
         if delta.finish_reason is None:
             return False
         outcome.finished_s = now
-        self.num_open -= 1
+        self._end(delta.request_id)
         return True
+
+    def _end(self, request_id: str) -> None:
+        self.num_open -= 1
+        self._hashes.pop(request_id, None)

@@ -12,6 +12,7 @@ def check_conservation(cluster: SimCluster) -> None:
     for gateway in cluster.gateways:
         gateway.view.check_invariants()
         assert not gateway.queue
+        assert not len(gateway.view.index.expected), "a prompt that nobody computes any more is expected"
     for request_id, outcome in book.outcomes.items():
         assert (outcome.finished_s is None) != (outcome.refusal is None), request_id
         if outcome.finished_s is not None:

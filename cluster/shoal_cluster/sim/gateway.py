@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -72,7 +72,7 @@ class SimGateway:
         self._memory = RoutingMemory()
         self._stalls = Stalls()
         self._sent: dict[str, PendingRequest] = {}  # those that were held, until their first token
-        self._in_flight: dict[str, str] = {}  # other gateways' requests, until then, and their replicas
+        self._in_flight: dict[str, str] = {}  # other gateways' requests, until then, and where they are
 
     def take(self, request: SimRequest) -> None:
         """A request arrives here."""
@@ -82,7 +82,7 @@ class SimGateway:
         num_tokens = request.num_prompt_tokens
         query = RouteQuery(
             request_id=request.request_id,
-            block_hashes=request.block_hashes(block_size),
+            block_hashes=self._book.block_hashes(request.request_id),
             num_prompt_tokens=num_tokens,
             num_blocks_needed=-(-(num_tokens + 1) // block_size),
             block_size=block_size,
@@ -111,7 +111,7 @@ class SimGateway:
         num_tokens = request.num_prompt_tokens + outcome.num_output_tokens
         query = RouteQuery(
             request_id=request_id,
-            block_hashes=request.block_hashes(block_size),
+            block_hashes=self._book.block_hashes(request_id),
             num_prompt_tokens=num_tokens,
             num_blocks_needed=-(-(num_tokens + 1) // block_size),
             block_size=block_size,
@@ -136,7 +136,7 @@ class SimGateway:
             self._in_flight.pop(delta.request_id, None)
         if self._is_one_of_many:
             others = [p for p in message.promised if p.gateway_id != self._gateway_id]
-            self._expect(replica_id, others)
+            self._hear_of_prompts(replica_id, message, {promise.request_id for promise in others})
             num_blocks, num_tokens = sum(p.num_blocks for p in others), sum(p.num_tokens for p in others)
             self.view.set_foreign(replica_id, len(others), num_blocks, num_tokens)
             wishes = [wish for of, wish in message.wishes if of != self._gateway_id]
@@ -144,12 +144,16 @@ class SimGateway:
         if self.queue:
             self._take_turn()
 
-    def _expect(self, replica_id: str, promises: Sequence[Promise]) -> None:
-        """Other gateways' prompts are on their way to a replica."""
-        for request_id in [p.request_id for p in promises if self._in_flight.get(p.request_id) != replica_id]:
-            self._in_flight[request_id] = replica_id
-            block_hashes = self._book.requests[request_id].block_hashes(self._config.cache.block_size)
-            self.view.expect(request_id, replica_id, block_hashes)
+    def _hear_of_prompts(self, replica_id: str, message: FeedMessage, others: Set[str]) -> None:
+        """Of other gateways' prompts that have come to a replica, or have left it."""
+        for request_id in message.landed:
+            if self._in_flight.get(request_id) == replica_id:
+                del self._in_flight[request_id]
+                self.view.computed(request_id)
+        for request_id, num_cached_blocks in message.in_flight:
+            if request_id in others:
+                self._in_flight[request_id] = replica_id
+                self.view.expect(request_id, replica_id, self._book.block_hashes(request_id)[num_cached_blocks:])
 
     def _take_turn(self) -> None:
         """Dispatch, but where there are many gateways not all at once: whoever comes later sees what was promised."""

@@ -32,7 +32,8 @@ class FeedMessage(msgspec.Struct, frozen=True):
     """What a replica tells the gateways after a step, or as soon as one has promised it something.
 
     ``added``: requests that ``stats`` is first to count; ``promised``: those that it does not count yet. No ``stats``:
-    the last ones are still true.
+    the last ones are still true. ``in_flight``: requests that have come, each with the number of its prompt's blocks
+    that were cached then; ``landed``: those that have left before their first token.
     """
 
     stats: ReplicaStats | None
@@ -42,6 +43,8 @@ class FeedMessage(msgspec.Struct, frozen=True):
     deltas: tuple[TokenDelta, ...]
     promised: tuple[Promise, ...] = ()
     wishes: tuple[tuple[str, Wish], ...] = ()
+    in_flight: tuple[tuple[str, int], ...] = ()
+    landed: tuple[str, ...] = ()
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -143,8 +146,9 @@ class SimReplica:
         self.scheduler.add(request)
         self._added.append(request.request_id)
         if promise is not None:
+            num_cached_blocks = len(request.block_hashes) - len(self.scheduler.uncached(request.block_hashes))
             self._promised.append(promise)
-            self._tell_promises()
+            self._tell_promises(((request.request_id, num_cached_blocks),))
         self._cut_stretch()
         if not self._is_stepping:
             self._is_stepping = True
@@ -158,16 +162,16 @@ class SimReplica:
             self._is_telling = True
             self._loop.after(GATHER_S, self._tell_promises, last=True)
 
-    def _tell_promises(self) -> None:
+    def _tell_promises(self, in_flight: tuple[tuple[str, int], ...] = ()) -> None:
         self._is_telling = False
-        self.publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes))
+        self.publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes, in_flight))
 
     def hand_back(self, request_id: str) -> bool:
         """Give a request up if nothing of it has been computed."""
         if request_id not in self.scheduler.request_ids(only_unstarted=True):
             return False
         self.scheduler.abort(request_id)
-        self.tell(())
+        self.tell((), landed=(request_id,))
         return True
 
     def drain(self) -> None:
@@ -182,7 +186,7 @@ class SimReplica:
         if not self._is_stepping:
             self._abort_all()
 
-    def tell(self, deltas: tuple[TokenDelta, ...]) -> None:
+    def tell(self, deltas: tuple[TokenDelta, ...], landed: tuple[str, ...] = ()) -> None:
         """Publish the ledger as of now."""
         stored, removed = self.scheduler.take_block_events()
         if self.scheduler.shared_pool is not None:
@@ -190,7 +194,8 @@ class SimReplica:
         added, self._added = tuple(self._added), []
         self._promised.clear()
         stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s, self._pace.token_s)
-        self.publish(self, FeedMessage(stats, tuple(stored), tuple(removed), added, deltas, (), self._wishes))
+        blocks = tuple(stored), tuple(removed)
+        self.publish(self, FeedMessage(stats, *blocks, added, deltas, (), self._wishes, landed=landed))
 
     def beat(self) -> None:
         """It is alive, and all that it told last is still true."""

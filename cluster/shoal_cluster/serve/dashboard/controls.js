@@ -85,7 +85,7 @@ export class Controls {
     }
     try {
       this.show(await this.post("controls/tune", { changes, reset }));
-      if (!this.dialog.shows(problem)) return;
+      if (!this.dialog.shows(this.dialog.body.querySelector("form.settings"))) return;
       this.open();
       setText(this.dialog.body.querySelector(".problem"), "In force.");
     } catch (error) {

@@ -100,6 +100,7 @@ async def test_full_records_open_by_keyboard(core: FakeCore, url: str) -> None:
         page = watched.page
         await is_live(page)
         record = core.scaling().records[-1]
+        await expect(page.locator(".lane button")).to_have_count(len(core.scaling().records))
         mark = page.locator(".lane button").last
         await mark.focus()
         await page.keyboard.press("ArrowLeft")

@@ -71,6 +71,8 @@ export class Marks {
       if (last && x - last.x < NEAR_PX) last.marks.push(mark);
       else groups.push({ x, marks: [mark] });
     }
+    const focused = this.lane.contains(document.activeElement) ? document.activeElement : null;
+    const seq = focused?.marks.at(-1).seq;
     while (this.lane.children.length > groups.length) this.lane.lastChild.remove();
     while (this.lane.children.length < groups.length) {
       const made = button("", "mark", () => this.open(made.marks));
@@ -90,6 +92,9 @@ export class Marks {
       made.title = name;
       made.tabIndex = i === groups.length - 1 ? 0 : -1;
     });
+    if (focused === null) return; // its place may be another decision's now
+    const holder = [...this.lane.children].find((made) => made.marks.some((mark) => mark.seq === seq));
+    if (holder !== document.activeElement) holder?.focus();
   }
 
   // One stop for the tab key; arrows go from mark to mark.

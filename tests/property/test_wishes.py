@@ -9,7 +9,8 @@ import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
+from shoal_cluster.policies.foresight import foresee
+from shoal_cluster.policies.ranking import priced_steps, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.wishes import PlacedWish, Wish
 
@@ -31,6 +32,7 @@ def test_a_request_is_foreseen_to_go_where_it_would_be_routed(seed: int) -> None
                 draining=rng.random() < 0.1,
             ),
             connected=rng.random() < 0.9,
+            age_s=rng.choice([0.0, 1.0, 4.5]),
         )
         for place in range(6)
     ]
@@ -39,12 +41,12 @@ def test_a_request_is_foreseen_to_go_where_it_would_be_routed(seed: int) -> None
     matched[place] = rng.randrange(
         (num_tokens - 1) // BLOCK + 1
     )  # of a prompt that is cached whole, one token is computed
-    query, snapshot = make_query(num_tokens), Candidates.of(rows)
+    query = make_query(num_tokens, decode_steps=priced_steps(rng.choice([1, 8, 100, None])))
+    snapshot = Candidates.of(rows)
     size = [uncached_blocks(query, matched.item(place)), uncached_tokens(query, matched.item(place))]
-    other = PlacedWish(Wish((0, 0, 1.0), *size, matched.item(place)), place)
-    prices = WEIGHTS.prefill_price, WEIGHTS.sequence_price(query)
+    other = PlacedWish(Wish((0, 0, 1.0), *size, matched.item(place), query.decode_steps), place)
 
-    there, *takes = other.foreseen(snapshot.columns, *prices, BLOCK)
+    there, *takes = foresee(other, snapshot, WEIGHTS, BLOCK)
 
     decision = route(query, snapshot.matching(matched), WEIGHTS, rng)
     if not decision.ranked:

@@ -15,6 +15,7 @@ from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.plan import Plan
+from shoal_cluster.policies.ranking import PRICED_STEPS
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.tenants import BURST_TOKENS, FairShares
 from shoal_cluster.policies.view import ClusterView
@@ -365,10 +366,19 @@ def test_gateways_that_know_each_others_wishes_keep_one_order() -> None:
     view.set_wishes("only", [Wish((0, 0, 1.5), 10, 160)])
     queue = queue_of(pending("mine"), is_one_of_many=True)
     assert send(queue, view) == [], "another gateway's is due at 1.5 s, this one at 2.3 s"
-    assert queue.wishes() == {"only": (Wish((0, 0, pytest.approx(2.32)), 11, 160),)}
+    assert queue.wishes() == {"only": (Wish((0, 0, pytest.approx(2.32)), 11, 160, 0, PRICED_STEPS),)}
     view.set_wishes("only", [Wish((0, 0, 3.0), 10, 160)])
     assert send(queue, view) == [("mine", "only")]
     assert queue.wishes() == {}
+
+
+def test_a_wish_tells_what_is_cached_where_it_is_to_go() -> None:
+    view = view_of(only=make_stats(num_waiting_tokens=400))
+    view.index.store("only", PREFIX[:3])
+    queue = queue_of(pending("mine", hashes=PREFIX[:10]), is_one_of_many=True)
+    assert send(queue, view) == []
+    ((wish,),) = queue.wishes().values()
+    assert (wish.num_blocks, wish.num_tokens, wish.num_cached_blocks) == (8, 112, 3)
 
 
 def test_a_wish_for_one_replica_leaves_the_others_free() -> None:

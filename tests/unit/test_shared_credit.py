@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fixtures.waiting import until
 from shoal_cluster.policies.candidates import ReplicaView
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
 from shoal_cluster.policies.wishes import Wish
-from shoal_cluster.serve.feed_messages import InFlight
+from shoal_cluster.serve.feed_messages import InFlight, ToldWish
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, Member
 from shoal_cluster.serve.sent import Follower
 from shoal_cluster.serve.subscriber import Subscriber
@@ -110,6 +111,7 @@ def num_expected(ledger: GatewayLedger, replica_id: str) -> int:
 def no_beats(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """For replicas that say nothing by themselves while a step runs."""
     monkeypatch.setattr("shoal_replica.engine.BEAT_S", 60.0)
+    monkeypatch.setattr("shoal_cluster.serve.feed_messages.SILENCE_S", 60.0)
     return {"heartbeat_s": 60.0}
 
 
@@ -260,8 +262,15 @@ async def test_gateways_that_share_credit_do_not_all_choose_the_same() -> None:
         assert row(left, "one").num_reserved == row(left, "two").num_reserved == 4
 
 
-async def test_what_one_gateway_holds_the_other_knows_until_it_is_gone() -> None:
-    async with two_gateways("one", "two") as (left, right, _):
+def test_a_wish_comes_as_it_was_told() -> None:
+    wish = Wish((1, 2, 7.5), 4, 40, 3, 20)
+    assert ToldWish.at(wish, 5.0).wish(6.0) == replace(wish, rank=(1, 2, 8.5))
+
+
+async def test_what_one_gateway_holds_the_other_knows_until_it_is_gone(no_beats: dict[str, float]) -> None:
+    async with two_gateways("one", "two", **no_beats) as (left, right, replicas):
+        for name, made in replicas.items():  # a report, before all else
+            await made.run(f"first-{name}", "left", prompt_token_ids=range(300, 303), max_tokens=1)
         now = time.monotonic()
         left.wish({"one": (Wish((0, 1, now + 3.0), 4, 40), Wish((0, 0, now + 5.0), 2, 20))})
         await until(lambda: len(right.view.wishes(now)) == 2)

@@ -52,7 +52,7 @@ class Held:
     seed: int | None = None  # of its dice among equals: drawn once, so that it waits where it waited
     entry: tuple[Rank, int, Held] | None = None  # in the order of the queue,
     begins_by: tuple[float, int, Held] | None = None  # and in that of when they have to begin
-    wish: tuple[str, int, int, int] | None = None  # where it was planned last: replica, blocks, tokens, cached blocks
+    wish: tuple[str, int, int, int, int] | None = None  # where it was planned last, and the rest of a ``Wish``
 
     def queue_place(self, now: float) -> QueuePlace:
         return QueuePlace(self.pending.query.request_id, self.wish[0] if self.wish else "", self.due_s - now)

@@ -199,7 +199,7 @@ class PendingQueue:
                 self._note_times(held, now + plan.wait_s(self._pace.token_s))
             if considered[number].query is query and not (number and number in draws):
                 self._standing.note(number, held, considered[number], step, its, now)
-            held.wish = (view.replica_ids[step.place], *size, step.num_matched_blocks)
+            held.wish = (view.replica_ids[step.place], *size, step.num_matched_blocks, query.decode_steps)
         if sent is None:
             if len(steps) == len(order):
                 self._standing.settle()

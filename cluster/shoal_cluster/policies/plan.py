@@ -24,6 +24,7 @@ from shoal_cluster.policies.columns import (
     Ints,
     due_column,
 )
+from shoal_cluster.policies.foresight import foresee
 from shoal_cluster.policies.given import Given, Price
 from shoal_cluster.policies.promised import Promised
 from shoal_cluster.policies.ranking import RouteQuery, is_eligible, uncached_blocks, uncached_tokens
@@ -314,8 +315,8 @@ class Plan:
 
     def foresee(self, other: PlacedWish, block_size: int) -> None:
         """Another gateway's request comes before the next one here: set aside what it takes."""
-        prices = self.weights.prefill_price, self.weights.decode_price
-        self.set_aside(*other.foreseen(self._promised.columns, *prices, block_size))
+        cluster = self._snapshot.matching(self._snapshot.num_matched_blocks, self._promised.columns)
+        self.set_aside(*foresee(other, cluster, self.weights, block_size))
 
     def set_aside(self, place: int, num_blocks: int, num_tokens: int) -> None:
         """The same for a request of which only its size is known."""

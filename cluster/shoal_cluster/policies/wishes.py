@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM, SEQUENCES, Ints
+from shoal_cluster.policies.ranking import PRICED_STEPS
 
 Rank = tuple[int, int, float]
 
@@ -18,13 +16,14 @@ class Wish:
 
     ``rank`` is its place in the order of ``PendingQueue``: priority, bursts beyond its tenant's share, and when its
     first token is due, on the reader's clock. Blocks and tokens are what it will take there, as in ``Reservation``,
-    beside the blocks of its prompt that are cached there.
+    beside the blocks of its prompt that are cached there. ``decode_steps`` as in ``RouteQuery``.
     """
 
     rank: Rank
     num_blocks: int
     num_tokens: int
     num_cached_blocks: int = 0
+    decode_steps: int = PRICED_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +32,6 @@ class PlacedWish:
 
     wish: Wish
     place: int
-
-    def foreseen(
-        self, columns: Ints, prefill_price: float, sequence_price: float, block_size: int
-    ) -> tuple[int, int, int]:
-        """Where it goes by what is known now, as ``route`` would place it: cached where it was wished and nowhere else.
-        Its gateway may not have heard yet what has changed since. ``columns`` are those of ``Candidates``.
-
-        Returns: the place, and the blocks and the tokens that it takes there.
-        """
-        wish, place = self.wish, self.place
-        num_tokens = wish.num_tokens + wish.num_cached_blocks * block_size
-        num_blocks = wish.num_blocks + wish.num_cached_blocks
-        costs = columns[LOAD] + sequence_price * columns[SEQUENCES]
-        costs[place] -= prefill_price * (num_tokens - wish.num_tokens)
-        takes_such = columns[CAPACITY] >= num_blocks
-        has_room = takes_such & (columns[ROOM] >= num_blocks)
-        has_room[place] = takes_such[place] and columns[ROOM, place] >= wish.num_blocks
-        costs = np.where(has_room if has_room.any() else takes_such, costs, np.inf)
-        best = int(costs.argmin())
-        if costs[best] < costs[place]:
-            return best, num_blocks, num_tokens
-        return place, wish.num_blocks, wish.num_tokens
 
 
 class ForeignWishes:

@@ -100,12 +100,12 @@ class FeedServer:
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
-        if self._telling is not None:
-            self._telling.cancel()
         if self._server is not None:
             self._server.close()
         for connection in tuple(self._connections):
             connection.hang_up()
+        if self._telling is not None:
+            self._telling.cancel()
 
     # What connections tell
 
@@ -163,10 +163,11 @@ class FeedServer:
     def _forget(self, subscriber: Subscriber) -> None:
         for request_id in tuple(subscriber.request_ids):
             self._engine.abort(request_id)
+        if subscriber.promises or subscriber.wishes or subscriber.in_flight:
+            self._tell_soon()
         for request_id in tuple(subscriber.in_flight):
             self._land(subscriber, request_id)
         self._num_wished += bool(subscriber.wishes)
-        self._tell_others()
 
     def _publish(self, report: StepReport) -> None:
         for subscriber in self._subscribers.values():
@@ -185,8 +186,13 @@ class FeedServer:
             subscriber.send(report, deltas, accepted, promised, wishes)
 
     def _tell_others(self) -> None:
-        """Some promise or wish has changed: the next report says so, or an update of its own, whichever comes first."""
-        if self._telling is None and len(self._subscribers) > 1:
+        """What one of the gateways means to do has changed."""
+        if len(self._subscribers) > 1:
+            self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        """The next report says what is new of others, or an update of its own, whichever comes first."""
+        if self._telling is None:
             self._telling = asyncio.get_running_loop().call_later(GATHER_S, self._tell)
 
     def _tell(self) -> None:

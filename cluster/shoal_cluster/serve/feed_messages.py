@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from shoal_cluster.policies.ranking import PRICED_STEPS
 from shoal_cluster.policies.wishes import Wish
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
@@ -71,15 +72,17 @@ class ToldWish(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     num_tokens: int
     num_cached_blocks: int = 0
+    decode_steps: int = PRICED_STEPS
 
     @classmethod
     def at(cls, wish: Wish, now: float) -> ToldWish:
         priority, excess, due_s = wish.rank
-        return cls(priority, excess, due_s - now, wish.num_blocks, wish.num_tokens, wish.num_cached_blocks)
+        size = wish.num_blocks, wish.num_tokens, wish.num_cached_blocks
+        return cls(priority, excess, due_s - now, *size, wish.decode_steps)
 
     def wish(self, now: float) -> Wish:
         rank = self.priority, self.excess, now + self.due_in_s
-        return Wish(rank, self.num_blocks, self.num_tokens, self.num_cached_blocks)
+        return Wish(rank, self.num_blocks, self.num_tokens, self.num_cached_blocks, self.decode_steps)
 
 
 class Wishes(msgspec.Struct, frozen=True, tag="wishes"):

@@ -188,7 +188,8 @@ class Generation:
         if self._num_legs > 1:
             request = replace(request, request_id=f"{self._request.request_id}#{self._num_legs}")
             if request.output_token_ids:
-                query = RouteQuery.for_request(request, query.block_size, bool(query.block_hashes))
+                is_caching = bool(query.block_hashes) or query.num_prompt_tokens < query.block_size
+                query = RouteQuery.for_request(request, query.block_size, is_caching)
             query = replace(query, request_id=request.request_id, excluded=frozenset(excluded))
         times = self._times.start_leg(time.monotonic())
         leg = Leg({i: self._outputs[i] for i in indexes}, times, self._take)

@@ -71,7 +71,9 @@ class Book:
         return outcome
 
     def block_hashes(self, request_id: str) -> tuple[BlockHash, ...]:
-        """Of a prompt's full blocks; made once."""
+        """Of a prompt's full blocks, where prefixes are cached; made once."""
+        if not self._config.cache.enable_prefix_caching:
+            return ()
         if (hashes := self._hashes.get(request_id)) is None:
             hashes = self.requests[request_id].block_hashes(self._config.cache.block_size)
             self._hashes[request_id] = hashes

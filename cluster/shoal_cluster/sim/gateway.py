@@ -243,12 +243,12 @@ class SimGateway:
         promise = Promise(query.request_id, self._gateway_id, num_blocks, num_tokens) if self._is_one_of_many else None
         try:
             order = Order(query.request_id, due_s, yields, outcome.num_output_tokens, promise)
-            replica.place(order, request, query.block_hashes)
+            replica.place(order, request, query.block_hashes or request.block_hashes(query.block_size))
         except ResourceExhausted:
             return False
         outcome.replica_id = replica_id
         num_cached_tokens = num_matched_blocks * query.block_size
         outcome.num_predicted_tokens = min(num_cached_tokens, query.num_prompt_tokens - 1)
-        self.view.expect(query.request_id, replica_id, query.block_hashes)
-        self.view.reserve(query.request_id, replica_id, num_blocks, num_tokens, self._loop.now, query.block_hashes)
+        self.view.reserve(query.request_id, replica_id, num_blocks, num_tokens, self._loop.now)
+        self.view.expect(query.request_id, replica_id, query.block_hashes, num_matched_blocks)
         return True

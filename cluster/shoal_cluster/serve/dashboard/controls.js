@@ -53,6 +53,7 @@ export class Controls {
   settingsForm() {
     const problem = status();
     const form = element("form", "settings");
+    const shown = this.settings; // what it changes it changes from there: somebody else may have set the rest meanwhile
     for (const [name, [low, high]] of Object.entries(this.limits)) {
       const input = element("input");
       input.type = "number";
@@ -61,7 +62,7 @@ export class Controls {
       input.min = low;
       input.max = high;
       input.step = name.startsWith("m") ? 1 : "any";
-      input.value = this.settings[name];
+      input.value = shown[name];
       input.required = true;
       const label = element("label", "", words(name), this.tuned.includes(name) ? element("small", "", " tuned") : "");
       label.htmlFor = input.id;
@@ -72,7 +73,7 @@ export class Controls {
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const given = Object.fromEntries([...new FormData(form)].map(([name, value]) => [name, Number(value)]));
-      const changes = Object.fromEntries(Object.entries(given).filter(([name, value]) => value !== this.settings[name]));
+      const changes = Object.fromEntries(Object.entries(given).filter(([name, value]) => value !== shown[name]));
       this.tune(changes, false, problem);
     });
     return form;
@@ -85,7 +86,7 @@ export class Controls {
     }
     try {
       this.show(await this.post("controls/tune", { changes, reset }));
-      if (!this.dialog.shows(this.dialog.body.querySelector("form.settings"))) return;
+      if (!this.dialog.shows(problem)) return;
       this.open();
       setText(this.dialog.body.querySelector(".problem"), "In force.");
     } catch (error) {

@@ -49,16 +49,16 @@ class RouteWeights:
     Attributes:
         prefill_price: cost of each uncached token of this prompt. 1 is its compute alone; above 1 also pays for the
             cached blocks its KV will displace. Replays of a real trace with little room are flat from 4 to 12; with
-            much of it hits grow to 8.
+            much of it hits grow to 8, but hundreds of replicas then stand idle beside owners of known beginnings.
         decode_price: cost of each sequence that runs, waits or is on its way there: what it and the newcomer take of
-            each other's steps while both decode. 768 is three tokens' compute in each of 128 steps, for either of them;
+            each other's steps while both decode. 640 is 2.5 tokens' compute in each of 128 steps, for either of them;
             a request that may decode for fewer steps pays so much less.
         max_age_s: stats older than this are stale: still used, at a price. Replicas report tens of times a second.
         stale_tokens_per_s: work assumed to have reached a replica, unseen, for each second past ``max_age_s``.
     """
 
-    prefill_price: float = 8.0
-    decode_price: float = 768.0
+    prefill_price: float = 6.5
+    decode_price: float = 640.0
     max_age_s: float = 3.0
     stale_tokens_per_s: float = 2000.0
 

@@ -202,12 +202,14 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The block pool: ``num_blocks`` blocks of ``block_size`` tokens; ``num_host_blocks`` more in host memory keep what
-    the pool has to give up of its prefix cache.
+    the pool has to give up of its prefix cache. ``enable_partial_reuse`` lets a prompt that leaves a cached prefix
+    within a block copy what it shares of that block; simulations know prompts by whole blocks, and go without.
     """
 
     num_blocks: int
     block_size: int = 16
     enable_prefix_caching: bool = True
+    enable_partial_reuse: bool = True
     num_host_blocks: int = 0
 
     def __post_init__(self) -> None:

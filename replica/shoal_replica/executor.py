@@ -43,8 +43,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step.
 
     Order of execution: drop ``dropped_seq_ids``; copy ``moves_out`` (block, row of host memory); apply ``block_copies``
-    (source, destination); copy ``moves_in`` (row, block); take ``new_sequences``; apply ``block_updates``; compute
-    ``scheduled``.
+    (source, destination; each source as it was before them all); copy ``moves_in`` (row, block); take
+    ``new_sequences``; apply ``block_updates``; compute ``scheduled``.
     """
 
     step: int

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shoal_replica.block_pool import BlockPool
 from shoal_replica.config import CacheConfig
 from shoal_replica.host_blocks import HostBlocks
+from shoal_replica.partial_reuse import PartialBlock, PartialReuse, Tokens
 from shoal_replica.prefix_cache import BlockHash, PrefixCache
 
 BlockTable = list[int]
@@ -34,6 +35,8 @@ class KVCacheManager:
         self.host = HostBlocks(config.num_host_blocks, self.prefix_cache.note_forgotten)
         self.pool = BlockPool(config.num_blocks, self.prefix_cache.holds, self._evict)
         self.is_caching = config.enable_prefix_caching
+        self._partial = PartialReuse(config.block_size)
+        self._reuses_partially = config.enable_prefix_caching and config.enable_partial_reuse
         self._tables: dict[int, BlockTable] = {}
         self._num_committed: dict[int, int] = {}
 
@@ -56,6 +59,16 @@ class KVCacheManager:
                     break
                 found.append(block_hash if block_id is None else block_id)
         return found
+
+    def match_within(self, block_hashes: Sequence[BlockHash], num_matched: int, tokens: Tokens) -> PartialBlock | None:
+        """Of a sequence of which ``match`` has found ``num_matched`` blocks: the cached block that begins with most of
+        what follows, if that is worth a copy. Its content stands until the next step computes, even if it is given out.
+        """
+        if not len(self._partial):
+            return None
+        start = num_matched * self.block_size
+        words = tokens.words(start, min(start + self.block_size, len(tokens.token_ids) - 1))
+        return self._partial.find(tokens.hash_before(block_hashes, num_matched), words)
 
     def uncached(self, block_hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
         """Of a prompt's full blocks, those that will be cached once it is computed, and are not."""
@@ -101,6 +114,11 @@ class KVCacheManager:
         return self._tables[seq_id]
 
     # Commands
+
+    def refresh(self, block_id: int) -> None:
+        """A cached block is of use, without being anybody's: of those that are free it is evicted last."""
+        self.pool.touch([block_id])
+        self.pool.free([block_id])
 
     def allocate(self, seq_id: int, matched: Sequence[Cached], num_tokens: int) -> BlockTable:
         """Give a sequence its first block table: the matched blocks, then fresh ones up to ``num_tokens`` tokens.
@@ -149,14 +167,21 @@ class KVCacheManager:
         self._num_committed[child_id] = self._num_committed[parent_id]
         return table
 
-    def commit(self, seq_id: int, block_hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
-        """Enter the blocks that ``num_computed_tokens`` have filled into the prefix cache."""
+    def commit(
+        self, seq_id: int, block_hashes: Sequence[BlockHash], num_computed_tokens: int, tokens: Tokens | None = None
+    ) -> None:
+        """Enter the blocks that ``num_computed_tokens`` have filled into the prefix cache; with the sequence's
+        ``tokens``, they may be reused in part.
+        """
         if not self.is_caching:
             return
         first, last = self._num_committed[seq_id], num_computed_tokens // self.block_size
         table = self._tables[seq_id]
         for index in range(first, last):
-            self.prefix_cache.insert(block_hashes[index], table[index], block_hashes[index] in self.host)
+            is_new = self.prefix_cache.insert(block_hashes[index], table[index], block_hashes[index] in self.host)
+            if is_new and self._reuses_partially and tokens is not None:
+                words = tokens.words(index * self.block_size, (index + 1) * self.block_size)
+                self._partial.insert(table[index], tokens.hash_before(block_hashes, index), words)
         self._num_committed[seq_id] = max(first, last)
 
     def free(self, seq_id: int) -> None:
@@ -168,6 +193,7 @@ class KVCacheManager:
         """Reference counts are exactly the tables' uses of each block."""
         self.pool.check_invariants()
         self.prefix_cache.check_invariants()
+        self._partial.check_invariants()
         self.host.check_invariants()
         uses = Counter(b for table in self._tables.values() for b in table)
         for block_id in range(self.pool.num_blocks):
@@ -178,6 +204,7 @@ class KVCacheManager:
         """A block with a prefix is given out again: host memory keeps it if it can."""
         on_host = self.host.keep(self.prefix_cache.hash_of(block_id), block_id)
         self.prefix_cache.evict(block_id, on_host)
+        self._partial.evict(block_id)
 
     def _bring(self, block_hash: BlockHash, block_id: int) -> int:
         self.host.bring(block_hash, block_id)

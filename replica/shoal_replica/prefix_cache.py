@@ -29,7 +29,7 @@ def extend_block_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block
     first, last = len(hashes), len(token_ids) // block_size
     if first >= last:
         return
-    parent = hashes[-1] if hashes else blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+    parent: bytes = hashes[-1] if hashes else root_hash(salt)
     words = array("I", token_ids[first * block_size : last * block_size])
     if sys.byteorder == "big":
         words.byteswap()
@@ -38,6 +38,11 @@ def extend_block_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block
     for start in range(0, len(data), stride):
         parent = blake2b(parent + data[start : start + stride], digest_size=DIGEST_BYTES).digest()
         hashes.append(BlockHash(parent))
+
+
+def root_hash(salt: str) -> BlockHash:
+    """What the first block's hash goes on from."""
+    return BlockHash(blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest())
 
 
 class PrefixCache:

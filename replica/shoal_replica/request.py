@@ -13,6 +13,7 @@ import msgspec
 
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import SampledToken, TokenLogprobs
+from shoal_replica.partial_reuse import Tokens
 from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
 from shoal_replica.sampling_params import SamplingParams
 
@@ -102,6 +103,10 @@ class Sequence:
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(self.token_ids, self.request.cache_salt)
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,7 @@ from shoal_replica.pieces import Pieces
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduling_policy import by_progress, choose_victim, rank
-from shoal_replica.shared_prefix import expected_cached_tokens, find_ahead
+from shoal_replica.shared_prefix import expected_cached_tokens, find_ahead, take_over
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
 from shoal_replica.waiting_line import WaitingLine
@@ -122,7 +122,7 @@ class Scheduler:
             num_computed = sequence.num_computed_tokens = share.num_computed_tokens + share.num_new_tokens
             if num_computed % self._kv.block_size < share.num_new_tokens:  # it has filled a block
                 sequence.extend_hashes(self._kv.block_size)
-                self._kv.commit(sequence.seq_id, sequence.block_hashes, num_computed)
+                self._kv.commit(sequence.seq_id, sequence.block_hashes, num_computed, sequence.tokens)
             if not share.samples:
                 continue
             token = sampled[share.seq_id]
@@ -253,8 +253,7 @@ class Scheduler:
             if not self._kv.can_allocate(matched, sequence.num_tokens + 1, line.num_kept_blocks):
                 line.close()
                 break
-            self._kv.allocate(sequence.seq_id, matched, sequence.num_tokens)
-            sequence.num_computed_tokens = len(matched) * self._kv.block_size
+            take_over(sequence, matched, plan, self._kv)
             self._note_first_run(sequence, matched, self.now)
             sequence.move(SequenceStatus.RUNNING)
             self._introduce(plan, sequence)

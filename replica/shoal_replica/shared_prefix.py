@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Sequence, SequenceStatus
 from shoal_replica.step_plan import StepPlan
@@ -32,8 +33,24 @@ def expected_cached_tokens(sequence: Sequence, kv: KVCacheManager, others: Itera
     if not kv.is_caching:
         return 0
     num_blocks = len(kv.match(sequence.block_hashes, sequence.num_tokens))
+    part = kv.match_within(sequence.block_hashes, num_blocks, sequence.tokens)
+    num_cached = num_blocks * kv.block_size + (0 if part is None else part.num_tokens)
     common = (num_common_blocks(sequence.block_hashes, other.block_hashes) for other in others)
-    return max(num_blocks, max(common, default=0)) * kv.block_size
+    return max(num_cached, max(common, default=0) * kv.block_size)
+
+
+def take_over(sequence: Sequence, matched: Items[Cached], plan: StepPlan, kv: KVCacheManager) -> None:
+    """Give ``sequence`` its blocks and the KV that is cached: the ``matched`` blocks, and what the next one shares with
+    another.
+    """
+    part = kv.match_within(sequence.block_hashes, len(matched), sequence.tokens)
+    if part is not None:
+        kv.refresh(part.block_id)
+    table = kv.allocate(sequence.seq_id, matched, sequence.num_tokens)
+    sequence.num_computed_tokens = len(matched) * kv.block_size
+    if part is not None:
+        plan.copy_block(part.block_id, table[len(matched)])
+        sequence.num_computed_tokens += part.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

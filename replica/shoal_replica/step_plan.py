@@ -86,6 +86,11 @@ class StepPlan:
     def copy_blocks(self, change: TableChange) -> None:
         self._block_copies.extend(change.copies)
 
+    def copy_block(self, source: int, destination: int) -> None:
+        """Before anything is computed. ``source`` may have been given out in this step, as ``destination`` even."""
+        if source != destination:
+            self._block_copies.append((source, destination))
+
     def output(
         self, step: int, dropped_seq_ids: tuple[int, ...], moves: tuple[tuple[Move, ...], tuple[Move, ...]]
     ) -> SchedulerOutput:

@@ -13,6 +13,7 @@ from shoal_replica.executor import (
     SchedulerOutput,
     StepResult,
 )
+from shoal_replica.partial_reuse import WORTH_A_COPY
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request
 from shoal_replica.sampling_params import SamplingParams
@@ -80,6 +81,7 @@ class FakeExecutor:
     def _compute(self, scheduled: ScheduledSequence) -> SampledToken | None:
         tokens, table = self._tokens[scheduled.seq_id], self._tables[scheduled.seq_id]
         start, end = scheduled.num_computed_tokens, scheduled.num_computed_tokens + scheduled.num_new_tokens
+        self._check_read(tokens[:start], table)
         state = self._slots[table[(start - 1) // self._block_size]][(start - 1) % self._block_size] if start else 0
         for position in range(start, end):
             state = mix(state, tokens[position])
@@ -89,6 +91,14 @@ class FakeExecutor:
         token_id = _draw(state, self._sequences[scheduled.seq_id].index)
         tokens.append(token_id)
         return SampledToken(scheduled.seq_id, token_id)
+
+    def _check_read(self, tokens: Sequence[int], table: list[int]) -> None:
+        """Attention reads every token before those of the step, not the last one alone."""
+        state = 0
+        for position, token_id in enumerate(tokens):
+            state = mix(state, token_id)
+            held = self._slots[table[position // self._block_size]][position % self._block_size]
+            assert held == state, f"position {position} holds another sequence's"
 
     def check_health(self) -> None:
         """It is never ill."""
@@ -110,6 +120,7 @@ def make_request(
     tenant: str = "",
     yields: bool = False,
     block_hashes: Sequence[BlockHash] = (),
+    cache_salt: str = "",
 ) -> Request:
     """A greedy request that ignores end-of-sequence tokens."""
     return Request(
@@ -123,7 +134,16 @@ def make_request(
         tenant=tenant,
         yields=yields,
         block_hashes=tuple(block_hashes),
+        cache_salt=cache_salt,
     )
+
+
+def num_reused_tokens(num_prompt_tokens: int, num_drawn: int, block_size: int) -> int:
+    """Tokens that a prompt finds cached when the same one, alone, has had ``num_drawn`` tokens drawn before."""
+    num_whole = (num_prompt_tokens - 1) // block_size * block_size
+    num_filled = (num_prompt_tokens + num_drawn - 1) // block_size * block_size  # the last drawn one is not computed
+    part = num_prompt_tokens - 1 - num_whole
+    return num_whole + (part if num_filled > num_whole and part * WORTH_A_COPY >= block_size else 0)
 
 
 def make_scheduler(

@@ -19,7 +19,7 @@ from shoal_replica.config import CacheConfig, SchedulerConfig
 LIGHT_RATE, HEAVY_RATE = 1.3, 13.0  # requests/s; four replicas do 14.0
 CONFIG = SimConfig(
     num_replicas=4,
-    cache=CacheConfig(num_blocks=1000, block_size=512),
+    cache=CacheConfig(num_blocks=1000, block_size=512, enable_partial_reuse=False),
     scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2048, policy="deadline"),
     hold=HoldConfig(),
 )

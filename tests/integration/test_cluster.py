@@ -26,6 +26,7 @@ from shoal_replica.errors import NotFound, ResourceExhausted, ShoalError
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.llm import RequestOutput
 from shoal_replica.request import FinishReason
+from shoal_replica.testing import num_reused_tokens
 
 pytestmark = pytest.mark.integration
 
@@ -71,7 +72,7 @@ async def test_a_call_says_who_ran_it_and_what_was_cached(cluster: LiveCluster):
     assert tokens(first) == tokens(again)
     assert usage.num_output_tokens == len(tokens(first)) == 8
     assert first[-1].finish_reason is FinishReason.LENGTH
-    assert usage_again.num_cached_tokens == (usage.num_prompt_tokens - 1) // 16 * 16
+    assert usage_again.num_cached_tokens == num_reused_tokens(usage.num_prompt_tokens, 8, 16) > 0
     assert usage_again.replica_id == usage.replica_id
     assert usage.replica_id in {r.replica_id for r in row.replicas}
     assert len(row.replicas) == 2
@@ -302,9 +303,9 @@ async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cl
         after = (await collect(client, replace(requests[kept], request_id=uuid.uuid4().hex)))[-1].usage
         assert before is not None
         assert after is not None
-        full_blocks = (before.num_prompt_tokens - 1) // 16 * 16
-        assert full_blocks > 16, "the first block is every prompt's"
-        assert (after.replica_id, after.num_cached_tokens) == (before.replica_id, full_blocks)
+        num_reused = num_reused_tokens(before.num_prompt_tokens, before.num_output_tokens, 16)
+        assert num_reused > 16, "the first block is every prompt's"
+        assert (after.replica_id, after.num_cached_tokens) == (before.replica_id, num_reused)
 
 
 async def time_to_connect(client: GatewayClient, known: set[str]) -> float:

@@ -21,6 +21,7 @@ from shoal_replica.llm import RequestOutput
 NUM_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
 LENGTHS = [1, 3, 127, 128, 129, 200, 300]
+NUM_SHARED = 180
 # Difference of log-probabilities below which bfloat16 may take the second token; the mean of all is 0.8.
 UNDECIDED = 0.35
 
@@ -43,9 +44,9 @@ def make_folder(family: str, folder: Path) -> Path:
 
 
 def make_prompts() -> list[list[int]]:
-    """The last two share their beginning, a block and more."""
+    """The last two share their first NUM_SHARED tokens, a block and more."""
     prompts = tiny_models.make_prompts(LENGTHS)
-    prompts.append(prompts[-1][:180] + prompts[1])
+    prompts.append(prompts[-1][:NUM_SHARED] + prompts[1])
     return prompts
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from npu_models import FAMILIES, GREEDY, NUM_TOKENS, Expected, make_folder, make_prompts
+from npu_models import FAMILIES, GREEDY, NUM_SHARED, NUM_TOKENS, Expected, make_folder, make_prompts
 from simulated_npu import graphs
 from tiny_models import SHAPE, make_checkpoint
 
@@ -20,6 +20,7 @@ from shoal_replica.memory_plan import GRAPH_BYTES, WORKSPACE_BYTES
 from shoal_replica.model import npu_decoder
 from shoal_replica.model.npu_decoder import NpuDecoder
 from shoal_replica.model.sampler import Sampler, SamplerRow
+from shoal_replica.testing import num_reused_tokens
 
 MIB = 2**20
 BLOCK_BYTES = 2 * 2 * 2 * 128 * 128 * 2  # keys and values, layers, KV heads, tokens, head size, bfloat16
@@ -51,7 +52,8 @@ def test_tokens_are_the_cpus(model: tuple[Path, Expected]) -> None:
         assert graphs.state.num_replays > before
         again = llm.generate(prompts, GREEDY)
         expected.check(again)
-        assert [o.num_cached_tokens for o in again] == [(len(p) - 1) // 128 * 128 for p in prompts]
+        alone = [num_reused_tokens(len(p), NUM_TOKENS, 128) for p in prompts[:-1]]
+        assert [o.num_cached_tokens for o in again] == [*alone, NUM_SHARED]
 
 
 def test_demo_model_token_for_token() -> None:

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shoal_replica import LLM, SamplingParams
 from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
+from shoal_replica.testing import num_reused_tokens
 
 MAX_TOKENS = 24
 MAX_LOGIT_GAP = 0.25
@@ -116,7 +117,7 @@ def test_batched_in_chunks_then_again_from_the_prefix_cache(folder, prompts, exp
         again = llm.generate(prompts, GREEDY)
         assert [output.token_ids for output in again] == expected
         for output in again:
-            assert output.num_cached_tokens == (output.num_prompt_tokens - 1) // 16 * 16
+            assert output.num_cached_tokens == num_reused_tokens(output.num_prompt_tokens, len(output.token_ids), 16)
 
 
 def test_a_pool_so_small_that_sequences_are_preempted(folder, prompts, expected):

@@ -14,6 +14,7 @@ from shoal_replica import LLM, AsyncLLM, SamplingParams
 from shoal_replica.build import resolve_config
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.request import FinishReason
+from shoal_replica.testing import num_reused_tokens
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
@@ -37,7 +38,7 @@ def test_batched_in_chunks_and_again_from_the_cache(model, chunk):
         assert [o.token_ids for o in llm.generate(prompts, GREEDY)] == expected
         again = llm.generate(prompts, GREEDY)
         assert [o.token_ids for o in again] == expected
-        assert all(o.num_cached_tokens == (o.num_prompt_tokens - 1) // 16 * 16 for o in again)
+        assert all(o.num_cached_tokens == num_reused_tokens(o.num_prompt_tokens, NUM_TOKENS, 16) for o in again)
 
 
 def test_preempted_for_want_of_blocks(model):

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal_replica.config import CacheConfig
 from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.partial_reuse import WORTH_A_COPY, Tokens
 from shoal_replica.prefix_cache import hash_blocks
 
 Prefix = tuple[int, ...]
@@ -16,11 +17,22 @@ Prefix = tuple[int, ...]
 class BlockMachine(RuleBasedStateMachine):
     """A slot's content is the whole prefix up to its token, as it is for real keys and values."""
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.sampled_from([1, 2, 4]), caching=st.booleans())
-    def make(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        config = CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=caching)
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        block_size=st.sampled_from([1, 2, 4]),
+        caching=st.booleans(),
+        partial=st.sampled_from([True, True, False]),
+    )
+    def make(self, num_blocks: int, block_size: int, caching: bool, partial: bool) -> None:
+        config = CacheConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=caching,
+            enable_partial_reuse=partial,
+        )
         self.kv = KVCacheManager(config)
         self.num_blocks, self.block_size, self.caching = num_blocks, block_size, caching
+        self.partial = caching and partial
         self.slots: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
@@ -45,6 +57,15 @@ class BlockMachine(RuleBasedStateMachine):
             block_ids.append(block_id)
         return block_ids
 
+    def most_in_common(self, tokens: list[int], num_matched: int) -> int:
+        """Tokens after the matched blocks that some cached block holds, too; the last one is computed anew."""
+        start = num_matched * self.block_size
+        wanted = tuple(tokens[: min(start + self.block_size, len(tokens) - 1)])
+        held = [prefix for prefix in self.cached if len(prefix) == start + self.block_size] if self.partial else []
+        counts = range(max(0, len(wanted) - start), 0, -1)
+        most = next((n for n in counts if any(h[: start + n] == wanted[: start + n] for h in held)), 0)
+        return most if most * WORTH_A_COPY >= self.block_size else 0
+
     def take(self, block_ids: list[int], free_before: set[int]) -> None:
         """Blocks that were given out: they were free, and those that hold nothing went first."""
         assert len(set(block_ids)) == len(block_ids)
@@ -62,6 +83,19 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
     def allocate(self, tokens: list[int]) -> None:
+        self.start(tokens)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20), count=st.integers(1, 20), ends=st.booleans())
+    def run(self, tokens: list[int], count: int, ends: bool) -> None:
+        """Most of a sequence's life at once."""
+        seq_id = self.start(tokens)
+        if seq_id is not None:
+            self.advance(seq_id, [], count)
+            if ends:
+                self.end(seq_id)
+
+    def start(self, tokens: list[int]) -> int | None:
+        """Allocate for a new sequence; None if it does not fit."""
         hashes = hash_blocks(tokens, self.block_size)
         matched = self.kv.match(hashes, len(tokens))
         assert matched == self.matched(tokens)
@@ -70,7 +104,13 @@ class BlockMachine(RuleBasedStateMachine):
         fits = num_new <= len(free - set(matched))
         assert self.kv.can_allocate(matched, len(tokens)) is fits
         if not fits:
-            return
+            return None
+        part = self.kv.match_within(hashes, len(matched), Tokens(tokens, ""))
+        assert (part.num_tokens if part else 0) == self.most_in_common(tokens, len(matched))
+        if part is not None:
+            self.kv.refresh(part.block_id)
+            if part.block_id in free:
+                assert self.kv.pool._free.in_order()[-1] == part.block_id
         seq_id, self.next_id = self.next_id, self.next_id + 1
         table = self.kv.allocate(seq_id, matched, len(tokens))
         assert table[: len(matched)] == matched
@@ -78,13 +118,19 @@ class BlockMachine(RuleBasedStateMachine):
         self.take(table[len(matched) :], free - set(matched))
         self.tokens[seq_id], self.tables[seq_id] = list(tokens), list(table)
         self.computed[seq_id] = len(matched) * self.block_size
+        if part is not None:
+            self.slots[table[len(matched)]] = list(self.slots[part.block_id])
+            self.computed[seq_id] += part.num_tokens
         self.committed[seq_id] = len(matched)
+        return seq_id
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), new_tokens=st.lists(st.integers(0, 1), max_size=6), count=st.integers(1, 12))
     def compute(self, data: st.DataObject, new_tokens: list[int], count: int) -> None:
+        self.advance(self.pick(data), new_tokens, count)
+
+    def advance(self, seq_id: int, new_tokens: list[int], count: int) -> None:
         """Give a sequence more tokens and compute some of those it lacks, as a step does."""
-        seq_id = self.pick(data)
         tokens, table = self.tokens[seq_id], self.tables[seq_id]
         tokens.extend(new_tokens)
         start = self.computed[seq_id]
@@ -121,7 +167,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     def commit(self, seq_id: int) -> None:
         tokens, num_computed = self.tokens[seq_id], self.computed[seq_id]
-        self.kv.commit(seq_id, hash_blocks(tokens, self.block_size), num_computed)
+        self.kv.commit(seq_id, hash_blocks(tokens, self.block_size), num_computed, Tokens(tokens, ""))
         if not self.caching:
             return
         offered = range(self.committed[seq_id], num_computed // self.block_size)
@@ -147,7 +193,9 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        seq_id = self.pick(data)
+        self.end(self.pick(data))
+
+    def end(self, seq_id: int) -> None:
         self.kv.free(seq_id)
         del self.tokens[seq_id], self.tables[seq_id], self.computed[seq_id], self.committed[seq_id]
 
@@ -190,4 +238,4 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlockMachine.TestCase
-TestBlocks.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestBlocks.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -20,7 +20,7 @@ class ViewQuality:
     Attributes:
         num_requests, num_prompt_tokens: placements whose first token has come, and their prompts' tokens.
         num_predicted_tokens, num_cached_tokens: of those tokens, predicted to be cached when the request was placed,
-            and found cached when it was started.
+            and found cached when it was started, both in whole blocks.
         age_p50_s, age_p99_s: age of the chosen replica's stats, over the last decisions.
     """
 
@@ -63,7 +63,8 @@ class ViewTally:
         query, replicas = pending
         if replica_id in replicas.replica_ids:
             predicted = predicted_tokens(query, replicas.matched_by(replica_id))
-            for place, amount in enumerate((1, query.num_prompt_tokens, predicted, num_cached_tokens)):
+            found = num_cached_tokens - num_cached_tokens % query.block_size
+            for place, amount in enumerate((1, query.num_prompt_tokens, predicted, found)):
                 self._sums[place] += amount
         return True
 

@@ -82,7 +82,8 @@ def sim(
     policy = _one_of("order", order or ("deadline" if is_held else "fcfs"), SCHEDULING_POLICIES)
     config = SimConfig(
         num_replicas=replicas,
-        cache=CacheConfig(num_blocks=blocks_per_replica, block_size=block_size),
+        # Traces tell prompts apart by whole blocks.
+        cache=CacheConfig(num_blocks=blocks_per_replica, block_size=block_size, enable_partial_reuse=False),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy
         ),

@@ -137,6 +137,7 @@ class SimReplica:
             tenant=request.tenant,
             yields=order.yields,
             block_hashes=block_hashes,
+            cache_salt=str(request.round),
             output_token_ids=(FIRST_OUTPUT_TOKEN_ID,) * order.num_output_tokens,
         )
         self.add(engine_request, order.promise)

@@ -151,7 +151,9 @@ PLACED_TOKENS = _gateway(
 PREDICTED_TOKENS = _gateway(
     "predicted_cached_tokens_total", _C, "tokens", "Of those, tokens predicted to be cached when the replica was chosen"
 )
-FOUND_TOKENS = _gateway("found_cached_tokens_total", _C, "tokens", "Of those, tokens that the replica found cached")
+FOUND_TOKENS = _gateway(
+    "found_cached_tokens_total", _C, "tokens", "Of those, tokens that the replica found cached, in whole blocks"
+)
 CONNECTED = _gateway("feed_connected", _G, "0 or 1", "1 when the replica's feed is open", REPLICA_ID)
 FEED_AGE = _gateway("feed_age_seconds", _G, "seconds", "Age of the replica's stats at the gateway", REPLICA_ID)
 RESERVED = _gateway(

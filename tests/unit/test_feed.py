@@ -110,6 +110,24 @@ async def test_tokens_are_passed_on_before_the_books_and_both_in_order() -> None
         await client.close()
 
 
+async def test_who_has_no_token_yet_and_who_has_the_last_come_before_those_in_the_midst_of_it() -> None:
+    async with replica() as one, gateway("g", one) as g:
+        one.executor.gate.clear()
+        early = one.run("early", "g", prompt_token_ids=(1,), max_tokens=20)
+        await until(lambda: one.executor.is_held)
+        others = [one.run(f"late{i}", "g", prompt_token_ids=(2 + i,), max_tokens=9) for i in (0, 1)]
+        await until(lambda: one.engine.stats().num_waiting == 2)
+        one.executor.gate.set()
+        await asyncio.gather(early, *others)
+        await until(lambda: len(g.reasons) == 3)
+        shared = [update.deltas for update in g.updates if len(update.deltas) == 3]
+        orders = [[delta.request_id for delta in deltas] for deltas in shared]
+        assert sorted(orders[0]) == sorted(orders[-1]) == ["early", "late0", "late1"]
+        assert [deltas[-1].request_id for deltas in (shared[0], shared[-1])] == ["early", "early"]
+        assert all(delta.start is not None for delta in shared[0][:2])
+        assert all(delta.finish_reason is not None for delta in shared[-1][:2])
+
+
 async def test_tokens_go_to_their_owner_alone_and_news_to_all() -> None:
     async with replica() as one, gateway("a", one) as a, gateway("b", one) as b:
         await asyncio.gather(one.run("ra", "a", prompt_token_ids=(1,)), one.run("rb", "b", prompt_token_ids=(2,)))

@@ -22,6 +22,7 @@ from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.grpc_service import GenerationService
 from shoal_cluster.serve.journal import EventKind
+from shoal_cluster.serve.lull import Lull
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.sent import Follower
 from shoal_cluster.serve.serve_placement import ServePlacement
@@ -459,7 +460,7 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
 
         def place(request: Request, query: RouteQuery) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), Lull())
 
         dispatcher = serve.hold()
         serve.place = place  # type: ignore[method-assign, assignment]
@@ -498,7 +499,7 @@ async def test_of_a_burst_those_are_refused_that_there_is_no_room_for() -> None:
 
         def place(request: Request, query: RouteQuery) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), Lull())
 
         serve.place = place  # type: ignore[method-assign, assignment]
         made.executor.gate.clear()
@@ -522,7 +523,7 @@ async def test_what_can_start_is_on_its_way_at_once_and_taken_back_if_nobody_wai
         made.executor.gate.clear()
         query = RouteQuery.for_request(request, BLOCK_SIZE)
         pending = PendingRequest(query=query, arrival_s=0.0)
-        placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", calls.append))
+        placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", calls.append), Lull())
         ignored = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
         serve.ledger.follow(request.request_id, ignored)
         outcome = placement.outcome()

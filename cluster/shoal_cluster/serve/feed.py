@@ -38,7 +38,7 @@ from shoal_cluster.serve.feed_messages import (
 )
 from shoal_cluster.serve.subscriber import Subscriber
 from shoal_replica.engine import Engine, StepReport
-from shoal_replica.request import Request
+from shoal_replica.request import Request, TokenDelta
 
 MAX_BACKLOG_BYTES = 32 * 2**20
 GATHER_S = 0.002  # how long promises are gathered before the other gateways are told
@@ -181,7 +181,7 @@ class FeedServer:
                 subscriber.transport.abort()  # it will dial again and take a snapshot
                 continue
             accepted, subscriber.accepted = tuple(subscriber.accepted), []
-            deltas = tuple(d for d in report.deltas if d.request_id in subscriber.request_ids)
+            deltas = tuple(sorted((d for d in report.deltas if d.request_id in subscriber.request_ids), key=_can_wait))
             promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber)
             subscriber.send(report, deltas, accepted, promised, wishes)
 
@@ -246,6 +246,11 @@ class FeedServer:
 
     def _others(self, subscriber: Subscriber) -> list[Subscriber]:
         return [other for other in self._subscribers.values() if other is not subscriber]
+
+
+def _can_wait(delta: TokenDelta) -> bool:
+    """Whether others go before it, for gateways write to one client after the other: it neither begins nor ends."""
+    return delta.start is None and delta.finish_reason is None
 
 
 class _Connection(asyncio.Protocol):

@@ -16,13 +16,13 @@ from fixtures.waiting import DEADLINE_S, until
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.pending import PendingRequest
 from shoal_cluster.policies.routing import RouteQuery
-from shoal_cluster.serve import feed_client, outcome
+from shoal_cluster.serve import call_delay, feed_client, leg, outcome
 from shoal_cluster.serve.call import Chunk, GenerateCall
+from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.grpc_service import GenerationService
 from shoal_cluster.serve.journal import EventKind
-from shoal_cluster.serve.lull import Lull
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.sent import Follower
 from shoal_cluster.serve.serve_placement import ServePlacement
@@ -460,7 +460,7 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
 
         def place(request: Request, query: RouteQuery) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), Lull())
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
 
         dispatcher = serve.hold()
         serve.place = place  # type: ignore[method-assign, assignment]
@@ -490,6 +490,39 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
             assert not calls[-1].is_cancelled
 
 
+@pytest.mark.parametrize("how", ["ends", "is refused", "is left"])
+async def test_what_becomes_of_a_request_before_serves_call_is_made_waits_for_no_call(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_delay, "BEHIND_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(leg, "GRACE_S", 0.0)
+    async with serving("a") as serve:
+        made, calls, dispatcher, delay = serve.replicas["a"], list[Request](), serve.hold(), CallDelay()
+
+        def place(request: Request, query: RouteQuery) -> ServePlacement:
+            pending = PendingRequest(query=query, arrival_s=0.0)
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", calls.append), delay)
+
+        serve.place = place  # type: ignore[method-assign, assignment]
+        if how == "is refused":
+            made.engine._draining = True
+        elif how != "ends":
+            made.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=6))
+        if how == "ends":
+            assert (await running).tokens == [expected_tokens(PROMPT, 6)]
+        elif how == "is refused":
+            with pytest.raises(ResourceExhausted, match="draining"):
+                await running
+        else:
+            await until(lambda: made.executor.is_held)
+            running.cancel()
+            await until(lambda: not made.engine._finished)
+            made.executor.gate.set()
+        await until(lambda: not serve.ledger._replica_of)
+        assert not calls
+
+
 async def test_of_a_burst_those_are_refused_that_there_is_no_room_for() -> None:
     async with serving("a", max_num_seqs=1, num_blocks=512) as serve:
         made, dispatcher = serve.replicas["a"], serve.hold(AdmissionLimits(max_waiting_requests=10))
@@ -499,7 +532,7 @@ async def test_of_a_burst_those_are_refused_that_there_is_no_room_for() -> None:
 
         def place(request: Request, query: RouteQuery) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), Lull())
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
 
         serve.place = place  # type: ignore[method-assign, assignment]
         made.executor.gate.clear()
@@ -523,7 +556,7 @@ async def test_what_can_start_is_on_its_way_at_once_and_taken_back_if_nobody_wai
         made.executor.gate.clear()
         query = RouteQuery.for_request(request, BLOCK_SIZE)
         pending = PendingRequest(query=query, arrival_s=0.0)
-        placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", calls.append), Lull())
+        placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", calls.append), CallDelay())
         ignored = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
         serve.ledger.follow(request.request_id, ignored)
         outcome = placement.outcome()

@@ -249,7 +249,9 @@ class FeedServer:
 
 
 def _can_wait(delta: TokenDelta) -> bool:
-    """Whether others go before it, for gateways write to one client after the other: it neither begins nor ends."""
+    """Whether others go before it, for gateways write to one client after the other: it neither begins nor ends.
+    A report has one delta of a sequence, so that none changes places with another of its own.
+    """
     return delta.start is None and delta.finish_reason is None
 
 

@@ -25,6 +25,7 @@ from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow
+from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
 from shoal_cluster.serve.dispatcher import RESUMED_PRIORITY, Dispatcher
@@ -38,7 +39,6 @@ from shoal_cluster.serve.http_api import SHUTDOWN_S, http_config
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.logs import log_call, set_up_logs
-from shoal_cluster.serve.lull import Lull
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.metrics.gathered import replica_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
@@ -75,7 +75,7 @@ class Gateway:
         self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), self._settings.num_replicas)
         install(self._ledger)
         self._replicas = replicas
-        self._lull = Lull()
+        self._call_delay = CallDelay()
         own = serve.get_replica_context()
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
@@ -318,7 +318,7 @@ class Gateway:
             tenant=request.tenant,
             priority=RESUMED_PRIORITY if request.output_token_ids else request.priority,
         )
-        return ServePlacement(self._ledger, self._dispatcher, request, pending, self._send, self._lull)
+        return ServePlacement(self._ledger, self._dispatcher, request, pending, self._send, self._call_delay)
 
     def _send(self, request: Request) -> DeploymentResponse:
         return self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id)

@@ -83,7 +83,7 @@ class Leg:
         outcome = placement.outcome()
         outcome.add_done_callback(_error)  # nobody else looks at the error of a cancelled call
         try:
-            await _first(outcome, self._routed, placement.sent)
+            await _first(outcome, self._routed, self._ended, placement.sent)
             if outcome.done() and not placement.sent.done():
                 outcome.result()  # it was never sent: why, is for the client
             await _first(outcome, self._routed, self._ended, timeout_s=placement_timeout_s)

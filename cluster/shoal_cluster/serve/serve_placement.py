@@ -2,7 +2,7 @@
 
 It goes there by the feed, which takes a fraction of a millisecond. Serve's call with the same request follows it, so
 that Serve's accounting is true, and brings its outcome; see ``outcome``. The call takes some milliseconds of both
-processes, so it lets the request's first step begin before, and waits for a lull where requests come in a burst.
+processes, so it lets the request's first step begin before, and in a burst other requests; see ``call_delay``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.pending import PendingRequest
+from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
-from shoal_cluster.serve.lull import Lull
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.request import Request
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class ServePlacement:
-    """One placement of ``request``. ``send`` is Serve's call; ``pending`` is the same as the queue sees it; ``lull`` is
-    the gateway's.
+    """One placement of ``request``. ``send`` is Serve's call; ``pending`` is the same as the queue sees it;
+    ``call_delay`` is the gateway's.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class ServePlacement:
         request: Request,
         pending: PendingRequest,
         send: Callable[[Request], DeploymentResponse],
-        lull: Lull,
+        call_delay: CallDelay,
     ) -> None:
         self._ledger = ledger
         self._dispatcher = dispatcher
         self._request = request
         self._pending = pending
         self._send = send
-        self._lull = lull
+        self._call_delay = call_delay
         self._task: asyncio.Task[Outcome] | None = None
         self._take_back: Callable[[], None] | None = None  # from the replica that has it by its feed
         self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -76,7 +76,7 @@ class ServePlacement:
                 raise
             self._submit(dispatch)
         if self._take_back is not None:
-            await self._lull.after_this()
+            await self._call_delay.wait()
         response = self._send(self._request)
         self.sent.set_result(None)
         try:

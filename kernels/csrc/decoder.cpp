@@ -9,6 +9,10 @@ namespace shoal {
 
 namespace {
 
+// Bytes that helpers read ahead of a step: half a shared cache of a usual size, and more than they come to read between two
+// steps of one sequence.
+constexpr int64_t kFirstRead = 16 << 20;
+
 const Kernels& choose_kernels(const ShoalShape& shape) {
     const Kernels* kernels = find_kernels(shape.kernels);
     if (kernels == nullptr) throw std::invalid_argument(std::string("kernels: this machine does not run ") + shape.kernels);
@@ -78,6 +82,7 @@ Decoder::Matrix Decoder::matrix(ShoalParameter parameter, int layer) {
 }
 
 void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count) {
+    const Prefault::Use use = pool_.use(-1);  // processors are wanted for loading
     if (const Matrix m = matrix(parameter, layer); m.linear != nullptr) {
         expect(count, int64_t{m.outputs} * m.inputs);
         *m.linear = pack_linear(arena_, dtype_, data, m.outputs, m.inputs, m.gated);
@@ -111,6 +116,7 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
 }
 
 void Decoder::set_integers(ShoalParameter parameter, int layer, const Integers& integers, int64_t count) {
+    const Prefault::Use use = pool_.use(-1);
     const Matrix m = matrix(parameter, layer);
     if (m.linear == nullptr) throw std::invalid_argument("parameter: only matrices may be integers");
     if (dtype_ != Dtype::Bf16) throw std::invalid_argument("dtype: integer weights need bfloat16 activations");
@@ -127,6 +133,16 @@ void Decoder::set_integers(ShoalParameter parameter, int layer, const Integers& 
 
 void Decoder::set_rotary(const float* cos_sin) {
     cos_sin_.assign(cos_sin, cos_sin + static_cast<int64_t>(shape_.max_positions) * shape_.head_size);
+}
+
+void Decoder::list_first_read() {
+    int64_t left = kFirstRead;
+    for (const Layer& layer : layers_)
+        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+            const int64_t bytes = std::min(left, linear->blocks * linear->block_words() * int64_t{sizeof(Word)});
+            first_read_.push_back({reinterpret_cast<const char*>(linear->words), bytes});
+            left -= bytes;
+        }
 }
 
 void Decoder::check(const ShoalStep& step) const {

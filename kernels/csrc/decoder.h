@@ -9,6 +9,7 @@
 #include "attention_plan.h"
 #include "exchange.h"
 #include "kernels.h"
+#include "prefault.h"
 #include "screen.h"
 #include "shoal_native.h"
 #include "threads.h"
@@ -23,10 +24,15 @@ public:
     Word* layer(int layer) const { return static_cast<Word*>(pages_.data()) + layer * blocks_ * block_words_; }
     // Every destination becomes what its source was before the call.
     void copy(const int64_t* pairs, int count);
+    // To be held while blocks up to this number, or none yet, are written.
+    Prefault::Use use(int64_t last_block) {
+        return {prefault_, (last_block + 1) * block_words_ * static_cast<int64_t>(sizeof(Word))};
+    }
 
 private:
     int64_t layers_, blocks_, block_words_;
     Pages pages_;
+    Prefault prefault_;
 };
 
 struct Layer {

@@ -8,7 +8,8 @@ Pool::Pool(int64_t layers, int64_t blocks, int64_t block_words)
     : layers_(layers),
       blocks_(blocks),
       block_words_(block_words),
-      pages_(static_cast<size_t>(layers * blocks * block_words) * sizeof(Word)) {}
+      pages_(static_cast<size_t>(layers * blocks * block_words) * sizeof(Word)),
+      prefault_(static_cast<char*>(pages_.data()), layers, blocks * block_words * static_cast<int64_t>(sizeof(Word))) {}
 
 void Pool::copy(const int64_t* pairs, int count) {
     const size_t bytes = static_cast<size_t>(block_words_) * sizeof(Word);

@@ -17,10 +17,8 @@ constexpr int kLeastRows = 16;
 constexpr int kUsefulQuarter = 4;
 constexpr int kUnscreenedSteps = 64;
 constexpr int kStreamedRows = 16;     // up to these, a step waits for weights rather than for arithmetic
-// Bytes that a thread reads ahead of a product, which a near cache of its own holds, and that helpers read ahead of a step:
-// half a shared cache of a usual size, and more than they come to read between two steps of one sequence.
+// Bytes that a thread reads ahead of a product: what a near cache of its own holds.
 constexpr int64_t kMostAhead = 128 << 10;
-constexpr int64_t kFirstRead = 16 << 20;
 constexpr int64_t kSumChunk = 4096;   // floats of a unit of a sum: the first-level cache keeps them over the ranks
 
 }  // namespace
@@ -314,19 +312,10 @@ void Decoder::finish(Team::Member& member, const ShoalStep& step) {
     if (has_maxima(step)) find_maxima(member, step);
 }
 
-void Decoder::list_first_read() {
-    int64_t left = kFirstRead;
-    for (const Layer& layer : layers_)
-        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-            const int64_t bytes = std::min(left, linear->blocks * linear->block_words() * int64_t{sizeof(Word)});
-            first_read_.push_back({reinterpret_cast<const char*>(linear->words), bytes});
-            left -= bytes;
-        }
-}
-
 void Decoder::forward(const ShoalStep& step) {
     check(step);
     if (step.num_tokens == 0) return;
+    const Prefault::Use use = pool_.use(*std::max_element(step.slots, step.slots + step.num_tokens) / shape_.block_size);
     plan_.build(shape_, step);
     if (shape_.is_last_stage) plan_.choose_sampled(step);
     screens_ = screens(step) && --unscreened_steps_ < 0;

@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -43,6 +43,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native ke
 
 KERNELS = native_library.supported_kernels()
 TASKS = Path("/proc/self/task")
+KV_BYTES_OF_BLOCK = 2 * 2 * 16 * 2 * 64 * 4  # by make_shape(): layers, keys and values, tokens, heads, size, float32
 DTYPES = [torch.float32, torch.bfloat16]
 # Error against the oracle, relative to the spread of the logits. bf16 rounds activations some times in every layer.
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
@@ -599,25 +600,57 @@ def test_progress_differs_while_a_step_goes_on(num_threads: int) -> None:
     decoder.close()
 
 
-def test_helpers_sleep_when_no_step_comes() -> None:
-    """They linger after a step, for the next one; a replica without work takes no core."""
+def threads() -> set[str]:
+    return set(os.listdir(TASKS))
 
-    def states(tasks: set[str]) -> list[str]:
-        return [(TASKS / task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
 
-    before = set(os.listdir(TASKS))
+def are_asleep(tasks: set[str]) -> bool:
+    return all((TASKS / task / "stat").read_text().rpartition(")")[2].split()[0] == "S" for task in tasks)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0)
+    assert condition()
+
+
+def test_threads_sleep_when_no_step_comes() -> None:
+    """Helpers linger after a step, for the next one; a replica without work takes no core."""
+    before = threads()
     shape = make_shape(num_threads=3)
     decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     run(decoder, Part([1], 0, [0]))
-    helpers = set(os.listdir(TASKS)) - before
-    assert len(helpers) == 2
-    deadline = time.monotonic() + DEADLINE_S
-    while states(helpers) != ["S", "S"] and time.monotonic() < deadline:
-        time.sleep(0)
-    assert states(helpers) == ["S", "S"]
+    own = threads() - before
+    assert len(own) == 3  # two helpers, and the one that makes pages of the pool
+    wait_until(lambda: are_asleep(own))
     run(decoder, Part([2], 1, [0]))
     decoder.close()
-    assert not helpers & set(os.listdir(TASKS))
+    assert not own & threads()
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14),
+    reason="the system makes pages at their first use alone",
+)
+def test_memory_of_blocks_is_there_before_they_are_used() -> None:
+    """As much as comes next, and not the whole pool."""
+    mib = 1 << 20
+    shape = make_shape(num_blocks=768 * mib // KV_BYTES_OF_BLOCK)
+    ahead, in_use, other = 128 * mib, 96 * mib, 24 * mib
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    first, before = resident(), threads()
+    decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
+    maker = threads() - before
+    wait_until(lambda: resident() > first + ahead - other)
+    run(decoder, Part([1], 0, [in_use // KV_BYTES_OF_BLOCK - 1]))
+    wait_until(lambda: resident() > first + in_use + ahead - other)
+    wait_until(lambda: are_asleep(maker))
+    assert resident() < first + in_use + ahead + other
+    decoder.close()
 
 
 def test_a_library_of_other_sources_says_how_to_build_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

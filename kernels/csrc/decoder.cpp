@@ -20,6 +20,7 @@ const Kernels& choose_kernels(const ShoalShape& shape) {
 }
 
 const ShoalShape& checked(const ShoalShape& s) {
+    if (s.num_layers < 1) throw std::invalid_argument("num_layers: must be at least 1");
     const int group = s.num_kv_heads > 0 ? s.num_heads / s.num_kv_heads : 0;
     if (group < 1 || s.num_heads % s.num_kv_heads != 0 || group > kAttentionRows)
         throw std::invalid_argument("num_heads: must be a multiple of num_kv_heads, at most 96 to one");
@@ -82,7 +83,6 @@ Decoder::Matrix Decoder::matrix(ShoalParameter parameter, int layer) {
 }
 
 void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count) {
-    const Prefault::Use use = pool_.use(-1);  // processors are wanted for loading
     if (const Matrix m = matrix(parameter, layer); m.linear != nullptr) {
         expect(count, int64_t{m.outputs} * m.inputs);
         *m.linear = pack_linear(arena_, dtype_, data, m.outputs, m.inputs, m.gated);
@@ -116,7 +116,6 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
 }
 
 void Decoder::set_integers(ShoalParameter parameter, int layer, const Integers& integers, int64_t count) {
-    const Prefault::Use use = pool_.use(-1);
     const Matrix m = matrix(parameter, layer);
     if (m.linear == nullptr) throw std::invalid_argument("parameter: only matrices may be integers");
     if (dtype_ != Dtype::Bf16) throw std::invalid_argument("dtype: integer weights need bfloat16 activations");

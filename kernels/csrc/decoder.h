@@ -24,7 +24,7 @@ public:
     Word* layer(int layer) const { return static_cast<Word*>(pages_.data()) + layer * blocks_ * block_words_; }
     // Every destination becomes what its source was before the call.
     void copy(const int64_t* pairs, int count);
-    // To be held while blocks up to this number, or none yet, are written.
+    // To be held while blocks up to this number are written.
     Prefault::Use use(int64_t last_block) {
         return {prefault_, (last_block + 1) * block_words_ * static_cast<int64_t>(sizeof(Word))};
     }

@@ -1,17 +1,21 @@
 #include "prefault.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+
+#if defined(__linux__) && !defined(MADV_POPULATE_WRITE)
+#define MADV_POPULATE_WRITE 23  // the system may know it where the C library does not
+#endif
 
 namespace shoal {
 
 namespace {
 
-constexpr int64_t kPiece = int64_t{2} << 20;  // a huge page
-// Ahead of what is used, in all areas together: more than a burst of prompts writes, little beside weights.
+constexpr int64_t kHugePage = int64_t{2} << 20;
+// Ahead of what is used, in all areas together, a page of each more or less: more than a burst of prompts writes, little
+// beside weights.
 constexpr int64_t kAhead = int64_t{128} << 20;
 // Steps that follow one another leave less than this between them.
 constexpr std::chrono::milliseconds kPatience{20};
@@ -19,11 +23,7 @@ constexpr std::chrono::milliseconds kPatience{20};
 }  // namespace
 
 Prefault::Prefault(char* data, int64_t areas, int64_t area_bytes)
-    : data_(data),
-      areas_(areas),
-      area_bytes_(area_bytes),
-      ahead_(std::max(kPiece, kAhead / std::max<int64_t>(areas, 1))),
-      thread_([this] { work(); }) {}
+    : data_(data), areas_(areas), area_bytes_(area_bytes), thread_([this] { work(); }) {}
 
 Prefault::~Prefault() {
     {
@@ -37,7 +37,7 @@ Prefault::~Prefault() {
 void Prefault::begin_use(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++uses_;
-    used_ = std::max(used_, bytes);
+    wanted_ = std::max(wanted_, std::min(area_bytes_, bytes + kAhead / areas_));
 }
 
 void Prefault::end_use() {
@@ -46,18 +46,17 @@ void Prefault::end_use() {
     if (sleeping_ && !is_done()) wake_.notify_one();
 }
 
-bool Prefault::is_done() const { return real_ >= std::min(area_bytes_, used_ + ahead_); }
-
-bool Prefault::make_piece() const {
+bool Prefault::make_page() const {
 #if defined(MADV_POPULATE_WRITE)
-    const int64_t area = next_ * area_bytes_, page = sysconf(_SC_PAGESIZE);
-    const int64_t begin = (area + real_) / page * page, end = area + std::min(real_ + kPiece, area_bytes_);
-    return madvise(data_ + begin, static_cast<size_t>(end - begin), MADV_POPULATE_WRITE) == 0;
+    const int64_t begin = (next_ * area_bytes_ + real_) / kHugePage * kHugePage;
+    const int64_t bytes = std::min(kHugePage, areas_ * area_bytes_ - begin);
+    return madvise(data_ + begin, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0;
 #else
     return false;
 #endif
 }
 
+// At the usual priority: who is kept from the processor amid a page keeps other threads from changing the process's memory.
 void Prefault::work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
@@ -70,11 +69,11 @@ void Prefault::work() {
         wake_.wait_for(lock, kPatience, [&] { return stopping_; });
         while (!stopping_ && uses_ == seen && seen % 2 == 0 && !is_done()) {
             lock.unlock();
-            const bool made = make_piece();  // of what this thread alone changes
+            const bool made = make_page();  // real_ and next_ are this thread's alone to change
             lock.lock();
-            if (!made) return;
+            has_failed_ = !made;
             next_ = (next_ + 1) % areas_;
-            if (next_ == 0) real_ = std::min(real_ + kPiece, area_bytes_);
+            if (next_ == 0) real_ += kHugePage;
         }
     }
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +46,6 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native ke
 
 KERNELS = native_library.supported_kernels()
 TASKS = Path("/proc/self/task")
-KV_BYTES_OF_BLOCK = 2 * 2 * 16 * 2 * 64 * 4  # by make_shape(): layers, keys and values, tokens, heads, size, float32
 DTYPES = [torch.float32, torch.bfloat16]
 # Error against the oracle, relative to the spread of the logits. bf16 rounds activations some times in every layer.
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
@@ -629,28 +631,57 @@ def test_threads_sleep_when_no_step_comes() -> None:
     assert not own & threads()
 
 
-@pytest.mark.skipif(
-    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14),
-    reason="the system makes pages at their first use alone",
-)
+def resident_bytes(pool_bytes: int) -> int:
+    """Of the mapping that holds a pool of that size."""
+    maps = re.split(r"^[0-9a-f]+-", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+    sizes = (tuple(int(n) << 10 for n in re.findall(r"^(?:Size|Rss): +(\d+)", text, re.MULTILINE)) for text in maps)
+    return sum(rss for size, rss in sizes if size >= pool_bytes)
+
+
+def wait_until_made(pool_bytes: int, expected: int, maker: set[str]) -> None:
+    """Until so many bytes of the pool are memory, a huge page of each of 7 layers more or less, and remain so."""
+    pages = 7 * (2 << 20)
+    wait_until(lambda: resident_bytes(pool_bytes) >= expected - pages)
+    wait_until(lambda: are_asleep(maker))
+    assert resident_bytes(pool_bytes) <= expected + pages
+
+
+def can_populate() -> bool:
+    with contextlib.suppress(OSError), mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        memory.madvise(23)  # MADV_POPULATE_WRITE
+        return True
+    return False
+
+
+needs_populate = pytest.mark.skipif(not can_populate(), reason="the system makes pages at their first use alone")
+
+
+@needs_populate
 def test_memory_of_blocks_is_there_before_they_are_used() -> None:
-    """As much as comes next, and not the whole pool."""
-    mib = 1 << 20
-    shape = make_shape(num_blocks=768 * mib // KV_BYTES_OF_BLOCK)
-    ahead, in_use, other = 128 * mib, 96 * mib, 24 * mib
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    first, before = resident(), threads()
+    """As much as comes next, and not the whole pool; layers do not begin where pages do."""
+    shape = make_shape(num_layers=7, num_blocks=6001)
+    bytes_of_block = 7 * 16 * 2 * 2 * 64 * 4  # layers, tokens, keys and values, heads, size, float32
+    pool_bytes, in_use, ahead = 6001 * bytes_of_block, 2000 * bytes_of_block, 128 << 20
+    before = threads()
     decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     maker = threads() - before
-    wait_until(lambda: resident() > first + ahead - other)
-    run(decoder, Part([1], 0, [in_use // KV_BYTES_OF_BLOCK - 1]))
-    wait_until(lambda: resident() > first + in_use + ahead - other)
-    wait_until(lambda: are_asleep(maker))
-    assert resident() < first + in_use + ahead + other
+    run(decoder, Part([1], 0, [0]))
+    wait_until_made(pool_bytes, ahead, maker)
+    run(decoder, Part([1], 0, [1999]))
+    wait_until_made(pool_bytes, in_use + ahead, maker)
     decoder.close()
+
+
+@needs_populate
+def test_warming_up_makes_no_more_than_the_beginning_of_the_pool(tmp_path: Path) -> None:
+    model = ModelConfig.from_folder(make_checkpoint("llama-llama3-rope", tmp_path))
+    num_blocks = (512 << 20) // model.block_bytes(16)
+    before = threads()
+    runner = ModelRunner(model, CacheConfig(num_blocks=num_blocks, block_size=16), ParallelConfig())
+    maker = threads() - before
+    runner.warm_up()
+    wait_until_made(num_blocks * model.block_bytes(16), 128 << 20, maker)
+    runner.close()
 
 
 def test_a_library_of_other_sources_says_how_to_build_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,8 @@ class TorchDecoder:
         weights = widen(quantize(model, stream_weights(model, self._device, shard)), dtype)
         self._model = LlamaDecoder(model, dict(weights), shard, group)
         num_heads = len(shard.kv_heads)
-        self._first_row = cache.num_blocks + 1
-        num_blocks = self._first_row + cache.num_host_blocks
+        self._first_row = cache.num_blocks
+        num_blocks = cache.num_blocks + cache.num_host_blocks
         shape = (len(shard.layers), 2, num_blocks, num_heads, cache.block_size, model.head_size)
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
         self._caches = [(layer[0], layer[1]) for layer in whole]
@@ -185,7 +185,7 @@ class NativeCpuDecoder:
         self._shard = shard = shard or whole_shard(model)
         self._group = group = group or SoleRank()
         self._hidden_size = model.hidden_size
-        self._first_row = cache.num_blocks + 1
+        self._first_row = cache.num_blocks
         exchange = group.exchange(max(EXCHANGE_BYTES // 4, model.hidden_size, shard.vocab_share))
         self._native = native.NativeDecoder(
             _native_shape(model, cache, parallel, shard),
@@ -267,7 +267,7 @@ def _native_shape(
         sliding_window=model.sliding_window,
         max_positions=model.max_model_len,
         block_size=cache.block_size,
-        num_blocks=cache.num_blocks + 1 + cache.num_host_blocks,
+        num_blocks=cache.num_blocks + cache.num_host_blocks,
         num_threads=parallel.num_threads,
         first_layer=shard.layers.start,
         vocab=shard.vocab,

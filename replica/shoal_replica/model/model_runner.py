@@ -49,7 +49,6 @@ class ModelRunner:
         self._block_size = cache_config.block_size
         self._decoder = make_decoder(model_config, cache_config, parallel_config, shard, group)
         self._samples = shard is None or shard.samples
-        self._scratch_block_id = cache_config.num_blocks
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._sampler = Sampler(model_config.vocab_size)
         self._forward_s = 0.0  # of the last step
@@ -95,11 +94,10 @@ class ModelRunner:
         self._decoder.close()
 
     def warm_up(self) -> None:
-        """Run a small prefill and a decode on the scratch block, so that the first request finds everything loaded."""
+        """Run a small prefill and a decode, so that the first request finds everything loaded. Overwrites block 0."""
         num_tokens = min(self._block_size, self._config.max_model_len)
         sequences = SequenceTable(num_tokens, self._block_size)
-        blocks = (self._scratch_block_id,)
-        sequences.add(NewSequence(0, (0,) * (num_tokens + 1), num_tokens, 0, blocks, SamplingParams(), 0))
+        sequences.add(NewSequence(0, (0,) * (num_tokens + 1), num_tokens, 0, (0,), SamplingParams(), 0))
         for computed, new in ((0, num_tokens), (num_tokens - 1, 1)):
             self._compute(sequences, (ScheduledSequence(0, computed, new, True),))
 

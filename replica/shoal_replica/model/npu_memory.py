@@ -15,7 +15,7 @@ from shoal_replica.memory_advice import npu_changes
 from shoal_replica.memory_plan import plan_memory
 from shoal_replica.shard import Shard, make_shard
 
-EXTRA_BLOCKS = 2  # beside the pool: one that warm-up may write, one that fills graphs up
+EXTRA_BLOCKS = 1  # beside the pool: it fills graphs up
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ namespace shoal {
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
-// Ahead of what is used, in all areas together, a page of each more or less: more than a burst of prompts writes, little
-// beside weights.
-constexpr int64_t kAhead = int64_t{128} << 20;
+// Ahead of what is used, in all areas together and in each one, a page of each more or less: more than a burst of prompts
+// writes, little beside weights.
+constexpr int64_t kAhead = int64_t{128} << 20, kLeastAhead = 2 * kHugePage;
 // Steps that follow one another leave less than this between them.
 constexpr std::chrono::milliseconds kPatience{20};
 
@@ -37,7 +37,7 @@ Prefault::~Prefault() {
 void Prefault::begin_use(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++uses_;
-    wanted_ = std::max(wanted_, std::min(area_bytes_, bytes + kAhead / areas_));
+    wanted_ = std::max(wanted_, std::min(area_bytes_, bytes + std::max(kLeastAhead, kAhead / areas_)));
 }
 
 void Prefault::end_use() {

@@ -43,8 +43,8 @@ private:
     const int64_t areas_, area_bytes_;
     std::mutex mutex_;  // over all that follows
     std::condition_variable wake_;
-    int64_t wanted_ = 0;           // bytes of each area
-    int64_t real_ = 0, next_ = 0;  // the next page is the one with this byte of this area; those of all before are made
+    // Pages are made in rounds: in each, of every area the one with its byte real_; next_ is the area whose turn it is.
+    int64_t wanted_ = 0, real_ = 0, next_ = 0;
     uint64_t uses_ = 0;  // begun and ended: odd within one
     bool sleeping_ = false, stopping_ = false, has_failed_ = false;
     std::thread thread_;  // the last: it uses the rest

@@ -170,12 +170,12 @@ def test_longest_sequence_fits(runner: ModelRunner, llama: Path) -> None:
     assert greedy(runner, [prompt], 100, num_tokens=2) == [oracle_greedy(load_oracle(llama), prompt, 2)]
 
 
-def test_warm_up_leaves_the_cache_alone(runner: ModelRunner) -> None:
+def test_warm_up_overwrites_block_0_alone(runner: ModelRunner) -> None:
     expected = greedy(runner, PROMPTS, 16)
     runner.warm_up()
     assert greedy(runner, PROMPTS, 16) == expected
-    prompt, block_ids = PROMPTS[2], (0,)
-    new = NewSequence(0, tuple(prompt), len(prompt), 0, block_ids, GREEDY, 0)
+    prompt = PROMPTS[2]
+    new = NewSequence(0, tuple(prompt), len(prompt), 0, (1,), GREEDY, 0)
     runner.execute(SchedulerOutput(0, (ScheduledSequence(0, 0, 15, False),), (new,)))
     runner.warm_up()
     result = runner.execute(SchedulerOutput(1, (ScheduledSequence(0, 15, 1, True),)))

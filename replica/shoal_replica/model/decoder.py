@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """Computes steps over KV blocks of its own: the cache's ``num_blocks``, and one more that warm-up may write. In
-    host memory it has ``num_host_blocks`` rows.
+    """Computes steps over KV blocks of its own, the cache's ``num_blocks``. In host memory it has ``num_host_blocks``
+    rows.
 
     On several ranks, each computes its shard of every step; the logits are whole on the rank that samples.
     """

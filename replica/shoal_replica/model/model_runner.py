@@ -94,7 +94,7 @@ class ModelRunner:
         self._decoder.close()
 
     def warm_up(self) -> None:
-        """Run a small prefill and a decode in block 0, before any request, so that the first finds everything loaded."""
+        """Run a small prefill and a decode in block 0, before any request: the first then finds everything loaded."""
         num_tokens = min(self._block_size, self._config.max_model_len)
         sequences = SequenceTable(num_tokens, self._block_size)
         sequences.add(NewSequence(0, (0,) * (num_tokens + 1), num_tokens, 0, (0,), SamplingParams(), 0))

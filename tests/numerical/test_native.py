@@ -550,6 +550,8 @@ def test_shapes_that_are_not_covered() -> None:
         assert native_limits.refusal(**known | changes) is not None
         with pytest.raises(ValueError, match=next(iter(changes))):
             NativeDecoder(replace(shape, **changes), {}.items(), rotary_table(shape))
+    with pytest.raises(ValueError, match="num_layers"):
+        NativeDecoder(replace(shape, num_layers=0), {}.items(), rotary_table(shape))
     with pytest.raises(ValueError, match="does not run"):
         NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape), "sse9")
     incomplete = {name: weight for name, weight in make_weights(shape).items() if name != "layers.1.o_proj.weight"}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from shoal_cluster.policies.autoscaling_config import COUNTS, LIMITS, ScaleConfig
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.call import (
-    MAX_PRIORITY,
     Chunk,
     ClusterRow,
     GenerateCall,

@@ -102,7 +102,7 @@ def outcome(config: SimConfig, requests: list[SimRequest]) -> tuple[str, list[ob
         (0, 15.0, 1, {}),
         (1, 60.0, 1, {}),  # overload: objectives are lost
         (2, 90.0, 1, {"num_replicas": 24, "weights": RouteWeights(prefill_price=3.3, decode_price=70.0)}),
-        (3, 20.0, 1, {"stalls": (Stall("replica-0001", 1.0, 4.0),), "weights": RouteWeights(max_age_s=0.5)}),
+        (3, 20.0, 1, {"faults": (Stall("replica-0001", 1.0, 4.0),), "weights": RouteWeights(max_age_s=0.5)}),
         (4, 20.0, 3, {}),
         (5, 20.0, 1, {"has_shared_pool": True}),
         (6, 25.0, 1, {"hold": HoldConfig(max_steps_ahead=2.5, max_considered=5)}),

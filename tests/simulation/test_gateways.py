@@ -46,7 +46,7 @@ def test_what_a_stalled_replica_hands_back_no_gateway_expects_there_any_more() -
         num_output_tokens=10,
         seed=5,
     )
-    config = replace(CONFIG, num_gateways=3, stalls=(Stall("replica-0000", 5.0, 12.0),))
+    config = replace(CONFIG, num_gateways=3, faults=(Stall("replica-0000", 5.0, 12.0),))
     cluster = SimCluster(config)
     stale: list[str] = []
 

@@ -113,7 +113,7 @@ def test_many_replicas_are_simulated_beside_the_gateways(monkeypatch: pytest.Mon
         {"num_replicas": 3},
         {"num_gateways": 2},
         {"hold": None},
-        {"stalls": (Stall("replica-0000", 1.0, 2.0),)},
+        {"faults": (Stall("replica-0000", 1.0, 2.0),)},
         {"has_shared_pool": True},
         {"feed_delay_s": 0.0},
         {"scheduler": SchedulerConfig(max_num_seqs=9, max_num_waiting=8)},

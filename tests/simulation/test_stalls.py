@@ -29,7 +29,7 @@ CONFIG = SimConfig(
 def test_what_has_not_started_leaves_a_replica_that_stalls() -> None:
     """Those whose step stalls wait for it; all that was only sent there is answered elsewhere."""
     requests = poisson(requests_per_s=12.0, num_requests=150, num_prompt_tokens=1000, num_output_tokens=4, seed=3)
-    cluster = run(SimCluster(replace(CONFIG, stalls=(Stall("replica-0000", 5.0, 12.0),))), requests)
+    cluster = run(SimCluster(replace(CONFIG, faults=(Stall("replica-0000", 5.0, 12.0),))), requests)
     outcomes = cluster.book.outcomes.values()
     moved = [o for o in outcomes if o.num_moves]
     assert moved
@@ -46,7 +46,7 @@ def test_nothing_goes_to_a_replica_that_stalls_in_its_first_step_until_the_step_
         requests_per_s=1.0, num_requests=len(arrivals_s), num_prompt_tokens=400, num_output_tokens=4, seed=3
     )
     requests = [replace(request, arrival_s=at) for request, at in zip(prompts, arrivals_s, strict=True)]
-    cluster = run(SimCluster(replace(CONFIG, stalls=(Stall("replica-0000", 5.0, 12.0),))), requests)
+    cluster = run(SimCluster(replace(CONFIG, faults=(Stall("replica-0000", 5.0, 12.0),))), requests)
     outcomes = [cluster.book.outcomes[request.request_id] for request in requests]
     assert any(outcome.num_moves for outcome in outcomes)
     late = [o for request, o in zip(requests, outcomes, strict=True) if request.arrival_s > 7.5]

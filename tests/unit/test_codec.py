@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fixtures.fake_gateway import CLUSTER, example_record
 
+from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.serve import codec, control_codec
 from shoal_cluster.serve.call import Message
-from shoal_cluster.serve.dispatcher import RESUMED_PRIORITY
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import SamplingParams

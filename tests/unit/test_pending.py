@@ -78,6 +78,19 @@ def test_a_replica_gets_what_it_can_start_and_the_rest_waits() -> None:
     assert queue.next(view, WEIGHTS, 0.0, Random(0)) is None
 
 
+@pytest.mark.parametrize("is_one_of_many", [False, True])
+def test_while_there_is_no_replica_everything_waits(is_one_of_many: bool) -> None:
+    """Several gateways plan all that they hold; the last replica may leave meanwhile."""
+    queue, view = queue_of(*(pending(f"r{i}") for i in range(5)), is_one_of_many=is_one_of_many), view_of()
+    assert send(queue, view) == []
+    view.join("one")
+    view.apply_snapshot("one", make_stats(), (), 1.0)
+    assert send(queue, view, 1.0) == [("r0", "one"), ("r1", "one")]
+    view.leave("one")
+    assert send(queue, view, 2.0) == []
+    assert len(queue) == 3
+
+
 def test_where_due_dates_are_kept_what_the_next_step_ends_is_there_before_it_begins() -> None:
     """Up to the end of the second step of 256 tokens, counting what is due no later."""
     queue = queue_of(*(pending(f"r{i}", 100) for i in range(5)), pending("long", 500))

@@ -12,6 +12,12 @@ from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.ranking import RouteQuery
 from shoal_cluster.policies.wishes import Rank
 
+MAX_PRIORITY = 2**31 - 1
+"""A client's; it may ask for no less than the negative of it."""
+
+RESUMED_PRIORITY = -MAX_PRIORITY - 1
+"""Of a stream that goes on elsewhere: its client is in the middle of an answer. No client may ask for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingRequest:

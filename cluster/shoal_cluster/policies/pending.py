@@ -149,7 +149,7 @@ class PendingQueue:
         elsewhere meanwhile, and many that want one replica spread as soon as waiting for it costs more than computing
         their prefix again. The caller reserves what it sends, and asks again until None.
         """
-        if not self._held or (self._standing.was_settled and self._is_settled(view, weights, now)):
+        if not (self._held and len(view)) or (self._standing.was_settled and self._is_settled(view, weights, now)):
             return None
         present = view.present(now)
         if self._is_one_of_many:  # what others wish comes in between

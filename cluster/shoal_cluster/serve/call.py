@@ -25,9 +25,7 @@ from shoal_replica.stats import ReplicaStats
 if TYPE_CHECKING:
     from shoal_cluster.serve.metrics.tally import Point
 
-MAX_PRIORITY = 2**31 - 1
 MAX_PROMPTS = 128  # of one completion
-"""A client's; it may ask for no less than the negative of it. What the gateway resumes comes before all of them."""
 
 
 @dataclass(frozen=True, slots=True)

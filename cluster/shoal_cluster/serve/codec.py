@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
-from shoal_cluster.serve.call import MAX_PRIORITY, Chunk, GenerateCall, Message, ModelCard, Usage
+from shoal_cluster.policies.held import MAX_PRIORITY
+from shoal_cluster.serve.call import Chunk, GenerateCall, Message, ModelCard, Usage
 from shoal_cluster.serve.request_id import check_request_id
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_protos import generation_pb2 as pb

@@ -13,17 +13,13 @@ from dataclasses import dataclass, replace
 from shoal_cluster.policies.admission import AdmissionLimits, admit, late_retry_after_s, lateness_s
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
-from shoal_cluster.policies.held import QueuePlace
+from shoal_cluster.policies.held import RESUMED_PRIORITY, QueuePlace
 from shoal_cluster.policies.named import NamedPlacement
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import uncached_tokens
-from shoal_cluster.serve.call import MAX_PRIORITY
 from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_replica.errors import InvalidArgument, ResourceExhausted, ShoalError, Unavailable
-
-RESUMED_PRIORITY = -MAX_PRIORITY - 1
-"""Of a stream that goes on elsewhere: its client is in the middle of an answer. No client may ask for it."""
 
 MIN_WAKE_S = 0.001
 """How far past a date to look whether it is past."""

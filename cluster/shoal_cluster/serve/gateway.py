@@ -19,6 +19,7 @@ from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import tunable
 from shoal_cluster.policies.baselines import OWN_RULE
+from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.policies.objective import LatencyObjective as DueDates
 from shoal_cluster.policies.pending import HoldConfig, PendingRequest
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
@@ -28,7 +29,7 @@ from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, M
 from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
-from shoal_cluster.serve.dispatcher import RESUMED_PRIORITY, Dispatcher
+from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.explainer import Explainer
 from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST

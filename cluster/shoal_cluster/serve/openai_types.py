@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from shoal_cluster.serve.call import MAX_PRIORITY, MAX_PROMPTS, GenerateCall, Message
+from shoal_cluster.policies.held import MAX_PRIORITY
+from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall, Message
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS, SamplingParams
 

@@ -17,7 +17,8 @@ class Outcome:
 
     arrival_s: float
     num_prompt_tokens: int
-    replica_id: str | None = None
+    gateway_id: str = ""
+    replica_id: str | None = None  # that has it or had it last; None again while it is held
     num_predicted_tokens: int = 0  # prompt tokens the gateway expected to be cached where it sent the request
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -64,8 +65,8 @@ class Book:
         self.requests[request.request_id] = request
         self.num_open += 1
 
-    def arrive(self, request_id: str, now: float) -> Outcome:
-        outcome = Outcome(now, self.requests[request_id].num_prompt_tokens)
+    def arrive(self, request_id: str, gateway_id: str, now: float) -> Outcome:
+        outcome = Outcome(now, self.requests[request_id].num_prompt_tokens, gateway_id)
         self.demand += Demand(num_requests=1, num_prompt_tokens=outcome.num_prompt_tokens)
         self.outcomes[request_id] = outcome
         return outcome
@@ -78,6 +79,10 @@ class Book:
             hashes = self.requests[request_id].block_hashes(self._config.cache.block_size)
             self._hashes[request_id] = hashes
         return hashes
+
+    def open_at(self, replica_id: str) -> list[str]:
+        """Requests that were sent there and are not done."""
+        return [r for r, outcome in self.outcomes.items() if outcome.replica_id == replica_id and outcome.is_open]
 
     def refuse(self, request_id: str, reason: str) -> None:
         self.outcomes[request_id].refusal = reason

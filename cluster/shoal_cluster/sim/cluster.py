@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from random import Random
 from shoal_cluster.policies.autoscaling_view import Demand
 from shoal_cluster.policies.view import ClusterView, ReplicaView
 from shoal_cluster.sim.book import Book
-from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.config import Crash, SimConfig, Stall, replica_name
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.gateway import SimGateway
 from shoal_cluster.sim.replica import EndedReplica, FeedMessage, SimReplica
@@ -63,7 +64,7 @@ class SimCluster:
                 self.replicas,
                 self._look,
                 self._start_replica,
-                self._resume,
+                self._resume_cut,
                 lambda: not self.book.num_open,
             )
 
@@ -114,28 +115,55 @@ class SimCluster:
 
     # Replicas
 
-    def _start_replica(self) -> None:
+    def _start_replica(self) -> SimReplica:
+        replica_id, now = replica_name(next(self._numbers)), self.loop.now
+        faults = [fault for fault in self.config.faults if fault.replica_id == replica_id]
+        crashes = [fault for fault in faults if isinstance(fault, Crash) and fault.from_s >= now]
+        crash = min(crashes, key=lambda fault: fault.from_s, default=None)
         replica = SimReplica(
-            f"replica-{next(self._numbers):04d}",
+            replica_id,
             self.loop,
             self.config.scheduler,
             self.config.cache,
             self.config.step_time,
             self._publish,
-            self.config.stalls,
+            tuple(fault for fault in faults if isinstance(fault, Stall)),
+            math.inf if crash is None else crash.from_s,
         )
         replica.scheduler.shared_pool = self.shared_pool
-        self.replicas[replica.replica_id] = replica
+        self.replicas[replica_id] = replica
         self.num_peak = max(self.num_peak, len(self.replicas))
         for gateway in self.gateways:
-            gateway.view.join(replica.replica_id)
-            gateway.view.apply_snapshot(replica.replica_id, replica.scheduler.stats(self.loop.now), (), self.loop.now)
+            gateway.view.join(replica_id)
+            gateway.view.apply_snapshot(replica_id, replica.scheduler.stats(now), (), now)
+        if crash is not None:
+            self.loop.at(crash.from_s, partial(self._crash, replica, crash))
+        return replica
 
     def _retire(self, replica: SimReplica) -> None:
         if self.replicas.pop(replica.replica_id, None) is not None:
             for gateway in self.gateways:
-                gateway.view.leave(replica.replica_id)
+                gateway.lose(replica.replica_id)
+            replica.ended_s = self.loop.now
             self.retired.append(replica)
+
+    def _crash(self, replica: SimReplica, fault: Crash) -> None:
+        if replica.replica_id not in self.replicas or not self.book.num_open:
+            return
+        replica.crash()
+        self.loop.after(self.config.feed_delay_s, partial(self._lose, replica))
+        if self.scaler is None:
+            self.loop.at(fault.until_s, self._replace)
+
+    def _lose(self, replica: SimReplica) -> None:
+        """The gateways see that it is gone: its feed has broken off."""
+        self._retire(replica)
+        self._resume(self.book.open_at(replica.replica_id))
+
+    def _replace(self) -> None:
+        """One more that serves from now on, and says so."""
+        if self.book.num_open:
+            self._start_replica().beat()
 
     def _look(self) -> tuple[tuple[ReplicaView, ...], Demand]:
         """What the first gateway knows, with what all of them have promised; and what has come to all."""
@@ -151,8 +179,11 @@ class SimCluster:
         num_held_tokens = sum(pending.query.num_prompt_tokens for pending in held)
         return whole, self.book.demand + Demand(num_held=len(held), num_held_tokens=num_held_tokens)
 
-    def _resume(self, request_ids: list[str]) -> None:
+    def _resume_cut(self, request_ids: list[str]) -> None:
         """Once their last tokens have reached the gateway."""
+        self.loop.after(self.config.feed_delay_s, partial(self._resume, request_ids))
+
+    def _resume(self, request_ids: list[str]) -> None:
+        gateways = {gateway.gateway_id: gateway for gateway in self.gateways}
         for request_id in request_ids:
-            gateway = self.gateways[self._rng.randrange(len(self.gateways))]
-            self.loop.after(self.config.feed_delay_s, partial(gateway.resume, request_id))
+            gateways[self.book.outcomes[request_id].gateway_id].resume(request_id)

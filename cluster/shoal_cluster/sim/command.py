@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -14,7 +15,7 @@ from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.capacity import DEFAULT_GOODPUT, find_capacity, find_replicas
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.config import Crash, Fault, SimConfig, Stall, replica_name
 from shoal_cluster.sim.fit import fit_step_time
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.plot import plot_run
@@ -27,6 +28,9 @@ from shoal_replica.config import SCHEDULING_POLICIES, CacheConfig, SchedulerConf
 from shoal_replica.errors import ConfigError
 
 PLOT_INTERVAL_S = 10.0
+MAX_FAULT_S = 86_400.0
+
+_FAULT = re.compile(r"(?P<kind>crash|stall):(?P<number>\d{1,6})@(?P<from_s>\d+(\.\d+)?)\+(?P<for_s>\d+(\.\d+)?)")
 
 Name = TypeVar("Name", bound=str)
 
@@ -59,6 +63,10 @@ def sim(
         typer.Option(help="Prefill tokens/s, seconds per token pair, seconds of a decode step: '8000,2.5e-9,0.03'."),
     ] = None,
     model_from: Annotated[Path | None, typer.Option(help="Step times fitted to 'shoal bench engine --json'.")] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help="What fails when and for how many seconds, of replica 3: 'crash:3@600+30', 'stall:3@600+5'."),
+    ] = None,
     ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token, beside its own prefill.")] = 2.0,
     prefills: Annotated[float, typer.Option(help="Objective: times its own uncached prefill.")] = 2.0,
     goodput: Annotated[float, typer.Option(help="Share within the objective that is enough.")] = DEFAULT_GOODPUT,
@@ -93,6 +101,7 @@ def sim(
         num_gateways=gateways,
         has_shared_pool=shared_pool,
         objective=objective,
+        faults=tuple(_fault(text, 1 if least else replicas) for text in fault or ()),  # one is tried first
         seed=seed,
     )
     arrivals = read_trace(trace, _one_of("format", trace_format, TRACE_FORMATS), requests)
@@ -139,6 +148,19 @@ def _one_of(field: str, value: str, names: tuple[Name, ...]) -> Name:
         if name == value:
             return name
     raise ConfigError(f"{field}: got {value!r}; must be one of {', '.join(names)}")
+
+
+def _fault(text: str, num_replicas: int) -> Fault:
+    found = _FAULT.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"fault: got {text!r}; must be such as crash:3@600+30 or stall:3@600+30")
+    number, from_s, for_s = int(found["number"]), float(found["from_s"]), float(found["for_s"])
+    if number >= num_replicas:
+        raise ConfigError(f"fault: got replica {number} in {text!r}; must be below {num_replicas}")
+    if not 0 < for_s <= MAX_FAULT_S:
+        raise ConfigError(f"fault: got {found['for_s']} s in {text!r}; must be above 0 and at most {MAX_FAULT_S:.0f}")
+    kind = Crash if found["kind"] == "crash" else Stall
+    return kind(replica_name(number), from_s, from_s + for_s)
 
 
 def _step_time(rate: str | None, path: Path | None) -> StepTime:

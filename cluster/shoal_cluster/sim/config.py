@@ -40,6 +40,27 @@ class Stall:
     until_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """A fault: the replica's process ends at ``from_s``, and with it what it computes and all that it has cached.
+
+    Gateways know when its feed breaks off, and let its requests go on elsewhere. Another replica serves in its place
+    from ``until_s`` on, with nothing cached; with autoscaling that is the scaler's matter.
+    """
+
+    replica_id: str
+    from_s: float
+    until_s: float
+
+
+Fault = Stall | Crash
+
+
+def replica_name(number: int) -> str:
+    """The id of the replica that was the ``number``-th to start, from 0 on."""
+    return f"replica-{number:04d}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
     """A cluster to simulate.
@@ -69,5 +90,5 @@ class SimConfig:
     num_gateways: int = 1
     has_shared_pool: bool = False
     hold: HoldConfig | None = None
-    stalls: tuple[Stall, ...] = ()
+    faults: tuple[Fault, ...] = ()
     seed: int = 0

@@ -12,6 +12,7 @@ from typing import Protocol
 from shoal_cluster.policies.admission import admit
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.policies.memory import RoutingMemory
 from shoal_cluster.policies.pending import PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import is_eligible, priced_steps
@@ -59,7 +60,7 @@ class SimGateway:
         rng: Random,
     ) -> None:
         self.view = view
-        self._gateway_id = gateway_id
+        self.gateway_id = gateway_id
         self._is_one_of_many = config.num_gateways > 1
         self.queue = PendingQueue(config.hold, self._is_one_of_many) if config.hold is not None else None
         self._told: dict[str, tuple[Wish, ...]] = {}  # wishes, by replica
@@ -76,7 +77,7 @@ class SimGateway:
 
     def take(self, request: SimRequest) -> None:
         """A request arrives here."""
-        self._book.arrive(request.request_id, self._loop.now)
+        self._book.arrive(request.request_id, self.gateway_id, self._loop.now)
         config, now = self._config, self._loop.now
         block_size = config.cache.block_size
         num_tokens = request.num_prompt_tokens
@@ -91,7 +92,7 @@ class SimGateway:
         if self.queue is not None:
             self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
             self._take_turn()
-            if request.request_id not in self.queue:
+            if request.request_id not in self.queue or not len(self.view):
                 return
         asks_for_hits = self.queue is None or config.limits.objective is not None
         candidates = self.view.candidates(query.block_hashes if asks_for_hits else (), now)
@@ -105,7 +106,7 @@ class SimGateway:
             self._place(query, candidates)
 
     def resume(self, request_id: str) -> None:
-        """A replica has ended a request early: it goes on elsewhere after the tokens that have come."""
+        """A replica has ended a request early, or is gone: it goes on elsewhere after the tokens that have come."""
         request, outcome = self._book.requests[request_id], self._book.outcomes[request_id]
         block_size = self._config.cache.block_size
         num_tokens = request.num_prompt_tokens + outcome.num_output_tokens
@@ -118,8 +119,22 @@ class SimGateway:
             decode_steps=priced_steps(request.max_tokens, outcome.num_output_tokens),
         )
         outcome.num_resumes += 1
+        outcome.replica_id = None
         self.view.release(request_id)
-        self._place(query, self.view.candidates(query.block_hashes, self._loop.now))
+        self._sent.pop(request_id, None)
+        if self.queue is None:
+            self._place(query, self.view.candidates(query.block_hashes, self._loop.now))
+            return
+        priority = RESUMED_PRIORITY if outcome.num_output_tokens else 0
+        self.queue.push(
+            PendingRequest(query=query, arrival_s=outcome.arrival_s, tenant=request.tenant, priority=priority)
+        )
+        self._take_turn()
+
+    def lose(self, replica_id: str) -> None:
+        """A replica is no more, with all that is on its way there."""
+        self.view.leave(replica_id)
+        self._in_flight = {prompt: where for prompt, where in self._in_flight.items() if where != replica_id}
 
     def hear(self, replica_id: str, message: FeedMessage) -> None:
         """A replica's news arrive."""
@@ -135,11 +150,11 @@ class SimGateway:
             self._sent.pop(delta.request_id, None)
             self._in_flight.pop(delta.request_id, None)
         if self._is_one_of_many:
-            others = [p for p in message.promised if p.gateway_id != self._gateway_id]
+            others = [p for p in message.promised if p.gateway_id != self.gateway_id]
             self._hear_of_prompts(replica_id, message, {promise.request_id for promise in others})
             num_blocks, num_tokens = sum(p.num_blocks for p in others), sum(p.num_tokens for p in others)
             self.view.set_foreign(replica_id, len(others), num_blocks, num_tokens)
-            wishes = [wish for of, wish in message.wishes if of != self._gateway_id]
+            wishes = [wish for of, wish in message.wishes if of != self.gateway_id]
             self.view.set_wishes(replica_id, wishes)
         if self.queue:
             self._take_turn()
@@ -201,6 +216,7 @@ class SimGateway:
                 continue
             del self._sent[request_id]
             outcomes[request_id].num_moves += 1
+            outcomes[request_id].replica_id = None
             self.view.release(request_id)
             self.view.computed(request_id)
             if self.queue is not None:
@@ -212,7 +228,7 @@ class SimGateway:
         for replica_id in {**self._told, **wishes}:
             of_it = wishes.get(replica_id, ())
             if of_it != self._told.get(replica_id, ()) and (replica := self.targets.get(replica_id)) is not None:
-                replica.wish(self._gateway_id, of_it)
+                replica.wish(self.gateway_id, of_it)
         self._told = wishes
 
     def _place(self, query: RouteQuery, candidates: Candidates) -> None:
@@ -240,15 +256,16 @@ class SimGateway:
             return False
         outcome = self._book.outcomes[query.request_id]
         num_blocks, num_tokens = uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks)
-        promise = Promise(query.request_id, self._gateway_id, num_blocks, num_tokens) if self._is_one_of_many else None
+        promise = Promise(query.request_id, self.gateway_id, num_blocks, num_tokens) if self._is_one_of_many else None
         try:
             order = Order(query.request_id, due_s, yields, outcome.num_output_tokens, promise)
             replica.place(order, request, query.block_hashes or request.block_hashes(query.block_size))
         except ResourceExhausted:
             return False
         outcome.replica_id = replica_id
-        num_cached_tokens = num_matched_blocks * query.block_size
-        outcome.num_predicted_tokens = min(num_cached_tokens, query.num_prompt_tokens - 1)
+        if outcome.first_token_s is None:  # as are the hits
+            num_cached_tokens = num_matched_blocks * query.block_size
+            outcome.num_predicted_tokens = min(num_cached_tokens, query.num_prompt_tokens - 1)
         self.view.reserve(query.request_id, replica_id, num_blocks, num_tokens, self._loop.now)
         self.view.expect(query.request_id, replica_id, query.block_hashes, num_matched_blocks)
         return True

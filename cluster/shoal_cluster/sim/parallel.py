@@ -97,7 +97,7 @@ def can_part(cluster: SimCluster) -> bool:
         and config.hold is not None  # replicas get what they have slots for,
         and config.scheduler.max_num_seqs <= config.scheduler.max_num_waiting  # so that they refuse nothing
         and config.scaling is None
-        and not (config.stalls or config.has_shared_pool)
+        and not (config.faults or config.has_shared_pool)
         and sys.platform == "linux"  # a fork elsewhere may not go on
         and num_cores() > 1
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,14 +70,15 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class EndedReplica(msgspec.Struct, frozen=True):
-    """A replica at the end of a run, its books checked: what it tells, its seconds of work and since when it was there,
-    and how many blocks it caches.
+    """A replica at the end of a run, its books checked: what it tells, its seconds of work, since when it was there and
+    until when (infinite for to the end), and how many blocks it caches.
     """
 
     replica_id: str
     stats: ReplicaStats
     busy_s: float
     started_s: float
+    ended_s: float
     num_cached_blocks: int
 
 
@@ -87,6 +88,7 @@ class SimReplica:
     Args:
         publish: called with a message at the end of each step, and whenever ``tell`` is.
         stalls: of all replicas.
+        crash_s: when ``crash`` will be called.
     """
 
     def __init__(
@@ -98,17 +100,20 @@ class SimReplica:
         step_time: StepTime,
         publish: Callable[[SimReplica, FeedMessage], None],
         stalls: tuple[Stall, ...] = (),
+        crash_s: float = math.inf,
     ) -> None:
         self.replica_id = replica_id
         max_model_len = cache_config.num_blocks * cache_config.block_size
         self.scheduler = SteadyScheduler(scheduler_config, cache_config, max_model_len)
         self.draining = False
         self.busy_s = 0.0
-        self.started_s = loop.now
+        self.started_s, self.ended_s = loop.now, math.inf
         self._loop = loop
         self._step_time = step_time
         self.publish = publish
         self._stalls = tuple(stall for stall in stalls if stall.replica_id == replica_id)
+        self._crash_s = crash_s
+        self._has_crashed = False
         self._added: list[str] = []
         self._promised: list[Promise] = []  # of those
         self._wishes: tuple[tuple[str, Wish], ...] = ()  # with their gateways
@@ -125,7 +130,12 @@ class SimReplica:
         return not self._is_stepping
 
     def place(self, order: Order, request: SimRequest, block_hashes: tuple[BlockHash, ...]) -> None:
-        """A gateway sends ``request``, whose full blocks have these hashes. Raises as ``add`` does."""
+        """A gateway sends ``request``, whose full blocks have these hashes: into the void where nobody is left.
+
+        Raises as ``add`` does.
+        """
+        if self._has_crashed:
+            return
         engine_request = CompactRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids(),
@@ -169,7 +179,7 @@ class SimReplica:
 
     def hand_back(self, request_id: str) -> bool:
         """Give a request up if nothing of it has been computed."""
-        if request_id not in self.scheduler.request_ids(only_unstarted=True):
+        if self._has_crashed or request_id not in self.scheduler.request_ids(only_unstarted=True):
             return False
         self.scheduler.abort(request_id)
         self.tell((), landed=(request_id,))
@@ -182,10 +192,19 @@ class SimReplica:
 
     def cut(self, on_cut: Callable[[list[str]], None]) -> None:
         """End what runs here after the step that runs now; ``on_cut`` gets the ids of the requests that were ended."""
+        if self._has_crashed:
+            return
         self._on_cut = on_cut
         self._cut_stretch()
         if not self._is_stepping:
             self._abort_all()
+
+    def crash(self) -> None:
+        """The process ends: what it has told is on its way, and nothing follows."""
+        untold = tuple(self.scheduler.abort_all())  # of steps that have ended
+        self.publish(self, FeedMessage(None, (), (), (), untold))
+        self.publish = lambda replica, message: None
+        self._has_crashed = self._is_stepping = True
 
     def tell(self, deltas: tuple[TokenDelta, ...], landed: tuple[str, ...] = ()) -> None:
         """Publish the ledger as of now."""
@@ -209,7 +228,7 @@ class SimReplica:
         stats = self.scheduler.stats(self._loop.now)
         assert stats.num_allocated_blocks == 0
         num_cached_blocks = len(list(self.scheduler.cache_hashes()))
-        return EndedReplica(self.replica_id, stats, self.busy_s, self.started_s, num_cached_blocks)
+        return EndedReplica(self.replica_id, stats, self.busy_s, self.started_s, self.ended_s, num_cached_blocks)
 
     def _abort_all(self) -> None:
         request_ids = self.scheduler.request_ids()
@@ -219,6 +238,8 @@ class SimReplica:
         on_cut(request_ids)
 
     def _start_step(self) -> None:
+        if self._has_crashed:
+            return
         if self._on_cut is not None:
             self._abort_all()
         output = self.scheduler.schedule(self._loop.now)
@@ -240,11 +261,14 @@ class SimReplica:
         steps_s = [self._step_time.decode(num_alike, num_alike_tokens + i * num_alike) for i in range(num_steps)]
         ends_s = [now := now + step_s for step_s in steps_s]
         num_steps = min(num_steps, bisect_left(ends_s, stalls_s) + 1)  # a step that begins later is none of the stretch
+        num_steps = max(1, min(num_steps, bisect_right(ends_s, self._crash_s)))  # nor is one that does not end
         del ends_s[num_steps:]
         stretch = self._stretch = _Stretch(steps_s, ends_s)
         self._loop.at(ends_s[-1], lambda: self._end_stretch(stretch, num_steps), last=True)
 
     def _end_step(self, output: SchedulerOutput, step_s: float) -> None:
+        if self._has_crashed:
+            return
         self._step_s = step_s
         self.busy_s += step_s
         num_alike = len(self.scheduler.alike)
@@ -263,8 +287,8 @@ class SimReplica:
             self._loop.at(stretch.ends_s[-1], lambda: self._end_stretch(stretch, num_steps), last=True)
 
     def _end_stretch(self, stretch: _Stretch, num_steps: int) -> None:
-        if num_steps != len(stretch.ends_s):
-            return  # it was cut
+        if num_steps != len(stretch.ends_s) or self._has_crashed:
+            return  # it was cut, or has no end
         self._stretch = None
         for self._step_s in stretch.steps_s[:num_steps]:
             self.busy_s += self._step_s

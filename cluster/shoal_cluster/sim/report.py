@@ -34,6 +34,7 @@ class SimReport:
     Attributes:
         goodput: share of all requests, refused ones included, whose first token came within the objective.
         hit_rate, predicted_hit_rate: share of prompt tokens that the replicas found cached; that the gateway expected.
+        num_resumes: how often a request went on elsewhere when its replica had crashed or drained too long.
         imbalance: busiest replica's busy time over the mean, of replicas that lived.
         utilization: busy time over lifetime, mean of replicas.
         decisions_per_s: placements in a second of simulated time.
@@ -48,6 +49,7 @@ class SimReport:
     num_output_tokens: int
     decisions_per_s: float
     num_preemptions: int
+    num_resumes: int
     num_replicas_peak: int
     ttft_s: Distribution
     latency_s: Distribution
@@ -74,7 +76,7 @@ class SimReport:
             ("goodput", f"{self.goodput:.1%} within the objective"),
             ("hit rate", f"{self.hit_rate:.1%} ({self.predicted_hit_rate:.1%} predicted)"),
             ("imbalance", f"{self.imbalance:.3f} busiest over mean; {self.utilization:.1%} busy"),
-            ("preemptions", f"{self.num_preemptions}"),
+            ("preemptions", f"{self.num_preemptions}; {self.num_resumes} times resumed elsewhere"),
             ("output", f"{self.output_tokens_per_s:.0f} tokens/s over {self.duration_s:.0f} s"),
         )
         return "\n".join(f"{name:<12} {text}" for name, text in rows)

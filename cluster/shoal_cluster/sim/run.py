@@ -66,7 +66,7 @@ def report(cluster: SimCluster) -> SimReport:
     num_output = sum(o.num_output_tokens for o in finished)
     busy_s = {r.replica_id: r.busy_s for r in sorted(everyone, key=lambda r: r.replica_id)}
     mean_busy_s = sum(busy_s.values()) / max(1, len(busy_s))
-    lives_s = [(r.busy_s, last_s - r.started_s) for r in everyone]
+    lives_s = [(r.busy_s, min(last_s, r.ended_s) - r.started_s) for r in everyone]
     return SimReport(
         routing=cluster.config.routing,
         num_requests=len(outcomes),
@@ -76,6 +76,7 @@ def report(cluster: SimCluster) -> SimReport:
         num_output_tokens=num_output,
         decisions_per_s=cluster.book.num_decisions / (last_s - first_s) if last_s > first_s else 0.0,
         num_preemptions=sum(s.num_preemptions for s in stats),
+        num_resumes=sum(o.num_resumes for o in outcomes.values()),
         num_replicas_peak=cluster.num_peak,
         ttft_s=Distribution.of([o.first_token_s - o.arrival_s for o in finished if o.first_token_s is not None]),
         latency_s=Distribution.of([o.finished_s - o.arrival_s for o in finished if o.finished_s is not None]),

@@ -39,7 +39,7 @@ class SimScaler:
         loop: EventLoop,
         replicas: Mapping[str, SimReplica],
         look: Callable[[], tuple[tuple[ReplicaView, ...], Demand]],
-        start: Callable[[], None],
+        start: Callable[[], object],
         resume: Callable[[list[str]], None],
         is_over: Callable[[], bool],
     ) -> None:

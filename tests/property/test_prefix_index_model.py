@@ -76,11 +76,15 @@ commands = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(commands=commands, queries=st.lists(some_hashes, min_size=1, max_size=4))
+@given(
+    commands=commands, queries=st.lists(some_hashes, min_size=1, max_size=4), num_others=st.sampled_from((0, 62, 200))
+)
 def test_answers_as_the_dumb_index(
-    commands: list[tuple[str, str, list[BlockHash]]], queries: list[list[BlockHash]]
+    commands: list[tuple[str, str, list[BlockHash]]], queries: list[list[BlockHash]], num_others: int
 ) -> None:
     index, dumb = PrefixIndex(MAX_ENTRIES), DumbIndex()
+    for number in range(num_others):
+        index.slot(f"other-{number}")
     for name, replica_id, block_hashes in commands:
         match name:
             case "store":

@@ -124,7 +124,7 @@ def test_half_full_forgets_next_to_nothing() -> None:
         index.store("one", fresh(2**10, start=10_000_000 + 4 * start))
     assert index.num_held("one") + index.num_evicted == 2**15
     assert index.num_evicted < 10
-    assert index.num_bytes == 24 * 2**16
+    assert index.num_bytes < 21 * 2**16
     index.check_invariants()
 
 
@@ -144,7 +144,7 @@ def test_refuses_a_cap_of_none() -> None:
 def test_invariants_catch_a_wrong_count() -> None:
     index = PrefixIndex()
     index.store("one", [A])
-    index._table._holders[5] = 1
+    index._table._holders.reshape(-1)[5] = 1
     with pytest.raises(AssertionError):
         index.check_invariants()
 

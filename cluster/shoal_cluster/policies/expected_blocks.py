@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_cluster.policies.replica_bits import WORD_BITS, Words
 from shoal_replica.prefix_cache import BlockHash
 
 
@@ -80,13 +79,7 @@ class ExpectedBlocks:
         get = self._slots.get
         return any(get(block_hash, 0) >> slot & 1 for block_hash in block_hashes)
 
-    def rows(self, block_hashes: Sequence[BlockHash], num_words: int) -> Words:
-        """Where each is expected, in words of 64 slots [n, words]."""
-        if num_words == 1:
-            get = self._slots.get
-            return np.fromiter([get(h, 0) for h in block_hashes], np.uint64, len(block_hashes))[:, np.newaxis]
-        rows: Words = np.zeros((len(block_hashes), num_words), np.uint64)
-        for row, held in enumerate(map(self._slots.get, block_hashes)):
-            if held:
-                rows[row] = np.frombuffer(held.to_bytes(num_words * WORD_BITS // 8, "little"), np.uint64)
-        return rows
+    def holders(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Where each is expected, as bits."""
+        get = self._slots.get
+        return [get(block_hash, 0) for block_hash in block_hashes]

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import eq, ne
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_cluster.policies.replica_bits import WORD_BITS, Ints, Words, bit_of, count_bits
+from shoal_cluster.policies.holder_sets import HolderSets
+from shoal_cluster.policies.replica_bits import Changes, Ints, add
+
+Words = NDArray[np.uint64]
+Numbers = NDArray[np.uint32]
+Bools = NDArray[np.bool_]
 
 LOG_WAYS = 5
 NUM_WAYS = 1 << LOG_WAYS
 ONE, SET_SHIFT, WAY_MASK = np.array(1, np.uint64), np.array(LOG_WAYS), np.array(NUM_WAYS - 1)  # soonest as arrays
-
-Bools = NDArray[np.bool_]
+FIRST_SLOTS = 64
 
 
 class HolderTable:
-    """Key → the slots that hold it, one bit each; a key that nobody holds is not there.
+    """Key → the slots that hold it, as the number of a ``HolderSets``; a key that nobody holds is not there.
 
     Laid out like a processor's cache: a part of the key chooses a set of 32 ways, and a newcomer to a full set takes
     the place of its least recently used entry. Many keys are looked up at once, in a pass of array operations; a few
@@ -36,36 +41,25 @@ class HolderTable:
         self.max_entries = num_sets * NUM_WAYS
         self.num_entries = 0
         self.num_evicted = 0
-        self.num_held: Ints = np.zeros(WORD_BITS, np.int64)
+        self.num_held: Ints = np.zeros(FIRST_SLOTS, np.int64)
         self._last_set = num_sets - 1
         self._set_mask = np.array(self._last_set, np.uint64)
         # The system gives pages of zeros when they are first written, so an empty table takes no memory.
         self._keys: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # 0: the way is free
         self._used: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # the tick of the last use
-        self._holders = self._no_holders(1)  # entry, word of 64 slots
+        self._holders: Numbers = np.zeros((num_sets, NUM_WAYS), np.uint32)  # in ``_sets``; 0 of a free way
+        self._sets = HolderSets()
         self._tick = 0
         # The same memory, one element at a time.
         self._each_key, self._each_used = self._keys.reshape(-1).data, self._used.reshape(-1).data
-        self._each_word = self._holders.reshape(-1).data
-
-    @property
-    def num_words(self) -> int:
-        """Of 64 slots each."""
-        num_words: int = self._holders.shape[1]
-        return num_words
+        self._each_holders = self._holders.reshape(-1).data
 
     @property
     def num_bytes(self) -> int:
-        return self._keys.nbytes + self._used.nbytes + self._holders.nbytes
+        return self._keys.nbytes + self._used.nbytes + self._holders.nbytes + self._sets.num_bytes
 
     def add_slots(self) -> None:
-        """Make room for twice the slots. Only entries in use are copied: what is never written takes no memory."""
-        num_words = self.num_words
-        taken = np.flatnonzero(self._keys.reshape(-1))
-        holders = self._no_holders(2 * num_words)
-        holders[taken, :num_words] = self._holders[taken]
-        self._holders = holders
-        self._each_word = holders.reshape(-1).data
+        """Make room for twice the slots."""
         self.num_held = np.concatenate([self.num_held, np.zeros_like(self.num_held)])
 
     # Many keys
@@ -81,46 +75,52 @@ class HolderTable:
         entries += hits & WAY_MASK
         return rows, entries
 
-    def holders(self, entries: Ints) -> Words:
-        """Who holds each, in words of 64 slots [n, words]."""
-        return self._holders.take(entries, axis=0)
+    def holders(self, entries: Ints) -> list[int]:
+        """Who holds each, as bits."""
+        bits = self._sets.bits
+        return [bits[number] for number in self._numbers(entries).tolist()]
+
+    def holder_changes(self, entries: Ints) -> Changes:
+        """The same as (row, bits), without rows that are certain to have the bits of the row before."""
+        numbers, bits = self._numbers(entries), self._sets.bits
+        whole = numbers.tobytes()
+        if whole == whole[: numbers.itemsize] * numbers.size:
+            return ((0, bits[numbers.item(0)]),)
+        return enumerate([bits[number] for number in numbers.tolist()])
 
     def is_held(self, entries: Ints, slot: int) -> Bools:
         """Which of ``entries`` the slot holds."""
-        is_held: Bools = (self._holders[entries, slot // WORD_BITS] & bit_of(slot)) != 0
-        return is_held
+        return np.array([bits >> slot & 1 for bits in self.holders(entries)], np.bool_)
 
     def held_by(self, slot: int) -> Ints:
         """Entries that the slot holds: one pass over the table."""
-        return np.flatnonzero(self._holders[:, slot // WORD_BITS] & bit_of(slot))
+        is_with: Bools = np.array(self._sets.with_slot(slot))
+        return np.flatnonzero(is_with.take(self._holders))
 
     def hold(self, slot: int, keys: Words, rows: Ints, entries: Ints) -> None:
         """The slot holds ``keys``, all different, of which ``find`` has found ``rows`` in ``entries``."""
-        word, bit = slot // WORD_BITS, bit_of(slot)
         num_new = keys.size
         ticks = self._next_ticks(keys.size)
         if rows.size:
-            held = self._holders[entries, word]
-            num_new -= int(np.count_nonzero(held & bit))
-            self._holders[entries, word] = held | bit
+            before = self._numbers(entries).tolist()
+            after = self._sets.add(slot, before)
+            num_new -= sum(map(eq, before, after))
+            self._holders.reshape(-1)[entries] = after
             self._used.reshape(-1)[entries] = ticks[rows]
             is_new = np.ones(keys.size, np.bool_)
             is_new[rows] = False
             keys, ticks = keys[is_new], ticks[is_new]
         self.num_held[slot] += num_new
         if keys.size:
-            self._insert(keys, ticks, word, bit)
+            self._insert(keys, ticks, slot)
 
     def release(self, slot: int, entries: Ints) -> None:
         """The slot holds ``entries`` no longer; those that nobody holds are free."""
-        word, bit = slot // WORD_BITS, bit_of(slot)
-        held = self._holders[entries, word]
-        self.num_held[slot] -= np.count_nonzero(held & bit)
-        held &= ~bit
-        self._holders[entries, word] = held
-        if self.num_words > 1:
-            held = np.bitwise_or.reduce(self._holders.take(entries, axis=0), axis=1)
-        free = entries[held == 0]
+        before = self._numbers(entries).tolist()
+        after = self._sets.take(slot, before)
+        self.num_held[slot] -= sum(map(ne, before, after))
+        self._holders.reshape(-1)[entries] = after
+        free = entries[np.array(after, np.uint32) == 0]
         self._keys.reshape(-1)[free] = 0
         self._used.reshape(-1)[free] = 0
         self.num_entries -= free.size
@@ -135,12 +135,10 @@ class HolderTable:
     def is_held_at(self, slot: int, key: int) -> bool:
         """Whether the slot holds ``key``."""
         entry = self._entry_of(key)
-        held = 0 if entry < 0 else self._each_word[entry * self.num_words + slot // WORD_BITS]
-        return bool(held >> slot % WORD_BITS & 1)
+        return entry >= 0 and bool(self._sets.bits[self._each_holders[entry]] >> slot & 1)
 
     def hold_few(self, slot: int, keys: Sequence[int]) -> None:
         """``hold`` for keys that are still to be found."""
-        words, num_words, word, bit = self._each_word, self.num_words, slot // WORD_BITS, 1 << slot % WORD_BITS
         tick = self._tick = self._tick + len(keys)
         num_new, new = len(keys), []
         for key in keys:
@@ -148,10 +146,10 @@ class HolderTable:
             if entry < 0:
                 new.append((key, tick))
             else:
-                held = words[entry * num_words + word]
-                num_new -= held >> slot % WORD_BITS & 1
-                words[entry * num_words + word] = held | bit
-                self._each_used[entry] = tick
+                before = self._each_holders[entry]
+                (after,) = self._sets.add(slot, (before,))
+                num_new -= before == after
+                self._each_holders[entry], self._each_used[entry] = after, tick
             tick -= 1
         self.num_held[slot] += num_new
         for key, tick in new:
@@ -160,21 +158,22 @@ class HolderTable:
             if 0 in ways:
                 entry = first + ways.index(0)
                 self._each_key[entry], self._each_used[entry] = key, tick
-                words[entry * num_words + word] = bit
+                self._each_holders[entry] = self._sets.of_slot(slot, 1)
                 self.num_entries += 1
             else:
-                self._insert(np.array([key], np.uint64), np.array([tick], np.uint64), word, np.uint64(bit))
+                self._insert(np.array([key], np.uint64), np.array([tick], np.uint64), slot)
 
     def release_few(self, slot: int, keys: Iterable[int]) -> None:
         """``release`` for keys that are still to be found."""
-        words, num_words, word, bit = self._each_word, self.num_words, slot // WORD_BITS, 1 << slot % WORD_BITS
         for key in keys:
             entry = self._entry_of(key)
-            if entry < 0 or not (held := words[entry * num_words + word]) & bit:
+            if entry < 0:
                 continue
-            words[entry * num_words + word] = held ^ bit
-            self.num_held[slot] -= 1
-            if held == bit and not any(words[entry * num_words : (entry + 1) * num_words]):
+            before = self._each_holders[entry]
+            (after,) = self._sets.take(slot, (before,))
+            self._each_holders[entry] = after
+            self.num_held[slot] -= before != after
+            if not after:
                 self._each_key[entry] = self._each_used[entry] = 0
                 self.num_entries -= 1
 
@@ -186,8 +185,11 @@ class HolderTable:
         assert np.array_equal(self._sets_of(keys[taken]), taken // NUM_WAYS)
         assert np.unique(keys[taken]).size == taken.size
         assert np.array_equal(np.flatnonzero(self._used), taken)
-        assert np.array_equal(np.flatnonzero(self._holders.any(axis=1)), taken)
-        counts = count_bits(self._holders[taken])
+        assert np.array_equal(np.flatnonzero(self._holders), taken)
+        self._sets.check_invariants(self._numbers(taken).tolist())
+        counts = np.zeros_like(self.num_held)
+        for held in self.holders(taken):
+            add(counts, held, 1)
         assert np.array_equal(counts, self.num_held)
         assert set(np.flatnonzero(counts).tolist()) <= set(slots)
 
@@ -197,16 +199,19 @@ class HolderTable:
         ways = self._each_key[first : first + NUM_WAYS].tolist()
         return first + ways.index(key) if key in ways else -1
 
+    def _numbers(self, entries: Ints) -> Numbers:
+        return self._holders.reshape(-1).take(entries)
+
     def _sets_of(self, keys: Words) -> Ints:
         sets = keys >> ONE
         sets &= self._set_mask
         return sets.view(np.int64)
 
-    def _insert(self, keys: Words, ticks: Words, word: int, bit: np.uint64) -> None:
+    def _insert(self, keys: Words, ticks: Words, slot: int) -> None:
         """Put new keys in: all at once, but for those of the same set, which take turns."""
         sets = self._sets_of(keys)
         if len(set(sets.tolist())) == sets.size:
-            self._put(sets, keys, ticks, word, bit)
+            self._put(sets, keys, ticks, slot)
             return
         order = sets.argsort(kind="stable")
         again = np.zeros(order.size, np.bool_)  # whether the one before is of the same set
@@ -215,9 +220,9 @@ class HolderTable:
         turns = places - np.maximum.accumulate(np.where(again, 0, places))
         for turn in range(int(turns.max()) + 1):
             chosen = order[turns == turn]
-            self._put(sets[chosen], keys[chosen], ticks[chosen], word, bit)
+            self._put(sets[chosen], keys[chosen], ticks[chosen], slot)
 
-    def _put(self, sets: Ints, keys: Words, ticks: Words, word: int, bit: np.uint64) -> None:
+    def _put(self, sets: Ints, keys: Words, ticks: Words, slot: int) -> None:
         """Put one new key into each of ``sets``, in the place of what was used least recently."""
         all_keys = self._keys.reshape(-1)
         entries = sets * NUM_WAYS + (self._keys.take(sets, axis=0) == 0).argmax(axis=1)
@@ -225,17 +230,14 @@ class HolderTable:
         if is_full.any():
             entries[is_full] = sets[is_full] * NUM_WAYS + self._used[sets[is_full]].argmin(axis=1)
             evicted = entries[is_full]
-            self.num_held -= count_bits(self._holders[evicted])
-            self._holders[evicted] = 0
+            for holders, count in self._sets.drop(self._numbers(evicted).tolist()):
+                add(self.num_held, holders, -count)
             self.num_entries -= evicted.size
             self.num_evicted += evicted.size
         self.num_entries += keys.size
         all_keys[entries] = keys
         self._used.reshape(-1)[entries] = ticks
-        self._holders[entries, word] = bit
-
-    def _no_holders(self, num_words: int) -> Words:
-        return np.zeros((self.max_entries, num_words), np.uint64)
+        self._holders.reshape(-1)[entries] = self._sets.of_slot(slot, keys.size)
 
     def _next_ticks(self, count: int) -> Words:
         """One tick each, the first the latest."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal_cluster.policies.expected_blocks import ExpectedBlocks
-from shoal_cluster.policies.holder_table import ONE, HolderTable
-from shoal_cluster.policies.replica_bits import ALL, Ints, Words, add_lengths
+from shoal_cluster.policies.holder_table import ONE, HolderTable, Words
+from shoal_cluster.policies.replica_bits import ALL, Changes, Ints, add_lengths
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
 CROWDED = 0.25  # of the entries taken: from there on sets begin to fill up
@@ -19,16 +19,16 @@ FIRST_LOOK, NEXT_LOOK = 128, 8  # blocks of a prompt looked up at first, and how
 FEW = 4  # changed blocks that are sooner looked up one by one
 KEY_BYTES = 8
 DEFAULT_MAX_ENTRIES = 2**21
-"""50 MB for up to 64 replicas. Half full, at a million blocks, one entry in 100 000 is forgotten early."""
+"""42 MB. Half full, at a million blocks, one entry in 100 000 is forgotten early."""
 
 
 class PrefixIndex:
-    """Block hash → the replicas that hold it, one bit for each replica; beside it, ``expected``: what they will hold.
+    """Block hash → the replicas that hold it; beside it, ``expected``: what they will hold.
 
     A hash covers every token before it, so a flat map is a prefix tree: a prefix is held as far as its hashes are.
     The map is a ``HolderTable`` of halves of the hashes, from which what was used least recently goes when there is no
-    room (a forgotten hash only costs a predicted hit, never a wrong answer). So memory is fixed, 24 bytes an entry for
-    up to 64 replicas and 8 more for each further 64. A use is ``store`` or ``touch``; ``match`` only asks.
+    room (a forgotten hash only costs a predicted hit, never a wrong answer). So memory is fixed: 20 bytes an entry, and
+    a set for each different one of holders. A use is ``store`` or ``touch``; ``match`` only asks.
 
     Attributes:
         is_by_replica: news of one replica change the answers for that one alone, as long as nothing is evicted.
@@ -152,15 +152,18 @@ class PrefixIndex:
             num_leading = _leading(rows)
             if look.size == keys.size:
                 self._found = _Found(block_hashes, self._num_changes, rows, entries, num_leading)
+            held: Changes
             if is_expected:
-                held = self.expected.rows(block_hashes[start:stop], table.num_words)
-                held[rows] |= table.holders(entries)
+                num_rows, each = look.size, self.expected.holders(block_hashes[start:stop])
+                for row, holders in zip(rows.tolist(), table.holders(entries), strict=True):
+                    each[row] |= holders
+                held = enumerate(each)
             else:
                 if not num_leading:
                     break
-                held = table.holders(entries[:num_leading])  # up to the first hole
-            alive = add_lengths(counts, held, alive)
-            if len(held) < look.size or not alive:
+                num_rows, held = num_leading, table.holder_changes(entries[:num_leading])  # up to the first hole
+            alive = add_lengths(counts, held, num_rows, alive)
+            if num_rows < look.size or not alive:
                 break
             start, stop = stop, stop * NEXT_LOOK
         return counts

@@ -1,4 +1,4 @@
-"""Sets of replicas as bits: words of 64, bit i for the replica in slot i."""
+"""Sets of replicas as bits: bit i for the replica in slot i."""
 
 from __future__ import annotations
 
@@ -8,55 +8,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Words = NDArray[np.uint64]
+Changes = Iterable[tuple[int, int]]
+"""Rows, rising, and the bits that each has; a row that is left out has those of the row before."""
 
-WORD_BITS = 64
 ALL = -1  # bits
 FEW = 8  # bits that are sooner counted one by one
 
 
-def add_lengths(counts: Ints, held: Words, alive: int) -> int:
-    """Add to the count of each bit in ``alive`` the number of rows of ``held`` [n, words] that have it; a bit that ends
-    stays away. Returns the bits that are left.
+def add_lengths(counts: Ints, held: Changes, num_rows: int, alive: int) -> int:
+    """Add to the count of each bit in ``alive`` how many of ``num_rows`` rows have it; a bit that ends stays away.
+    Returns the bits that are left.
     """
-    changes: Iterable[tuple[int, int]]  # rows in which bits may end, and what they have
-    whole = held.tobytes()
-    first = whole[: len(whole) // len(held)]
-    if whole == first * len(held):
-        changes = ((0, int.from_bytes(first, "little")),)
-    elif held.shape[1] == 1:
-        changes = enumerate(held.reshape(-1).tolist())
-    else:
-        size = len(first)
-        changes = ((row, int.from_bytes(whole[row * size : (row + 1) * size], "little")) for row in range(len(held)))
-    for row, holders in changes:
+    for row, holders in held:
         left = alive & holders
         if left != alive:
             if row:
-                _add(counts, alive ^ left, row)
+                add(counts, alive ^ left, row)
             alive = left
             if not alive:
                 return 0
-    _add(counts, alive, held.shape[0])
+    add(counts, alive, num_rows)
     return alive
 
 
-def _add(counts: Ints, holders: int, length: int) -> None:
-    if holders.bit_count() <= FEW:
-        while holders:
-            lowest = holders & -holders
-            counts[lowest.bit_length() - 1] += length
-            holders ^= lowest
+def add(counts: Ints, bits: int, count: int) -> None:
+    """Add ``count`` at each of ``bits``. There are eight counts for each byte."""
+    if bits.bit_count() <= FEW:
+        while bits:
+            lowest = bits & -bits
+            counts[lowest.bit_length() - 1] += count
+            bits ^= lowest
     else:
-        each = np.frombuffer(holders.to_bytes(counts.size // 8, "little"), np.uint8)
-        counts += length * np.unpackbits(each, bitorder="little").astype(np.int64)
-
-
-def bit_of(slot: int) -> np.uint64:
-    return np.uint64(1 << slot % WORD_BITS)
-
-
-def count_bits(holders: Words) -> Ints:
-    """How often each bit is set: [n, words] → [words * 64]."""
-    counts: Ints = np.unpackbits(holders.view(np.uint8), axis=1, bitorder="little").sum(axis=0, dtype=np.int64)
-    return counts
+        each = np.frombuffer(bits.to_bytes(counts.size // 8, "little"), np.uint8)
+        counts += count * np.unpackbits(each, bitorder="little").astype(np.int64)

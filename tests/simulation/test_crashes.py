@@ -79,6 +79,14 @@ def test_requests_wait_for_the_replica_in_the_place_of_the_only_one() -> None:
     assert all(o.refusal is None and o.first_token_s is not None and o.first_token_s > 20.0 for o in late)
 
 
+def test_what_no_replica_can_hold_is_refused_when_one_is_there_again() -> None:
+    config = replace(CONFIG, num_replicas=1, faults=(Crash("replica-0000", 3.0, 20.0),))
+    giant = SimRequest("giant", 5.0, ((1, 200 * 64),), 4)
+    cluster = run(SimCluster(config), [giant, *chats(num_requests=40)])
+    refusals = [o.refusal for o in cluster.book.outcomes.values() if o.refusal is not None]
+    assert refusals == ["the request needs 201 blocks and the largest replica has 200"]
+
+
 def test_rules_that_hold_nothing_refuse_while_nobody_is_there() -> None:
     config = replace(CONFIG, num_replicas=1, hold=None, routing="least_requests")
     cluster = run(SimCluster(replace(config, faults=(Crash("replica-0000", 3.0, 8.0),))), chats(requests_per_s=2.0))

@@ -108,6 +108,21 @@ async def test_requests_wait_for_a_first_replica_and_not_for_ever() -> None:
             serve.leave("late")
 
 
+async def test_what_no_replica_can_hold_is_refused_when_the_first_one_comes() -> None:
+    """Before that nobody knows."""
+    async with serving() as serve:
+        dispatcher = serve.hold()
+        giant = asyncio.create_task(ask(serve, "giant", prompt_token_ids=range(900)))
+        fine = asyncio.create_task(ask(serve, "fine", prompt_token_ids=range(9)))
+        await until(lambda: dispatcher.num_held == 2)
+        async with serving("late") as other:
+            serve.join("late", other.replicas["late"])
+            with pytest.raises(InvalidArgument, match=r"900 tokens.*needs 226 blocks and the largest replica has 64"):
+                await giant
+            assert (await fine).tokens == [expected_tokens(range(9), 4)]
+            serve.leave("late")
+
+
 async def test_what_waits_for_a_replica_that_starts_waits_to_its_own_deadline() -> None:
     async with serving() as serve:
         serve.is_growing = True

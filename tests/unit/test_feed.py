@@ -162,7 +162,7 @@ async def test_a_long_step_is_reported_on_as_it_began() -> None:
 async def test_a_request_of_a_gateway_that_is_not_connected_is_refused_and_leaves_nothing() -> None:
     async with replica() as one:
         outcome = await one.run("r", "nobody")
-        assert outcome == Outcome(refused=True, reason="the gateway's feed is not connected")
+        assert outcome == Outcome(refused=True, reason="the gateway's feed is not connected", is_unheard=True)
         assert one.engine.stats().num_waiting == 0
         assert await one.engine.drain(5.0)
 

@@ -226,6 +226,23 @@ async def _leaves_and_stops(serve: FakeServe, name: str) -> None:
 
 
 LOSSES = [_crash, _silent_crash, _feed_breaks, _engine_fails, _stops, _leaves_and_stops]
+
+
+async def test_a_call_that_finds_no_feed_of_its_gateway_goes_there_again_when_it_is_back() -> None:
+    """There is no other replica, and this one is not full."""
+    async with serving("a") as serve:
+        serve.hold()
+        serve.submits = False
+        serve.may_call.clear()
+        call = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=9))
+        await until(lambda: serve.placements and serve.placements[0].wants == "a")
+        await _feed_breaks(serve, "a")
+        await until(lambda: not serve.replicas["a"].feed._subscribers)
+        serve.may_call.set()
+        assert (await call).tokens == [expected_tokens(PROMPT, 9)]
+        assert len(serve.placements) == 2
+
+
 Lose = Callable[[FakeServe, str], Awaitable[None]]
 
 

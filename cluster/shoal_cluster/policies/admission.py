@@ -57,9 +57,7 @@ def admit(
     to compute, and of ``num_held``, all requests there.
     """
     told = candidates.told
-    largest = int(told["num_total_blocks"].max(initial=0))
-    if told["known"].any() and query.num_blocks_needed > largest:
-        reason = f"the request needs {query.num_blocks_needed} blocks and the largest replica has {largest}"
+    if reason := misfit(query, candidates):
         return Admission(False, reason, never_fits=True)
     eligible = is_eligible(query, candidates).nonzero()[0]
     if not eligible.size:
@@ -84,6 +82,15 @@ def admit(
             )
             return Admission(False, reason, _retry_after_s(late_s))
     return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
+
+
+def misfit(query: RouteQuery, candidates: Candidates) -> str:
+    """Why no replica can ever hold ``query``; empty while one might, or while none is known."""
+    told = candidates.told
+    largest = int(told["num_total_blocks"].max(initial=0))
+    if not told["known"].any() or query.num_blocks_needed <= largest:
+        return ""
+    return f"the request needs {query.num_blocks_needed} blocks and the largest replica has {largest}"
 
 
 def lateness_s(query: RouteQuery, candidates: Candidates, objective: LatencyObjective, waited_s: float) -> float:

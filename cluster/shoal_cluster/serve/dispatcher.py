@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from shoal_cluster.policies.admission import AdmissionLimits, admit, late_retry_after_s, lateness_s
+from shoal_cluster.policies.admission import AdmissionLimits, admit, late_retry_after_s, lateness_s, misfit
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.held import RESUMED_PRIORITY, QueuePlace
@@ -202,20 +202,27 @@ class Dispatcher:
         query, now = pending.query, time.monotonic()
         candidates = self._ledger.view.candidates(query.block_hashes, now)
         waiter.num_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
+        self._check_fits(pending, candidates)
         admission = admit(query, candidates, self.limits, now, *self._queue.before(query.request_id))
-        if admission.never_fits:
-            error = InvalidArgument("prompt", f"{query.num_prompt_tokens} tokens", admission.reason)
-            raise self._refused(pending, candidates, error)
         if not admission.admitted:
             raise self._refused(pending, candidates, ResourceExhausted(admission.reason, admission.retry_after_s))
+
+    def _check_fits(self, pending: PendingRequest, candidates: Candidates) -> None:
+        if reason := misfit(pending.query, candidates):
+            error = InvalidArgument("prompt", f"{pending.query.num_prompt_tokens} tokens", reason)
+            raise self._refused(pending, candidates, error)
 
     async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
         """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
         excluded, loop = pending.query.excluded, asyncio.get_running_loop()
         patience_ends_s = loop.time() + self._patience_s
+        is_checked = True
         while True:
             left_s = self._time_left_s(pending)
             is_alone = not self._ledger.can_place(excluded)
+            if not (is_alone or is_checked) and pending.priority != RESUMED_PRIORITY:
+                self._check_fits(pending, self._ledger.view.candidates((), time.monotonic()))
+            is_checked = not is_alone  # what came while nobody was there could not be
             if is_alone and (failure := self._start_failure()):
                 raise self._unavailable(pending, f"no replica could be started: {failure}")
             look_s = LOOK_S if is_alone else math.inf

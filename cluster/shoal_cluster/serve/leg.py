@@ -153,7 +153,9 @@ async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) 
 
 
 def _reason(refusal: Outcome) -> str:
-    """Why another replica is to run the request. Raises InvalidArgument when none is."""
+    """Why another replica is to run the request. Raises InvalidArgument when none is, ReplicaLost when the same may."""
+    if refusal.is_unheard:
+        raise ReplicaLost(refusal.reason)
     if refusal.field:
         raise InvalidArgument.retold(refusal.field, refusal.reason)
     return refusal.reason

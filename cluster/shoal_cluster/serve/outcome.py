@@ -38,12 +38,14 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a call to a replica ended. A refused request has left no trace there; ``reason`` says why. ``field`` names
-    what is wrong with it, where that is why: then no other replica is to run it either.
+    what is wrong with it, where that is why: then no other replica is to run it either. ``is_unheard``: the replica has
+    no feed to its gateway now, and may well run it once that is back.
     """
 
     refused: bool
     reason: str = ""
     field: str = ""
+    is_unheard: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +120,7 @@ class Runs:
                 finished.add_done_callback(lambda finished: self._end(key, run, finished.exception()))
             else:
                 self._engine.abort(request_id)
-                run.ended.set_result(Outcome(refused=True, reason="the gateway's feed is not connected"))
+                run.ended.set_result(Outcome(True, "the gateway's feed is not connected", is_unheard=True))
         return run
 
     def _end(self, key: _Key, run: _Run, error: BaseException | None) -> None:

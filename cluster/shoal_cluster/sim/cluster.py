@@ -134,8 +134,7 @@ class SimCluster:
         self.replicas[replica_id] = replica
         self.num_peak = max(self.num_peak, len(self.replicas))
         for gateway in self.gateways:
-            gateway.view.join(replica_id)
-            gateway.view.apply_snapshot(replica_id, replica.scheduler.stats(now), (), now)
+            gateway.meet(replica_id, replica.scheduler.stats(now))
         if crash is not None:
             self.loop.at(crash.from_s, partial(self._crash, replica, crash))
         return replica

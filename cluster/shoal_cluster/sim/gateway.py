@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from shoal_cluster.policies.admission import admit
+from shoal_cluster.policies.admission import admit, misfit
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY
@@ -27,6 +27,7 @@ from shoal_cluster.sim.replica import FeedMessage, Order, Promise
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.errors import ResourceExhausted
 from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.stats import ReplicaStats
 
 
 class Target(Protocol):
@@ -130,6 +131,16 @@ class SimGateway:
             PendingRequest(query=query, arrival_s=outcome.arrival_s, tenant=request.tenant, priority=priority)
         )
         self._take_turn()
+
+    def meet(self, replica_id: str, stats: ReplicaStats) -> None:
+        """A replica is there, with nothing cached. What it shows to be too large for any has waited in vain."""
+        self.view.join(replica_id)
+        self.view.apply_snapshot(replica_id, stats, (), self._loop.now)
+        candidates = self.view.candidates((), self._loop.now)
+        for pending in tuple(self.queue or ()):
+            if self.queue is not None and (reason := misfit(pending.query, candidates)):
+                self.queue.remove(pending.query.request_id)
+                self._book.refuse(pending.query.request_id, reason)
 
     def lose(self, replica_id: str) -> None:
         """A replica is no more, with all that is on its way there."""

@@ -1,0 +1,124 @@
+"""Gateways over replicas that come, die, drain, hang and lose their feeds, all at once: every call gets its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from contextlib import AsyncExitStack
+from random import Random
+
+import pytest
+from fixtures.fake_serve import FakeServe, ask
+from fixtures.replicas import Replica, replica
+from fixtures.waiting import until
+
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_replica.testing import expected_tokens
+
+NUM_TURNS = 200
+MAX_REPLICAS = 2
+
+
+class Churn:
+    """What happens, drawn from ``rng``. A request's client may leave; nothing else may go wrong for it."""
+
+    def __init__(self, rng: Random, num_gateways: int, stack: AsyncExitStack) -> None:
+        self.rng, self.stack = rng, stack
+        self.serves = [FakeServe(GatewayLedger(f"g{n}", RouteWeights(), num_gateways)) for n in range(num_gateways)]
+        for serve in self.serves:
+            serve.is_growing = True
+            serve.hold()
+        self.replicas: dict[str, Replica] = {}
+        self.calls: list[asyncio.Task[None]] = []
+        self.happened = Counter[str]()
+        self._names = (f"r{number}" for number in itertools.count())
+
+    async def turn(self) -> None:
+        kinds = {"ask": 60, "leave": 8, "lose": 8, "start": 10, "break": 12, "hang": 4}
+        (kind,) = self.rng.choices([*kinds], [*kinds.values()])
+        if kind == "ask":
+            for _ in range(self.rng.choice((1, 1, 4))):
+                self.calls.append(asyncio.create_task(self._ask(len(self.calls))))
+        elif kind == "leave" and self.calls:
+            self.rng.choice(self.calls).cancel()
+        elif kind == "start" and len(self.replicas) < MAX_REPLICAS:
+            await self.start()
+        elif self.replicas:
+            await {"lose": self._lose, "break": self._break, "hang": self._hang}.get(kind, self._nothing)()
+        self.happened[kind] += 1
+        await asyncio.sleep(self.rng.choice((0.0, 0.0, 0.001, 0.005)))
+
+    async def start(self) -> None:
+        name, max_num_seqs = next(self._names), self.rng.choice((1, 2, 4))
+        made = await self.stack.enter_async_context(replica(max_num_seqs=max_num_seqs))
+        self.replicas[name] = made
+        for serve in self.serves:
+            serve.join(name, made)
+
+    async def end(self) -> None:
+        """Whatever hung goes on; every call ends; nothing is left of any at gateways and replicas."""
+        if not self.replicas:
+            await self.start()
+        for made in self.replicas.values():
+            made.executor.gate.set()
+        for ended in await asyncio.gather(*self.calls, return_exceptions=True):
+            if ended is not None and not isinstance(ended, asyncio.CancelledError):
+                raise ended
+        for serve in self.serves:
+            await until(lambda serve=serve: serve.is_idle)
+            await until(lambda serve=serve: all(sent == (0, 0, 0) for sent in serve.ledger.view._foreign))
+            assert serve.dispatcher is not None
+            assert serve.dispatcher.num_held == 0
+            assert not len(serve.ledger.view.index.expected)
+            serve.ledger.view.check_invariants()
+        for made in self.replicas.values():
+            made.engine.check_invariants()
+
+    async def _ask(self, number: int) -> None:
+        serve, count = self.rng.choice(self.serves), self.rng.choice((4, 12))
+        n, prompt = self.rng.choice((1, 1, 2)), [*range(8 * self.rng.randrange(1, 4)), 500 + number % 7, 600 + number]
+        answer = await ask(serve, f"call{number}", prompt_token_ids=prompt, max_tokens=count, n=n)
+        assert answer.tokens == [expected_tokens(prompt, count, index) for index in range(n)]
+
+    async def _lose(self) -> None:
+        made = self.replicas.pop(name := self.rng.choice([*self.replicas]))
+        made.executor.gate.set()
+        if dies := self.rng.random() < 0.5:
+            await made.die()
+        for serve in self.serves:
+            serve.leave(name)
+            await asyncio.sleep(self.rng.choice((0.0, 0.002)))
+        if not dies and self.rng.random() < 0.5:
+            await made.die()
+
+    async def _break(self) -> None:
+        for subscriber in [*self.rng.choice([*self.replicas.values()]).feed._subscribers.values()]:
+            if self.rng.random() < 0.6:
+                subscriber.transport.abort()
+
+    async def _hang(self) -> None:
+        gate = self.rng.choice([*self.replicas.values()]).executor.gate
+        if gate.is_set():
+            gate.clear()
+        else:
+            gate.set()
+
+    async def _nothing(self) -> None:
+        """There is no room for one more."""
+
+
+@pytest.mark.parametrize(("num_gateways", "seed"), [(1, 0), (1, 1), (2, 2), (3, 3), (3, 4)])
+async def test_whatever_becomes_of_replicas_every_call_gets_its_answer(num_gateways: int, seed: int) -> None:
+    async with AsyncExitStack() as stack:
+        churn = Churn(Random(seed), num_gateways, stack)
+        await churn.start()
+        try:
+            for _ in range(NUM_TURNS):
+                await churn.turn()
+            await churn.end()
+        finally:
+            for serve in churn.serves:
+                await serve.ledger.close()
+        assert {"ask", "leave", "lose", "start", "break", "hang"} <= churn.happened.keys()

@@ -103,9 +103,20 @@ def test_status_as_json(address: str) -> None:
 def test_explain_shows_terms_and_reason(address: str) -> None:
     result = CliRunner().invoke(app, ["explain", "asked", "--address", address], env=WIDE)
     assert result.exit_code == 0
-    for words in ("score", "prefill", "free_blocks", "not connected", "r0: least cost"):
+    for words in ("score", "prefill", "free_blocks", "age_s", "not connected", "r0: least cost"):
         assert words in result.stdout
+    assert "by predicted_ttft, prefill_price 6.5, decode_price 640, max_age_s 3, stale" in result.stdout
+    assert "taken again from the record: the same choice" in " ".join(result.stdout.split())
     assert "asked: sent to r0, due in 0.40 s; more urgent, but better off waiting: first (for r0)" in result.stdout
+
+
+def test_explain_as_json(address: str) -> None:
+    result = CliRunner().invoke(app, ["explain", "asked", "--json", "--address", address])
+    record, text = json.loads(result.stdout)
+    assert [c["rank"] for c in record["candidates"]] == [1, None]
+    assert 0.0 <= record["candidates"][0]["age_s"] < 3600.0
+    assert record["by"].startswith("predicted_ttft, ")
+    assert text["text"].startswith("asked: sent to r0")
 
 
 @pytest.mark.parametrize(

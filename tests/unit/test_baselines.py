@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
 
-from shoal_cluster.policies.baselines import Routing, place, ray_prefix_affinity
+from shoal_cluster.policies.baselines import ROUTINGS, Routing, place, ray_prefix_affinity
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.memory import Recollection, RoutingMemory
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
@@ -77,7 +77,7 @@ def test_ray_follows_what_was_sent_whatever_the_queues_unless_given_a_threshold(
     for num_running, winner in ((10, "owner"), (11, "other")):
         candidates = Candidates.of([busy("owner", num_running), busy("other")])
         costs = ray_prefix_affinity(PROMPT, candidates, memory.recall(PROMPT, candidates), Random(0), 10)
-        assert candidates.replica_ids[int(costs.argmin())] == winner
+        assert candidates.replica_ids[int(costs.cost.argmin())] == winner
 
 
 def test_ray_sends_what_it_has_not_seen_to_the_smallest_tree() -> None:
@@ -127,3 +127,17 @@ def test_memory_forgets_a_replica_that_left() -> None:
     recalled = memory.recall(PROMPT, Candidates.of([make_row("a"), make_row("b")]))
     assert recalled.num_sent_blocks.tolist() == [0, 10]
     assert (recalled.turn, recalled.num_remembered_blocks.tolist()) == (2, [0, 10])
+
+
+@pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "predicted_ttft"])
+def test_each_rule_names_itself_and_tells_what_its_score_is_made_of(routing: Routing) -> None:
+    rows = [busy("a", num_running=3, num_waiting=2), busy("b"), make_row("c", stats=make_stats(draining=True))]
+    candidates = Candidates.of(rows)
+    memory = remembering("a").recall(PROMPT, candidates)
+    decision = place(routing, PROMPT, candidates, RouteWeights(), Random(1), memory)
+    assert decision.reason.startswith(f"{routing}: {decision.ranked[0]}: least cost ")
+    told = {candidate.replica_id: candidate for candidate in decision.candidates}
+    for replica_id in ("a", "b"):
+        assert told[replica_id].terms
+        assert sum(value for _, value in told[replica_id].terms) == pytest.approx(told[replica_id].score)
+    assert told["c"].rejected == "draining"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,9 +27,10 @@ def explain(
     request_id: Annotated[str | None, typer.Argument(help="The id that `shoal generate` printed.")] = None,
     address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
     scaling: Annotated[bool, typer.Option("--scaling", help="Show scaling decisions instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A request's decisions as JSON.")] = False,
 ) -> None:
-    """Show every routing decision made for a request, or that it is held or was refused; or with --scaling every
-    scaling decision kept.
+    """Show every routing decision made for a request, taken again here from its record, or that it is held or was
+    refused; or with --scaling every scaling decision kept.
     """
     from rich.console import Console
 
@@ -43,6 +45,11 @@ def explain(
     if request_id is None:
         raise typer.BadParameter("give a request's id, or --scaling")
     explanation = asyncio.run(_fetch(address, request_id))
+    if as_json:
+        from shoal_cluster.serve.dashboard.records import encode_explanation
+
+        typer.echo(json.dumps(encode_explanation(explanation), indent=2))
+        return
     for refusal in explanation.refusals:
         console.print(f"{clock(refusal.time_s)}  {refusal.text}", markup=False)
     sent_by = {look.request_id: look for look in explanation.looks}
@@ -55,6 +62,8 @@ def explain(
         )
         _print_candidates(console, record)
         console.print(record.decision.reason, markup=False)
+        again = "the same choice" if record.replay() == record.decision else "ANOTHER choice"
+        console.print(f"by {record.by}; taken again from the record: {again}", markup=False)
         if (look := sent_by.get(query.request_id)) is not None:
             console.print(look.text, markup=False)
     for held in explanation.held:
@@ -103,6 +112,8 @@ def _print_candidates(console: Console, record: RouteRecord) -> None:
     terms = [dict(c.terms) for c in shown]
     for name in names:
         table.add_row(name, *(f"{each[name]:g}" if name in each else "-" for each in terms))
+    ages_s = record.ages_s()
+    table.add_row("age_s", *(f"{ages_s[c.replica_id]:.3g}" if c.replica_id in ages_s else "-" for c in shown))
     if any(c.rejected for c in shown):
         table.add_row(REJECTED, *(c.rejected for c in shown))
     console.print(table)

@@ -14,9 +14,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import Floats, Ints
+from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.memory import Recollection
-from shoal_cluster.policies.ranking import RouteDecision, RouteQuery, Scores, is_eligible, rank
+from shoal_cluster.policies.ranking import Amounts, RouteDecision, RouteQuery, Scores, is_eligible, rank
 from shoal_cluster.policies.routing import RouteWeights, route
 
 Routing = Literal[
@@ -52,28 +52,40 @@ def place(
     memory: Recollection,
 ) -> RouteDecision:
     """Decide by the rule of that name. ``weights`` are for ``predicted_ttft`` alone."""
+    if routing == "predicted_ttft":
+        return route(query, candidates, weights, rng)
+    scores = score(routing, query, candidates, rng, memory)
+    decision = rank(query, candidates, rng, lambda _, c: scores)
+    return RouteDecision(decision.ranked, f"{routing}: {decision.reason}", decision.candidates)
+
+
+def score(routing: Routing, query: RouteQuery, candidates: Candidates, rng: Random, memory: Recollection) -> Scores:
+    """What a rule other than ours makes of each replica; the terms' names tell by which of its branches."""
     match routing:
-        case "predicted_ttft":
-            return route(query, candidates, weights, rng)
         case "round_robin":
-            turns = (np.arange(len(candidates)) - memory.turn) % max(1, len(candidates))
-            return rank(query, candidates, rng, lambda _, c: Scores(turns))
+            return sum_of(turns_until=(np.arange(len(candidates)) - memory.turn) % max(1, len(candidates)))
         case "power_of_two":
-            drawn = Scores(power_of_two(query, candidates, rng))
-            return rank(query, candidates, rng, lambda _, c: drawn)
+            return power_of_two(query, candidates, rng)
         case "least_requests":
-            return rank(query, candidates, rng, lambda _, c: Scores(num_requests(c)))
+            return sum_of(requests=num_requests(candidates))
         case "most_free_blocks":
-            return rank(query, candidates, rng, most_free_blocks)
+            return most_free_blocks(query, candidates)
         case "ray_prefix_affinity":
-            scores = Scores(ray_prefix_affinity(query, candidates, memory, rng))
-            return rank(query, candidates, rng, lambda _, c: scores)
+            return ray_prefix_affinity(query, candidates, memory, rng)
         case "sglang_cache_aware":
-            return rank(query, candidates, rng, lambda q, c: Scores(sglang_cache_aware(q, c, memory)))
+            return sglang_cache_aware(query, candidates, memory)
         case "llmd_precise":
-            return rank(query, candidates, rng, llmd_precise)
+            return llmd_precise(query, candidates)
         case "dynamo_linear":
-            return rank(query, candidates, rng, dynamo_linear)
+            return dynamo_linear(query, candidates)
+        case _:
+            raise ValueError(f"routing: {routing!r} has no score of this kind")
+
+
+def sum_of(**terms: Amounts) -> Scores:
+    """The cost is what its terms add up to."""
+    first, *others = terms.values()
+    return Scores(sum(others, start=first), terms=tuple(terms.items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,19 +115,18 @@ def num_requests(candidates: Candidates) -> Ints:
     return count
 
 
-def power_of_two(query: RouteQuery, candidates: Candidates, rng: Random) -> Ints:
+def power_of_two(query: RouteQuery, candidates: Candidates, rng: Random) -> Scores:
     """Of two replicas drawn at random the one with fewer requests: Ray Serve's default (Mitzenmacher, 2001)."""
     places = np.flatnonzero(is_eligible(query, candidates)).tolist()
     load = num_requests(candidates)
-    costs: Ints = load + 1 + load.max(initial=0)  # those not drawn come after the two
-    for place_ in rng.sample(places, min(2, len(places))):
-        costs[place_] = load[place_]
-    return costs
+    not_drawn = np.full(len(candidates), 1 + load.max(initial=0))  # these come after the two
+    not_drawn[rng.sample(places, min(2, len(places)))] = 0
+    return sum_of(requests=load, not_drawn=not_drawn)
 
 
 def most_free_blocks(query: RouteQuery, candidates: Candidates) -> Scores:
     """Most blocks free and not promised."""
-    return Scores(candidates.num_reserved_blocks - candidates.told["num_free_blocks"])
+    return sum_of(promised=candidates.num_reserved_blocks, free=-candidates.told["num_free_blocks"])
 
 
 def ray_prefix_affinity(
@@ -124,7 +135,7 @@ def ray_prefix_affinity(
     memory: Recollection,
     rng: Random,
     imbalanced_threshold: float = RAY_IMBALANCED_THRESHOLD,
-) -> Floats | Ints:
+) -> Scores:
     """Ray Serve LLM's ``PrefixCacheAffinityRouter`` (2.60): power of two when the longest queue is more than
     ``imbalanced_threshold`` requests over the shortest, which by its default never happens; else the longest match with
     what was sent before, if it is 10 % of the prompt; else the smallest tree.
@@ -135,7 +146,7 @@ def ray_prefix_affinity(
     return _match_or_smallest_tree(query, candidates, memory, RAY_MATCH_RATE_THRESHOLD)
 
 
-def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recollection) -> Floats | Ints:
+def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recollection) -> Scores:
     """SGLang router's ``cache_aware`` with the defaults of its command: shortest queue when the longest is over the
     shortest by more than 64 requests and by half; else the longest match with what was sent before, if it is 30 % of
     the prompt; else the smallest tree.
@@ -144,7 +155,7 @@ def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recoll
     loads = load[is_eligible(query, candidates)]
     high, low = loads.max(initial=0), loads.min(initial=np.iinfo(np.int64).max)
     if high - low > SGLANG_BALANCE_ABS_THRESHOLD and high > SGLANG_BALANCE_REL_THRESHOLD * low:
-        return load
+        return sum_of(requests=load)
     return _match_or_smallest_tree(query, candidates, memory, SGLANG_CACHE_THRESHOLD)
 
 
@@ -160,7 +171,7 @@ def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:
     longest = among.max(initial=0)
     spread = longest - among.min(initial=longest)
     queue = (longest - waiting) / spread if spread else np.ones(len(candidates))
-    return Scores(-(LLMD_PREFIX_WEIGHT * prefix + LLMD_KV_WEIGHT * kv + LLMD_QUEUE_WEIGHT * queue))
+    return sum_of(prefix=-LLMD_PREFIX_WEIGHT * prefix, kv=-LLMD_KV_WEIGHT * kv, queue=-LLMD_QUEUE_WEIGHT * queue)
 
 
 def dynamo_linear(query: RouteQuery, candidates: Candidates) -> Scores:
@@ -172,17 +183,18 @@ def dynamo_linear(query: RouteQuery, candidates: Candidates) -> Scores:
     raw = (active + query.num_prompt_tokens) / query.block_size
     adjusted = np.maximum(0.0, raw - DYNAMO_OVERLAP_CREDIT * candidates.num_matched_blocks)
     decode = told["num_total_blocks"] - told["num_free_blocks"] + candidates.num_reserved_blocks
-    return Scores(DYNAMO_PREFILL_LOAD_SCALE * adjusted + decode)
+    return sum_of(prefill=DYNAMO_PREFILL_LOAD_SCALE * adjusted, decode=decode)
 
 
 def _match_or_smallest_tree(
     query: RouteQuery, candidates: Candidates, memory: Recollection, threshold: float
-) -> Floats:
+) -> Scores:
     """Longest match if long enough, else the smallest tree; equals by load."""
     load = num_requests(candidates)
     shares = memory.num_sent_blocks / max(1, len(query.block_hashes))
     eligible = is_eligible(query, candidates)
     is_long = shares[eligible].max(initial=0.0) >= max(threshold, 1e-9)
-    first = -memory.num_sent_blocks if is_long else memory.num_remembered_blocks
-    costs: Floats = first + load / (1.0 + load.max(initial=0))
-    return costs
+    among_equals = load / (1.0 + load.max(initial=0))
+    if is_long:
+        return sum_of(match=-memory.num_sent_blocks, requests=among_equals)
+    return sum_of(tree=memory.num_remembered_blocks, requests=among_equals)

@@ -167,7 +167,7 @@ def rank(
     ids = candidates.replica_ids
     best = order[0]
     cost = float(scores.cost[best])
-    reason = f"{ids[best]}: least cost {cost:.0f} of {num_eligible} eligible"
+    reason = f"{ids[best]}: least cost {round(cost, 2):.10g} of {num_eligible} eligible"
     if scores.must_wait is not None and must_wait:
         if scores.must_wait[best]:
             reason += "; none can start it now"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from random import Random
 from typing import NamedTuple, Protocol
@@ -204,6 +204,9 @@ def _stale(candidates: Candidates, weights: RouteWeights) -> Floats:
 class Rule(Protocol):
     """Decides in the place of ``route``; see ``baselines.NamedRule``."""
 
+    @property
+    def routing(self) -> str: ...
+
     def decide(
         self, query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random
     ) -> RouteDecision: ...
@@ -226,6 +229,19 @@ class RouteRecord(NamedTuple):
         """Decide again from the record: equal to ``decision``."""
         decide_ = route if self.rule is None else self.rule.decide
         return decide_(self.query, self.replicas, self.weights, Random(self.seed))
+
+    @property
+    def by(self) -> str:
+        """The rule and what it goes by beside the replicas."""
+        if self.rule is not None:
+            return f"{self.rule.routing}, seed {self.seed}"
+        weights = ", ".join(f"{field.name} {getattr(self.weights, field.name):g}" for field in fields(self.weights))
+        return f"predicted_ttft, {weights}, seed {self.seed}"
+
+    def ages_s(self) -> dict[str, float]:
+        """How old each replica's stats were; those that had none are left out."""
+        told = zip(self.replicas.replica_ids, self.replicas.age_s.tolist(), self.replicas.stats, strict=True)
+        return {replica_id: age_s for replica_id, age_s, stats in told if stats is not None}
 
 
 def decide(

@@ -20,11 +20,12 @@ def encode_route(record: RouteRecord) -> dict[str, object]:
     def place(candidate: CandidateTerms) -> int:
         return rank.get(candidate.replica_id, len(rank) + 1)
 
-    query = record.query
+    query, ages_s = record.query, record.ages_s()
     return {
         "request_id": query.request_id,
         "time_s": record.time_s,
         "reason": record.decision.reason,
+        "by": record.by,
         "num_prompt_tokens": query.num_prompt_tokens,
         "num_prompt_blocks": len(query.block_hashes),
         "num_blocks_needed": query.num_blocks_needed,
@@ -37,6 +38,7 @@ def encode_route(record: RouteRecord) -> dict[str, object]:
                 "rejected": candidate.rejected,
                 "score": candidate.score,
                 "terms": dict(candidate.terms),
+                "age_s": ages_s.get(candidate.replica_id),
             }
             for candidate in sorted(record.decision.candidates, key=place)
         ],

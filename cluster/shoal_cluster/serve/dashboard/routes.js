@@ -123,12 +123,13 @@ function whole(record) {
   const table = element("table", "terms");
   const head = element("tr", "", heading("rank"), heading("replica", false), heading("score"));
   for (const name of names) head.append(heading(name.replaceAll("_", " "), true, BARRIER.test(name)));
+  head.append(heading("age, ms", true, true));
   table.append(element("thead", "", head), element("tbody", "", ...record.candidates.map((c) => candidateRow(c, names))));
   return [
     element("p", "asked", element("b", "", `${timeOfDay(record.time_s)} `), `${record.request_id}: ${asked.join(", ")}.`),
     element("p", "reason", record.reason),
     element("div", "wide", table),
-    element("p", "note", "A lower score is better. Blocks and slots are not added to it: without enough of them a replica ranks last."),
+    element("p", "note", `By ${record.by}. A lower score is better. Blocks and slots are not added to it: without enough of them a replica ranks last. The age is that of what the replica had told.`),
   ];
 }
 
@@ -147,7 +148,7 @@ function candidateRow(candidate, names) {
   );
   if (candidate.rank == null) {
     const why = element("td", "rejected", candidate.rejected);
-    why.colSpan = names.length + 1;
+    why.colSpan = names.length + 2;
     row.append(why);
     return row;
   }
@@ -156,5 +157,6 @@ function candidateRow(candidate, names) {
     const value = candidate.terms[name];
     row.append(element("td", `number${BARRIER.test(name) ? " barrier" : ""}`, value == null ? "–" : decimal(value)));
   }
+  row.append(element("td", "number barrier", candidate.age_s == null ? "–" : decimal(1000 * candidate.age_s)));
   return row;
 }

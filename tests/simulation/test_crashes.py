@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -21,6 +23,7 @@ from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import Crash, Fault, ScalingPlan, SimConfig, Stall
 from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.gateway import SimGateway
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.replica import FeedMessage, SimReplica
 from shoal_cluster.sim.run import report, run, simulate
@@ -36,6 +39,9 @@ CONFIG = SimConfig(
     scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, policy="deadline"),
     hold=HoldConfig(),
 )
+
+
+END_OF_A_STEP_S = StepTime().prefill.seconds(0, 64) + 0.03 + 0.03 + 0.03  # as a sum goes, to the last bit
 
 
 def chats(num_requests: int = 120, requests_per_s: float = 6.0, seed: int = 1) -> list[SimRequest]:
@@ -61,6 +67,31 @@ def test_what_a_crashed_replica_had_goes_on_elsewhere() -> None:
     assert {o.replica_id for o in outcomes if o.arrival_s > 10.0} == {"replica-0001", "replica-0002"}
     assert not any(o.replica_id == "replica-0002" for o in outcomes if (o.finished_s or 0.0) < 9.0)
     assert report(cluster).num_resumes == len(resumed)
+
+
+def test_what_goes_on_does_so_at_its_gateway_before_what_is_held_there() -> None:
+    """One replica is left, with more to do than it can: whoever is in the middle of an answer waits for nobody."""
+    config = replace(CONFIG, num_gateways=2, faults=(Crash("replica-0000", 5.0, 60.0),))
+    cluster = SimCluster(config)
+    resumed: list[tuple[float, str, str]] = []
+    for gateway in cluster.gateways:
+
+        def resume(
+            request_id: str, gateway: SimGateway = gateway, before: Callable[[str], None] = gateway.resume
+        ) -> None:
+            resumed.append((cluster.loop.now, gateway.gateway_id, request_id))
+            before(request_id)
+
+        gateway.resume = resume  # type: ignore[method-assign]
+    run(cluster, chats(num_requests=300, requests_per_s=40.0))
+    outcomes = cluster.book.outcomes
+    assert {gateway_id for _, gateway_id, _ in resumed} == {"gateway-0", "gateway-1"}
+    assert all(outcomes[request_id].gateway_id == gateway_id for _, gateway_id, request_id in resumed)
+    begun = [i for _, _, i in resumed if (outcomes[i].first_token_s or math.inf) < 5.0]
+    held = [o for o in outcomes.values() if o.arrival_s < 5.0 and (o.first_token_s or 0.0) > 6.0 and not o.num_resumes]
+    assert begun
+    assert held
+    assert max(outcomes[i].finished_s or math.inf for i in begun) < min(o.finished_s or 0.0 for o in held)
 
 
 def test_a_crash_costs_what_the_replica_had_cached() -> None:
@@ -102,7 +133,7 @@ def test_a_crash_before_the_first_request_or_after_the_last_changes_no_answer() 
     fine = simulate(CONFIG, requests)
     early = simulate(replace(CONFIG, faults=(Crash("replica-0001", 1.0, 2.0),)), requests)
     late = simulate(replace(CONFIG, faults=(Crash("replica-0001", 5000.0, 6000.0),)), requests)
-    assert (early.num_finished, early.num_resumes) == (20, 0)
+    assert (early.ttft_s, early.num_resumes) == (fine.ttft_s, 0)
     assert late.to_json() == fine.to_json()
 
 
@@ -113,7 +144,9 @@ def test_a_scaler_replaces_what_has_crashed() -> None:
     assert cluster.replicas.keys() == {"replica-0001", "replica-0002"}
 
 
-@pytest.mark.parametrize("crash_s", [2.0, 2.0101, 0.001, 5.0])
+@pytest.mark.parametrize(
+    "crash_s", [2.0, 2.0101, 0.001, 5.0, END_OF_A_STEP_S - 1e-9, END_OF_A_STEP_S, END_OF_A_STEP_S + 1e-9]
+)
 def test_a_replica_that_only_decodes_has_told_the_tokens_of_all_steps_that_ended(crash_s: float) -> None:
     """Its steps are many in one event: those before the crash count, and none after it."""
     loop, step_s = EventLoop(), 0.03
@@ -130,9 +163,10 @@ def test_a_replica_that_only_decodes_has_told_the_tokens_of_all_steps_that_ended
     loop.at(0.0, lambda: replica.add(request))
     loop.at(crash_s, replica.crash)
     loop.run()
-    prefill_s = step_time.prefill.seconds(0, 64)
-    expected = 0 if crash_s < prefill_s else 1 + int((crash_s - prefill_s + 1e-9) / step_s)
-    assert len(tokens) == expected
+    ended_s, num_ended = step_time.prefill.seconds(0, 64), 0
+    while ended_s < crash_s:
+        ended_s, num_ended = ended_s + step_s, num_ended + 1
+    assert len(tokens) == num_ended
     assert ends_s[-1] == crash_s, "silent from then on"
     replica.ended()
 
@@ -210,6 +244,7 @@ TRACE = '{"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": 
         ("stall:1@-1+2", "must be such as"),
         ("stall:1@1+1e9", "must be such as"),
         ("stall:1@1+999999", "at most 86400"),
+        ("crash:1@1+1", "of a replica that crashes at 0.5 s; must end before that"),
     ],
 )
 def test_a_fault_that_is_none_is_refused(tmp_path: Path, fault: str, says: str) -> None:
@@ -217,7 +252,9 @@ def test_a_fault_that_is_none_is_refused(tmp_path: Path, fault: str, says: str) 
     app = typer.Typer()
     app.command()(sim)
     with pytest.raises(ConfigError, match=f"fault: got .*{says}"):
-        CliRunner().invoke(app, ["--trace", str(trace), "--fault", fault], catch_exceptions=False)
+        CliRunner().invoke(
+            app, ["--trace", str(trace), "--fault", "crash:1@0.5+9", "--fault", fault], catch_exceptions=False
+        )
 
 
 def test_faults_are_given_on_the_command_line(tmp_path: Path) -> None:
@@ -230,5 +267,14 @@ def test_faults_are_given_on_the_command_line(tmp_path: Path) -> None:
     assert told["num_finished"] == 20
     assert told["num_resumes"] > 0
     assert told["latency_s"]["max"] > 2.0
-    with pytest.raises(ConfigError, match="must be below 1"):
-        CliRunner().invoke(app, [*arguments, "--find-replicas"], catch_exceptions=False)
+    for search, says in (
+        ("--find-replicas", "must be below 1"),
+        ("--find-capacity", "fault: got it with find_capacity"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            CliRunner().invoke(app, [*arguments, search], catch_exceptions=False)
+
+
+def test_a_fault_has_times() -> None:
+    with pytest.raises(ValueError, match=r"until_s: got 2\.0; must be finite and not before from_s, 3\.0"):
+        Crash("replica-0000", 3.0, 2.0)

@@ -17,7 +17,8 @@ from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_replica.testing import expected_tokens
 
-NUM_TURNS = 200
+NUM_TURNS = 150
+HANG_S = 0.03
 MAX_REPLICAS = 2
 
 
@@ -58,11 +59,9 @@ class Churn:
             serve.join(name, made)
 
     async def end(self) -> None:
-        """Whatever hung goes on; every call ends; nothing is left of any at gateways and replicas."""
+        """Every call ends; nothing is left of any at gateways and replicas."""
         if not self.replicas:
             await self.start()
-        for made in self.replicas.values():
-            made.executor.gate.set()
         for ended in await asyncio.gather(*self.calls, return_exceptions=True):
             if ended is not None and not isinstance(ended, asyncio.CancelledError):
                 raise ended
@@ -100,10 +99,8 @@ class Churn:
 
     async def _hang(self) -> None:
         gate = self.rng.choice([*self.replicas.values()]).executor.gate
-        if gate.is_set():
-            gate.clear()
-        else:
-            gate.set()
+        gate.clear()
+        asyncio.get_running_loop().call_later(HANG_S, gate.set)
 
     async def _nothing(self) -> None:
         """There is no room for one more."""

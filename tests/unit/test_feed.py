@@ -396,18 +396,30 @@ class TestClient:
             await until(lambda: g.num_lost >= 2)
             assert g.snapshots == []
 
+    async def test_who_is_let_in_by_a_replica_that_stops_is_hung_up_on(self) -> None:
+        async with replica() as one:
+            loop = asyncio.get_running_loop()
+            server = await loop.create_server(lambda: feed_module._Connection(one.feed), "127.0.0.1", 0)
+            await one.feed.stop()
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+            async with asyncio.timeout(DEADLINE_S):
+                assert await reader.read() == b""
+            writer.close()
+            server.close()
+
     async def test_waits_for_a_replica_that_is_not_up_yet(self) -> None:
         async with replica() as one:
             host, port = one.address
             await one.feed.stop()
             late = Gateway("g", (host, port))
             await until(lambda: late.num_lost >= 2)
-            server = await asyncio.get_running_loop().create_server(
-                lambda: feed_module._Connection(one.feed), host, port
-            )
+            feed = feed_module.FeedServer(one.engine)
+            feed._unsubscribe = one.engine.subscribe(feed._publish)  # started, but on a port that is known
+            server = await asyncio.get_running_loop().create_server(lambda: feed_module._Connection(feed), host, port)
             await until(lambda: late.snapshots)
             await late.client.close()
             server.close()
+            await feed.stop()
 
     async def test_closing_ends_its_task(self) -> None:
         tasks = asyncio.all_tasks()

@@ -185,3 +185,27 @@ def test_what_is_expected_goes_on_from_what_is_held(num_replicas: int) -> None:
     assert index.match([A, B, C, D]) == expected | {"replica-0": 1}
     index.drop("replica-2")
     assert index.match([B]) == {}
+
+
+def test_a_hole_in_the_middle_ends_a_prefix_though_another_fills_it() -> None:
+    index = PrefixIndex()
+    index.store("one", [A, C, D])
+    index.store("two", [A, B, C, D])
+    assert index.match([A, B, C, D]) == {"one": 1, "two": 4}
+
+
+@pytest.mark.parametrize("num_hashes", [2, 40])
+def test_hashes_forged_to_share_a_key_corrupt_nothing(num_hashes: int) -> None:
+    """Half of a hash is its key."""
+    forged = [BlockHash(A[:8] + bytes([i] * 8)) for i in range(num_hashes)]
+    others = fresh(40, start=77_000_000)
+    index = PrefixIndex()
+    for replica_id in ("one", "two"):
+        index.store(replica_id, forged)
+        index.check_invariants()
+        index.change(replica_id, [*others, forged[0]], forged[1:])
+        index.check_invariants()
+    index.remove("one", [*forged, *others])
+    index.check_invariants()
+    assert index.num_held("one") == 0
+    assert index.match(others) == {"two": 40}

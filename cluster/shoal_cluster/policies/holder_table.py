@@ -90,7 +90,11 @@ class HolderTable:
 
     def is_held(self, entries: Ints, slot: int) -> Bools:
         """Which of ``entries`` the slot holds."""
-        return np.array([bits >> slot & 1 for bits in self.holders(entries)], np.bool_)
+        numbers, bits = self._numbers(entries).tolist(), self._sets.bits
+        is_in = {number: bits[number] >> slot & 1 for number in set(numbers)}
+        if len(is_in) == 1:
+            return np.full(entries.size, is_in[numbers[0]], np.bool_)
+        return np.array([is_in[number] for number in numbers], np.bool_)
 
     def held_by(self, slot: int) -> Ints:
         """Entries that the slot holds: one pass over the table."""
@@ -147,7 +151,7 @@ class HolderTable:
                 new.append((key, tick))
             else:
                 before = self._each_holders[entry]
-                (after,) = self._sets.add(slot, (before,))
+                after = self._sets.add_one(slot, before)
                 num_new -= before == after
                 self._each_holders[entry], self._each_used[entry] = after, tick
             tick -= 1
@@ -170,7 +174,7 @@ class HolderTable:
             if entry < 0:
                 continue
             before = self._each_holders[entry]
-            (after,) = self._sets.take(slot, (before,))
+            after = self._sets.take_one(slot, before)
             self._each_holders[entry] = after
             self.num_held[slot] -= before != after
             if not after:

@@ -27,8 +27,8 @@ class PrefixIndex:
 
     A hash covers every token before it, so a flat map is a prefix tree: a prefix is held as far as its hashes are.
     The map is a ``HolderTable`` of halves of the hashes, from which what was used least recently goes when there is no
-    room (a forgotten hash only costs a predicted hit, never a wrong answer). So memory is fixed: 20 bytes an entry, and
-    a set for each different one of holders. A use is ``store`` or ``touch``; ``match`` only asks.
+    room (a forgotten hash only costs a predicted hit, never a wrong answer). So memory is fixed, 20 bytes an entry, but
+    for the sets of holders that differ, which are few. A use is ``store`` or ``touch``; ``match`` only asks.
 
     Attributes:
         is_by_replica: news of one replica change the answers for that one alone, as long as nothing is evicted.
@@ -82,9 +82,9 @@ class PrefixIndex:
             return
         self._num_changes += 1
         if len(block_hashes) <= FEW:
-            self._table.hold_few(slot, [_key_of(block_hash) for block_hash in block_hashes])
+            self._table.hold_few(slot, [*dict.fromkeys(_key_of(block_hash) for block_hash in block_hashes)])
         else:
-            keys = _keys_of(block_hashes)
+            keys = _different(_keys_of(block_hashes))
             self._table.hold(slot, keys, *self._table.find(keys))
 
     def expect(self, replica_id: str, block_hashes: Sequence[BlockHash], num_held: int) -> Sequence[BlockHash]:
@@ -100,13 +100,14 @@ class PrefixIndex:
 
     def change(self, replica_id: str, stored: Collection[BlockHash], removed: Collection[BlockHash]) -> None:
         """``remove``, then ``store``; no hash is in both. Many are looked up at once."""
-        if min(len(stored), len(removed)) <= FEW:
+        gone = dict.fromkeys(removed)
+        keys = _keys_of(itertools.chain(gone, dict.fromkeys(stored)))
+        if min(len(stored), len(removed)) <= FEW or _different(keys) is not keys:
             self.remove(replica_id, removed)
             self.store(replica_id, stored)
             return
         self._num_changes += 1
-        slot, gone = self._take_slot(replica_id), dict.fromkeys(removed)
-        keys = _keys_of(itertools.chain(gone, dict.fromkeys(stored)))
+        slot = self._take_slot(replica_id)
         rows, entries = self._table.find(keys)
         num_known = int(np.count_nonzero(rows < len(gone)))  # rows rise
         self._table.release(slot, entries[:num_known])
@@ -121,7 +122,7 @@ class PrefixIndex:
         if len(block_hashes) <= FEW:
             self._table.release_few(slot, [_key_of(block_hash) for block_hash in block_hashes])
         else:
-            self._table.release(slot, self._table.find(_keys_of(dict.fromkeys(block_hashes)))[1])
+            self._table.release(slot, self._table.find(_different(_keys_of(block_hashes)))[1])
 
     def drop(self, replica_id: str) -> None:
         """Forget ``replica_id``, all it holds and all that is expected there: one pass over the index."""
@@ -243,6 +244,13 @@ def _keys_of(block_hashes: Iterable[BlockHash]) -> Words:
     whole = np.frombuffer(b"".join(block_hashes), np.uint64)
     keys: Words = whole[:: DIGEST_BYTES // 8] | ONE
     return keys
+
+
+def _different(keys: Words) -> Words:
+    """Without those that have come before: hashes may be forged that share a key."""
+    if len(set(keys.tolist())) == keys.size:
+        return keys
+    return keys[np.sort(np.unique(keys, return_index=True)[1])]
 
 
 def _key_of(block_hash: BlockHash) -> int:

@@ -112,6 +112,8 @@ class FeedServer:
     def connected(self, connection: _Connection) -> None:
         """Somebody has dialled."""
         self._connections.add(connection)
+        if self._unsubscribe is None:  # it was about to be let in when we stopped
+            connection.hang_up()
 
     def subscribe(self, gateway_id: str, transport: asyncio.Transport) -> Subscriber:
         """A gateway has said who it is. Its older connection, if there is one, is hung up on."""

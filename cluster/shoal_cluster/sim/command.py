@@ -81,6 +81,12 @@ def sim(
         raise ConfigError("find_replicas: got it with find_capacity; ask for one of them")
     if not 0 < goodput <= 1:
         raise ConfigError(f"goodput: got {goodput!r}; must be above 0 and at most 1")
+    if capacity and fault:
+        raise ConfigError(
+            "fault: got it with find_capacity, which changes the speed: a fault's time would mean another part"
+        )
+    if plot is not None and (capacity or least):
+        raise ConfigError("plot: got it with a search; a single run can be drawn")
     step_time = _step_time(model_rate, model_from)
     objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     rule = _one_of("routing", routing, ROUTINGS)
@@ -101,7 +107,7 @@ def sim(
         num_gateways=gateways,
         has_shared_pool=shared_pool,
         objective=objective,
-        faults=tuple(_fault(text, 1 if least else replicas) for text in fault or ()),  # one is tried first
+        faults=_faults(fault or (), 1 if least else replicas),  # a search begins with one
         seed=seed,
     )
     arrivals = read_trace(trace, _one_of("format", trace_format, TRACE_FORMATS), requests)
@@ -161,6 +167,19 @@ def _fault(text: str, num_replicas: int) -> Fault:
         raise ConfigError(f"fault: got {found['for_s']} s in {text!r}; must be above 0 and at most {MAX_FAULT_S:.0f}")
     kind = Crash if found["kind"] == "crash" else Stall
     return kind(replica_name(number), from_s, from_s + for_s)
+
+
+def _faults(texts: Sequence[str], num_replicas: int) -> tuple[Fault, ...]:
+    faults = tuple(_fault(text, num_replicas) for text in texts)
+    latest_first = sorted(faults, key=lambda fault: -fault.from_s)
+    crashes = {fault.replica_id: fault for fault in latest_first if isinstance(fault, Crash)}
+    for text, fault in zip(texts, faults, strict=True):
+        crash = crashes.get(fault.replica_id, fault)
+        if fault is not crash and fault.until_s > crash.from_s:
+            raise ConfigError(
+                f"fault: got {text!r} of a replica that crashes at {crash.from_s:g} s; must end before that"
+            )
+    return faults
 
 
 def _step_time(rate: str | None, path: Path | None) -> StepTime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from shoal_cluster.policies.admission import AdmissionLimits
@@ -32,28 +33,31 @@ class ScalingPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
-    """A fault: steps that the replica begins from ``from_s`` on do not end before ``until_s``."""
+class Fault:
+    """Of a replica, from a time on until another. Raises ValueError for times that are none."""
 
     replica_id: str
     from_s: float
     until_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.from_s <= self.until_s < math.inf:
+            raise ValueError(f"until_s: got {self.until_s!r}; must be finite and not before from_s, {self.from_s!r}")
 
 
 @dataclass(frozen=True, slots=True)
-class Crash:
-    """A fault: the replica's process ends at ``from_s``, and with it what it computes and all that it has cached.
+class Stall(Fault):
+    """Steps that the replica begins from ``from_s`` on do not end before ``until_s``."""
 
-    Gateways know when its feed breaks off, and let its requests go on elsewhere. Another replica serves in its place
-    from ``until_s`` on, with nothing cached; with autoscaling that is the scaler's matter.
+
+@dataclass(frozen=True, slots=True)
+class Crash(Fault):
+    """The replica's process ends at ``from_s``, and with it what it computes and all that it has cached, unless all
+    share one pool.
+
+    Gateways know when its feed breaks off, and let its requests go on elsewhere. Another replica, of another id, serves
+    in its place from ``until_s`` on, with nothing cached; with autoscaling that is the scaler's matter.
     """
-
-    replica_id: str
-    from_s: float
-    until_s: float
-
-
-Fault = Stall | Crash
 
 
 def replica_name(number: int) -> str:

@@ -93,7 +93,7 @@ class SimGateway:
         if self.queue is not None:
             self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
             self._take_turn()
-            if request.request_id not in self.queue or not len(self.view):
+            if request.request_id not in self.queue or not self._can_place():
                 return
         asks_for_hits = self.queue is None or config.limits.objective is not None
         candidates = self.view.candidates(query.block_hashes if asks_for_hits else (), now)
@@ -119,13 +119,14 @@ class SimGateway:
             block_size=block_size,
             decode_steps=priced_steps(request.max_tokens, outcome.num_output_tokens),
         )
-        outcome.num_resumes += 1
         outcome.replica_id = None
         self.view.release(request_id)
         self._sent.pop(request_id, None)
         if self.queue is None:
             self._place(query, self.view.candidates(query.block_hashes, self._loop.now))
+            outcome.num_resumes += outcome.is_open
             return
+        outcome.num_resumes += 1
         priority = RESUMED_PRIORITY if outcome.num_output_tokens else 0
         self.queue.push(
             PendingRequest(query=query, arrival_s=outcome.arrival_s, tenant=request.tenant, priority=priority)
@@ -141,6 +142,10 @@ class SimGateway:
             if self.queue is not None and (reason := misfit(pending.query, candidates)):
                 self.queue.remove(pending.query.request_id)
                 self._book.refuse(pending.query.request_id, reason)
+
+    def _can_place(self) -> bool:
+        told = self.view.present(self._loop.now).told
+        return bool((told["connected"] & ~told["draining"]).any())
 
     def lose(self, replica_id: str) -> None:
         """A replica is no more, with all that is on its way there."""

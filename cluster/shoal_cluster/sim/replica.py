@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,7 +87,7 @@ class SimReplica:
 
     Args:
         publish: called with a message at the end of each step, and whenever ``tell`` is.
-        stalls: of all replicas.
+        stalls: its own.
         crash_s: when ``crash`` will be called.
     """
 
@@ -111,7 +111,7 @@ class SimReplica:
         self._loop = loop
         self._step_time = step_time
         self.publish = publish
-        self._stalls = tuple(stall for stall in stalls if stall.replica_id == replica_id)
+        self._stalls = stalls
         self._crash_s = crash_s
         self._has_crashed = False
         self._added: list[str] = []
@@ -119,6 +119,7 @@ class SimReplica:
         self._wishes: tuple[tuple[str, Wish], ...] = ()  # with their gateways
         self._is_telling = False
         self._step_s = 0.0
+        self._began_s = loop.now  # the step that runs, or the stretch of them
         self._pace = PrefillPace()
         self._is_stepping = False
         self._stretch: _Stretch | None = None
@@ -204,10 +205,14 @@ class SimReplica:
         untold = tuple(self.scheduler.abort_all())  # of steps that have ended
         self.publish(self, FeedMessage(None, (), (), (), untold))
         self.publish = lambda replica, message: None
+        if self._is_stepping:
+            self.busy_s += self._loop.now - self._began_s
         self._has_crashed = self._is_stepping = True
 
     def tell(self, deltas: tuple[TokenDelta, ...], landed: tuple[str, ...] = ()) -> None:
         """Publish the ledger as of now."""
+        if self._has_crashed:
+            return
         stored, removed = self.scheduler.take_block_events()
         if self.scheduler.shared_pool is not None:
             self.scheduler.shared_pool.store(stored)
@@ -246,7 +251,7 @@ class SimReplica:
         if output is None:
             self._is_stepping = False
             return
-        now = self._loop.now
+        now = self._began_s = self._loop.now
         stalled_s = max((stall.until_s - now for stall in self._stalls if stall.from_s <= now), default=0.0)
         num_alike, num_alike_tokens = len(self.scheduler.alike), self.scheduler.num_alike_tokens
         step_s = max(self._step_time.of(output, num_alike, num_alike_tokens), stalled_s)
@@ -261,7 +266,7 @@ class SimReplica:
         steps_s = [self._step_time.decode(num_alike, num_alike_tokens + i * num_alike) for i in range(num_steps)]
         ends_s = [now := now + step_s for step_s in steps_s]
         num_steps = min(num_steps, bisect_left(ends_s, stalls_s) + 1)  # a step that begins later is none of the stretch
-        num_steps = max(1, min(num_steps, bisect_right(ends_s, self._crash_s)))  # nor is one that does not end
+        num_steps = max(1, min(num_steps, bisect_left(ends_s, self._crash_s)))  # nor is one that does not end
         del ends_s[num_steps:]
         stretch = self._stretch = _Stretch(steps_s, ends_s)
         self._loop.at(ends_s[-1], lambda: self._end_stretch(stretch, num_steps), last=True)

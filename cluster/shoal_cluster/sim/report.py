@@ -34,7 +34,8 @@ class SimReport:
     Attributes:
         goodput: share of all requests, refused ones included, whose first token came within the objective.
         hit_rate, predicted_hit_rate: share of prompt tokens that the replicas found cached; that the gateway expected.
-        num_resumes: how often a request went on elsewhere when its replica had crashed or drained too long.
+        num_resumes: how often a request went on elsewhere, or was held for that, when its replica had crashed or
+            drained too long.
         imbalance: busiest replica's busy time over the mean, of replicas that lived.
         utilization: busy time over lifetime, mean of replicas.
         decisions_per_s: placements in a second of simulated time.

@@ -191,18 +191,56 @@ class Held(_message.Message):
     def __init__(self, time_s: _Optional[float] = ..., request_id: _Optional[str] = ..., waited_s: _Optional[float] = ..., number: _Optional[int] = ..., num_held: _Optional[int] = ..., queue: _Optional[_Iterable[_Union[QueuePlace, _Mapping]]] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ("time_s", "request_id", "reason", "retry_after_s", "terms")
+    __slots__ = ("time_s", "request_id", "reason", "retry_after_s", "terms", "record")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     TERMS_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     request_id: str
     reason: str
     retry_after_s: float
     terms: _containers.RepeatedCompositeFieldContainer[Term]
-    def __init__(self, time_s: _Optional[float] = ..., request_id: _Optional[str] = ..., reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[Term, _Mapping]]] = ...) -> None: ...
+    record: AdmissionRecord
+    def __init__(self, time_s: _Optional[float] = ..., request_id: _Optional[str] = ..., reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[Term, _Mapping]]] = ..., record: _Optional[_Union[AdmissionRecord, _Mapping]] = ...) -> None: ...
+
+class AdmissionRecord(_message.Message):
+    __slots__ = ("query", "replicas", "max_waiting_tokens", "max_waiting_requests", "objective", "num_held_tokens", "num_held", "waited_s", "admitted", "reason", "retry_after_s", "never_fits")
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    NEVER_FITS_FIELD_NUMBER: _ClassVar[int]
+    query: RouteQuery
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaView]
+    max_waiting_tokens: int
+    max_waiting_requests: int
+    objective: LatencyObjective
+    num_held_tokens: float
+    num_held: int
+    waited_s: float
+    admitted: bool
+    reason: str
+    retry_after_s: float
+    never_fits: bool
+    def __init__(self, query: _Optional[_Union[RouteQuery, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaView, _Mapping]]] = ..., max_waiting_tokens: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., objective: _Optional[_Union[LatencyObjective, _Mapping]] = ..., num_held_tokens: _Optional[float] = ..., num_held: _Optional[int] = ..., waited_s: _Optional[float] = ..., admitted: _Optional[bool] = ..., reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., never_fits: _Optional[bool] = ...) -> None: ...
+
+class LatencyObjective(_message.Message):
+    __slots__ = ("ttft_s", "prefill_factor")
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    ttft_s: float
+    prefill_factor: float
+    def __init__(self, ttft_s: _Optional[float] = ..., prefill_factor: _Optional[float] = ...) -> None: ...
 
 class RouteRecord(_message.Message):
     __slots__ = ("time_s", "query", "replicas", "weights", "seed", "decision", "rule")

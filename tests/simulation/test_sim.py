@@ -242,9 +242,51 @@ def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
     run = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     assert json.loads(run.output)["num_finished"] == 2
     assert "2 finished, 0 shed" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
-    for wrong in (["--routing", "x"], ["--format", "x"], ["--speed", "0"]):
+    for wrong in (["--routing", "x"], ["--format", "x"], ["--speed", "0"], ["--scale", "2"], ["--scale", "9:3"]):
         with pytest.raises(ConfigError, match=wrong[0].strip("-")):
             CliRunner().invoke(app, [*arguments, *wrong], catch_exceptions=False)
+    for wrong in (["--plot", "x"], ["--scale", "1:2"]):
+        with pytest.raises(ConfigError, match=f"{wrong[0].strip('-')}: got it with a search"):
+            CliRunner().invoke(app, [*arguments, *wrong, "--find-capacity"], catch_exceptions=False)
+
+
+@pytest.fixture
+def rush(tmp_path: Path) -> Path:
+    """Four hundred prompts of 4 000 tokens, half a second each, five a second."""
+    path = tmp_path / "rush.jsonl"
+    lines = [
+        {"timestamp": 200 * i, "input_length": 4000, "output_length": 20, "hash_ids": [*range(8 * i, 8 * i + 8)]}
+        for i in range(400)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_command_scales_sheds_and_takes_prices(rush: Path) -> None:
+    app = typer.Typer()
+    app.command()(sim)
+
+    def told(*more: str) -> dict[str, float]:
+        arguments = ["--trace", str(rush), "--replicas", "1", "--json", *more]
+        return json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).output)  # type: ignore[no-any-return]
+
+    plain, scaled, slowly = told(), told("--scale", "1:9", "--startup", "2"), told("--scale", "1:9", "--startup", "60")
+    assert plain["num_replicas_peak"] == 1
+    assert 1 < scaled["num_replicas_peak"] <= 9
+    assert scaled["goodput"] > slowly["goodput"] > plain["goodput"]
+    assert plain["replica_s"] == pytest.approx(plain["duration_s"])
+    assert told("--shed-late")["num_shed"] > plain["num_shed"] == 0
+    assert told("--prefill-price", "1", "--decode-price", "0")["num_finished"] == 400
+
+
+def test_a_capacity_is_told_as_a_speed_of_the_trace(rush: Path) -> None:
+    app = typer.Typer()
+    app.command()(sim)
+    found = []
+    for speed in ("1", "4"):
+        arguments = ["--trace", str(rush), "--replicas", "1", "--speed", speed, "--find-capacity", "--json"]
+        found.append(json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)["capacity"])
+    assert found[0] == pytest.approx(found[1], rel=0.05)
 
 
 def test_events_come_in_order_of_time_then_as_set_but_for_those_that_come_last() -> None:

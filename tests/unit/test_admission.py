@@ -17,13 +17,13 @@ def full(replica_id: str = "full", tokens: int = 1512, step_s: float = 0.5) -> R
 
 
 def test_one_queue_with_room_is_enough() -> None:
-    admission = admit(make_query(), Candidates.of([full(), make_row("free")]), LIMITS, 0.0)
+    admission = admit(make_query(), Candidates.of([full(), make_row("free")]), LIMITS)
     assert (admission.admitted, admission.retry_after_s) == (True, None)
     assert "free" in admission.reason
 
 
 def test_sheds_when_every_queue_is_full() -> None:
-    admission = admit(make_query(), Candidates.of([full("a"), full("b")]), LIMITS, 0.0)
+    admission = admit(make_query(), Candidates.of([full("a"), full("b")]), LIMITS)
     assert not admission.admitted
     assert not admission.never_fits
     assert "every replica's queue is full" in admission.reason
@@ -34,45 +34,45 @@ def test_sheds_when_every_queue_is_full() -> None:
     [(999, True), (1000, False)],
 )
 def test_the_limit_is_exact(tokens: int, admitted: bool) -> None:
-    assert admit(make_query(), Candidates.of([full(tokens=tokens)]), LIMITS, 0.0).admitted is admitted
+    assert admit(make_query(), Candidates.of([full(tokens=tokens)]), LIMITS).admitted is admitted
 
 
 def test_promises_count_as_queued() -> None:
-    assert not admit(make_query(), Candidates.of([make_row(num_reserved_tokens=1000)]), LIMITS, 0.0).admitted
-    assert not admit(make_query(), Candidates.of([make_row(num_reserved=10)]), LIMITS, 0.0).admitted
-    assert admit(make_query(), Candidates.of([make_row(num_reserved=9, num_reserved_tokens=999)]), LIMITS, 0.0).admitted
+    assert not admit(make_query(), Candidates.of([make_row(num_reserved_tokens=1000)]), LIMITS).admitted
+    assert not admit(make_query(), Candidates.of([make_row(num_reserved=10)]), LIMITS).admitted
+    assert admit(make_query(), Candidates.of([make_row(num_reserved=9, num_reserved_tokens=999)]), LIMITS).admitted
 
 
 def test_what_is_held_counts_by_its_tokens_before_and_by_all_its_requests() -> None:
     rows = Candidates.of([make_row("a"), make_row("b")])
-    assert admit(make_query(), rows, LIMITS, 0.0, num_held_tokens=1998, num_held=18).admitted
-    assert not admit(make_query(), rows, LIMITS, 0.0, num_held_tokens=2000).admitted
-    assert not admit(make_query(), rows, LIMITS, 0.0, num_held=20).admitted
+    assert admit(make_query(), rows, LIMITS, num_held_tokens=1998, num_held=18).admitted
+    assert not admit(make_query(), rows, LIMITS, num_held_tokens=2000).admitted
+    assert not admit(make_query(), rows, LIMITS, num_held=20).admitted
 
 
 def test_retry_after_is_the_excess_at_the_measured_pace() -> None:
     """513 tokens over the limit at 256 tokens each 0.5 s."""
-    admission = admit(make_query(), Candidates.of([full("slow", step_s=5.0), full("fast")]), LIMITS, 0.0)
+    admission = admit(make_query(), Candidates.of([full("slow", step_s=5.0), full("fast")]), LIMITS)
     assert admission.retry_after_s == pytest.approx(513 / 256 * 0.5)
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1000, MIN_RETRY_S), (10**9, MAX_RETRY_S)])
 def test_retry_after_is_bounded(tokens: int, expected: float) -> None:
-    assert admit(make_query(), Candidates.of([full(tokens=tokens)]), LIMITS, 0.0).retry_after_s == expected
+    assert admit(make_query(), Candidates.of([full(tokens=tokens)]), LIMITS).retry_after_s == expected
 
 
 def test_too_large_for_any_replica_never_fits() -> None:
     rows = [make_row("small", stats=make_stats(num_total_blocks=5)), make_row("large")]
-    admission = admit(make_query(1600), Candidates.of(rows), LIMITS, 0.0)
+    admission = admit(make_query(1600), Candidates.of(rows), LIMITS)
     assert (admission.admitted, admission.never_fits, admission.retry_after_s) == (False, True, None)
     assert "101 blocks" in admission.reason
     assert "100" in admission.reason
-    assert admit(make_query(1599), Candidates.of(rows), LIMITS, 0.0).admitted
+    assert admit(make_query(1599), Candidates.of(rows), LIMITS).admitted
 
 
 def test_a_queue_it_cannot_use_does_not_count() -> None:
     small = make_row("small", stats=make_stats(num_total_blocks=5))
-    assert not admit(make_query(160), Candidates.of([small, full()]), LIMITS, 0.0).admitted
+    assert not admit(make_query(160), Candidates.of([small, full()]), LIMITS).admitted
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_queue_it_cannot_use_does_not_count() -> None:
     ],
 )
 def test_nobody_to_take_it(rows: list[ReplicaView]) -> None:
-    admission = admit(make_query(excluded=frozenset({"excluded"})), Candidates.of(rows), LIMITS, 0.0)
+    admission = admit(make_query(excluded=frozenset({"excluded"})), Candidates.of(rows), LIMITS)
     assert not admission.admitted
     assert not admission.never_fits
     assert admission.retry_after_s is not None

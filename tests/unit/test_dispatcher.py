@@ -13,6 +13,7 @@ from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
 from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.serve.control_codec import route_record_from_proto, route_record_to_proto
+from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_cluster.serve.generation import Generation
 from shoal_replica.errors import ConfigError, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
@@ -27,6 +28,18 @@ def close_gates(serve: FakeServe) -> None:
 def open_gates(serve: FakeServe) -> None:
     for made in serve.replicas.values():
         made.executor.gate.set()
+
+
+def check_replay(dispatcher: Dispatcher, name: str, reason: str) -> None:
+    """The refusal of ``name`` is answered the same from its record, here and where it is told."""
+    (refusal,) = dispatcher.explain(name).refusals
+    assert refusal.record is not None
+    assert reason in refusal.record.admission.reason
+    assert refusal.record.replay() == refusal.record.admission
+    (told,) = explanation_from_bytes(explanation_to_bytes(dispatcher.explain(name))).refusals
+    assert told == refusal
+    assert told.record is not None
+    assert told.record.replay() == refusal.record.admission
 
 
 async def drain(generation: Generation, timeout_s: float = 10.0) -> None:
@@ -119,6 +132,7 @@ async def test_what_no_replica_can_hold_is_refused_when_the_first_one_comes() ->
             serve.join("late", other.replicas["late"])
             with pytest.raises(InvalidArgument, match=r"900 tokens.*needs 226 blocks and the largest replica has 64"):
                 await giant
+            check_replay(dispatcher, "giant", "the largest replica has 64")
             assert (await fine).tokens == [expected_tokens(range(9), 4)]
             serve.leave("late")
 
@@ -216,20 +230,24 @@ async def test_sheds_with_a_date_when_queues_are_full() -> None:
 
 
 async def test_sheds_what_cannot_be_in_time_once_the_pace_is_known() -> None:
+    """What the replica has counts, and not what is held: that may go after it."""
     async with serving("a", max_num_seqs=1) as serve:
         dispatcher = serve.hold(AdmissionLimits(objective=LatencyObjective(ttft_s=1.0, prefill_factor=2.0)))
         serve.replicas["a"].engine._pace.take(64, 1, 6.4)  # a tenth of a second a token
         close_gates(serve)
-        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=range(5)))
+        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=range(25)))
         await until(lambda: serve.replicas["a"].executor.is_held)
         await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] > 0)
-        held = asyncio.create_task(ask(serve, "held", prompt_token_ids=range(100, 120)))
+        held = [asyncio.create_task(ask(serve, "long", prompt_token_ids=range(100, 150)))]
         await until(lambda: dispatcher.num_held == 1)
+        held.append(asyncio.create_task(ask(serve, "in-time", prompt_token_ids=range(200, 220))))
+        await until(lambda: dispatcher.num_held == 2)
         with pytest.raises(ResourceExhausted, match="first token could not come before") as refused:
-            await ask(serve, "shed", prompt_token_ids=range(200, 209))
+            await ask(serve, "shed", prompt_token_ids=range(300, 309))
         assert refused.value.retry_after_s == pytest.approx(2.5 + 0.9 - (1.0 + 1.8), abs=0.2)
+        check_replay(dispatcher, "shed", "first token could not come before")
         open_gates(serve)
-        await asyncio.gather(running, held)
+        await asyncio.gather(running, *held)
 
 
 async def test_sheds_what_was_held_until_its_objective_was_lost() -> None:
@@ -243,6 +261,7 @@ async def test_sheds_what_was_held_until_its_objective_was_lost() -> None:
         with pytest.raises(ResourceExhausted, match="its objective is lost") as refused:
             await ask(serve, "held", prompt_token_ids=range(100, 120))
         assert refused.value.retry_after_s is not None
+        check_replay(dispatcher, "held", "its objective is lost")
         assert dispatcher.num_held == 0
         open_gates(serve)
         await running
@@ -301,6 +320,8 @@ async def test_what_is_held_and_what_was_refused_is_explained() -> None:
                 await ask(serve, "huge", prompt_token_ids=[*range(10_000)])
             (impossible,) = dispatcher.explain("huge").refusals
             assert impossible.reason == str(wrong.value)
+            check_replay(dispatcher, "late", "every replica's queue is full")
+            check_replay(dispatcher, "huge", "the largest replica has 64")
             told = dispatcher.explain("last")
             assert explanation_from_bytes(explanation_to_bytes(told)) == told
             assert explanation_from_bytes(explanation_to_bytes(dispatcher.explain("late"))).refusals == (refusal,)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fixtures.cluster_views import make_query, make_row
 
+from shoal_cluster.policies.admission import Admission, AdmissionLimits, AdmissionRecord
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.look import Considered, Look
 from shoal_cluster.policies.ranking import BYTES_PER_PASSED
@@ -66,6 +67,16 @@ def test_a_refusal_among_calls_of_which_nothing_is_kept_is_found() -> None:
     log = RouteLog()
     log.refuse(Refusal(1.0, "call-3#0", "full", 1.0, ()))
     assert [refusal.request_id for refusal in log.of_request("call").refusals] == ["call-3#0"]
+
+
+def test_refusals_with_records_take_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RouteLog()
+    full = AdmissionRecord(QUERY, CANDIDATES, AdmissionLimits(), 0, 0, None, Admission(False, "full", 1.0))
+    monkeypatch.setattr(route_log, "MAX_REFUSAL_BYTES", 3 * route_log._size(full))
+    for number in (0, 1, 2, 3, 4, 4):
+        log.refuse(Refusal(float(number), f"call{number}", "full", 1.0, (), full))
+    log.refuse(Refusal(5.0, "call5", "given up", 0.0, ()))
+    assert [number for number in range(6) if log.refusal_of(f"call{number}")] == [2, 3, 4, 5]
 
 
 def test_the_last_refusals_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

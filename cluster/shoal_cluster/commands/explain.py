@@ -52,6 +52,9 @@ def explain(
         return
     for refusal in explanation.refusals:
         console.print(f"{clock(refusal.time_s)}  {refusal.text}", markup=False)
+        if refusal.record is not None:
+            again = "the same answer" if refusal.record.replay() == refusal.record.admission else "ANOTHER answer"
+            console.print(f"taken again from the record: {again}", markup=False)
     sent_by = {look.request_id: look for look in explanation.looks}
     for record in explanation.records:
         query = record.query

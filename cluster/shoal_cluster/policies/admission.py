@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,15 +47,14 @@ def admit(
     query: RouteQuery,
     candidates: Candidates,
     limits: AdmissionLimits,
-    now: float,
     num_held_tokens: float = 0,
     num_held: int = 0,
 ) -> Admission:
     """Admit ``query`` if one replica that can ever hold it has a queue under ``limits``, and can be in time.
 
-    ``now`` dates the answer for policies with deadlines; this one counts queues only. Reservations count as queued, and
-    so does each replica's part of ``num_held_tokens``, which other requests before this one, held at the gateway, have
-    to compute, and of ``num_held``, all requests there.
+    Reservations count as queued, and so does each replica's part of ``num_held_tokens``, which other requests held at
+    the gateway have to compute, and of ``num_held``, all requests there. Time is another matter: what is held may go
+    after this one or never, so it is late only behind what replicas have been sent.
     """
     told = candidates.told
     if reason := misfit(query, candidates):
@@ -62,8 +62,9 @@ def admit(
     eligible = is_eligible(query, candidates).nonzero()[0]
     if not eligible.size:
         return Admission(False, "no replica can take requests now", NO_REPLICA_RETRY_S)
-    ahead = told["num_waiting_tokens"] + candidates.num_reserved_tokens + np.float64(num_held_tokens / eligible.size)
-    excess = _excess_tokens(candidates, ahead, num_held / eligible.size, limits)[eligible]
+    sent = told["num_waiting_tokens"] + candidates.num_reserved_tokens
+    queued = sent + np.float64(num_held_tokens / eligible.size)
+    excess = _excess_tokens(candidates, queued, num_held / eligible.size, limits)[eligible]
     best = int(excess.argmin())
     if excess[best] > 0:
         reason = (
@@ -72,7 +73,7 @@ def admit(
         )
         return Admission(False, reason, _retry_after_s(float((excess * _token_s(candidates)[eligible]).min())))
     if limits.objective is not None:
-        due_s, first_token_s = _dates(query, candidates, ahead, limits.objective)
+        due_s, first_token_s = _dates(query, candidates, sent, limits.objective)
         late_s = float((first_token_s - due_s)[eligible].min())
         if late_s > 0:
             place = eligible[(first_token_s - due_s)[eligible].argmin()]
@@ -82,6 +83,37 @@ def admit(
             )
             return Admission(False, reason, _retry_after_s(late_s))
     return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
+
+
+def stay(
+    query: RouteQuery, candidates: Candidates, limits: AdmissionLimits, waited_s: float, num_held_tokens: float
+) -> Admission:
+    """Whether a request that has been held for ``waited_s`` may go on waiting: to when its objective is lost.
+
+    ``num_held_tokens``, of all that is held, tell when there will be room.
+    """
+    if limits.objective is not None and lateness_s(query, candidates, limits.objective, waited_s) > 0:
+        reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its objective is lost"
+        return Admission(False, reason, _late_retry_after_s(candidates, num_held_tokens))
+    return Admission(True, f"it has waited {waited_s:.1f} s and may go on")
+
+
+class AdmissionRecord(NamedTuple):
+    """An answer with all that made it: ``admit``'s, or ``stay``'s of a request that was held for ``waited_s``."""
+
+    query: RouteQuery
+    replicas: Candidates
+    limits: AdmissionLimits
+    num_held_tokens: float
+    num_held: int
+    waited_s: float | None
+    admission: Admission
+
+    def replay(self) -> Admission:
+        """Answer again from the record: equal to ``admission``."""
+        if self.waited_s is not None:
+            return stay(self.query, self.replicas, self.limits, self.waited_s, self.num_held_tokens)
+        return admit(self.query, self.replicas, self.limits, self.num_held_tokens, self.num_held)
 
 
 def misfit(query: RouteQuery, candidates: Candidates) -> str:
@@ -104,7 +136,7 @@ def lateness_s(query: RouteQuery, candidates: Candidates, objective: LatencyObje
     return waited_s + float((first_token_s - due_s)[eligible].min())
 
 
-def late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float:
+def _late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float:
     """When a request that was held too long may try again: what waits is worked off by then."""
     ahead = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
     total_s = float((ahead * _token_s(candidates)).sum()) + num_held_tokens * float(_token_s(candidates).mean())

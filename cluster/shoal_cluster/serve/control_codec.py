@@ -93,20 +93,37 @@ def cluster_from_bytes(raw: bytes) -> ClusterRow:
     return cluster_from_proto(pb.Cluster.FromString(raw))
 
 
+def query_to_proto(query: RouteQuery) -> pb.RouteQuery:
+    return pb.RouteQuery(
+        request_id=query.request_id,
+        block_hashes=query.block_hashes,
+        num_prompt_tokens=query.num_prompt_tokens,
+        num_blocks_needed=query.num_blocks_needed,
+        block_size=query.block_size,
+        excluded=sorted(query.excluded),
+        decode_steps=query.decode_steps,
+        passed=dict(query.passed),
+    )
+
+
+def query_from_proto(query: pb.RouteQuery) -> RouteQuery:
+    return RouteQuery(
+        request_id=query.request_id,
+        block_hashes=tuple(map(BlockHash, query.block_hashes)),
+        num_prompt_tokens=query.num_prompt_tokens,
+        num_blocks_needed=query.num_blocks_needed,
+        block_size=query.block_size,
+        excluded=frozenset(query.excluded),
+        decode_steps=query.decode_steps,
+        passed=tuple(sorted(query.passed.items())),
+    )
+
+
 def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
-    query, weights, decision = record.query, record.weights, record.decision
+    weights, decision = record.weights, record.decision
     return pb.RouteRecord(
         time_s=record.time_s,
-        query=pb.RouteQuery(
-            request_id=query.request_id,
-            block_hashes=query.block_hashes,
-            num_prompt_tokens=query.num_prompt_tokens,
-            num_blocks_needed=query.num_blocks_needed,
-            block_size=query.block_size,
-            excluded=sorted(query.excluded),
-            decode_steps=query.decode_steps,
-            passed=dict(query.passed),
-        ),
+        query=query_to_proto(record.query),
         replicas=map(view_to_proto, record.replicas.views()),
         weights=pb.RouteWeights(
             prefill_price=weights.prefill_price,
@@ -125,19 +142,10 @@ def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
 
 
 def route_record_from_proto(record: pb.RouteRecord) -> RouteRecord:
-    query, weights, decision = record.query, record.weights, record.decision
+    weights, decision = record.weights, record.decision
     return RouteRecord(
         time_s=record.time_s,
-        query=RouteQuery(
-            request_id=query.request_id,
-            block_hashes=tuple(map(BlockHash, query.block_hashes)),
-            num_prompt_tokens=query.num_prompt_tokens,
-            num_blocks_needed=query.num_blocks_needed,
-            block_size=query.block_size,
-            excluded=frozenset(query.excluded),
-            decode_steps=query.decode_steps,
-            passed=tuple(sorted(query.passed.items())),
-        ),
+        query=query_from_proto(record.query),
         replicas=Candidates.of(map(view_from_proto, record.replicas)),
         weights=RouteWeights(
             prefill_price=weights.prefill_price,

@@ -10,7 +10,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from shoal_cluster.policies.admission import AdmissionLimits, admit, late_retry_after_s, lateness_s, misfit
+from shoal_cluster.policies.admission import (
+    Admission,
+    AdmissionLimits,
+    AdmissionRecord,
+    admit,
+    lateness_s,
+    misfit,
+    stay,
+)
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.held import RESUMED_PRIORITY, QueuePlace
@@ -199,18 +207,28 @@ class Dispatcher:
 
     def _admit(self, pending: PendingRequest, waiter: Waiter) -> None:
         """Whether to hold it at all, where it cannot start at once."""
-        query, now = pending.query, time.monotonic()
-        candidates = self._ledger.view.candidates(query.block_hashes, now)
+        query = pending.query
+        candidates = self._ledger.view.candidates(query.block_hashes, time.monotonic())
         waiter.num_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
-        self._check_fits(pending, candidates)
-        admission = admit(query, candidates, self.limits, now, *self._queue.before(query.request_id))
-        if not admission.admitted:
-            raise self._refused(pending, candidates, ResourceExhausted(admission.reason, admission.retry_after_s))
+        held = self._queue.before(query.request_id)
+        admission = admit(query, candidates, self.limits, *held)
+        self._obey(AdmissionRecord(query, candidates, self.limits, *held, None, admission), pending)
 
-    def _check_fits(self, pending: PendingRequest, candidates: Candidates) -> None:
+    def _obey(self, record: AdmissionRecord, pending: PendingRequest) -> None:
+        """Raise what a refused request's client is told."""
+        admission = record.admission
+        if admission.admitted:
+            return
+        error: ShoalError = ResourceExhausted(admission.reason, admission.retry_after_s)
+        if admission.never_fits:
+            error = InvalidArgument("prompt", f"{pending.query.num_prompt_tokens} tokens", admission.reason)
+        raise self._refused(pending, record.replicas, error, record)
+
+    def _check_fits(self, pending: PendingRequest) -> None:
+        candidates = self._ledger.view.candidates((), time.monotonic())
         if reason := misfit(pending.query, candidates):
-            error = InvalidArgument("prompt", f"{pending.query.num_prompt_tokens} tokens", reason)
-            raise self._refused(pending, candidates, error)
+            admission = Admission(False, reason, never_fits=True)
+            self._obey(AdmissionRecord(pending.query, candidates, self.limits, 0, 0, None, admission), pending)
 
     async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
         """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
@@ -221,7 +239,7 @@ class Dispatcher:
             left_s = self._time_left_s(pending)
             is_alone = not self._ledger.can_place(excluded)
             if not (is_alone or is_checked) and pending.priority != RESUMED_PRIORITY:
-                self._check_fits(pending, self._ledger.view.candidates((), time.monotonic()))
+                self._check_fits(pending)
             is_checked = not is_alone  # what came while nobody was there could not be
             if is_alone and (failure := self._start_failure()):
                 raise self._unavailable(pending, f"no replica could be started: {failure}")
@@ -243,18 +261,18 @@ class Dispatcher:
         now = time.monotonic()
         candidates = self._ledger.view.candidates(pending.query.block_hashes, now)
         waited_s = now - pending.arrival_s
-        late_s = lateness_s(pending.query, candidates, objective, waited_s)
-        if late_s > 0:
-            reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its objective is lost"
-            retry_after_s = late_retry_after_s(candidates, self.num_held_tokens)
-            raise self._refused(pending, candidates, ResourceExhausted(reason, retry_after_s))
-        return -late_s
+        num_held = self.num_held_tokens, self.num_held
+        admission = stay(pending.query, candidates, self.limits, waited_s, num_held[0])
+        self._obey(AdmissionRecord(pending.query, candidates, self.limits, *num_held, waited_s, admission), pending)
+        return -lateness_s(pending.query, candidates, objective, waited_s)
 
     def _unavailable(self, pending: PendingRequest, reason: str) -> ShoalError:
         candidates = self._ledger.view.candidates(pending.query.block_hashes, time.monotonic())
         return self._refused(pending, candidates, Unavailable(reason))
 
-    def _refused(self, pending: PendingRequest, candidates: Candidates, error: ShoalError) -> ShoalError:
+    def _refused(
+        self, pending: PendingRequest, candidates: Candidates, error: ShoalError, record: AdmissionRecord | None = None
+    ) -> ShoalError:
         """``error``, on record."""
         waiting = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
         terms = (
@@ -266,5 +284,5 @@ class Dispatcher:
             ("least_waiting_tokens", int(waiting.min()) if len(candidates) else 0),
         )
         request_id = pending.query.request_id
-        self._ledger.routes.refuse(Refusal.of(error, time.time(), request_id, terms))
+        self._ledger.routes.refuse(Refusal.of(error, time.time(), request_id, terms, record))
         return error

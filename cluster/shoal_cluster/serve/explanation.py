@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal_cluster.policies.admission import AdmissionRecord
 from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_replica.errors import ResourceExhausted, ShoalError
@@ -16,7 +17,8 @@ MAX_NAMED = 8
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A request that was refused, or given up. ``time_s`` is wall-clock; ``terms`` are what decided it, or how far it
-    had come. ``retry_after_s`` is 0 where nothing is known of when to try again.
+    had come. ``retry_after_s`` is 0 where nothing is known of when to try again. ``record`` is there where admission
+    refused it.
     """
 
     time_s: float
@@ -24,12 +26,20 @@ class Refusal:
     reason: str
     retry_after_s: float
     terms: tuple[tuple[str, float], ...]
+    record: AdmissionRecord | None = None
 
     @classmethod
-    def of(cls, error: ShoalError, time_s: float, request_id: str, terms: tuple[tuple[str, float], ...]) -> Refusal:
+    def of(
+        cls,
+        error: ShoalError,
+        time_s: float,
+        request_id: str,
+        terms: tuple[tuple[str, float], ...],
+        record: AdmissionRecord | None = None,
+    ) -> Refusal:
         """What its client was told."""
         retry_after_s = error.retry_after_s if isinstance(error, ResourceExhausted) else None
-        return cls(time_s, request_id, str(error), retry_after_s or 0.0, terms)
+        return cls(time_s, request_id, str(error), retry_after_s or 0.0, terms, record)
 
     @property
     def text(self) -> str:

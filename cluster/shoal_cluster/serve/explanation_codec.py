@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
+from shoal_cluster.policies.admission import Admission, AdmissionLimits, AdmissionRecord
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import QueuePlace
+from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.serve.control_codec import (
+    query_from_proto,
+    query_to_proto,
     route_record_from_proto,
     route_record_to_proto,
     terms_from_proto,
     terms_to_proto,
+    view_from_proto,
+    view_to_proto,
 )
 from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal, SentBy
 from shoal_protos import control_pb2 as pb
 
 _HELD_SCALARS = ("time_s", "request_id", "waited_s", "number", "num_held")  # under the same names in the proto
 _REFUSAL_SCALARS = ("time_s", "request_id", "reason", "retry_after_s")
+_LIMIT_SCALARS = ("max_waiting_tokens", "max_waiting_requests")
+_HELD_BESIDE = ("num_held_tokens", "num_held")
+_ADMISSION_SCALARS = ("admitted", "reason", "never_fits")
 
 
 def explanation_to_proto(explanation: Explanation) -> pb.ExplainRouteResponse:
@@ -24,9 +35,7 @@ def explanation_to_proto(explanation: Explanation) -> pb.ExplainRouteResponse:
         records=map(route_record_to_proto, explanation.records),
         looks=[pb.Look(request_id=look.request_id, queue=_queue_to_proto(look.queue)) for look in explanation.looks],
         held=[pb.Held(queue=_queue_to_proto(h.queue), **_named(h, _HELD_SCALARS)) for h in explanation.held],
-        refusals=[
-            pb.Refusal(terms=terms_to_proto(r.terms), **_named(r, _REFUSAL_SCALARS)) for r in explanation.refusals
-        ],
+        refusals=map(_refusal_to_proto, explanation.refusals),
     )
 
 
@@ -35,9 +44,7 @@ def explanation_from_proto(response: pb.ExplainRouteResponse) -> Explanation:
         records=tuple(map(route_record_from_proto, response.records)),
         looks=tuple(SentBy(look.request_id, _queue_from_proto(look.queue)) for look in response.looks),
         held=tuple(HeldRequest(queue=_queue_from_proto(h.queue), **_named(h, _HELD_SCALARS)) for h in response.held),
-        refusals=tuple(
-            Refusal(terms=terms_from_proto(r.terms), **_named(r, _REFUSAL_SCALARS)) for r in response.refusals
-        ),
+        refusals=tuple(map(_refusal_from_proto, response.refusals)),
     )
 
 
@@ -49,6 +56,53 @@ def explanation_to_bytes(explanation: Explanation) -> bytes:
 def explanation_from_bytes(raw: bytes) -> Explanation:
     """The same read."""
     return explanation_from_proto(pb.ExplainRouteResponse.FromString(raw))
+
+
+def _refusal_to_proto(refusal: Refusal) -> pb.Refusal:
+    return pb.Refusal(
+        terms=terms_to_proto(refusal.terms),
+        record=None if refusal.record is None else _admission_to_proto(refusal.record),
+        **_named(refusal, _REFUSAL_SCALARS),
+    )
+
+
+def _refusal_from_proto(refusal: pb.Refusal) -> Refusal:
+    return Refusal(
+        terms=terms_from_proto(refusal.terms),
+        record=_admission_from_proto(refusal.record) if refusal.HasField("record") else None,
+        **_named(refusal, _REFUSAL_SCALARS),
+    )
+
+
+def _admission_to_proto(record: AdmissionRecord) -> pb.AdmissionRecord:
+    objective = record.limits.objective
+    return pb.AdmissionRecord(
+        query=query_to_proto(record.query),
+        replicas=map(view_to_proto, record.replicas.views()),
+        objective=None if objective is None else pb.LatencyObjective(**asdict(objective)),
+        waited_s=record.waited_s,
+        retry_after_s=record.admission.retry_after_s,
+        **_named(record.limits, _LIMIT_SCALARS),
+        **_named(record, _HELD_BESIDE),
+        **_named(record.admission, _ADMISSION_SCALARS),
+    )
+
+
+def _admission_from_proto(record: pb.AdmissionRecord) -> AdmissionRecord:
+    objective = None
+    if record.HasField("objective"):
+        objective = LatencyObjective(**_named(record.objective, ("ttft_s", "prefill_factor")))
+    return AdmissionRecord(
+        query=query_from_proto(record.query),
+        replicas=Candidates.of(map(view_from_proto, record.replicas)),
+        limits=AdmissionLimits(objective=objective, **_named(record, _LIMIT_SCALARS)),
+        waited_s=record.waited_s if record.HasField("waited_s") else None,
+        admission=Admission(
+            retry_after_s=record.retry_after_s if record.HasField("retry_after_s") else None,
+            **_named(record, _ADMISSION_SCALARS),
+        ),
+        **_named(record, _HELD_BESIDE),
+    )
 
 
 def _named(source: object, names: Iterable[str]) -> dict[str, Any]:

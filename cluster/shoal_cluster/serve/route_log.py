@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 
+from shoal_cluster.policies.admission import AdmissionRecord
 from shoal_cluster.policies.look import Look
 from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord
@@ -16,6 +17,7 @@ MAX_BYTES = 128 * 2**20
 MAX_LOOK_BYTES = 32 * 2**20
 MAX_RECORDS_PER_REQUEST = 16
 MAX_REFUSALS = 4096
+MAX_REFUSAL_BYTES = 32 * 2**20
 MAX_BEHIND = 64  # decisions after which the log is trimmed by itself
 BYTES_PER_HASH = 57  # a bytes object of 16 and its place in a tuple
 
@@ -34,6 +36,7 @@ class RouteLog:
         self._looks: OrderedDict[str, tuple[Look, int]] = OrderedDict()  # by request id, with its size
         self._refusals: OrderedDict[str, Refusal] = OrderedDict()  # by call, the last of each
         self._num_look_bytes = 0
+        self._num_refusal_bytes = 0
         self._num_behind = 0
         self.num_bytes = 0  # about
 
@@ -66,10 +69,14 @@ class RouteLog:
     def refuse(self, refusal: Refusal) -> None:
         """Keep why a request was refused or given up, the last for each call; the oldest are forgotten first."""
         call_id = refusal.request_id.partition("#")[0]
-        self._refusals.pop(call_id, None)
+        if (before := self._refusals.pop(call_id, None)) is not None:
+            self._num_refusal_bytes -= _refusal_size(before)
         self._refusals[call_id] = refusal
-        if len(self._refusals) > MAX_REFUSALS:
-            self._refusals.popitem(last=False)
+        self._num_refusal_bytes += _refusal_size(refusal)
+        while len(self._refusals) > MAX_REFUSALS or (
+            self._num_refusal_bytes > MAX_REFUSAL_BYTES and len(self._refusals) > 1
+        ):
+            self._num_refusal_bytes -= _refusal_size(self._refusals.popitem(last=False)[1])
 
     def refusal_of(self, call_id: str) -> Refusal | None:
         """Why a call was refused or given up, if it was."""
@@ -117,7 +124,11 @@ class RouteLog:
         return records[:limit]
 
 
-def _size(record: RouteRecord) -> int:
+def _refusal_size(refusal: Refusal) -> int:
+    return 0 if refusal.record is None else _size(refusal.record)
+
+
+def _size(record: RouteRecord | AdmissionRecord) -> int:
     query = record.query
     num_bytes = BYTES_PER_HASH * len(query.block_hashes) + BYTES_PER_PASSED * len(query.passed)
     return num_bytes + record.replicas.num_bytes

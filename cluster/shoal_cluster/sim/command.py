@@ -10,12 +10,15 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import ROUTINGS
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.sim.capacity import DEFAULT_GOODPUT, find_capacity, find_replicas
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.config import Crash, Fault, SimConfig, Stall, replica_name
+from shoal_cluster.sim.config import Crash, Fault, ScalingPlan, SimConfig, Stall, replica_name
 from shoal_cluster.sim.fit import fit_step_time
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.plot import plot_run
@@ -28,6 +31,7 @@ from shoal_replica.config import SCHEDULING_POLICIES, CacheConfig, SchedulerConf
 from shoal_replica.errors import ConfigError
 
 PLOT_INTERVAL_S = 10.0
+WEIGHTS = RouteWeights()
 MAX_FAULT_S = 86_400.0
 
 _FAULT = re.compile(r"(?P<kind>crash|stall):(?P<number>\d{1,6})@(?P<from_s>\d+(\.\d+)?)\+(?P<for_s>\d+(\.\d+)?)")
@@ -63,6 +67,15 @@ def sim(
         typer.Option(help="Prefill tokens/s, seconds per token pair, seconds of a decode step: '8000,2.5e-9,0.03'."),
     ] = None,
     model_from: Annotated[Path | None, typer.Option(help="Step times fitted to 'shoal bench engine --json'.")] = None,
+    prefill_price: Annotated[float, typer.Option(help="Of predicted_ttft.")] = WEIGHTS.prefill_price,
+    decode_price: Annotated[float, typer.Option(help="Of predicted_ttft.")] = WEIGHTS.decode_price,
+    shed_late: Annotated[
+        bool, typer.Option("--shed-late", help="Refuse what cannot have its first token within the objective.")
+    ] = False,
+    scale: Annotated[
+        str | None, typer.Option(help="Autoscaling: least and most replicas, such as 2:16; --replicas at first.")
+    ] = None,
+    startup: Annotated[float, typer.Option(min=0.0, help="Seconds until a replica that is added serves.")] = 30.0,
     fault: Annotated[
         list[str] | None,
         typer.Option(help="What fails when and for how many seconds, of replica 3: 'crash:3@600+30', 'stall:3@600+5'."),
@@ -85,6 +98,8 @@ def sim(
         raise ConfigError(
             "fault: got it with find_capacity, which changes the speed: a fault's time would mean another part"
         )
+    if scale is not None and (capacity or least):
+        raise ConfigError("scale: got it with a search, which is for so many replicas as there are")
     if plot is not None and (capacity or least):
         raise ConfigError("plot: got it with a search; a single run can be drawn")
     step_time = _step_time(model_rate, model_from)
@@ -103,7 +118,10 @@ def sim(
         ),
         step_time=step_time,
         routing=rule,
+        weights=RouteWeights(prefill_price=prefill_price, decode_price=decode_price),
+        limits=AdmissionLimits(objective=objective if shed_late else None),
         hold=HoldConfig(objective=objective, prefill=step_time.prefill) if is_held else None,
+        scaling=_scaling(scale, startup),
         num_gateways=gateways,
         has_shared_pool=shared_pool,
         objective=objective,
@@ -114,7 +132,7 @@ def sim(
     arrivals = repeat([r for r in arrivals if seconds is None or r.arrival_s <= seconds], rounds)
     arrivals = speed_up(arrivals, speed)
     if capacity or least:
-        _plan(config, arrivals, goodput, least, as_json)
+        _plan(config, arrivals, goodput, least, as_json, speed)
     else:
         _run(config, arrivals, plot, as_json)
 
@@ -131,22 +149,26 @@ def _run(config: SimConfig, arrivals: Sequence[SimRequest], plot: Path | None, a
             typer.echo(str(path), err=True)
 
 
-def _plan(config: SimConfig, arrivals: Sequence[SimRequest], goodput: float, least: bool, as_json: bool) -> None:
+def _plan(
+    config: SimConfig, arrivals: Sequence[SimRequest], goodput: float, least: bool, as_json: bool, speed: float
+) -> None:
+    """``arrivals`` are ``speed`` times as fast as the trace; a capacity is told as a speed of that."""
+
     def tell(tried: float, is_carried: bool) -> None:
-        unit = "replicas" if least else "times the speed"
-        typer.echo(f"{tried:.4g} {unit}: {'carried' if is_carried else 'too much'}", err=True)
+        told = f"{tried} replicas" if least else f"{speed * tried:.4g} times the speed"
+        typer.echo(f"{told}: {'carried' if is_carried else 'too much'}", err=True)
 
     if least:
         found: dict[str, float | str] = {"replicas": find_replicas(config, arrivals, goodput=goodput, on_probe=tell)}
     else:
-        found = {"capacity": find_capacity(config, arrivals, goodput=goodput, on_probe=tell)}
+        found = {"capacity": speed * find_capacity(config, arrivals, goodput=goodput, on_probe=tell)}
     found |= {"routing": config.routing, "goodput": goodput}
     if as_json:
         typer.echo(json.dumps(found, indent=2, sort_keys=True))
     elif least:
         typer.echo(f"{found['replicas'] or 'no number of'} replicas carry it")
     else:
-        typer.echo(f"{found['capacity']:.3f} times this speed is carried")
+        typer.echo(f"{found['capacity']:.3f} times the trace's speed is carried")
 
 
 def _one_of(field: str, value: str, names: tuple[Name, ...]) -> Name:
@@ -154,6 +176,19 @@ def _one_of(field: str, value: str, names: tuple[Name, ...]) -> Name:
         if name == value:
             return name
     raise ConfigError(f"{field}: got {value!r}; must be one of {', '.join(names)}")
+
+
+def _scaling(text: str | None, startup_s: float) -> ScalingPlan | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
+    if found is None:
+        raise ConfigError(f"scale: got {text!r}; must be such as 2:16")
+    try:
+        config = ScaleConfig(min_replicas=int(found[1]), max_replicas=int(found[2]))
+    except ConfigError as error:
+        raise ConfigError(f"scale: got {text!r}; {error}") from None
+    return ScalingPlan(config=config, startup_s=startup_s)
 
 
 def _fault(text: str, num_replicas: int) -> Fault:

@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from shoal_cluster.policies.admission import admit, misfit
+from shoal_cluster.policies.admission import admit, lateness_s, misfit, stay
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY
@@ -28,6 +28,9 @@ from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.errors import ResourceExhausted
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
+
+LOOK_S = 1.0
+MIN_WAKE_S = 0.001
 
 
 class Target(Protocol):
@@ -93,18 +96,38 @@ class SimGateway:
         if self.queue is not None:
             self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
             self._take_turn()
-            if request.request_id not in self.queue or not self._can_place():
+            if request.request_id not in self.queue:
+                return
+            if not self._can_place():
+                self._look_whether_late(request.request_id, query)
                 return
         asks_for_hits = self.queue is None or config.limits.objective is not None
         candidates = self.view.candidates(query.block_hashes if asks_for_hits else (), now)
         num_tokens, num_held = (0, 0) if self.queue is None else self.queue.before(request.request_id)
-        admission = admit(query, candidates, config.limits, now, num_tokens, num_held)
+        admission = admit(query, candidates, config.limits, num_tokens, num_held)
         if not admission.admitted:
             self._book.refuse(request.request_id, admission.reason)
             if self.queue is not None:
                 self.queue.remove(request.request_id)
         elif self.queue is None:
             self._place(query, candidates)
+        else:
+            self._look_whether_late(request.request_id, query)
+
+    def _look_whether_late(self, request_id: str, query: RouteQuery) -> None:
+        """Refuse what is still held when its objective is lost, where the limits have one."""
+        limits, now = self._config.limits, self._loop.now
+        outcome = self._book.outcomes[request_id]
+        if self.queue is None or limits.objective is None or request_id not in self.queue or outcome.num_resumes:
+            return
+        waited_s, candidates = now - outcome.arrival_s, self.view.candidates(query.block_hashes, now)
+        admission = stay(query, candidates, limits, waited_s, 0)
+        if admission.admitted:
+            left_s = -lateness_s(query, candidates, limits.objective, waited_s)
+            self._loop.after(min(left_s, LOOK_S) + MIN_WAKE_S, partial(self._look_whether_late, request_id, query))
+        else:
+            self.queue.remove(request_id)
+            self._book.refuse(request_id, admission.reason)
 
     def resume(self, request_id: str) -> None:
         """A replica has ended a request early, or is gone: it goes on elsewhere after the tokens that have come."""

@@ -39,6 +39,7 @@ class SimReport:
         imbalance: busiest replica's busy time over the mean, of replicas that lived.
         utilization: busy time over lifetime, mean of replicas.
         decisions_per_s: placements in a second of simulated time.
+        replica_s: seconds that replicas served or drained, all together, up to the last token.
         duration_s: simulated time from the first arrival to the last token.
     """
 
@@ -52,6 +53,7 @@ class SimReport:
     num_preemptions: int
     num_resumes: int
     num_replicas_peak: int
+    replica_s: float
     ttft_s: Distribution
     latency_s: Distribution
     goodput: float
@@ -78,6 +80,7 @@ class SimReport:
             ("hit rate", f"{self.hit_rate:.1%} ({self.predicted_hit_rate:.1%} predicted)"),
             ("imbalance", f"{self.imbalance:.3f} busiest over mean; {self.utilization:.1%} busy"),
             ("preemptions", f"{self.num_preemptions}; {self.num_resumes} times resumed elsewhere"),
+            ("decisions", f"{self.decisions_per_s:.1f} a second; {self.replica_s:.0f} replica-seconds"),
             ("output", f"{self.output_tokens_per_s:.0f} tokens/s over {self.duration_s:.0f} s"),
         )
         return "\n".join(f"{name:<12} {text}" for name, text in rows)

@@ -78,6 +78,7 @@ def report(cluster: SimCluster) -> SimReport:
         num_preemptions=sum(s.num_preemptions for s in stats),
         num_resumes=sum(o.num_resumes for o in outcomes.values()),
         num_replicas_peak=cluster.num_peak,
+        replica_s=sum(max(0.0, life_s) for _, life_s in lives_s),
         ttft_s=Distribution.of([o.first_token_s - o.arrival_s for o in finished if o.first_token_s is not None]),
         latency_s=Distribution.of([o.finished_s - o.arrival_s for o in finished if o.finished_s is not None]),
         goodput=sum(o.is_good for o in finished) / max(1, len(outcomes)),

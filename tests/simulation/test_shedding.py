@@ -1,0 +1,62 @@
+"""Refusing what cannot have its first token in time, in simulated time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.sim.cluster import SimCluster
+from shoal_cluster.sim.config import Crash, SimConfig
+from shoal_cluster.sim.run import run, simulate
+from shoal_cluster.sim.workload import SimRequest, poisson
+from shoal_replica.config import CacheConfig, SchedulerConfig
+
+CONFIG = SimConfig(
+    num_replicas=2,
+    cache=CacheConfig(num_blocks=400, block_size=64),
+    scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, policy="deadline"),
+    hold=HoldConfig(),
+)
+SHEDDING = replace(CONFIG, limits=AdmissionLimits(objective=LatencyObjective()))
+
+
+def prompts(requests_per_s: float, seed: int = 1) -> list[SimRequest]:
+    """Long ones and short ones, ten times as many tokens in the one as in the other."""
+    long = poisson(
+        requests_per_s=requests_per_s / 4, num_requests=100, num_prompt_tokens=8000, num_output_tokens=4, seed=seed
+    )
+    short = poisson(
+        requests_per_s=requests_per_s, num_requests=400, num_prompt_tokens=800, num_output_tokens=4, seed=seed + 1
+    )
+    mixed = [replace(r, request_id=f"{i}-{r.request_id}") for i, part in enumerate((long, short)) for r in part]
+    return sorted(mixed, key=lambda request: request.arrival_s)
+
+
+def test_what_cannot_be_in_time_leaves_its_place_to_what_can() -> None:
+    """At the edge and in an overload more are in time than where nobody is refused, and nobody waits long."""
+    for requests_per_s in (5.0, 6.0, 8.0, 12.0):
+        requests = prompts(requests_per_s)
+        plain, shedding = simulate(CONFIG, requests), simulate(SHEDDING, requests)
+        assert plain.num_shed == 0
+        assert shedding.num_shed > 0
+        assert shedding.goodput > plain.goodput
+        assert shedding.ttft_s.p99 < 0.1 * plain.ttft_s.p99
+
+
+def test_next_to_nobody_is_refused_where_there_is_room() -> None:
+    requests = prompts(4.0)
+    plain, shedding = simulate(CONFIG, requests), simulate(SHEDDING, requests)
+    assert shedding.num_shed <= (1 - plain.goodput) * len(requests)
+    assert shedding.goodput >= plain.goodput
+
+
+def test_what_waits_for_a_replica_is_refused_when_its_time_is_over() -> None:
+    """Once the pace is known; before that nothing is late."""
+    config = replace(SHEDDING, num_replicas=1, faults=(Crash("replica-0000", 3.0, 40.0),))
+    requests = prompts(1.0)
+    cluster = run(SimCluster(config), requests)
+    outcomes = [cluster.book.outcomes[request.request_id] for request in requests]
+    assert all(o.finished_s is not None or o.refusal for o in outcomes)
+    assert all(o.is_good for o in outcomes if o.arrival_s > 60.0 and o.finished_s is not None)

@@ -250,6 +250,31 @@ async def test_sheds_what_cannot_be_in_time_once_the_pace_is_known() -> None:
         await asyncio.gather(running, *held)
 
 
+async def test_refuses_what_cannot_begin_before_its_deadline() -> None:
+    """At once, or when it has waited so long; not while no pace is known; whatever its objective."""
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold()
+        close_gates(serve)
+        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=range(25)))
+        await until(lambda: serve.replicas["a"].executor.is_held)
+        unknown = asyncio.create_task(drain(serve.generation(make_request("unknown", range(100, 109)))))
+        await until(lambda: dispatcher.num_held == 1)
+        serve.replicas["a"].engine._pace.take(64, 1, 6.4)  # a tenth of a second a token
+        await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] > 0)
+        with pytest.raises(
+            ResourceExhausted, match=r"first token could not come before 3\.4 s; its deadline is 3\.[01] s"
+        ):
+            await drain(serve.generation(make_request("at-once", range(200, 209))), timeout_s=3.1)
+        check_replay(dispatcher, "at-once", "its deadline is")
+        serve.replicas["a"].engine._pace.token_s = 0.001
+        await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] < 0.01)
+        with pytest.raises(ResourceExhausted, match="and its deadline is lost"):
+            await drain(serve.generation(make_request("held", range(300, 350))), timeout_s=0.5)
+        check_replay(dispatcher, "held", "its deadline is lost")
+        open_gates(serve)
+        await asyncio.gather(running, unknown)
+
+
 async def test_sheds_what_was_held_until_its_objective_was_lost() -> None:
     async with serving("a", max_num_seqs=1) as serve:
         dispatcher = serve.hold(AdmissionLimits(objective=LatencyObjective(ttft_s=0.3, prefill_factor=2.0)))

@@ -544,7 +544,7 @@ async def test_an_id_in_use_is_refused_and_harms_nobody() -> None:
 async def test_a_bug_on_the_way_is_raised_and_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving("a") as serve:
 
-        def broken(request: object, query: object) -> FakePlacement:
+        def broken(request: object, query: object, deadline_s: float) -> FakePlacement:
             raise RuntimeError("a bug")
 
         monkeypatch.setattr(serve, "place", broken)

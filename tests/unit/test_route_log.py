@@ -71,7 +71,7 @@ def test_a_refusal_among_calls_of_which_nothing_is_kept_is_found() -> None:
 
 def test_refusals_with_records_take_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     log = RouteLog()
-    full = AdmissionRecord(QUERY, CANDIDATES, AdmissionLimits(), 0, 0, None, Admission(False, "full", 1.0))
+    full = AdmissionRecord(QUERY, CANDIDATES, AdmissionLimits(), 0, 0, None, 5.0, Admission(False, "full", 1.0))
     monkeypatch.setattr(route_log, "MAX_REFUSAL_BYTES", 3 * route_log._size(full))
     for number in (0, 1, 2, 3, 4, 4):
         log.refuse(Refusal(float(number), f"call{number}", "full", 1.0, (), full))

@@ -165,7 +165,7 @@ class _Core:
             created_s=0,
         )
 
-    def _place(self, request: Request, query: RouteQuery) -> _Placement:
+    def _place(self, request: Request, query: RouteQuery, deadline_s: float) -> _Placement:
         placement = _Placement()
         self._ledger.decide(query)
         self._ledger.routed(request.request_id, "replica")

@@ -49,12 +49,14 @@ def admit(
     limits: AdmissionLimits,
     num_held_tokens: float = 0,
     num_held: int = 0,
+    deadline_in_s: float = math.inf,
 ) -> Admission:
     """Admit ``query`` if one replica that can ever hold it has a queue under ``limits``, and can be in time.
 
     Reservations count as queued, and so does each replica's part of ``num_held_tokens``, which other requests held at
     the gateway have to compute, and of ``num_held``, all requests there. Time is another matter: what is held may go
-    after this one or never, so it is late only behind what replicas have been sent.
+    after this one or never, so it is late only behind what replicas have been sent: for the objective, where the limits
+    have one, or for its own deadline.
     """
     told = candidates.told
     if reason := misfit(query, candidates):
@@ -72,29 +74,36 @@ def admit(
             f"or {limits.max_waiting_requests} requests each)"
         )
         return Admission(False, reason, _retry_after_s(float((excess * _token_s(candidates)[eligible]).min())))
-    if limits.objective is not None:
-        due_s, first_token_s = _dates(query, candidates, sent, limits.objective)
-        late_s = float((first_token_s - due_s)[eligible].min())
+    if limits.objective is not None or deadline_in_s < math.inf:
+        due_s, first_token_s = _dates(query, candidates, sent, limits.objective, 0.0, deadline_in_s)
+        place = eligible[(first_token_s - due_s)[eligible].argmin()]
+        late_s = float(first_token_s[place] - due_s[place])
         if late_s > 0:
-            place = eligible[(first_token_s - due_s)[eligible].argmin()]
+            what = "its deadline" if due_s[place] == deadline_in_s else "the objective"
             reason = (
-                f"its first token could not come before {first_token_s[place]:.1f} s; "
-                f"the objective is {due_s[place]:.1f} s"
+                f"its first token could not come before {first_token_s[place]:.1f} s; {what} is {due_s[place]:.1f} s"
             )
             return Admission(False, reason, _retry_after_s(late_s))
     return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
 
 
 def stay(
-    query: RouteQuery, candidates: Candidates, limits: AdmissionLimits, waited_s: float, num_held_tokens: float
+    query: RouteQuery,
+    candidates: Candidates,
+    limits: AdmissionLimits,
+    waited_s: float,
+    num_held_tokens: float,
+    deadline_in_s: float = math.inf,
 ) -> Admission:
-    """Whether a request that has been held for ``waited_s`` may go on waiting: to when its objective is lost.
+    """Whether a request that has been held for ``waited_s`` may go on waiting: to when its objective is lost, or its
+    deadline will pass before its first token.
 
     ``num_held_tokens``, of all that is held, tell when there will be room.
     """
-    if limits.objective is not None and lateness_s(query, candidates, limits.objective, waited_s) > 0:
-        reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its objective is lost"
-        return Admission(False, reason, _late_retry_after_s(candidates, num_held_tokens))
+    for what, objective, left_s in (("objective", limits.objective, math.inf), ("deadline", None, deadline_in_s)):
+        if lateness_s(query, candidates, objective, waited_s, left_s) > 0:
+            reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its {what} is lost"
+            return Admission(False, reason, _late_retry_after_s(candidates, num_held_tokens))
     return Admission(True, f"it has waited {waited_s:.1f} s and may go on")
 
 
@@ -107,13 +116,16 @@ class AdmissionRecord(NamedTuple):
     num_held_tokens: float
     num_held: int
     waited_s: float | None
+    deadline_in_s: float
     admission: Admission
 
     def replay(self) -> Admission:
         """Answer again from the record: equal to ``admission``."""
         if self.waited_s is not None:
-            return stay(self.query, self.replicas, self.limits, self.waited_s, self.num_held_tokens)
-        return admit(self.query, self.replicas, self.limits, self.num_held_tokens, self.num_held)
+            waited = self.waited_s, self.num_held_tokens
+            return stay(self.query, self.replicas, self.limits, *waited, self.deadline_in_s)
+        held = self.num_held_tokens, self.num_held
+        return admit(self.query, self.replicas, self.limits, *held, self.deadline_in_s)
 
 
 def misfit(query: RouteQuery, candidates: Candidates) -> str:
@@ -125,15 +137,22 @@ def misfit(query: RouteQuery, candidates: Candidates) -> str:
     return f"the request needs {query.num_blocks_needed} blocks and the largest replica has {largest}"
 
 
-def lateness_s(query: RouteQuery, candidates: Candidates, objective: LatencyObjective, waited_s: float) -> float:
-    """By how much the first token of a request that has ``waited_s`` would miss its objective, if it started now where
-    that is best; below 0 while it can be met, minus infinity while a replica's pace is unknown.
+def lateness_s(
+    query: RouteQuery,
+    candidates: Candidates,
+    objective: LatencyObjective | None,
+    waited_s: float,
+    deadline_in_s: float = math.inf,
+) -> float:
+    """By how much the first token of a request that has ``waited_s`` would miss its objective or its deadline, if it
+    started now where that is best; below 0 while both can be met, minus infinity while a replica's pace is unknown.
     """
     eligible = is_eligible(query, candidates)
     if not (candidates.told["token_s"][eligible] > 0).all() or not eligible.any():
         return -math.inf
-    due_s, first_token_s = _dates(query, candidates, np.zeros(len(candidates)), objective)
-    return waited_s + float((first_token_s - due_s)[eligible].min())
+    nothing = np.zeros(len(candidates))
+    due_s, first_token_s = _dates(query, candidates, nothing, objective, waited_s, deadline_in_s)
+    return float((first_token_s - due_s)[eligible].min())
 
 
 def _late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float:
@@ -144,12 +163,20 @@ def _late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float
 
 
 def _dates(
-    query: RouteQuery, candidates: Candidates, ahead: Amounts, objective: LatencyObjective
+    query: RouteQuery,
+    candidates: Candidates,
+    ahead: Amounts,
+    objective: LatencyObjective | None,
+    waited_s: float,
+    deadline_in_s: float,
 ) -> tuple[Amounts, Amounts]:
-    """When the first token is due and when it can come, seconds from now [n]; in time where no pace is known yet."""
+    """When the first token is due and when it can come, seconds from now [n]; at once where no pace is known yet."""
     token_s = candidates.told["token_s"]
     own_s = np.maximum(1, query.num_prompt_tokens - candidates.num_matched_blocks * query.block_size) * token_s
-    return objective.ttft_s + objective.prefill_factor * own_s, own_s + ahead * token_s
+    due_s = np.full(len(candidates), deadline_in_s)
+    if objective is not None:
+        due_s = np.minimum(due_s, objective.ttft_s + objective.prefill_factor * own_s - waited_s)
+    return due_s, own_s + ahead * token_s
 
 
 def _token_s(candidates: Candidates) -> Amounts:

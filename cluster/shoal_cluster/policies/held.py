@@ -21,10 +21,13 @@ RESUMED_PRIORITY = -MAX_PRIORITY - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingRequest:
-    """A request that waits at the gateway. ``arrival_s`` is on the clock of ``PendingQueue.next``'s ``now``."""
+    """A request that waits at the gateway. ``arrival_s`` and ``deadline_s`` are on the clock of ``PendingQueue.next``'s
+    ``now``; its order knows nothing of the deadline, which is the client's to choose.
+    """
 
     query: RouteQuery
     arrival_s: float
+    deadline_s: float = math.inf
     tenant: str = ""
     priority: int = 0  # lower goes first, whatever is due
 

@@ -110,8 +110,8 @@ class Dispatcher:
         """``wait`` for a request that has entered; whoever let it enter lets it ``leave`` afterwards.
 
         Raises:
-            ResourceExhausted: none could start it within the objective, where the limits have one; not for one that is
-                resumed.
+            ResourceExhausted: none could start it within the objective, where the limits have one, or before its
+                deadline; not for one that is resumed.
             Unavailable: there was no replica for ``patience_s``, and none was starting; or those that were to start
                 have failed to.
         """
@@ -207,12 +207,12 @@ class Dispatcher:
 
     def _admit(self, pending: PendingRequest, waiter: Waiter) -> None:
         """Whether to hold it at all, where it cannot start at once."""
-        query = pending.query
-        candidates = self._ledger.view.candidates(query.block_hashes, time.monotonic())
+        query, now = pending.query, time.monotonic()
+        candidates = self._ledger.view.candidates(query.block_hashes, now)
         waiter.num_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
-        held = self._queue.before(query.request_id)
-        admission = admit(query, candidates, self.limits, *held)
-        self._obey(AdmissionRecord(query, candidates, self.limits, *held, None, admission), pending)
+        held, left_s = self._queue.before(query.request_id), pending.deadline_s - now
+        admission = admit(query, candidates, self.limits, *held, left_s)
+        self._obey(AdmissionRecord(query, candidates, self.limits, *held, None, left_s, admission), pending)
 
     def _obey(self, record: AdmissionRecord, pending: PendingRequest) -> None:
         """Raise what a refused request's client is told."""
@@ -228,7 +228,9 @@ class Dispatcher:
         candidates = self._ledger.view.candidates((), time.monotonic())
         if reason := misfit(pending.query, candidates):
             admission = Admission(False, reason, never_fits=True)
-            self._obey(AdmissionRecord(pending.query, candidates, self.limits, 0, 0, None, admission), pending)
+            self._obey(
+                AdmissionRecord(pending.query, candidates, self.limits, 0, 0, None, math.inf, admission), pending
+            )
 
     async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
         """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
@@ -254,17 +256,19 @@ class Dispatcher:
                 raise self._unavailable(pending, "no replica became ready in time")
 
     def _time_left_s(self, pending: PendingRequest) -> float:
-        """Until the request's objective is lost; raises ResourceExhausted when it is."""
+        """Until the request's objective is lost, or its deadline; raises ResourceExhausted when one is."""
         objective = self.limits.objective
-        if objective is None or pending.priority == RESUMED_PRIORITY:
+        if (objective is None and pending.deadline_s == math.inf) or pending.priority == RESUMED_PRIORITY:
             return math.inf
         now = time.monotonic()
+        left_s = pending.deadline_s - now
         candidates = self._ledger.view.candidates(pending.query.block_hashes, now)
         waited_s = now - pending.arrival_s
         num_held = self.num_held_tokens, self.num_held
-        admission = stay(pending.query, candidates, self.limits, waited_s, num_held[0])
-        self._obey(AdmissionRecord(pending.query, candidates, self.limits, *num_held, waited_s, admission), pending)
-        return -lateness_s(pending.query, candidates, objective, waited_s)
+        query, limits = pending.query, self.limits
+        admission = stay(query, candidates, limits, waited_s, num_held[0], left_s)
+        self._obey(AdmissionRecord(query, candidates, limits, *num_held, waited_s, left_s, admission), pending)
+        return -lateness_s(query, candidates, objective, waited_s, left_s)
 
     def _unavailable(self, pending: PendingRequest, reason: str) -> ShoalError:
         candidates = self._ledger.view.candidates(pending.query.block_hashes, time.monotonic())

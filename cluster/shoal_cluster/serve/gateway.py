@@ -312,10 +312,11 @@ class Gateway:
         pools = [stats.num_total_blocks * stats.block_size for stats in told if stats is not None]
         return min(self._model.max_model_len, max(pools)) if pools else self._model.max_model_len
 
-    def _place(self, request: Request, query: RouteQuery) -> ServePlacement:
+    def _place(self, request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
         pending = PendingRequest(
             query=query,
             arrival_s=request.arrival_s,
+            deadline_s=deadline_s,
             tenant=request.tenant,
             priority=RESUMED_PRIORITY if request.output_token_ids else request.priority,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Set
@@ -23,7 +24,7 @@ from shoal_replica.tokenizer import Tokenizer
 MAX_RESUMES = 3
 MAX_REFUSALS = 4
 
-Place = Callable[[Request, RouteQuery], Placement]
+Place = Callable[[Request, RouteQuery, float], Placement]  # until when it may take
 
 
 class Generation:
@@ -54,6 +55,7 @@ class Generation:
         self._num_cached_tokens = 0
         self._replica_id = ""
         self._num_legs = 0
+        self._deadline_s = math.inf  # on time.monotonic's clock
         self.num_resumes = 0
         self._chunks: deque[Chunk] = deque()
         self._ready = asyncio.Event()
@@ -69,8 +71,8 @@ class Generation:
             ResourceExhausted, Unavailable: no replica would or could run it.
         """
         error = DeadlineExceeded(f"the request was not finished after {timeout_s:g} s")
-        remaining_s = self._times.arrived_s + timeout_s - time.monotonic()
-        deadline = self._loop.call_later(remaining_s, self._fail, error)
+        self._deadline_s = self._times.arrived_s + timeout_s
+        deadline = self._loop.call_later(self._deadline_s - time.monotonic(), self._fail, error)
         refused_before = self._ledger.routes.refusal_of(self._request.request_id)
         self._start_leg(self._request, range(len(self._outputs)), 0)
         try:
@@ -195,7 +197,7 @@ class Generation:
         leg = Leg({i: self._outputs[i] for i in indexes}, times, self._take)
         self._ledger.follow(request.request_id, leg.follower)
         try:
-            refusal = await leg.see_through(self._place(request, query), self._placement_timeout_s)
+            refusal = await leg.see_through(self._place(request, query, self._deadline_s), self._placement_timeout_s)
             times.end = "" if refusal is None else "refused"
             return None if refusal is None else (leg.replica_id, refusal)
         except ReplicaLost:

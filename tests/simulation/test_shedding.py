@@ -9,7 +9,7 @@ from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import Crash, SimConfig
-from shoal_cluster.sim.run import run, simulate
+from shoal_cluster.sim.run import report, run, simulate
 from shoal_cluster.sim.workload import SimRequest, poisson
 from shoal_replica.config import CacheConfig, SchedulerConfig
 
@@ -52,11 +52,11 @@ def test_next_to_nobody_is_refused_where_there_is_room() -> None:
     assert shedding.goodput >= plain.goodput
 
 
-def test_what_waits_for_a_replica_is_refused_when_its_time_is_over() -> None:
-    """Once the pace is known; before that nothing is late."""
+def test_what_is_lost_while_nobody_is_there_is_refused_when_somebody_is_whose_pace_is_known() -> None:
+    """Before that nothing is late."""
     config = replace(SHEDDING, num_replicas=1, faults=(Crash("replica-0000", 3.0, 40.0),))
-    requests = prompts(1.0)
-    cluster = run(SimCluster(config), requests)
-    outcomes = [cluster.book.outcomes[request.request_id] for request in requests]
-    assert all(o.finished_s is not None or o.refusal for o in outcomes)
-    assert all(o.is_good for o in outcomes if o.arrival_s > 60.0 and o.finished_s is not None)
+    cluster = run(SimCluster(config), prompts(6.0))
+    refused = [o for o in cluster.book.outcomes.values() if o.refusal is not None]
+    assert refused
+    plain = run(SimCluster(replace(config, limits=AdmissionLimits())), prompts(6.0))
+    assert report(cluster).ttft_s.p99 < report(plain).ttft_s.p99

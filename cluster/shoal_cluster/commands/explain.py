@@ -37,6 +37,8 @@ def explain(
     from shoal_cluster.serve.explanation import clock
 
     console = Console(highlight=False)
+    if scaling and as_json:
+        raise typer.BadParameter("--json is of a request's decisions; those of --scaling are printed")
     if scaling:
         row = asyncio.run(_fetch_scaling(address))
         for decision in row.records if row.current is None else (*row.records, row.current):

@@ -21,12 +21,17 @@ NO_REPLICA_RETRY_S = 1.0
 class AdmissionLimits:
     """What one replica's queue may hold before it counts as full: prompt tokens to compute, and requests.
 
-    With an ``objective``, a request is refused too when no replica could give its first token in time.
+    With an ``objective``, a request is refused too once no replica could give its first token in time. That allows for
+    its own prefill at the measured pace and ``pair_s`` for each (token, earlier token) pair, as ``PrefillTime`` has it.
     """
 
     max_waiting_tokens: int = 262_144
     max_waiting_requests: int = 1024
     objective: LatencyObjective | None = None
+    pair_s: float = 0.0
+
+
+NO_LIMITS = AdmissionLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +54,12 @@ def admit(
     limits: AdmissionLimits,
     num_held_tokens: float = 0,
     num_held: int = 0,
-    deadline_in_s: float = math.inf,
 ) -> Admission:
-    """Admit ``query`` if one replica that can ever hold it has a queue under ``limits``, and can be in time.
+    """Admit ``query``, which has just come, if one replica that can ever hold it has a queue under ``limits``.
 
     Reservations count as queued, and so does each replica's part of ``num_held_tokens``, which other requests held at
-    the gateway have to compute, and of ``num_held``, all requests there. Time is another matter: what is held may go
-    after this one or never, so it is late only behind what replicas have been sent: for the objective, where the limits
-    have one, or for its own deadline.
+    the gateway have to compute, and of ``num_held``, all requests there. Whether it can be in time only shows while it
+    waits, see ``stay``: of what is before it now, much is due later and goes after it, or is lost and may never go.
     """
     told = candidates.told
     if reason := misfit(query, candidates):
@@ -74,16 +77,6 @@ def admit(
             f"or {limits.max_waiting_requests} requests each)"
         )
         return Admission(False, reason, _retry_after_s(float((excess * _token_s(candidates)[eligible]).min())))
-    if limits.objective is not None or deadline_in_s < math.inf:
-        due_s, first_token_s = _dates(query, candidates, sent, limits.objective, 0.0, deadline_in_s)
-        place = eligible[(first_token_s - due_s)[eligible].argmin()]
-        late_s = float(first_token_s[place] - due_s[place])
-        if late_s > 0:
-            what = "its deadline" if due_s[place] == deadline_in_s else "the objective"
-            reason = (
-                f"its first token could not come before {first_token_s[place]:.1f} s; {what} is {due_s[place]:.1f} s"
-            )
-            return Admission(False, reason, _retry_after_s(late_s))
     return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
 
 
@@ -100,8 +93,8 @@ def stay(
 
     ``num_held_tokens``, of all that is held, tell when there will be room.
     """
-    for what, objective, left_s in (("objective", limits.objective, math.inf), ("deadline", None, deadline_in_s)):
-        if lateness_s(query, candidates, objective, waited_s, left_s) > 0:
+    for what, its_limits, left_s in (("objective", limits, math.inf), ("deadline", NO_LIMITS, deadline_in_s)):
+        if lateness_s(query, candidates, its_limits, waited_s, left_s) > 0:
             reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its {what} is lost"
             return Admission(False, reason, _late_retry_after_s(candidates, num_held_tokens))
     return Admission(True, f"it has waited {waited_s:.1f} s and may go on")
@@ -124,8 +117,7 @@ class AdmissionRecord(NamedTuple):
         if self.waited_s is not None:
             waited = self.waited_s, self.num_held_tokens
             return stay(self.query, self.replicas, self.limits, *waited, self.deadline_in_s)
-        held = self.num_held_tokens, self.num_held
-        return admit(self.query, self.replicas, self.limits, *held, self.deadline_in_s)
+        return admit(self.query, self.replicas, self.limits, self.num_held_tokens, self.num_held)
 
 
 def misfit(query: RouteQuery, candidates: Candidates) -> str:
@@ -140,19 +132,23 @@ def misfit(query: RouteQuery, candidates: Candidates) -> str:
 def lateness_s(
     query: RouteQuery,
     candidates: Candidates,
-    objective: LatencyObjective | None,
+    limits: AdmissionLimits,
     waited_s: float,
     deadline_in_s: float = math.inf,
 ) -> float:
     """By how much the first token of a request that has ``waited_s`` would miss its objective or its deadline, if it
     started now where that is best; below 0 while both can be met, minus infinity while a replica's pace is unknown.
     """
-    eligible = is_eligible(query, candidates)
-    if not (candidates.told["token_s"][eligible] > 0).all() or not eligible.any():
+    eligible, token_s = is_eligible(query, candidates), candidates.told["token_s"]
+    if not (token_s[eligible] > 0).all() or not eligible.any():
         return -math.inf
-    nothing = np.zeros(len(candidates))
-    due_s, first_token_s = _dates(query, candidates, nothing, objective, waited_s, deadline_in_s)
-    return float((first_token_s - due_s)[eligible].min())
+    num_new = np.maximum(1, query.num_prompt_tokens - candidates.num_matched_blocks * query.block_size)
+    own_s = num_new * token_s
+    left_s = np.full(len(candidates), deadline_in_s)
+    if limits.objective is not None:
+        alone_s = own_s + limits.pair_s * num_new * (query.num_prompt_tokens - (num_new - 1) / 2)
+        left_s = np.minimum(left_s, limits.objective.due_in_s(alone_s) - waited_s)
+    return float((own_s - left_s)[eligible].min())
 
 
 def _late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float:
@@ -160,23 +156,6 @@ def _late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float
     ahead = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
     total_s = float((ahead * _token_s(candidates)).sum()) + num_held_tokens * float(_token_s(candidates).mean())
     return _retry_after_s(total_s / max(1, len(candidates)))
-
-
-def _dates(
-    query: RouteQuery,
-    candidates: Candidates,
-    ahead: Amounts,
-    objective: LatencyObjective | None,
-    waited_s: float,
-    deadline_in_s: float,
-) -> tuple[Amounts, Amounts]:
-    """When the first token is due and when it can come, seconds from now [n]; at once where no pace is known yet."""
-    token_s = candidates.told["token_s"]
-    own_s = np.maximum(1, query.num_prompt_tokens - candidates.num_matched_blocks * query.block_size) * token_s
-    due_s = np.full(len(candidates), deadline_in_s)
-    if objective is not None:
-        due_s = np.minimum(due_s, objective.ttft_s + objective.prefill_factor * own_s - waited_s)
-    return due_s, own_s + ahead * token_s
 
 
 def _token_s(candidates: Candidates) -> Amounts:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shoal_replica.errors import ConfigError
 
 RENEWAL = 4.0
+
+Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,7 @@ class LatencyObjective:
         if not (math.isfinite(self.prefill_factor) and self.prefill_factor >= 0):
             raise ConfigError(f"prefill_factor: got {self.prefill_factor!r}; must be a finite number of at least 0")
 
-    def due_in_s(self, prefill_s: float) -> float:
+    def due_in_s(self, prefill_s: Seconds) -> Seconds:
         """Seconds from arrival until the first token is due, for a request whose own prefill takes ``prefill_s``."""
         return self.ttft_s + self.prefill_factor * prefill_s
 

@@ -18,6 +18,7 @@ CROWDED = 0.25  # of the entries taken: from there on sets begin to fill up
 FIRST_LOOK, NEXT_LOOK = 128, 8  # blocks of a prompt looked up at first, and how many times more each time after
 FEW = 4  # changed blocks that are sooner looked up one by one
 KEY_BYTES = 8
+NO_KEYS: Words = np.zeros(0, np.uint64)
 DEFAULT_MAX_ENTRIES = 2**21
 """42 MB. Half full, at a million blocks, one entry in 100 000 is forgotten early."""
 
@@ -100,9 +101,10 @@ class PrefixIndex:
 
     def change(self, replica_id: str, stored: Collection[BlockHash], removed: Collection[BlockHash]) -> None:
         """``remove``, then ``store``; no hash is in both. Many are looked up at once."""
-        gone = dict.fromkeys(removed)
-        keys = _keys_of(itertools.chain(gone, dict.fromkeys(stored)))
-        if min(len(stored), len(removed)) <= FEW or _different(keys) is not keys:
+        gone, keys = dict.fromkeys(removed), NO_KEYS
+        if min(len(stored), len(removed)) > FEW:
+            keys = _keys_of(itertools.chain(gone, dict.fromkeys(stored)))
+        if not keys.size or _different(keys) is not keys:
             self.remove(replica_id, removed)
             self.store(replica_id, stored)
             return

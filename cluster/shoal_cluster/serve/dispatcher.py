@@ -207,12 +207,12 @@ class Dispatcher:
 
     def _admit(self, pending: PendingRequest, waiter: Waiter) -> None:
         """Whether to hold it at all, where it cannot start at once."""
-        query, now = pending.query, time.monotonic()
-        candidates = self._ledger.view.candidates(query.block_hashes, now)
+        query = pending.query
+        candidates = self._ledger.view.candidates(query.block_hashes, time.monotonic())
         waiter.num_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
-        held, left_s = self._queue.before(query.request_id), pending.deadline_s - now
-        admission = admit(query, candidates, self.limits, *held, left_s)
-        self._obey(AdmissionRecord(query, candidates, self.limits, *held, None, left_s, admission), pending)
+        held = self._queue.before(query.request_id)
+        admission = admit(query, candidates, self.limits, *held)
+        self._obey(AdmissionRecord(query, candidates, self.limits, *held, None, math.inf, admission), pending)
 
     def _obey(self, record: AdmissionRecord, pending: PendingRequest) -> None:
         """Raise what a refused request's client is told."""
@@ -257,18 +257,19 @@ class Dispatcher:
 
     def _time_left_s(self, pending: PendingRequest) -> float:
         """Until the request's objective is lost, or its deadline; raises ResourceExhausted when one is."""
-        objective = self.limits.objective
-        if (objective is None and pending.deadline_s == math.inf) or pending.priority == RESUMED_PRIORITY:
+        if (self.limits.objective is None and pending.deadline_s == math.inf) or pending.priority == RESUMED_PRIORITY:
             return math.inf
         now = time.monotonic()
         left_s = pending.deadline_s - now
         candidates = self._ledger.view.candidates(pending.query.block_hashes, now)
         waited_s = now - pending.arrival_s
-        num_held = self.num_held_tokens, self.num_held
         query, limits = pending.query, self.limits
-        admission = stay(query, candidates, limits, waited_s, num_held[0], left_s)
-        self._obey(AdmissionRecord(query, candidates, limits, *num_held, waited_s, left_s, admission), pending)
-        return -lateness_s(query, candidates, objective, waited_s, left_s)
+        late_s = lateness_s(query, candidates, limits, waited_s, left_s)
+        if late_s > 0:
+            held = self.num_held_tokens, self.num_held
+            admission = stay(query, candidates, limits, waited_s, held[0], left_s)
+            self._obey(AdmissionRecord(query, candidates, limits, *held, waited_s, left_s, admission), pending)
+        return -late_s
 
     def _unavailable(self, pending: PendingRequest, reason: str) -> ShoalError:
         candidates = self._ledger.view.candidates(pending.query.block_hashes, time.monotonic())

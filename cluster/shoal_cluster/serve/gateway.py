@@ -98,12 +98,13 @@ class Gateway:
         self._observer = CallObserver(self._metrics, self._ledger.journal, listeners)
         export = RayExport().run(lambda: self._metrics.points(self._rows(), self._ledger.tally.quality()))
         self._export_task = loop.create_task(export, name="shoal-metrics")
-        due = DueDates(ttft_s=config.objective.ttft_s)
+        hold = HoldConfig(objective=DueDates(ttft_s=config.objective.ttft_s))
         limits = AdmissionLimits(
-            max_waiting_tokens=self._settings.max_waiting_tokens, objective=due if self._settings.shed_late else None
+            max_waiting_tokens=self._settings.max_waiting_tokens,
+            objective=hold.objective if self._settings.shed_late else None,
+            pair_s=hold.prefill.pair_s,
         )
         patience_s = self._settings.placement_timeout_s
-        hold = HoldConfig(objective=due)
         desk, watch = self._scaling, self._watch
         self._dispatcher = Dispatcher(
             self._ledger, hold, limits, desk.holding, patience_s, desk.is_growing, watch.start_failure

@@ -119,7 +119,7 @@ def sim(
         step_time=step_time,
         routing=rule,
         weights=RouteWeights(prefill_price=prefill_price, decode_price=decode_price),
-        limits=AdmissionLimits(objective=objective if shed_late else None),
+        limits=AdmissionLimits(objective=objective if shed_late else None, pair_s=step_time.prefill.pair_s),
         hold=HoldConfig(objective=objective, prefill=step_time.prefill) if is_held else None,
         scaling=_scaling(scale, startup),
         num_gateways=gateways,

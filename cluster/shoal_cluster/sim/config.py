@@ -41,7 +41,9 @@ class Fault:
     until_s: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.from_s <= self.until_s < math.inf:
+        if not 0 <= self.from_s < math.inf:
+            raise ValueError(f"from_s: got {self.from_s!r}; must be finite and not below 0")
+        if not self.from_s <= self.until_s < math.inf:
             raise ValueError(f"until_s: got {self.until_s!r}; must be finite and not before from_s, {self.from_s!r}")
 
 

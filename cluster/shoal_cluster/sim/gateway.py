@@ -101,8 +101,7 @@ class SimGateway:
             if not self._can_place():
                 self._look_whether_late(request.request_id, query)
                 return
-        asks_for_hits = self.queue is None or config.limits.objective is not None
-        candidates = self.view.candidates(query.block_hashes if asks_for_hits else (), now)
+        candidates = self.view.candidates(query.block_hashes if self.queue is None else (), now)
         num_tokens, num_held = (0, 0) if self.queue is None else self.queue.before(request.request_id)
         admission = admit(query, candidates, config.limits, num_tokens, num_held)
         if not admission.admitted:
@@ -118,12 +117,12 @@ class SimGateway:
         """Refuse what is still held when its objective is lost, where the limits have one."""
         limits, now = self._config.limits, self._loop.now
         outcome = self._book.outcomes[request_id]
-        if self.queue is None or limits.objective is None or request_id not in self.queue or outcome.num_resumes:
+        if self.queue is None or limits.objective is None or request_id not in self.queue or outcome.num_output_tokens:
             return
         waited_s, candidates = now - outcome.arrival_s, self.view.candidates(query.block_hashes, now)
         admission = stay(query, candidates, limits, waited_s, 0)
         if admission.admitted:
-            left_s = -lateness_s(query, candidates, limits.objective, waited_s)
+            left_s = -lateness_s(query, candidates, limits, waited_s)
             self._loop.after(min(left_s, LOOK_S) + MIN_WAKE_S, partial(self._look_whether_late, request_id, query))
         else:
             self.queue.remove(request_id)
@@ -155,6 +154,7 @@ class SimGateway:
             PendingRequest(query=query, arrival_s=outcome.arrival_s, tenant=request.tenant, priority=priority)
         )
         self._take_turn()
+        self._look_whether_late(request_id, query)
 
     def meet(self, replica_id: str, stats: ReplicaStats) -> None:
         """A replica is there, with nothing cached. What it shows to be too large for any has waited in vain."""
@@ -260,6 +260,7 @@ class SimGateway:
             self.view.computed(request_id)
             if self.queue is not None:
                 self.queue.push(replace(pending, query=query))
+                self._look_whether_late(request_id, query)
         self._take_turn()
 
     def _wish(self, wishes: dict[str, tuple[Wish, ...]]) -> None:

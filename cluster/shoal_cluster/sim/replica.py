@@ -163,7 +163,7 @@ class SimReplica:
             self._tell_promises(((request.request_id, num_cached_blocks),))
         self._cut_stretch()
         if not self._is_stepping:
-            self._is_stepping = True
+            self._is_stepping, self._began_s = True, self._loop.now
             self._loop.at(self._loop.now, self._start_step, last=True)
 
     def wish(self, gateway_id: str, wishes: tuple[Wish, ...]) -> None:

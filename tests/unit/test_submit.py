@@ -458,7 +458,7 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
             calls.append(Response(asyncio.get_running_loop().create_future()))
             return calls[-1]
 
-        def place(request: Request, query: RouteQuery) -> ServePlacement:
+        def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
             return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
 
@@ -499,7 +499,7 @@ async def test_what_becomes_of_a_request_before_serves_call_is_made_waits_for_no
     async with serving("a") as serve:
         made, calls, dispatcher, delay = serve.replicas["a"], list[Request](), serve.hold(), CallDelay()
 
-        def place(request: Request, query: RouteQuery) -> ServePlacement:
+        def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
             return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", calls.append), delay)
 
@@ -530,7 +530,7 @@ async def test_of_a_burst_those_are_refused_that_there_is_no_room_for() -> None:
         def send(request: Request) -> Response:
             return Response(asyncio.ensure_future(made.call(request, serve.ledger.gateway_id)))
 
-        def place(request: Request, query: RouteQuery) -> ServePlacement:
+        def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
             return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
 

@@ -65,7 +65,7 @@ class BlockLedger(_message.Message):
     def __init__(self, num_allocated_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., utilization: _Optional[float] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "node_id", "stats", "age_s", "num_reserved_blocks", "connected", "start_report")
+    __slots__ = ("replica_id", "node_id", "stats", "age_s", "num_reserved_blocks", "connected", "start_report", "stalled")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Replica(_message.Message):
     NUM_RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     START_REPORT_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     node_id: str
     stats: ReplicaStats
@@ -80,7 +81,8 @@ class Replica(_message.Message):
     num_reserved_blocks: int
     connected: bool
     start_report: str
-    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., num_reserved_blocks: _Optional[int] = ..., connected: _Optional[bool] = ..., start_report: _Optional[str] = ...) -> None: ...
+    stalled: bool
+    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., num_reserved_blocks: _Optional[int] = ..., connected: _Optional[bool] = ..., start_report: _Optional[str] = ..., stalled: _Optional[bool] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
     __slots__ = ("time_s", "block_size", "blocks", "num_running", "num_waiting", "num_waiting_tokens", "max_num_seqs", "max_num_batched_tokens", "step_s", "num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_finished", "num_preemptions", "num_refused", "draining", "busy_s", "token_s", "due_tokens", "num_host_blocks", "num_host_cached_blocks", "num_host_cached_tokens", "num_blocks_out", "num_blocks_in", "by_due")
@@ -304,7 +306,7 @@ class RouteQuery(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ..., passed: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ReplicaView(_message.Message):
-    __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks")
+    __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks", "stalled")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +316,7 @@ class ReplicaView(_message.Message):
     NUM_RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_RESERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_MATCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     node_id: str
     stats: ReplicaStats
@@ -323,19 +326,16 @@ class ReplicaView(_message.Message):
     num_reserved_blocks: int
     num_reserved_tokens: int
     num_matched_blocks: int
-    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., connected: _Optional[bool] = ..., num_reserved: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_reserved_tokens: _Optional[int] = ..., num_matched_blocks: _Optional[int] = ...) -> None: ...
+    stalled: bool
+    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., connected: _Optional[bool] = ..., num_reserved: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_reserved_tokens: _Optional[int] = ..., num_matched_blocks: _Optional[int] = ..., stalled: _Optional[bool] = ...) -> None: ...
 
 class RouteWeights(_message.Message):
-    __slots__ = ("prefill_price", "decode_price", "max_age_s", "stale_tokens_per_s")
+    __slots__ = ("prefill_price", "decode_price")
     PREFILL_PRICE_FIELD_NUMBER: _ClassVar[int]
     DECODE_PRICE_FIELD_NUMBER: _ClassVar[int]
-    MAX_AGE_S_FIELD_NUMBER: _ClassVar[int]
-    STALE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     prefill_price: float
     decode_price: float
-    max_age_s: float
-    stale_tokens_per_s: float
-    def __init__(self, prefill_price: _Optional[float] = ..., decode_price: _Optional[float] = ..., max_age_s: _Optional[float] = ..., stale_tokens_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, prefill_price: _Optional[float] = ..., decode_price: _Optional[float] = ...) -> None: ...
 
 class RouteDecision(_message.Message):
     __slots__ = ("ranked", "reason", "candidates")

@@ -105,7 +105,7 @@ def test_explain_shows_terms_and_reason(address: str) -> None:
     assert result.exit_code == 0
     for words in ("score", "prefill", "free_blocks", "age_s", "not connected", "r0: least cost"):
         assert words in result.stdout
-    assert "by predicted_ttft, prefill_price 6.5, decode_price 640, max_age_s 3, stale" in result.stdout
+    assert "by predicted_ttft, prefill_price 6.5, decode_price 640, seed " in result.stdout
     assert "taken again from the record: the same choice" in " ".join(result.stdout.split())
     assert "asked: sent to r0, due in 0.40 s; more urgent, but better off waiting: first (for r0)" in result.stdout
 

@@ -128,6 +128,7 @@ rows = st.builds(
     age_s=amount,
     num_reserved_blocks=count,
     connected=st.booleans(),
+    stalled=st.booleans(),
 )
 clusters = st.builds(
     ClusterRow,
@@ -155,6 +156,7 @@ views = st.builds(
     stats=st.none() | stats,
     age_s=amount,
     connected=st.booleans(),
+    stalled=st.booleans(),
     num_reserved=count,
     num_reserved_blocks=count,
     num_reserved_tokens=count,
@@ -179,9 +181,7 @@ records = st.builds(
         passed=st.dictionaries(text, count, max_size=3).map(lambda passed: tuple(sorted(passed.items()))),
     ),
     replicas=st.lists(views, max_size=2).map(Candidates.of),
-    weights=st.builds(
-        RouteWeights, prefill_price=amount, decode_price=amount, max_age_s=amount, stale_tokens_per_s=amount
-    ),
+    weights=st.builds(RouteWeights, prefill_price=amount, decode_price=amount),
     seed=st.integers(0, 2**64 - 1),
     decision=st.builds(
         RouteDecision, st.lists(text, max_size=3).map(tuple), text, st.lists(candidates, max_size=2).map(tuple)

@@ -102,7 +102,7 @@ def outcome(config: SimConfig, requests: list[SimRequest]) -> tuple[str, list[ob
         (0, 15.0, 1, {}),
         (1, 60.0, 1, {}),  # overload: objectives are lost
         (2, 90.0, 1, {"num_replicas": 24, "weights": RouteWeights(prefill_price=3.3, decode_price=70.0)}),
-        (3, 20.0, 1, {"faults": (Stall("replica-0001", 1.0, 4.0),), "weights": RouteWeights(max_age_s=0.5)}),
+        (3, 20.0, 1, {"faults": (Stall("replica-0001", 1.0, 4.0),)}),
         (4, 20.0, 3, {}),
         (5, 20.0, 1, {"has_shared_pool": True}),
         (6, 25.0, 1, {"hold": HoldConfig(max_steps_ahead=2.5, max_considered=5)}),
@@ -173,6 +173,7 @@ class News:
             self._computed: 15,
             self._removal: 3,
             self._disconnection: 2,
+            self._stall: 4,
             self._snapshot: 6,
             self._restart: 1,
             self._foreign: 5,
@@ -231,6 +232,10 @@ class News:
         replica_id = self._replica()
         return lambda gateway: gateway.view.disconnect(replica_id)
 
+    def _stall(self, _: float) -> Callable[[Gateway], object]:
+        replica_id, is_stalled = self._replica(), self._rng.random() < 0.3
+        return lambda gateway: gateway.view.set_stalled(replica_id, is_stalled)
+
     def _foreign(self, _: float) -> Callable[[Gateway], object]:
         rng = self._rng
         replica_id, promised = self._replica(), (rng.randint(0, 3), rng.randint(0, 30), rng.randint(0, 800))
@@ -288,7 +293,7 @@ def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
     for seed in range(30):
         rng, now = Random(seed), 100.0
         prices = {"prefill_price": rng.choice([1.0, 6.0]), "decode_price": rng.choice([0.0, 70.0, 512.0])}
-        weights = RouteWeights(**prices, max_age_s=rng.choice([0.1, 5.0]))
+        weights = RouteWeights(**prices)
         gateways = [Gateway(max_index_entries, weights, forgets) for forgets in (False, True)]
         news = News(rng, num_tenants)
         for join in news.first(now):

@@ -82,6 +82,7 @@ def test_a_queue_it_cannot_use_does_not_count() -> None:
         [ReplicaView(replica_id="silent", connected=True)],
         [make_row("lost", connected=False)],
         [make_row("draining", stats=make_stats(draining=True))],
+        [make_row("stalled", stalled=True)],
         [make_row("excluded")],
     ],
 )

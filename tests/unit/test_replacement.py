@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,7 @@ from fixtures.fake_serve import Answer, FakeServe, ask, serving
 from fixtures.replicas import Replica, replica
 from fixtures.waiting import until
 
-from shoal_cluster.policies import stall
+from shoal_cluster.policies import ranking, stall
 from shoal_replica.testing import expected_tokens
 
 RUNNING, WAITING = range(10, 31), range(40, 61)
@@ -79,6 +80,32 @@ async def test_what_waits_at_a_replica_that_stalls_goes_elsewhere_until_its_step
         assert (await running).usage.replica_id == "a"
         await until(lambda: serve.ledger.can_place({"b"}))
         serve.leave("b")
+
+
+async def test_what_comes_while_a_replica_is_silent_waits_for_it_to_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process stands still, and nobody else is there: nothing is sent where nothing could come back from."""
+    for module in (ranking, stall):
+        monkeypatch.setattr(module, "MAX_AGE_S", 0.2)
+    async with serving("a") as serve:
+        serve.hold()
+        feed = serve.ledger._feeds["a"]
+        feed._connection.transport.pause_reading()
+        early = asyncio.create_task(ask(serve, "early", prompt_token_ids=RUNNING))
+        view = serve.ledger.view
+        while not view.is_stalled("a"):
+            serve.ledger.recalls.look(time.monotonic())
+            await asyncio.sleep(0.01)
+        late = asyncio.create_task(ask(serve, "late", prompt_token_ids=WAITING))
+        await until(lambda: serve.dispatcher.num_held == 1)
+        assert view.reservation("late") is None
+        assert [row.stalled for row in view.replicas_for((), 0.0)] == [True]
+        feed._connection.transport.resume_reading()
+        assert (await early).tokens == [expected_tokens(RUNNING, 4)]
+        assert (await late).tokens == [expected_tokens(WAITING, 4)]
+        assert (await late).usage.num_resumes == 0
+        told = [event.text for event in serve.ledger.journal.last(9) if event.replica_id == "a"]
+        assert any(text.startswith("not a word for 0.") for text in told)
+        assert told[-1] == "it gets on: requests may go there again"
 
 
 async def test_what_was_handed_back_stays_where_only_those_who_did_so_could_take_it() -> None:

@@ -25,21 +25,23 @@ class Gateway:
     """Hears of replicas and looks, as the ledger does."""
 
     def __init__(self, *replica_ids: str) -> None:
-        self.view, self.stalls = ClusterView(), Stalls()
+        self.view = ClusterView()
+        self.stalls = Stalls(self.view)
         for replica_id in replica_ids:
             self.view.join(replica_id)
             self.view.apply_snapshot(replica_id, make_stats(), (), 0.0)
 
-    def hear(self, replica_id: str, stats: ReplicaStats, now: float) -> list[str]:
+    def hear(self, replica_id: str, stats: ReplicaStats | None, now: float) -> list[str]:
         """Returns who is found to have stalled."""
-        self.view.apply_update(replica_id, self.stalls.hear(replica_id, stats, now), (), (), now)
+        self.stalls.hear(replica_id, stats, now)
+        self.view.apply_update(replica_id, stats, (), (), now)
         return self.look(now)
 
     def look(self, now: float) -> list[str]:
-        return [replica_id for replica_id, _ in self.stalls.look(self.view, now)]
+        return [found.replica_id for found in self.stalls.look(now)]
 
     def takes(self, replica_id: str) -> bool:
-        return not self.view.candidates((), 0.0).view(replica_id).stats.draining
+        return not self.view.is_stalled(replica_id)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +122,13 @@ def test_one_that_has_stalled_takes_requests_again_once_nobody_else_does() -> No
     for now in (2.1, 2.3):
         gateway.hear("b", make_stats(), now)
     assert not gateway.takes("a")
-    assert gateway.view.candidates((), 2.3).view("a").age_s == pytest.approx(1.3), "it has told nothing since"
     told = make_stats(num_running=1, num_waiting=1, token_s=1e-4)
     gateway.hear("a", told, 2.4)
     gateway.view.leave("b")
     for now in (2.6, 2.8):
         gateway.look(now)
     row = gateway.view.candidates((), 2.8).view("a")
-    assert (row.stats, row.age_s) == (told, pytest.approx(0.4))
+    assert (row.stats, row.stalled, row.age_s) == (told, False, pytest.approx(0.4))
     gateway.view.check_invariants()
     gateway.view.join("b")
     gateway.view.apply_snapshot("b", make_stats(), (), 2.9)
@@ -145,3 +146,40 @@ def test_one_that_has_left_is_forgotten_though_its_last_requests_are_still_told_
     gateway.hear("b", make_stats(), 2.7)
     assert gateway.stalls._progress.keys() == {"b"}
     assert not gateway.stalls._stalled
+
+
+def test_one_that_falls_silent_takes_nothing_until_it_says_a_word() -> None:
+    """Idle, it says only that it lives; what it had free is not known any more."""
+    gateway = Gateway("a", "b")
+    gateway.hear("a", make_stats(), 1.0)
+    found = [gateway.hear("b", None, 1.0 + 0.2 * i) for i in range(1, 13)]
+    assert found == [[]] * 11 + [["a"]], "0.2 s after it was silent for two seconds"
+    assert not gateway.takes("a")
+    assert gateway.stalls.hear("a", None, 3.5)
+    assert gateway.takes("a")
+    assert not gateway.stalls.hear("a", None, 3.6), "that is no news"
+
+
+def test_one_that_was_silent_in_a_step_takes_nothing_until_the_step_ends() -> None:
+    gateway = Gateway("a", "b")
+    busy = make_stats(num_running=1, busy_s=1.0, token_s=1e-4)
+    gateway.hear("a", busy, 1.0)
+    for now in (3.1, 3.3):
+        gateway.hear("b", None, now)
+    assert not gateway.takes("a")
+    gateway.hear("a", None, 3.4)
+    gateway.hear("b", None, 3.6)
+    assert not gateway.takes("a")
+    gateway.hear("a", structs.replace(busy, busy_s=3.5), 3.7)
+    assert gateway.takes("a")
+
+
+def test_nothing_goes_to_silent_ones_though_nobody_else_is_there() -> None:
+    """No token could come back: what comes waits where it may still go elsewhere."""
+    gateway = Gateway("a")
+    assert [gateway.look(now) for now in (2.0, 2.1, 2.2)] == [[], [], ["a"]]
+    assert not gateway.view.present(2.3).has_open()
+    found = gateway.look(2.4)
+    assert not found, "it is found once"
+    assert gateway.stalls.hear("a", None, 2.5)
+    assert gateway.view.present(2.5).has_open()

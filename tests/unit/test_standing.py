@@ -55,17 +55,20 @@ def test_who_waits_goes_before_what_yields_once_another_tenant_was_served() -> N
     assert (sent.pending.tenant, sent.replica_id) == ("first", "later")
 
 
-@pytest.mark.parametrize(("silent", "is_kept"), [("gone", True), ("draining", True), ("busy", False)])
-def test_stale_stats_of_who_takes_nothing_begin_no_look_anew(silent: str, is_kept: bool) -> None:
-    view = view_of(busy=BUSY, gone=BUSY, draining=structs.replace(BUSY, draining=True))
-    view.disconnect("gone")
+def test_what_is_to_wait_for_a_replica_that_stalls_is_planned_elsewhere_and_back() -> None:
+    view = view_of(busy=structs.replace(BUSY, num_waiting_tokens=600), next=BUSY)
     queue = PendingQueue(HoldConfig())
     queue.push(pending("waits", 640))
-    now = WEIGHTS.max_age_s + 1.0
-    for replica_id in {"busy", "draining"} - {silent}:
-        view.apply_update(replica_id, None, (), (), now)
-    assert look(queue, view, now) is None
-    assert [planned.held.pending.tenant for planned in queue._standing.planned] == ["waits"] * is_kept
+
+    def planned_at() -> list[str]:
+        assert look(queue, view, 1.0) is None
+        return [view.replica_ids[planned.step.place] for planned in queue._standing.planned]
+
+    assert planned_at() == ["next"]
+    view.set_stalled("next", True)
+    assert planned_at() == ["busy"]
+    view.set_stalled("next", False)
+    assert planned_at() == ["next"]
 
 
 @pytest.mark.parametrize("num_kept", [0, 1, 2, 4])

@@ -179,18 +179,30 @@ def test_what_is_given_away_is_copied_before_it_changes(view: ClusterView) -> No
     assert view.candidates((), 10.0).num_reserved.tolist() == [0, 0]
 
 
-def test_stats_are_stale_however_often_they_were_not() -> None:
-    """A view asks again only when none could be told by what it has seen."""
+def test_who_has_stalled_takes_nothing_until_it_is_taken_back_or_begins_anew() -> None:
     view = ClusterView()
     for replica_id in ("a", "b"):
         view.join(replica_id)
         view.apply_snapshot(replica_id, make_stats(), (), 0.0)
-    kept = view.candidates((), 1.0)
-    view.apply_update("a", make_stats(), (), (), 5.0)
-    assert not view.present(3.0).is_stale(3.0)
-    assert view.present(5.0).is_stale(3.0)
-    view.apply_update("b", make_stats(), (), (), 6.0)
-    assert not view.present(8.0).is_stale(3.0)
-    assert view.present(8.1).is_stale(3.0)
-    assert not kept.is_stale(1.0)
-    assert kept.is_stale(0.9)
+    before = view.candidates((), 1.0)
+    view.set_stalled("a", True)
+    view.set_stalled("stranger", True)
+    assert [row.stalled for row in view.replicas_for((), 1.0)] == [True, False]
+    assert before.stalled == (False, False)
+    assert not before.told["stalled"].any()
+    assert view.is_stalled("a")
+    assert not view.is_stalled("stranger")
+    present = view.present(1.0)
+    assert present.has_open()
+    assert not present.has_open({"b"})
+    view.apply_update("a", make_stats(num_free_blocks=50), (), (), 2.0)
+    view.join("0")
+    view.check_invariants()
+    assert view.is_stalled("a"), "news alone do not say that it gets on"
+    view.set_stalled("a", False)
+    assert view.present(2.0).has_open({"b"})
+    view.set_stalled("a", True)
+    view.disconnect("a")
+    view.apply_snapshot("a", make_stats(), (), 3.0)
+    assert not view.is_stalled("a")
+    view.check_invariants()

@@ -120,7 +120,9 @@ def _state(row: ReplicaRow) -> str:
         return "lost"
     if row.stats is None:
         return "silent"
-    return "draining" if row.stats.draining else "ready"
+    if row.stats.draining:
+        return "draining"
+    return "stalled" if row.stalled else "ready"
 
 
 def _cells(row: ReplicaRow) -> list[str]:

@@ -11,16 +11,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shoal_cluster.policies.ranking import MAX_AGE_S
 from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.update import Blocks, Replica, Update
 
-STATE_STYLES = {"ready": "green", "starting": "cyan", "draining": "yellow", "silent": "dim", "not connected": "red"}
+STATE_STYLES = {"ready": "green", "starting": "cyan", "draining": "yellow", "silent": "dim"}
+STATE_STYLES |= dict.fromkeys(("stalled", "not connected"), "red")
 EVENT_STYLES = {"ready": "green", "draining": "yellow", "refused": "yellow"}
 EVENT_STYLES |= dict.fromkeys(("lost", "died", "failed"), "red")
 POOL_STYLES = (("running", "cyan"), ("reserved", "yellow"), ("cached", "blue"), ("free", "bright_black"))
 SPARKS = " ▁▂▃▄▅▆▇█"
 NONE = "–"
-STALE_S = 3.0
 FIXED_LINES = 23  # of a screen, beside replicas and events; what is over at the bottom is cropped
 NARROW = 120  # columns, below which less is shown
 COLUMNS = ("used", "run", "wait", "due", "tok/s", "step", "hits", "routed", "age")
@@ -147,7 +148,7 @@ def _replica(replica: Replica, bar_width: int, names: list[str]) -> list[Text]:
         "step": Text(_seconds(replica.step_ms / 1000)),
         "hits": Text(_share(replica.hit_rate)),
         "routed": Text(_share(replica.routed)),
-        "age": Text(f"{replica.age_s:.1f} s", "yellow" if replica.age_s > STALE_S else "dim"),
+        "age": Text(f"{replica.age_s:.1f} s", "yellow" if replica.age_s > MAX_AGE_S else "dim"),
     }
     return [name, state, _bar(_parts(replica.blocks), total, bar_width), *(cells[name] for name in names)]
 

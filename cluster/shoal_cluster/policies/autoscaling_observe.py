@@ -24,11 +24,14 @@ STARTUP_MEMORY = 0.5  # of the estimate that remains after each new start
 
 
 def reporting(replicas: Sequence[ReplicaView]) -> list[ReplicaStats]:
-    """Stats of the replicas that are heard of. One that drains adds no room, and its load is about to end."""
+    """Stats of the replicas that get on, as far as is heard. One that drains adds no room; its load is about to end."""
     return [
         row.stats
         for row in replicas
-        if row.stats is not None and row.connected and row.age_s <= MAX_AGE_S and not row.stats.draining
+        if row.stats is not None
+        and row.connected
+        and row.age_s <= MAX_AGE_S
+        and not (row.stalled or row.stats.draining)
     ]
 
 

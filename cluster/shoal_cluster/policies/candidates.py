@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from itertools import compress
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_cluster.policies.columns import PROMISED, STANDING, TOLD, Floats, Ints, column, told_row, unknown_columns
+from shoal_cluster.policies.columns import (
+    CAPACITY,
+    PROMISED,
+    STANDING,
+    TOLD,
+    Floats,
+    Ints,
+    column,
+    told_row,
+    unknown_columns,
+)
 from shoal_replica.stats import ReplicaStats
 
 Item = TypeVar("Item")
@@ -28,6 +38,7 @@ class ReplicaView:
         stats: owner the replica; ``age_s`` old. None until its feed has spoken.
         age_s: seconds since the gateway received ``stats``; 0 while there are none.
         connected: owner the gateway; whether the feed is up now.
+        stalled: owner the gateway; it does not get on or has fallen silent, see ``Stalls``: nothing new goes there.
         num_reserved, num_reserved_blocks, num_reserved_tokens: requests sent here that ``stats`` does not count yet,
             their blocks, and their prompt tokens to compute. Owner the gateway, exact, for its own; other gateways'
             are what the replica has heard from them.
@@ -40,6 +51,7 @@ class ReplicaView:
     stats: ReplicaStats | None = None
     age_s: float = 0.0
     connected: bool = False
+    stalled: bool = False
     num_reserved: int = 0
     num_reserved_blocks: int = 0
     num_reserved_tokens: int = 0
@@ -48,15 +60,12 @@ class ReplicaView:
 
 
 class Present:
-    """``told`` of all replicas, which changes with the next report: ``is_past`` from then on. None of them told it
-    before ``oldest_s``.
-    """
+    """``told`` of all replicas, which changes with the next report: ``is_past`` from then on."""
 
-    __slots__ = ("is_past", "oldest_s", "told")
+    __slots__ = ("is_past", "told")
 
-    def __init__(self, told: NDArray[np.void], oldest_s: float = -math.inf) -> None:
+    def __init__(self, told: NDArray[np.void]) -> None:
         self.told = told
-        self.oldest_s = oldest_s
         self.is_past = False
 
 
@@ -67,7 +76,7 @@ class Candidates:
         stats: what each replica said last; None until it has spoken.
         columns: rows ``PROMISED``, then ``STANDING``, [10, n].
         now, updated_s: of whom ``age_s`` is the difference; infinite for one that has not spoken, [n].
-        connected, num_matched_blocks: as in ReplicaView, [n].
+        connected, stalled, num_matched_blocks: as in ReplicaView, [n].
     """
 
     __slots__ = (
@@ -80,6 +89,7 @@ class Candidates:
         "now",
         "num_matched_blocks",
         "replica_ids",
+        "stalled",
         "stats",
         "updated_s",
     )
@@ -90,6 +100,7 @@ class Candidates:
         node_ids: Sequence[str],
         stats: Sequence[ReplicaStats | None],
         connected: Sequence[bool],
+        stalled: Sequence[bool],
         columns: Ints,
         now: float,
         updated_s: Floats,
@@ -100,6 +111,7 @@ class Candidates:
         self.node_ids = node_ids
         self.stats = stats
         self.connected = connected
+        self.stalled = stalled
         self.columns = columns
         self.now = now
         self.updated_s = updated_s
@@ -115,12 +127,13 @@ class Candidates:
         columns = unknown_columns(len(rows))
         for place, row in enumerate(rows):
             promised = row.num_reserved, row.num_reserved_blocks, row.num_reserved_tokens
-            columns[:, place] = column(told_row(row.stats, row.connected), promised)
+            columns[:, place] = column(told_row(row.stats, row.connected, row.stalled), promised)
         return cls(
             tuple(row.replica_id for row in rows),
             tuple(row.node_id for row in rows),
             tuple(row.stats for row in rows),
             tuple(row.connected for row in rows),
+            tuple(row.stalled for row in rows),
             columns,
             0.0,
             np.array([-row.age_s for row in rows], np.float64),
@@ -134,6 +147,7 @@ class Candidates:
             self.node_ids,
             self.stats,
             self.connected,
+            self.stalled,
             self.columns if columns is None else columns,
             self.now,
             self.updated_s,
@@ -157,8 +171,8 @@ class Candidates:
         if self._told is None:
             if self._present is not None and not self._present.is_past:
                 return self._present.told
-            rows = [told_row(stats, connected) for stats, connected in zip(self.stats, self.connected, strict=True)]
-            self._told = np.array(rows, TOLD)
+            by_replica = zip(self.stats, self.connected, self.stalled, strict=True)
+            self._told = np.array([told_row(*one) for one in by_replica], TOLD)
         return self._told
 
     @property
@@ -168,15 +182,15 @@ class Candidates:
             self._age_s = np.maximum(self.now - self.updated_s, 0.0)
         return self._age_s
 
-    def is_stale(self, max_age_s: float) -> bool:
-        """Whether some stats are older than that."""
-        present, updated_s = self._present, self.updated_s
-        if not updated_s.size or (present is not None and self.now - present.oldest_s <= max_age_s):
-            return False
-        oldest_s = updated_s.item(updated_s.argmin())
-        if present is not None and not present.is_past:
-            present.oldest_s = oldest_s
-        return bool(self.now - oldest_s > max_age_s)
+    def has_idle(self) -> bool:
+        """Whether a replica that takes requests has no prompt to compute, and none coming that is known of."""
+        idle = (self.columns[CAPACITY] >= 0) & (self.told["num_waiting_tokens"] == 0)
+        return bool((idle & (self.num_reserved == 0)).any())
+
+    def has_open(self, excluded: Set[str] = frozenset()) -> bool:
+        """Whether a replica other than these takes requests, now or later."""
+        takes = self.columns[CAPACITY] >= 0
+        return any(r not in excluded for r in compress(self.replica_ids, takes)) if excluded else bool(takes.any())
 
     @property
     def num_reserved(self) -> Ints:
@@ -225,6 +239,7 @@ class Candidates:
             stats=self.stats[place],
             age_s=float(self.age_s[place]),
             connected=self.connected[place],
+            stalled=self.stalled[place],
             num_reserved=num_reserved,
             num_reserved_blocks=num_reserved_blocks,
             num_reserved_tokens=num_reserved_tokens,

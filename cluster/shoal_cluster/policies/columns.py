@@ -37,6 +37,7 @@ TOLD = np.dtype(
     [
         ("connected", "?"),
         ("known", "?"),
+        ("stalled", "?"),
         *(
             (name, {"step_s": "f8", "token_s": "f8", "draining": "?", "by_due": "?"}.get(name, "i8"))
             for name in (*COUNTS, *DERIVED, *DUE)
@@ -59,12 +60,13 @@ def due_column(due_in_s: float) -> str:
     return DUE[bisect_left(DUE_WITHIN_S, due_in_s)]
 
 
-def told_row(stats: ReplicaStats | None, connected: bool) -> tuple[Any, ...]:
+def told_row(stats: ReplicaStats | None, connected: bool, stalled: bool = False) -> tuple[Any, ...]:
     """One element of ``Candidates.told``."""
     if stats is None:  # it has nothing, and divides by nothing either
         return (
             connected,
             False,
+            stalled,
             *(int(name in ("block_size", "max_num_batched_tokens")) for name in (*COUNTS, *DERIVED, *DUE)),
         )
     # A queued prompt's blocks are still counted free: they are taken, all at once, when its first step is scheduled.
@@ -72,19 +74,19 @@ def told_row(stats: ReplicaStats | None, connected: bool) -> tuple[Any, ...]:
     num_open_blocks = stats.num_free_blocks - num_queued_blocks
     num_open_slots = stats.max_num_seqs - stats.num_running - stats.num_waiting
     due = stats.due_tokens if len(stats.due_tokens) == len(DUE) else (stats.num_waiting_tokens,) * len(DUE)
-    return (connected, True, *_counts_of(stats), num_open_blocks, num_open_slots, *due)
+    return (connected, True, stalled, *_counts_of(stats), num_open_blocks, num_open_slots, *due)
 
 
 def column(row: Sequence[Any], promised: Iterable[int]) -> tuple[int, ...]:
     """One of ``Candidates.columns``, for a ``told_row`` and what is promised there."""
     num_reserved, num_blocks, num_tokens = promised
-    connected, known, _, num_total_blocks, _, _, num_running, num_waiting, num_waiting_tokens, *_ = row
+    connected, known, stalled, _, num_total_blocks, _, _, num_running, num_waiting, num_waiting_tokens, *_ = row
     open_blocks, open_slots = row[_OPEN_BLOCKS] - num_blocks, row[_OPEN_SLOTS] - num_reserved
     return (
         num_reserved,
         num_blocks,
         num_tokens,
-        num_total_blocks if connected and known and not row[_DRAINING] else -1,
+        num_total_blocks if connected and known and not (stalled or row[_DRAINING]) else -1,
         num_waiting_tokens + num_tokens,
         num_running + num_waiting + num_reserved,
         open_blocks if open_slots > 0 else -1,

@@ -135,7 +135,7 @@ class PendingQueue:
         """
         if num_gateways == 1 or not self._held:
             return 0.0
-        if len(self._held) == 1 and view.has_idle() and not view.wishes(now):
+        if len(self._held) == 1 and view.present(now).has_idle() and not view.wishes(now):
             return 0.0
         left_s = self._by_urgency.begins_by_s - now
         urgency_share = min(1.0, max(0.0, left_s / self._config.objective.ttft_s))

@@ -19,6 +19,9 @@ Terms = tuple[tuple[str, float], ...]
 Amounts = NDArray[np.float64] | NDArray[np.int64]
 
 MAX_REASONS_SHOWN = 4
+MAX_AGE_S = 2.0
+"""Stats that are older are stale: replicas speak tens of times a second."""
+
 PRICED_STEPS = 128
 BYTES_PER_PASSED = 96  # of ``RouteQuery.passed``: a pair, its number and its place; the replica's id is shared
 
@@ -173,6 +176,9 @@ def rank(
             reason += "; none can start it now"
         elif (scores.cost < cost)[eligible].any():
             reason += "; cheaper ones have no room now"
+    stale = ((candidates.age_s > MAX_AGE_S) & eligible).nonzero()[0].tolist()
+    if stale:
+        reason += f"; stale stats: {some([f'{ids[place]} ({candidates.age_s[place]:.1f} s)' for place in stale])}"
     return RouteDecision(tuple([ids[place] for place in order]), reason, explained)
 
 
@@ -289,4 +295,6 @@ def _rejection(query: RouteQuery, candidates: Candidates, place: int) -> str:
         return "no stats yet"
     if stats.draining:
         return "draining"
+    if candidates.stalled[place]:
+        return "stalled"
     return f"needs {query.num_blocks_needed} blocks, has {stats.num_total_blocks}"

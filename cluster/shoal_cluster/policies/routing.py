@@ -22,7 +22,6 @@ from shoal_cluster.policies.ranking import (
     best_of,
     is_eligible,
     rank,
-    some,
     uncached_blocks,
     uncached_tokens,
 )
@@ -53,21 +52,17 @@ class RouteWeights:
         decode_price: cost of each sequence that runs, waits or is on its way there: what it and the newcomer take of
             each other's steps while both decode. 640 is 2.5 tokens' compute in each of 128 steps, for either of them;
             a request that may decode for fewer steps pays so much less.
-        max_age_s: stats older than this are stale: still used, at a price. Replicas report tens of times a second.
-        stale_tokens_per_s: work assumed to have reached a replica, unseen, for each second past ``max_age_s``.
     """
 
     prefill_price: float = 6.5
     decode_price: float = 640.0
-    max_age_s: float = 3.0
-    stale_tokens_per_s: float = 2000.0
 
     def sequence_price(self, query: RouteQuery) -> float:
         """Of each sequence there, for ``query``."""
         return self.decode_price * query.decode_steps / PRICED_STEPS
 
     def __post_init__(self) -> None:
-        for name in ("prefill_price", "decode_price", "max_age_s", "stale_tokens_per_s"):
+        for name in ("prefill_price", "decode_price"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name}: got {value!r}; must be a finite number of at least 0")
@@ -77,9 +72,9 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     """Rank ``candidates`` for ``query`` by predicted work before its first token.
 
     Cost = waiting and reserved tokens, less those that it passes, + prefill_price * uncached prompt tokens
-    + decode_price * sequences there, less for fewer steps + a price for stale stats. Barrier: a replica that has no
-    free slot, or whose free blocks, less those promised and those its queue will take, cannot hold the request's
-    uncached part, ranks after all that can.
+    + decode_price * sequences there, less for fewer steps. Barrier: a replica that has no free slot, or whose free
+    blocks, less those promised and those its queue will take, cannot hold the request's uncached part, ranks after all
+    that can.
     Equals are shuffled by ``rng``.
     """
     score, explain = partial(_price, weights=weights), partial(predicted_work, weights=weights)
@@ -90,10 +85,6 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     reason = (
         f"{decision.reason}; {candidates.num_matched_blocks[best]} of {len(query.block_hashes)} prompt blocks cached"
     )
-    if candidates.is_stale(weights.max_age_s):
-        stale = (candidates.age_s > weights.max_age_s).nonzero()[0].tolist()
-        reason += "; stale stats: "
-        reason += some([f"{candidates.replica_ids[place]} ({candidates.age_s[place]:.1f} s)" for place in stale])
     return RouteDecision(decision.ranked, reason, decision.candidates)
 
 
@@ -125,7 +116,6 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
             *((("passed", -_passed(query, candidates)),) if query.passed else ()),
             ("prefill", prefill),
             ("running", running),
-            ("stale", _stale(candidates, weights)),
             ("matched_blocks", matched),
             ("free_blocks", candidates.columns[OPEN_BLOCKS]),
             ("free_slots", candidates.columns[OPEN_SLOTS]),
@@ -179,8 +169,6 @@ def work(
     total: Floats = uncached * np.float64(weights.prefill_price)
     total += before
     total += sequence_price * candidates.columns[SEQUENCES]
-    if candidates.is_stale(weights.max_age_s):
-        total += _stale(candidates, weights)
     return total
 
 
@@ -194,11 +182,6 @@ def _uncached(query: RouteQuery, num_matched_blocks: Ints) -> Ints:
 def _passed(query: RouteQuery, candidates: Candidates) -> Ints:
     by_id = dict(query.passed)
     return np.array([by_id.get(replica_id, 0) for replica_id in candidates.replica_ids], np.int64)
-
-
-def _stale(candidates: Candidates, weights: RouteWeights) -> Floats:
-    price: Floats = weights.stale_tokens_per_s * np.maximum(0.0, candidates.age_s - weights.max_age_s)
-    return price
 
 
 class Rule(Protocol):

@@ -1,15 +1,16 @@
-"""Replicas whose step does not end: they get nothing new, and what waits there and has not started goes elsewhere."""
+"""Replicas that do not get on: nothing new goes there, and what waits there and has not started goes elsewhere."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, SEQUENCES
+from shoal_cluster.policies.ranking import MAX_AGE_S
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.stats import ReplicaStats
 
@@ -34,75 +35,88 @@ class Progress:
         return Progress(stats.busy_s, now, is_idle)
 
 
+class Stalled(NamedTuple):
+    """A replica that is found to have stalled, and by what."""
+
+    replica_id: str
+    reason: str
+
+
 def stalled(candidates: Candidates, quiet_s: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which replicas have stalled [n]: a step takes ``STALL_FACTOR`` times as long as a full one at the pace that they
-    have measured, and ``STALL_S`` at least; while another takes requests and gets on. ``quiet_s``: since each was last
-    seen to get on.
+    """Which replicas have stalled [n]: those that are silent, and those of which a step takes ``STALL_FACTOR`` times as
+    long as a full one at the pace that they have measured, and ``STALL_S`` at least; while another takes requests and
+    gets on. ``quiet_s``: since each was last seen to get on.
     """
-    told = candidates.told
+    told, silent = candidates.told, is_silent(candidates)
     longest_s = told["max_num_batched_tokens"] * told["token_s"] + told["step_s"]
-    has_stalled: NDArray[np.bool_] = quiet_s > np.maximum(STALL_S, STALL_FACTOR * longest_s)
-    has_stalled &= (told["token_s"] > 0) & told["connected"] & (candidates.columns[SEQUENCES] > 0)
-    others = (candidates.columns[CAPACITY] > 0) & ~has_stalled
-    return has_stalled & bool(others.any())
+    is_slow: NDArray[np.bool_] = quiet_s > np.maximum(STALL_S, STALL_FACTOR * longest_s)
+    is_slow &= (told["token_s"] > 0) & told["connected"] & (candidates.columns[SEQUENCES] > 0)
+    others = (candidates.columns[CAPACITY] > 0) & ~(is_slow | silent)
+    has_stalled: NDArray[np.bool_] = silent | (is_slow & others.any())
+    return has_stalled
+
+
+def is_silent(candidates: Candidates) -> NDArray[np.bool_]:
+    """Which replicas have said nothing for so long that what they have free is not known any more [n]."""
+    told = candidates.told
+    silent: NDArray[np.bool_] = told["connected"] & told["known"] & (candidates.age_s > MAX_AGE_S)
+    return silent
 
 
 class Stalls:
-    """Who has stalled, as one gateway sees it; its owner and only writer."""
+    """Who has stalled, as one gateway sees it; its owner and only writer, and the only one who tells ``view`` so."""
 
-    def __init__(self) -> None:
+    def __init__(self, view: ClusterView) -> None:
+        self._view = view
         self._progress: dict[str, Progress] = {}
-        self._stalled: dict[str, ReplicaStats] = {}  # with what they told last
+        self._stalled: set[str] = set()
         self._suspects: set[str] = set()  # as of the last look
         self._looked_s = -np.inf
 
-    def hear(self, replica_id: str, stats: ReplicaStats, now: float) -> ReplicaStats:
-        """A replica's news, as the view is to take them: one that has stalled takes nothing until its step ends."""
-        progress = self._progress.get(replica_id, Progress(-1.0, now, True)).after(stats, now)
-        self._progress[replica_id] = progress
-        if progress.time_s == now:
-            self._stalled.pop(replica_id, None)
-        if replica_id not in self._stalled:
-            return stats
-        self._stalled[replica_id] = stats
-        return replace(stats, draining=True)
+    def hear(self, replica_id: str, stats: ReplicaStats | None, now: float) -> bool:
+        """A replica's news, None for the same again. Whether it had stalled and gets on now."""
+        progress = self._progress.get(replica_id, Progress(-1.0, now, True))
+        if stats is not None:
+            progress = self._progress[replica_id] = progress.after(stats, now)
+        if replica_id not in self._stalled or not (progress.is_idle or progress.time_s == now):
+            return False
+        self._release(replica_id)
+        return True
 
-    def look(self, view: ClusterView, now: float) -> list[tuple[str, float]]:
-        """Replicas that are found to have stalled, and since how many seconds; ``view`` says so from now on, as long as
-        it is so. Those that have left are forgotten. It may be called at all news, and looks now and then. Two looks in
-        a row have to agree: the first one after a pause of the gateway itself comes before it has read what the others
-        have told meanwhile.
+    def look(self, now: float) -> list[Stalled]:
+        """Replicas that are found to have stalled; the view says so from now on, as long as it is so. Those that have
+        left are forgotten. It may be called at all news, and looks now and then. Two looks in a row have to agree: the
+        first one after a pause of the gateway itself comes before it has read what the others have told meanwhile.
         """
         if now - self._looked_s < LOOK_S:
             return []
         self._looked_s = now
-        candidates = view.present(now)
+        candidates = self._view.present(now)
         ids = candidates.replica_ids
         seen = [self._progress.get(replica_id) for replica_id in ids]
         self._progress = {replica_id: one for replica_id, one in zip(ids, seen, strict=True) if one is not None}
         # One with nothing to do seldom tells so; once it has something to do it tells within a beat.
         quiet_s = np.array([0.0 if one is None or one.is_idle else now - one.time_s for one in seen])
-        found: list[tuple[str, float]] = []
-        suspects = {ids[place] for place in stalled(candidates, quiet_s).nonzero()[0].tolist()}
-        before, self._suspects = self._suspects, suspects
-        for replica_id in sorted(self._stalled.keys() - before - suspects):  # it is the only one left to go to
-            stats = self._stalled.pop(replica_id)
-            if replica_id in ids:
-                _tell(view, candidates, ids.index(replica_id), stats)
-        for replica_id in sorted((before & suspects) - self._stalled.keys()):
-            place = ids.index(replica_id)
-            if (told := candidates.stats[place]) is not None:
-                self._stalled[replica_id] = told
-                _tell(view, candidates, place, replace(told, draining=True))
-                found.append((replica_id, float(quiet_s[place])))
-        return found
+        before, self._suspects = self._suspects, {ids[i] for i in stalled(candidates, quiet_s).nonzero()[0].tolist()}
+        for replica_id in self._stalled - before - self._suspects:  # it is the only one left to go to, or has left
+            self._release(replica_id)
+        found = sorted((before & self._suspects) - self._stalled)
+        self._stalled.update(found)
+        for replica_id in found:
+            self._view.set_stalled(replica_id, True)
+        return [_found(candidates, ids.index(replica_id), quiet_s) for replica_id in found]
 
     def forget(self, replica_id: str) -> None:
         """It begins anew."""
         self._progress.pop(replica_id, None)
-        self._stalled.pop(replica_id, None)
+        self._stalled.discard(replica_id)
+
+    def _release(self, replica_id: str) -> None:
+        self._stalled.discard(replica_id)
+        self._view.set_stalled(replica_id, False)
 
 
-def _tell(view: ClusterView, candidates: Candidates, place: int, stats: ReplicaStats) -> None:
-    """Put ``stats`` in the place of what was told, which gets no newer by that."""
-    view.apply_update(candidates.replica_ids[place], stats, (), (), float(candidates.updated_s[place]))
+def _found(candidates: Candidates, place: int, quiet_s: NDArray[np.float64]) -> Stalled:
+    if is_silent(candidates)[place]:
+        return Stalled(candidates.replica_ids[place], f"not a word for {candidates.age_s[place]:.1f} s")
+    return Stalled(candidates.replica_ids[place], f"no step has ended for {quiet_s[place]:.1f} s")

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY
 from shoal_cluster.policies.given import Given
 from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.look import Considered, Step
@@ -100,10 +99,7 @@ class StandingPlan:
             or view.index.num_evicted != self._num_evicted
         ):
             return False
-        present = view.present(now)
-        if present.is_stale(weights.max_age_s):
-            return False
-        columns = present.columns
+        columns = view.present(now).columns
         for place in news.changed:
             if not plan.stays_by(place, columns[:, place].tolist()):
                 return False
@@ -115,7 +111,7 @@ class StandingPlan:
         """The plan of ``present``, the cluster as of now, with what is ``planned`` given away."""
         (changed, rematched), index, self.was_settled = view.news.take(), view.index, False
         made_for = (view, view.replica_ids, weights)
-        self._is_lasting = index.is_by_replica and not _grows_dearer(present, weights)
+        self._is_lasting = index.is_by_replica
         if not (
             self._is_lasting
             and len(changed) <= MAX_NEWS
@@ -254,11 +250,3 @@ class StandingPlan:
         if self._earlier and len(taken) > len(set_back):
             known = {id(planned.given) for planned in set_back}
             plan.differ([given.place for given in taken if id(given) not in known])
-
-
-def _grows_dearer(present: Candidates, weights: RouteWeights) -> bool:
-    """Whether a replica that takes requests costs more from look to look, without news: its stats are stale."""
-    if not present.is_stale(weights.max_age_s):
-        return False
-    is_stale = present.now - present.updated_s > weights.max_age_s
-    return bool((is_stale & (present.columns[CAPACITY] >= 0)).any())

@@ -11,6 +11,7 @@ import numpy as np
 from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView, with_item
 from shoal_cluster.policies.columns import PROMISED, Ints, column, promise, told_row, unknown_columns, unknown_rows
 from shoal_cluster.policies.in_flight import PromptKey, PromptsInFlight
+from shoal_cluster.policies.matches import Matches
 from shoal_cluster.policies.news import News
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
 from shoal_cluster.policies.reservation import Reservation
@@ -42,16 +43,15 @@ class ClusterView:
         self._stats: list[ReplicaStats | None] = []
         self._rows: list[tuple[Any, ...]] = []  # of ``_told``
         self._connected: tuple[bool, ...] = ()
+        self._stalled: tuple[bool, ...] = ()
         self._told, self._columns = unknown_rows(0), unknown_columns(0)
         self._foreign: list[tuple[int, int, int]] = []  # what other gateways have promised, of that
         self._updated_s = np.zeros(0)  # infinite while there are no stats
         self._present = Present(self._told)
         self._is_told_shared = self._is_promised_shared = False  # with snapshots: copied before they change
-        self._nothing = self._slots = np.zeros(0, np.int64)
-        self._are_slots_places = True
+        self._nothing = np.zeros(0, np.int64)
+        self._matches = Matches()
         self._known: Candidates | None = None  # the last snapshot for no prompt, until something changes
-        self._asked: tuple[Sequence[BlockHash], tuple[str, ...], int] = ((), (), -1)
-        self._matched = np.zeros(0, np.int64)
         self.news = News()  # since it was taken, if ``replica_ids`` are the same
 
     def __len__(self) -> int:
@@ -63,6 +63,10 @@ class ClusterView:
     def is_connected(self, replica_id: str) -> bool:
         """Whether it is a member whose feed is open."""
         return replica_id in self and self._connected[self._place_of[replica_id]]
+
+    def is_stalled(self, replica_id: str) -> bool:
+        """Whether it is a member that does not get on."""
+        return replica_id in self and self._stalled[self._place_of[replica_id]]
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
@@ -98,7 +102,7 @@ class ClusterView:
             return False
         self.index.replace(replica_id, block_hashes)
         self.news.note_all(place)
-        self._connect(place, True)
+        self._connect(place, True, False)
         self._take(place, stats, now)
         return True
 
@@ -120,16 +124,22 @@ class ClusterView:
             return False
         if stored or removed:
             self.index.change(replica_id, stored, removed)
-            self.news.note_less(place, removed, partial(self.index.is_at, self._slots.item(place)))
+            self.news.note_less(place, removed, partial(self.index.is_at, self._matches.slots.item(place)))
             self.news.note_more(place, stored)
         self._take(place, stats, now)
         return True
+
+    def set_stalled(self, replica_id: str, is_stalled: bool) -> None:
+        """Whether it takes nothing new, for it does not get on. A stranger does not matter."""
+        place = self._place_of.get(replica_id)
+        if place is not None and is_stalled != self._stalled[place]:
+            self._connect(place, self._connected[place], is_stalled)
 
     def disconnect(self, replica_id: str) -> None:
         """A replica's feed ended: it takes no new request until the next snapshot. Its last ledger stays to be seen."""
         place = self._place_of.get(replica_id)
         if place is not None:
-            self._connect(place, False)
+            self._connect(place, False, False)
 
     def reserve(
         self,
@@ -188,7 +198,7 @@ class ClusterView:
         expected = self._in_flight.remove(prompt)
         if expected is not None:
             place, block_hashes = self._place_of[expected[0]], expected[1]
-            slot: int = self._slots.item(place)
+            slot: int = self._matches.slots.item(place)
             self.index.expected.remove(slot, block_hashes)
             self.news.note_less(place, block_hashes, partial(self.index.is_at, slot))
 
@@ -213,12 +223,6 @@ class ClusterView:
         """What other gateways mean to send, the most urgent first."""
         return self._wishes.in_order(self._place_of, now)
 
-    def has_idle(self) -> bool:
-        """Whether a replica has no prompt to compute, and none coming that is known of."""
-        told = self._told
-        idle = told["connected"] & ~told["draining"] & (told["num_waiting_tokens"] == 0)
-        return bool((idle & (self._columns[0] == 0)).any())
-
     def reservation(self, request_id: str) -> Reservation | None:
         """The promise a request holds, if any."""
         return self._reservations.get(request_id)
@@ -237,6 +241,7 @@ class ClusterView:
                 self._node_ids,
                 self._stats,
                 self._connected,
+                self._stalled,
                 self._columns,
                 now,
                 self._updated_s,
@@ -259,39 +264,32 @@ class ClusterView:
             assert tuple(self._columns[:, place]) == column(self._rows[place], promised)
             assert self._told[place].item() == self._rows[place]
         assert list(self._place_of.items()) == [(r, place) for place, r in enumerate(sorted(self._replica_ids))]
-        for stats, row, connected in zip(self._stats, self._rows, self._connected, strict=True):
-            assert row == told_row(stats, connected)
-            assert not connected or stats is not None
+        for stats, row, *state in zip(self._stats, self._rows, self._connected, self._stalled, strict=True):
+            assert row == told_row(stats, *state)
+            assert not state[0] or stats is not None
         assert self.index.replica_ids() == self._place_of.keys()
         for replica_id in self._replica_ids:
             num_expected = self.index.expected.num_held(self.index.slot(replica_id))
             assert num_expected == len(self._in_flight.blocks_at(replica_id))
 
     def match(self, block_hashes: Sequence[BlockHash]) -> Ints:
-        """Leading blocks of a prompt that each member caches [n]. A placement asks more than once: the same question is
-        looked up once.
-        """
-        before, asked = self._asked, (block_hashes, self._replica_ids, self.index.version)
-        if block_hashes is not before[0] or self._replica_ids is not before[1] or asked[2] != before[2]:
-            matched = self.index.match_slots(block_hashes)
-            self._matched = matched[: len(self)] if self._are_slots_places else matched[self._slots]
-            self._asked = asked
-        return self._matched
+        """Leading blocks of a prompt that each member caches [n]."""
+        return self._matches.of(self.index, block_hashes)
 
     def _take(self, place: int, stats: ReplicaStats | None, now: float) -> None:
         self._own_told()
         if stats is not None:
             self._stats[place] = stats
-            if (row := told_row(stats, True)) != self._rows[place]:
+            if (row := told_row(stats, True, self._stalled[place])) != self._rows[place]:
                 self._told[place] = self._rows[place] = row
                 self._tell(place, row)
         self._updated_s[place] = now
-        self._present.oldest_s = min(self._present.oldest_s, now)
 
-    def _connect(self, place: int, is_connected: bool) -> None:
+    def _connect(self, place: int, is_connected: bool, is_stalled: bool) -> None:
         self._own_told()
         self._connected = with_item(self._connected, place, is_connected)
-        self._told["connected"][place] = is_connected
+        self._stalled = with_item(self._stalled, place, is_stalled)
+        self._told[["connected", "stalled"]][place] = is_connected, is_stalled
         self._rows[place] = self._told[place].item()
         self._tell(place, self._rows[place])  # for the next stats may be the same
 
@@ -317,7 +315,7 @@ class ClusterView:
             self._is_told_shared = False
             self._stats, self._updated_s = self._stats[:], self._updated_s.copy()
             self._present.is_past = True
-            self._present = Present(self._told, self._present.oldest_s)
+            self._present = Present(self._told)
 
     def _own_promised(self) -> None:
         """Before a column changes."""
@@ -331,19 +329,18 @@ class ClusterView:
         members = tuple(sorted(replica_ids))
         kept = [(new, old) for new, r in enumerate(members) if (old := self._place_of.get(r)) is not None]
         told, columns = unknown_rows(len(members)), unknown_columns(len(members))
-        foreign, connected = [(0, 0, 0)] * len(members), [False] * len(members)
+        foreign, connected, stalled = [(0, 0, 0)] * len(members), [False] * len(members), [False] * len(members)
         updated_s, node_ids = np.full(len(members), np.inf), [""] * len(members)
         self._is_told_shared = self._is_promised_shared = False
         stats: list[ReplicaStats | None] = [None] * len(members)
         for new, old in kept:
             told[new], columns[:, new], updated_s[new] = self._told[old], self._columns[:, old], self._updated_s[old]
             node_ids[new], stats[new], foreign[new] = self._node_ids[old], self._stats[old], self._foreign[old]
-            connected[new] = self._connected[old]
-        self._connected, self._present = tuple(connected), Present(told)
+            connected[new], stalled[new] = self._connected[old], self._stalled[old]
+        self._connected, self._stalled, self._present = tuple(connected), tuple(stalled), Present(told)
         self.news = News()
         self._foreign, self._known, self._nothing = foreign, None, np.zeros(len(members), np.int64)
         self._told, self._columns, self._updated_s, self._rows = told, columns, updated_s, told.tolist()
         self._node_ids, self._stats, self._replica_ids = tuple(node_ids), stats, members
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}
-        self._slots = np.array([self.index.slot(replica_id) for replica_id in members], np.int64)
-        self._are_slots_places = self._slots.tolist() == list(range(len(members)))
+        self._matches.set_members(self.index, members)

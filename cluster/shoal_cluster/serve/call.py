@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve.block_map import BlockMap
 from shoal_cluster.serve.deployment_watch import DeploymentRow
 from shoal_cluster.serve.explanation import Explanation
@@ -100,6 +101,7 @@ class ModelCard:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
     """One replica as the gateway knows it. ``stats`` is None until its feed has spoken; ``age_s`` is its stats' age.
+    One that is ``stalled`` takes nothing new until it gets on.
 
     ``start_report`` says what its memory went to when it started.
     """
@@ -110,7 +112,22 @@ class ReplicaRow:
     age_s: float = 0.0
     num_reserved_blocks: int = 0
     connected: bool = False
+    stalled: bool = False
     start_report: str = ""
+
+    @classmethod
+    def of(cls, view: ReplicaView, start_report: str) -> ReplicaRow:
+        """As the gateway's view has it."""
+        return cls(
+            replica_id=view.replica_id,
+            node_id=view.node_id,
+            stats=view.stats,
+            age_s=view.age_s,
+            num_reserved_blocks=view.num_reserved_blocks,
+            connected=view.connected,
+            stalled=view.stalled,
+            start_report=start_report,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,7 @@ _VIEW_SCALARS = (
     "node_id",
     "age_s",
     "connected",
+    "stalled",
     "num_reserved",
     "num_reserved_blocks",
     "num_reserved_tokens",
@@ -128,8 +129,6 @@ def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
         weights=pb.RouteWeights(
             prefill_price=weights.prefill_price,
             decode_price=weights.decode_price,
-            max_age_s=weights.max_age_s,
-            stale_tokens_per_s=weights.stale_tokens_per_s,
         ),
         seed=record.seed,
         decision=pb.RouteDecision(
@@ -150,8 +149,6 @@ def route_record_from_proto(record: pb.RouteRecord) -> RouteRecord:
         weights=RouteWeights(
             prefill_price=weights.prefill_price,
             decode_price=weights.decode_price,
-            max_age_s=weights.max_age_s,
-            stale_tokens_per_s=weights.stale_tokens_per_s,
         ),
         seed=record.seed,
         decision=RouteDecision(
@@ -225,6 +222,7 @@ def _replica_to_proto(row: ReplicaRow) -> pb.Replica:
         age_s=row.age_s,
         num_reserved_blocks=row.num_reserved_blocks,
         connected=row.connected,
+        stalled=row.stalled,
         start_report=row.start_report,
     )
 
@@ -237,6 +235,7 @@ def _replica_from_proto(replica: pb.Replica) -> ReplicaRow:
         age_s=replica.age_s,
         num_reserved_blocks=replica.num_reserved_blocks,
         connected=replica.connected,
+        stalled=replica.stalled,
         start_report=replica.start_report,
     )
 

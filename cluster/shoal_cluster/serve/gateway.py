@@ -215,18 +215,8 @@ class Gateway:
         )
 
     def _rows(self) -> tuple[ReplicaRow, ...]:
-        return tuple(
-            ReplicaRow(
-                replica_id=view.replica_id,
-                node_id=view.node_id,
-                stats=view.stats,
-                age_s=view.age_s,
-                num_reserved_blocks=view.num_reserved_blocks,
-                connected=view.connected,
-                start_report=self._ledger.start_report(view.replica_id),
-            )
-            for view in self._ledger.view.replicas_for((), time.monotonic())
-        )
+        views = self._ledger.view.replicas_for((), time.monotonic())
+        return tuple(ReplicaRow.of(view, self._ledger.start_report(view.replica_id)) for view in views)
 
     async def metrics(self) -> Iterable[Point]:
         rows = self._rows()

@@ -209,10 +209,7 @@ class GatewayLedger:
 
     def can_place(self, excluded: Set[str]) -> bool:
         """Whether a replica other than the ``excluded`` takes requests now."""
-        return any(
-            row.connected and row.stats is not None and not row.stats.draining and row.replica_id not in excluded
-            for row in self.view.replicas_for((), time.monotonic())
-        )
+        return self.view.present(time.monotonic()).has_open(excluded)
 
     def _commit(self, record: RouteRecord) -> None:
         query, candidates, now = record.query, record.replicas, time.monotonic()
@@ -269,16 +266,16 @@ class GatewayLedger:
             if replica_id in self.view:
                 self.journal.note(EventKind.READY, "its feed is open: requests may go there", replica_id=replica_id)
             self.recalls.stalls.forget(replica_id)
-            stats = self.recalls.stalls.hear(replica_id, message.stats, now)
-            self.view.apply_snapshot(replica_id, stats, message.hashes, now)
+            self.recalls.hear(replica_id, message.stats, now)
+            self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
             self._credit.take(replica_id, message, now)
             self._changed.set()
             self.on_news()
             return
-        told = None if message.stats is None else self.recalls.stalls.hear(replica_id, message.stats, now)
-        self.view.apply_update(replica_id, told, message.stored, message.removed, now)
+        self.recalls.hear(replica_id, message.stats, now)
+        self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
         self._credit.take(replica_id, message, now)
-        if told is not None and told.draining:
+        if message.stats is not None and (message.stats.draining or self.view.is_stalled(replica_id)):
             self.recalls.recall(replica_id)
         self.recalls.look(now)
         self.view.settle(message.accepted)

@@ -9,6 +9,7 @@ from shoal_cluster.policies.stall import Stalls
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.journal import EventKind, Journal
+from shoal_replica.stats import ReplicaStats
 
 
 class Recalls:
@@ -20,7 +21,7 @@ class Recalls:
         can_place: whether a replica other than these takes requests.
 
     Attributes:
-        stalls: is to hear all news of replicas.
+        stalls: who has stalled; hears through here.
         on_stall: called when one has stalled.
     """
 
@@ -33,9 +34,8 @@ class Recalls:
         can_place: Callable[[Set[str]], bool],
         journal: Journal,
     ) -> None:
-        self.stalls = Stalls()
+        self.stalls = Stalls(view)
         self.on_stall: Callable[[], None] = lambda: None
-        self._view = view
         self._feeds = feeds
         self._replica_of = replica_of
         self._dispatched = dispatched
@@ -43,12 +43,17 @@ class Recalls:
         self._journal = journal
         self._asked: set[str] = set()
 
+    def hear(self, replica_id: str, stats: ReplicaStats | None, now: float) -> None:
+        """News of a replica, None for the same again."""
+        if self.stalls.hear(replica_id, stats, now):
+            self._journal.note(EventKind.READY, "it gets on: requests may go there again", replica_id=replica_id)
+
     def look(self, now: float) -> None:
         """Ask back what waits where a replica has stalled."""
-        for replica_id, quiet_s in self.stalls.look(self._view, now):
+        for replica_id, reason in self.stalls.look(now):
             self.on_stall()
             num_asked = self.recall(replica_id)
-            text = f"no step has ended for {quiet_s:.1f} s: nothing new goes there; {num_asked} requests asked back"
+            text = f"{reason}: nothing new goes there; {num_asked} requests asked back"
             self._journal.note(EventKind.LOST, text, replica_id=replica_id)
 
     def recall(self, replica_id: str) -> int:

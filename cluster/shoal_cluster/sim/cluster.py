@@ -99,7 +99,7 @@ class SimCluster:
             self._retire(replica)
 
     def start_beats(self) -> None:
-        """Let idle replicas say now and then that they are there."""
+        """Let replicas that are idle, or in a long step, say now and then that they are there."""
         self.loop.after(self.config.heartbeat_s, self._beat, last=True)
 
     def _publish(self, replica: SimReplica, message: FeedMessage) -> None:
@@ -109,7 +109,7 @@ class SimCluster:
         if not self.book.num_open:
             return
         for replica in self.replicas.values():
-            if replica.is_idle:
+            if replica.is_idle or replica.told_s <= self.loop.now - self.config.heartbeat_s:
                 replica.beat()
         self.start_beats()
 

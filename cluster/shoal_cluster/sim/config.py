@@ -73,7 +73,7 @@ class SimConfig:
 
     Attributes:
         num_gateways: requests come at a random one; each has a view and a queue of its own.
-        heartbeat_s: how often an idle replica reports.
+        heartbeat_s: how often a replica reports that is idle or in a long step.
         feed_delay_s: from the end of a step until the gateway knows of it, tokens included.
         has_shared_pool: what one replica has cached, all can use at once and for nothing: the ceiling of placement.
         hold: how gateways hold requests until a replica can start them; None: each is placed when it comes.

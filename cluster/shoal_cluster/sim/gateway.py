@@ -75,7 +75,7 @@ class SimGateway:
         self.targets = targets
         self._rng = rng
         self._memory = RoutingMemory()
-        self._stalls = Stalls()
+        self._stalls = Stalls(view)
         self._sent: dict[str, PendingRequest] = {}  # those that were held, until their first token
         self._in_flight: dict[str, str] = {}  # other gateways' requests, until then, and where they are
 
@@ -98,7 +98,7 @@ class SimGateway:
             self._take_turn()
             if request.request_id not in self.queue:
                 return
-            if not self._can_place():
+            if not self.view.present(now).has_open():
                 self._look_whether_late(request.request_id, query)
                 return
         candidates = self.view.candidates(query.block_hashes if self.queue is None else (), now)
@@ -166,10 +166,6 @@ class SimGateway:
                 self.queue.remove(pending.query.request_id)
                 self._book.refuse(pending.query.request_id, reason)
 
-    def _can_place(self) -> bool:
-        told = self.view.present(self._loop.now).told
-        return bool((told["connected"] & ~told["draining"]).any())
-
     def lose(self, replica_id: str) -> None:
         """A replica is no more, with all that is on its way there."""
         self.view.leave(replica_id)
@@ -177,10 +173,10 @@ class SimGateway:
 
     def hear(self, replica_id: str, message: FeedMessage) -> None:
         """A replica's news arrive."""
-        now, stats = self._loop.now, message.stats
-        stats = None if stats is None else self._stalls.hear(replica_id, stats, now)
-        self.view.apply_update(replica_id, stats, message.stored, message.removed, now)
-        for stalled_id, _ in self._stalls.look(self.view, now):
+        now = self._loop.now
+        self._stalls.hear(replica_id, message.stats, now)
+        self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
+        for stalled_id, _ in self._stalls.look(now):
             self._loop.after(self._config.feed_delay_s, partial(self._recall, stalled_id))
         if message.added:
             self.view.settle(message.added)

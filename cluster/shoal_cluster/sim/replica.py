@@ -119,6 +119,7 @@ class SimReplica:
         self._wishes: tuple[tuple[str, Wish], ...] = ()  # with their gateways
         self._is_telling = False
         self._step_s = 0.0
+        self.told_s = loop.now
         self._began_s = loop.now  # the step that runs, or the stretch of them
         self._pace = PrefillPace()
         self._is_stepping = False
@@ -216,7 +217,7 @@ class SimReplica:
         stored, removed = self.scheduler.take_block_events()
         if self.scheduler.shared_pool is not None:
             self.scheduler.shared_pool.store(stored)
-        added, self._added = tuple(self._added), []
+        added, self._added, self.told_s = tuple(self._added), [], self._loop.now
         self._promised.clear()
         stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s, self._pace.token_s)
         blocks = tuple(stored), tuple(removed)

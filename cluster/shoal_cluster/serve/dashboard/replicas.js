@@ -4,7 +4,7 @@ import { button, compact, count, duration, element, lasting, rate, setText, shar
 import { Heat } from "./heat.js";
 import { Pool } from "./pool.js";
 
-const STALE_S = 3;
+const STALE_S = 2;
 
 const FACTS = {
   running: (r) => `${count(r.num_running)} of ${count(r.max_num_seqs)}`,

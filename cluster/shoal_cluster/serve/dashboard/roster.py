@@ -13,6 +13,7 @@ class State(StrEnum):
     """A replica's state, worst first where cards are sorted by it."""
 
     LOST = "not connected"
+    STALLED = "stalled"
     SILENT = "silent"
     DRAINING = "draining"
     STARTING = "starting"
@@ -51,6 +52,8 @@ def _followed(row: ReplicaRow, by_serve: ServeReplica | None) -> Card:
         state = State.SILENT
     elif not row.connected:
         state = State.LOST
+    elif row.stats.draining:
+        state = State.DRAINING
     else:
-        state = State.DRAINING if row.stats.draining else State.READY
+        state = State.STALLED if row.stalled else State.READY
     return Card(row, state, None if by_serve is None else by_serve.started_s)

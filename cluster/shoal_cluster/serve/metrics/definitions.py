@@ -121,7 +121,10 @@ WITHIN_OBJECTIVE = _gateway(
 ACTIVE = _gateway("requests_active", _G, "requests", "Requests in progress")
 RESUMES = _gateway("resumes_total", _C, "streams", "Streams that went on at another replica")
 STALLS = _gateway(
-    "stalls_total", _C, "stalls", "Replicas whose step did not end, so that what waited there was asked back"
+    "stalls_total",
+    _C,
+    "stalls",
+    "Replicas that fell silent or whose step did not end, so that what waited there was asked back",
 )
 REQUEST_TIME = _gateway(
     "request_seconds", _H, "seconds", "From arrival to the end, of finished requests", buckets=REQUEST_BUCKETS
@@ -155,6 +158,9 @@ FOUND_TOKENS = _gateway(
     "found_cached_tokens_total", _C, "tokens", "Of those, tokens that the replica found cached, in whole blocks"
 )
 CONNECTED = _gateway("feed_connected", _G, "0 or 1", "1 when the replica's feed is open", REPLICA_ID)
+STALLED = _gateway(
+    "replica_stalled", _G, "0 or 1", "1 while the replica gets nothing new, for it does not get on", REPLICA_ID
+)
 FEED_AGE = _gateway("feed_age_seconds", _G, "seconds", "Age of the replica's stats at the gateway", REPLICA_ID)
 RESERVED = _gateway(
     "reserved_blocks", _G, "blocks", "KV blocks promised to requests that the replica does not count yet", REPLICA_ID

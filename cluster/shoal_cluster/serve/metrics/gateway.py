@@ -101,6 +101,7 @@ class GatewayMetrics:
         for row in replicas:
             labels = (self._gateway_id, row.replica_id)
             yield Point(d.CONNECTED, labels, row.connected)
+            yield Point(d.STALLED, labels, row.stalled)
             yield Point(d.FEED_AGE, labels, row.age_s)
             yield Point(d.RESERVED, labels, row.num_reserved_blocks)
 

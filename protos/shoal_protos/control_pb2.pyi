@@ -65,7 +65,7 @@ class BlockLedger(_message.Message):
     def __init__(self, num_allocated_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., utilization: _Optional[float] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "node_id", "stats", "age_s", "num_reserved_blocks", "connected", "start_report", "stalled")
+    __slots__ = ("replica_id", "node_id", "stats", "age_s", "num_reserved_blocks", "connected", "start_report", "stalled", "slowness")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class Replica(_message.Message):
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     START_REPORT_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
+    SLOWNESS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     node_id: str
     stats: ReplicaStats
@@ -82,7 +83,8 @@ class Replica(_message.Message):
     connected: bool
     start_report: str
     stalled: bool
-    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., num_reserved_blocks: _Optional[int] = ..., connected: _Optional[bool] = ..., start_report: _Optional[str] = ..., stalled: _Optional[bool] = ...) -> None: ...
+    slowness: float
+    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., num_reserved_blocks: _Optional[int] = ..., connected: _Optional[bool] = ..., start_report: _Optional[str] = ..., stalled: _Optional[bool] = ..., slowness: _Optional[float] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
     __slots__ = ("time_s", "block_size", "blocks", "num_running", "num_waiting", "num_waiting_tokens", "max_num_seqs", "max_num_batched_tokens", "step_s", "num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_finished", "num_preemptions", "num_refused", "draining", "busy_s", "token_s", "due_tokens", "num_host_blocks", "num_host_cached_blocks", "num_host_cached_tokens", "num_blocks_out", "num_blocks_in", "by_due")
@@ -306,7 +308,7 @@ class RouteQuery(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ..., passed: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ReplicaView(_message.Message):
-    __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks", "stalled")
+    __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks", "stalled", "slowness")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +319,7 @@ class ReplicaView(_message.Message):
     NUM_RESERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_MATCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
+    SLOWNESS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     node_id: str
     stats: ReplicaStats
@@ -327,7 +330,8 @@ class ReplicaView(_message.Message):
     num_reserved_tokens: int
     num_matched_blocks: int
     stalled: bool
-    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., connected: _Optional[bool] = ..., num_reserved: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_reserved_tokens: _Optional[int] = ..., num_matched_blocks: _Optional[int] = ..., stalled: _Optional[bool] = ...) -> None: ...
+    slowness: float
+    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., connected: _Optional[bool] = ..., num_reserved: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_reserved_tokens: _Optional[int] = ..., num_matched_blocks: _Optional[int] = ..., stalled: _Optional[bool] = ..., slowness: _Optional[float] = ...) -> None: ...
 
 class RouteWeights(_message.Message):
     __slots__ = ("prefill_price", "decode_price")

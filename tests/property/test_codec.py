@@ -129,6 +129,7 @@ rows = st.builds(
     num_reserved_blocks=count,
     connected=st.booleans(),
     stalled=st.booleans(),
+    slowness=amount,
 )
 clusters = st.builds(
     ClusterRow,
@@ -157,6 +158,7 @@ views = st.builds(
     age_s=amount,
     connected=st.booleans(),
     stalled=st.booleans(),
+    slowness=amount,
     num_reserved=count,
     num_reserved_blocks=count,
     num_reserved_tokens=count,

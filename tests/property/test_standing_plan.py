@@ -18,7 +18,8 @@ from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.standing import StandingPlan
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.config import SimConfig, Stall
+from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.faults import Slow, Stall
 from shoal_cluster.sim.run import report, run
 from shoal_cluster.sim.workload import SimRequest, poisson, shared_prefixes
 from shoal_replica.config import CacheConfig, SchedulerConfig
@@ -102,7 +103,7 @@ def outcome(config: SimConfig, requests: list[SimRequest]) -> tuple[str, list[ob
         (0, 15.0, 1, {}),
         (1, 60.0, 1, {}),  # overload: objectives are lost
         (2, 90.0, 1, {"num_replicas": 24, "weights": RouteWeights(prefill_price=3.3, decode_price=70.0)}),
-        (3, 20.0, 1, {"faults": (Stall("replica-0001", 1.0, 4.0),)}),
+        (3, 20.0, 1, {"faults": (Stall("replica-0001", 1.0, 4.0), Slow("replica-0000", 0.0, 60.0, 3.0))}),
         (4, 20.0, 3, {}),
         (5, 20.0, 1, {"has_shared_pool": True}),
         (6, 25.0, 1, {"hold": HoldConfig(max_steps_ahead=2.5, max_considered=5)}),
@@ -173,7 +174,8 @@ class News:
             self._computed: 15,
             self._removal: 3,
             self._disconnection: 2,
-            self._stall: 4,
+            self._stall: 2,
+            self._slowing: 2,
             self._snapshot: 6,
             self._restart: 1,
             self._foreign: 5,
@@ -236,6 +238,10 @@ class News:
         replica_id, is_stalled = self._replica(), self._rng.random() < 0.3
         return lambda gateway: gateway.view.set_stalled(replica_id, is_stalled)
 
+    def _slowing(self, _: float) -> Callable[[Gateway], object]:
+        replica_id, slowness = self._replica(), self._rng.choice([1.0, 1.0, 1.41, 4.0])
+        return lambda gateway: gateway.view.set_slowness(replica_id, slowness)
+
     def _foreign(self, _: float) -> Callable[[Gateway], object]:
         rng = self._rng
         replica_id, promised = self._replica(), (rng.randint(0, 3), rng.randint(0, 30), rng.randint(0, 800))
@@ -290,7 +296,7 @@ class News:
 def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
     kept: list[int], num_tenants: int, max_index_entries: int
 ) -> None:
-    for seed in range(30):
+    for seed in range(40):
         rng, now = Random(seed), 100.0
         prices = {"prefill_price": rng.choice([1.0, 6.0]), "decode_price": rng.choice([0.0, 70.0, 512.0])}
         weights = RouteWeights(**prices)

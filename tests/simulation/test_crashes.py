@@ -21,8 +21,9 @@ from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.capacity import find_replicas
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.command import sim
-from shoal_cluster.sim.config import Crash, Fault, ScalingPlan, SimConfig, Stall
+from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.faults import Crash, Fault, Stall
 from shoal_cluster.sim.gateway import SimGateway
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.replica import FeedMessage, SimReplica
@@ -240,6 +241,8 @@ TRACE = '{"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": 
         ("crash:8@1+1", "must be below 8"),
         ("crash:1@1", "must be such as"),
         ("slow:1@1+1", "must be such as"),
+        ("slow:1@1+1x0.5", "0.5 times .*must be 1 to 100"),
+        ("slow:9@1+1x2", "replica 9 .*must be below 8"),
         ("crash:1@1+0", "must be above 0"),
         ("stall:1@-1+2", "must be such as"),
         ("stall:1@1+1e9", "must be such as"),

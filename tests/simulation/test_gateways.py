@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.config import SimConfig, Stall
+from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.faults import Stall
 from shoal_cluster.sim.run import report, run
 from shoal_cluster.sim.workload import SimRequest, shared_prefixes
 from shoal_replica.config import CacheConfig, SchedulerConfig

@@ -19,8 +19,9 @@ from shoal_cluster.sim import parallel
 from shoal_cluster.sim import run as run_module
 from shoal_cluster.sim.channel import Channel
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.config import ScalingPlan, SimConfig, Stall
+from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.conservation import check_conservation
+from shoal_cluster.sim.faults import Stall
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.parallel import can_part, run_beside
 from shoal_cluster.sim.run import report, run, simulate

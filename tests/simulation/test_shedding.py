@@ -8,7 +8,8 @@ from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.config import Crash, SimConfig
+from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.faults import Crash
 from shoal_cluster.sim.run import report, run, simulate
 from shoal_cluster.sim.workload import SimRequest, poisson
 from shoal_replica.config import CacheConfig, SchedulerConfig

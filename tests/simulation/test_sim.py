@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
 from shoal_cluster.policies.objective import PrefillTime
+from shoal_cluster.sim.capacity import find_capacity
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
@@ -277,6 +279,27 @@ def test_the_command_scales_sheds_and_takes_prices(rush: Path) -> None:
     assert plain["replica_s"] == pytest.approx(plain["duration_s"])
     assert told("--shed-late")["num_shed"] > plain["num_shed"] == 0
     assert told("--prefill-price", "1", "--decode-price", "0")["num_finished"] == 400
+    with pytest.raises(ConfigError, match="startup: got it without scale"):
+        told("--startup", "5")
+    for price in ("prefill_price", "decode_price"):
+        with pytest.raises(ConfigError, match=f"{price}: got it with routing 'round_robin'"):
+            told("--routing", "round_robin", f"--{price.replace('_', '-')}", "1")
+
+
+def test_a_search_shows_how_far_each_run_is(rush: Path) -> None:
+    seen: list[int] = []
+
+    @contextmanager
+    def watch(cluster: SimCluster) -> Iterator[None]:
+        seen.append(cluster.book.num_open)
+        yield
+        seen.append(cluster.book.num_open)
+
+    requests, tried = read_trace(rush, "mooncake", 50), list[float]()
+    config = SimConfig(num_replicas=1, cache=CacheConfig(num_blocks=1000, block_size=512))
+    find_capacity(config, requests, on_probe=lambda speed, _: tried.append(speed), watch=watch)
+    assert seen[::2] == [50] * len(tried)
+    assert min(seen[1::2]) == 0, "one that is carried runs to its end"
 
 
 def test_a_capacity_is_told_as_a_speed_of_the_trace(rush: Path) -> None:

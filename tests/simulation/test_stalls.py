@@ -8,8 +8,9 @@ import pytest
 
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.config import SimConfig, Stall
+from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.faults import Hindrances, Stall
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.replica import FeedMessage, SimReplica
 from shoal_cluster.sim.run import run
@@ -79,7 +80,7 @@ def test_a_replica_that_only_decodes_stalls_too(from_s: float, until_s: float) -
         if message.stats is not None and message.stats.num_generated_tokens > (told[-1][1] if told else 0):
             told.append((loop.now, message.stats.num_generated_tokens, replica.busy_s))
 
-    stalls = (Stall("a", from_s, until_s),)
+    stalls = Hindrances([Stall("a", from_s, until_s)])
     replica = SimReplica("a", loop, CONFIG.scheduler, CONFIG.cache, StepTime(decode_s=step_s), hear, stalls)
     request = Request(request_id="r", prompt_token_ids=tuple(range(64)), sampling_params=SamplingParams(max_tokens=200))
     loop.at(0.0, lambda: replica.add(request))

@@ -48,6 +48,7 @@ def test_a_short_answer_stays_where_its_prompt_is_cached_and_a_long_one_may_not(
         ("cached prefix", {"num_matched_blocks": 3}, {"num_matched_blocks": 2}),
         ("running sequences", {"stats": make_stats(num_running=1)}, {"stats": make_stats(num_running=2)}),
         ("sequences on their way", {}, {"num_reserved": 1}),
+        ("slowness", {"slowness": 1.41}, {"slowness": 2.0}),
         ("free blocks barrier", {}, {"stats": make_stats(num_free_blocks=10)}),
         ("reserved blocks barrier", {"num_reserved_blocks": 89}, {"num_reserved_blocks": 90}),
         ("slots barrier", {}, {"num_reserved": 8}),
@@ -138,6 +139,18 @@ def test_terms_add_up_to_the_score() -> None:
     assert candidate.score == pytest.approx(75 + WEIGHTS.prefill_price * 128 + WEIGHTS.decode_price * 3)
 
 
+def test_a_slower_replica_costs_its_compute_so_many_times_and_what_is_displaced_once() -> None:
+    stats = make_stats(num_running=3, num_waiting_tokens=70)
+    (candidate,) = decision_of(make_query(), make_row(stats=stats, slowness=2.83)).candidates
+    compute = 70 + 160 + WEIGHTS.decode_price * 3
+    assert dict(candidate.terms)["slower"] == pytest.approx(1.83 * compute)
+    assert candidate.score == pytest.approx(2.83 * compute + (WEIGHTS.prefill_price - 1) * 160)
+    assert candidate.score == pytest.approx(sum(v for name, v in candidate.terms if not name.startswith(("m", "free"))))
+    idle, busy = make_row("idle", slowness=2.0), make_row("busy", stats=make_stats(num_waiting_tokens=170))
+    assert decision_of(make_query(), idle, busy).ranked[0] == "idle", "it takes 160 twice, the other 330"
+    assert decision_of(make_query(), replace(idle, slowness=2.83), busy).ranked[0] == "busy"
+
+
 def test_equals_are_spread_evenly() -> None:
     rows = [make_row(name) for name in "abcd"]
     first = Counter(decision_of(make_query(), *rows, seed=seed).ranked[0] for seed in range(2000))
@@ -181,6 +194,7 @@ def replica_rows(draw: st.DrawFn) -> list[ReplicaView]:
                 age_s=draw(st.sampled_from((0.0, 0.5, 5.0))),
                 connected=draw(st.sampled_from((True, True, False))),
                 stalled=draw(st.sampled_from((False, False, True))),
+                slowness=draw(st.sampled_from((1.0, 1.0, 1.41, 2.0))),
                 num_reserved_blocks=draw(st.integers(0, 10)),
                 num_reserved_tokens=draw(st.sampled_from((0, 30))),
                 num_matched_blocks=draw(st.integers(0, 8)),

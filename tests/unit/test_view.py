@@ -188,7 +188,7 @@ def test_who_has_stalled_takes_nothing_until_it_is_taken_back_or_begins_anew() -
     view.set_stalled("a", True)
     view.set_stalled("stranger", True)
     assert [row.stalled for row in view.replicas_for((), 1.0)] == [True, False]
-    assert before.stalled == (False, False)
+    assert [state.stalled for state in before.states] == [False, False]
     assert not before.told["stalled"].any()
     assert view.is_stalled("a")
     assert not view.is_stalled("stranger")

@@ -18,6 +18,7 @@ from shoal_cluster.policies.columns import (
     TOLD,
     Floats,
     Ints,
+    ReplicaState,
     column,
     told_row,
     unknown_columns,
@@ -39,6 +40,7 @@ class ReplicaView:
         age_s: seconds since the gateway received ``stats``; 0 while there are none.
         connected: owner the gateway; whether the feed is up now.
         stalled: owner the gateway; it does not get on or has fallen silent, see ``Stalls``: nothing new goes there.
+        slowness: owner the gateway; times as long as the fastest for a prompt, by what they measure, see ``Slowness``.
         num_reserved, num_reserved_blocks, num_reserved_tokens: requests sent here that ``stats`` does not count yet,
             their blocks, and their prompt tokens to compute. Owner the gateway, exact, for its own; other gateways'
             are what the replica has heard from them.
@@ -52,11 +54,16 @@ class ReplicaView:
     age_s: float = 0.0
     connected: bool = False
     stalled: bool = False
+    slowness: float = 1.0
     num_reserved: int = 0
     num_reserved_blocks: int = 0
     num_reserved_tokens: int = 0
     num_matched_blocks: int = 0
     node_id: str = ""
+
+    @property
+    def state(self) -> ReplicaState:
+        return ReplicaState(self.connected, self.stalled, self.slowness)
 
 
 class Present:
@@ -74,9 +81,9 @@ class Candidates:
 
     Attributes:
         stats: what each replica said last; None until it has spoken.
-        columns: rows ``PROMISED``, then ``STANDING``, [10, n].
+        columns: rows ``PROMISED``, then ``STANDING``, [11, n].
         now, updated_s: of whom ``age_s`` is the difference; infinite for one that has not spoken, [n].
-        connected, stalled, num_matched_blocks: as in ReplicaView, [n].
+        states, num_matched_blocks: as in ReplicaView, [n].
     """
 
     __slots__ = (
@@ -84,12 +91,11 @@ class Candidates:
         "_present",
         "_told",
         "columns",
-        "connected",
         "node_ids",
         "now",
         "num_matched_blocks",
         "replica_ids",
-        "stalled",
+        "states",
         "stats",
         "updated_s",
     )
@@ -99,8 +105,7 @@ class Candidates:
         replica_ids: tuple[str, ...],
         node_ids: Sequence[str],
         stats: Sequence[ReplicaStats | None],
-        connected: Sequence[bool],
-        stalled: Sequence[bool],
+        states: Sequence[ReplicaState],
         columns: Ints,
         now: float,
         updated_s: Floats,
@@ -110,8 +115,7 @@ class Candidates:
         self.replica_ids = replica_ids
         self.node_ids = node_ids
         self.stats = stats
-        self.connected = connected
-        self.stalled = stalled
+        self.states = states
         self.columns = columns
         self.now = now
         self.updated_s = updated_s
@@ -127,13 +131,12 @@ class Candidates:
         columns = unknown_columns(len(rows))
         for place, row in enumerate(rows):
             promised = row.num_reserved, row.num_reserved_blocks, row.num_reserved_tokens
-            columns[:, place] = column(told_row(row.stats, row.connected, row.stalled), promised)
+            columns[:, place] = column(told_row(row.stats, row.state), promised)
         return cls(
             tuple(row.replica_id for row in rows),
             tuple(row.node_id for row in rows),
             tuple(row.stats for row in rows),
-            tuple(row.connected for row in rows),
-            tuple(row.stalled for row in rows),
+            tuple(row.state for row in rows),
             columns,
             0.0,
             np.array([-row.age_s for row in rows], np.float64),
@@ -146,8 +149,7 @@ class Candidates:
             self.replica_ids,
             self.node_ids,
             self.stats,
-            self.connected,
-            self.stalled,
+            self.states,
             self.columns if columns is None else columns,
             self.now,
             self.updated_s,
@@ -171,8 +173,7 @@ class Candidates:
         if self._told is None:
             if self._present is not None and not self._present.is_past:
                 return self._present.told
-            by_replica = zip(self.stats, self.connected, self.stalled, strict=True)
-            self._told = np.array([told_row(*one) for one in by_replica], TOLD)
+            self._told = np.array([*map(told_row, self.stats, self.states)], TOLD)
         return self._told
 
     @property
@@ -238,8 +239,7 @@ class Candidates:
             replica_id=self.replica_ids[place],
             stats=self.stats[place],
             age_s=float(self.age_s[place]),
-            connected=self.connected[place],
-            stalled=self.stalled[place],
+            **self.states[place]._asdict(),
             num_reserved=num_reserved,
             num_reserved_blocks=num_reserved_blocks,
             num_reserved_tokens=num_reserved_tokens,

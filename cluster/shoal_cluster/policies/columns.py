@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ TOLD = np.dtype(
         ("connected", "?"),
         ("known", "?"),
         ("stalled", "?"),
+        ("extra", "i8"),
         *(
             (name, {"step_s": "f8", "token_s": "f8", "draining": "?", "by_due": "?"}.get(name, "i8"))
             for name in (*COUNTS, *DERIVED, *DUE)
@@ -46,12 +47,16 @@ TOLD = np.dtype(
 )
 _DRAINING, _OPEN_BLOCKS, _OPEN_SLOTS, _DUE_AT_ONCE = map(list(TOLD.names or ()).index, ("draining", *DERIVED, DUE[0]))
 PROMISED = ("num_reserved", "num_reserved_blocks", "num_reserved_tokens")
-STANDING = ("capacity", "load", "sequences", "room", "open_blocks", "open_slots", "urgent")
+STANDING = ("capacity", "load", "sequences", "room", "open_blocks", "open_slots", "urgent", "extra")
 """What a decision goes by, of both: blocks of the largest request that the replica takes, -1 for none; prompt tokens to
 compute before a newcomer; sequences that decode there or soon will; free blocks for a newcomer, -1 without a free slot;
-the same whether or not there is one; free slots; and tokens to compute before a newcomer that is due at once.
+the same whether or not there is one; free slots; tokens to compute before a newcomer that is due at once; and by how
+many per cent more the replica takes for them than the fastest.
 """
-CAPACITY, LOAD, SEQUENCES, ROOM, OPEN_BLOCKS, OPEN_SLOTS, URGENT = range(len(PROMISED), len(PROMISED) + len(STANDING))
+CAPACITY, LOAD, SEQUENCES, ROOM, OPEN_BLOCKS, OPEN_SLOTS, URGENT, EXTRA = range(
+    len(PROMISED), len(PROMISED) + len(STANDING)
+)
+PER_CENT = 0.01
 _counts_of = attrgetter(*COUNTS)
 
 
@@ -60,13 +65,27 @@ def due_column(due_in_s: float) -> str:
     return DUE[bisect_left(DUE_WITHIN_S, due_in_s)]
 
 
-def told_row(stats: ReplicaStats | None, connected: bool, stalled: bool = False) -> tuple[Any, ...]:
+class ReplicaState(NamedTuple):
+    """What the gateway itself knows of a replica, as in ``ReplicaView``."""
+
+    connected: bool = False
+    stalled: bool = False
+    slowness: float = 1.0
+
+
+UNKNOWN = ReplicaState()
+
+
+def told_row(stats: ReplicaStats | None, state: ReplicaState) -> tuple[Any, ...]:
     """One element of ``Candidates.told``."""
+    connected, stalled, slowness = state
+    extra = round((slowness - 1.0) / PER_CENT)
     if stats is None:  # it has nothing, and divides by nothing either
         return (
             connected,
             False,
             stalled,
+            extra,
             *(int(name in ("block_size", "max_num_batched_tokens")) for name in (*COUNTS, *DERIVED, *DUE)),
         )
     # A queued prompt's blocks are still counted free: they are taken, all at once, when its first step is scheduled.
@@ -74,13 +93,13 @@ def told_row(stats: ReplicaStats | None, connected: bool, stalled: bool = False)
     num_open_blocks = stats.num_free_blocks - num_queued_blocks
     num_open_slots = stats.max_num_seqs - stats.num_running - stats.num_waiting
     due = stats.due_tokens if len(stats.due_tokens) == len(DUE) else (stats.num_waiting_tokens,) * len(DUE)
-    return (connected, True, stalled, *_counts_of(stats), num_open_blocks, num_open_slots, *due)
+    return (connected, True, stalled, extra, *_counts_of(stats), num_open_blocks, num_open_slots, *due)
 
 
 def column(row: Sequence[Any], promised: Iterable[int]) -> tuple[int, ...]:
     """One of ``Candidates.columns``, for a ``told_row`` and what is promised there."""
     num_reserved, num_blocks, num_tokens = promised
-    connected, known, stalled, _, num_total_blocks, _, _, num_running, num_waiting, num_waiting_tokens, *_ = row
+    connected, known, stalled, extra, _, num_total_blocks, _, _, num_running, num_waiting, num_waiting_tokens, *_ = row
     open_blocks, open_slots = row[_OPEN_BLOCKS] - num_blocks, row[_OPEN_SLOTS] - num_reserved
     return (
         num_reserved,
@@ -93,12 +112,15 @@ def column(row: Sequence[Any], promised: Iterable[int]) -> tuple[int, ...]:
         open_blocks,
         open_slots,
         row[_DUE_AT_ONCE] + num_tokens,
+        extra,
     )
 
 
 def promise(columns: Ints, place: int, num_requests: int, num_blocks: int, num_tokens: int) -> None:
     """Count so many requests more, or less, as promised to the replica at ``place``."""
-    reserved, blocks, tokens, capacity, load, sequences, _, open_blocks, open_slots, urgent = columns[:, place].tolist()
+    reserved, blocks, tokens, capacity, load, sequences, _, open_blocks, open_slots, urgent, extra = columns[
+        :, place
+    ].tolist()
     open_blocks, open_slots = open_blocks - num_blocks, open_slots - num_requests
     columns[:, place] = (
         reserved + num_requests,
@@ -111,6 +133,7 @@ def promise(columns: Ints, place: int, num_requests: int, num_blocks: int, num_t
         open_blocks,
         open_slots,
         urgent + num_tokens,
+        extra,
     )
 
 
@@ -118,7 +141,7 @@ def promise_many(columns: Ints, promises: Sequence[tuple[int, int, int]]) -> Non
     """``promise`` a request each to as many replicas: their places, with its blocks and tokens."""
     at, num_blocks, num_tokens = np.array(promises).T
     there = columns[:, at]
-    reserved, blocks, tokens, _, load, sequences, room, open_blocks, open_slots, urgent = there
+    reserved, blocks, tokens, _, load, sequences, room, open_blocks, open_slots, urgent, _ = there
     for row, change in ((reserved, 1), (blocks, num_blocks), (tokens, num_tokens), (load, num_tokens), (sequences, 1)):
         row += change
     open_blocks -= num_blocks
@@ -131,12 +154,12 @@ def promise_many(columns: Ints, promises: Sequence[tuple[int, int, int]]) -> Non
 def unknown_columns(count: int) -> Ints:
     """``columns`` of replicas that have not spoken, with nothing promised."""
     columns: Ints = np.empty((len(PROMISED) + len(STANDING), count), np.int64)
-    columns[:] = np.array([column(told_row(None, False), (0, 0, 0))]).T
+    columns[:] = np.array([column(told_row(None, UNKNOWN), (0, 0, 0))]).T
     return columns
 
 
-def unknown_rows(count: int) -> NDArray[np.void]:
-    """``told`` of replicas that have not spoken."""
+def unknown(count: int) -> tuple[NDArray[np.void], Ints]:
+    """``told`` and ``columns`` of such."""
     rows: NDArray[np.void] = np.empty(count, TOLD)
-    rows[:] = told_row(None, False)
-    return rows
+    rows[:] = told_row(None, UNKNOWN)
+    return rows, unknown_columns(count)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM, SEQUENCES, Ints
+from shoal_cluster.policies.columns import CAPACITY, EXTRA, LOAD, PER_CENT, ROOM, SEQUENCES, Ints
 from shoal_cluster.policies.ranking import RouteQuery
 
 Price = tuple[bool, float]
@@ -64,5 +64,7 @@ class Given:
         if column[CAPACITY] < query.num_blocks_needed or (query.excluded and replica_ids[place] in query.excluded):
             return True, np.inf
         uncached = max(1, query.num_prompt_tokens - num_matched * query.block_size)
-        cost = uncached * self.prefill_price + column[LOAD] + self.sequence_price * column[SEQUENCES]
+        sequences = self.sequence_price * column[SEQUENCES]
+        cost = uncached * self.prefill_price + column[LOAD] + sequences
+        cost += column[EXTRA] * PER_CENT * (uncached + column[LOAD] + sequences)
         return column[ROOM] < max(self.least_blocks, query.num_blocks_needed - num_matched), cost

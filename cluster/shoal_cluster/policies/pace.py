@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY
+from shoal_cluster.policies.columns import CAPACITY, EXTRA
 from shoal_cluster.policies.objective import PrefillTime
 
 PACE_AGE_S = 0.1  # a pace is a mean over many steps: it is not looked up for every request
@@ -34,7 +34,8 @@ class Pace:
         self._looked_s = now
         before = self.token_s, self.alone
         token_s = replicas.told["token_s"]
-        measured = token_s[(token_s > 0) & (replicas.columns[CAPACITY] >= 0)]
+        is_fast = (replicas.columns[CAPACITY] >= 0) & (replicas.columns[EXTRA] == 0)
+        measured = token_s[(token_s > 0) & is_fast]
         if measured.size:
             token_s_now = float(measured.mean())
             if abs(token_s_now - self.token_s) > LEAST_CHANGE * self.token_s:

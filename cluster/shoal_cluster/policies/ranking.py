@@ -289,12 +289,12 @@ def _rejection(query: RouteQuery, candidates: Candidates, place: int) -> str:
     stats = candidates.stats[place]
     if candidates.replica_ids[place] in query.excluded:
         return "excluded"
-    if not candidates.connected[place]:
+    if not candidates.states[place].connected:
         return "not connected"
     if stats is None:
         return "no stats yet"
     if stats.draining:
         return "draining"
-    if candidates.stalled[place]:
+    if candidates.states[place].stalled:
         return "stalled"
     return f"needs {query.num_blocks_needed} blocks, has {stats.num_total_blocks}"

@@ -12,7 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, LOAD, OPEN_BLOCKS, OPEN_SLOTS, ROOM, SEQUENCES, Floats, Ints
+from shoal_cluster.policies.columns import (
+    CAPACITY,
+    EXTRA,
+    LOAD,
+    OPEN_BLOCKS,
+    OPEN_SLOTS,
+    PER_CENT,
+    ROOM,
+    SEQUENCES,
+    Floats,
+    Ints,
+)
 from shoal_cluster.policies.ranking import (
     PRICED_STEPS,
     CandidateTerms,
@@ -72,7 +83,8 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     """Rank ``candidates`` for ``query`` by predicted work before its first token.
 
     Cost = waiting and reserved tokens, less those that it passes, + prefill_price * uncached prompt tokens
-    + decode_price * sequences there, less for fewer steps. Barrier: a replica that has no free slot, or whose free
+    + decode_price * sequences there, less for fewer steps; of a slower replica its compute costs so many times as much
+    (not what the prompt's KV displaces). Barrier: a replica that has no free slot, or whose free
     blocks, less those promised and those its queue will take, cannot hold the request's uncached part, ranks after all
     that can.
     Equals are shuffled by ``rng``.
@@ -105,8 +117,9 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
     """The scores behind ``route``, in prompt tokens of compute."""
     told, matched = candidates.told, candidates.num_matched_blocks
     scores = _price(query, candidates, weights)
-    prefill: Floats = np.multiply(weights.prefill_price, _uncached(query, matched))
     running: Floats = np.multiply(weights.sequence_price(query), candidates.columns[SEQUENCES])
+    uncached, extra = _uncached(query, matched), candidates.columns[EXTRA]
+    slower: Floats = extra * PER_CENT * (uncached + load(query, candidates) + running)
     return Scores(
         cost=scores.cost,
         must_wait=scores.must_wait,
@@ -114,8 +127,9 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
             ("waiting", told["num_waiting_tokens"]),
             ("reserved", candidates.num_reserved_tokens),
             *((("passed", -_passed(query, candidates)),) if query.passed else ()),
-            ("prefill", prefill),
+            ("prefill", uncached * np.float64(weights.prefill_price)),
             ("running", running),
+            *((("slower", slower),) if extra.any() else ()),
             ("matched_blocks", matched),
             ("free_blocks", candidates.columns[OPEN_BLOCKS]),
             ("free_slots", candidates.columns[OPEN_SLOTS]),
@@ -168,7 +182,10 @@ def work(
     """
     total: Floats = uncached * np.float64(weights.prefill_price)
     total += before
-    total += sequence_price * candidates.columns[SEQUENCES]
+    sequences: Floats = sequence_price * candidates.columns[SEQUENCES]
+    total += sequences
+    if candidates.columns[EXTRA].any():
+        total += candidates.columns[EXTRA] * PER_CENT * (uncached + before + sequences)
     return total
 
 

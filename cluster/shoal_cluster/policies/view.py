@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView, with_item
-from shoal_cluster.policies.columns import PROMISED, Ints, column, promise, told_row, unknown_columns, unknown_rows
+from shoal_cluster.policies.columns import PROMISED, UNKNOWN, Ints, ReplicaState, column, promise, told_row, unknown
 from shoal_cluster.policies.in_flight import PromptKey, PromptsInFlight
 from shoal_cluster.policies.matches import Matches
 from shoal_cluster.policies.news import News
@@ -42,9 +42,8 @@ class ClusterView:
         self._node_ids: tuple[str, ...] = ()
         self._stats: list[ReplicaStats | None] = []
         self._rows: list[tuple[Any, ...]] = []  # of ``_told``
-        self._connected: tuple[bool, ...] = ()
-        self._stalled: tuple[bool, ...] = ()
-        self._told, self._columns = unknown_rows(0), unknown_columns(0)
+        self._states: tuple[ReplicaState, ...] = ()
+        self._told, self._columns = unknown(0)
         self._foreign: list[tuple[int, int, int]] = []  # what other gateways have promised, of that
         self._updated_s = np.zeros(0)  # infinite while there are no stats
         self._present = Present(self._told)
@@ -62,11 +61,11 @@ class ClusterView:
 
     def is_connected(self, replica_id: str) -> bool:
         """Whether it is a member whose feed is open."""
-        return replica_id in self and self._connected[self._place_of[replica_id]]
+        return replica_id in self and self._states[self._place_of[replica_id]].connected
 
     def is_stalled(self, replica_id: str) -> bool:
         """Whether it is a member that does not get on."""
-        return replica_id in self and self._stalled[self._place_of[replica_id]]
+        return replica_id in self and self._states[self._place_of[replica_id]].stalled
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
@@ -102,7 +101,7 @@ class ClusterView:
             return False
         self.index.replace(replica_id, block_hashes)
         self.news.note_all(place)
-        self._connect(place, True, False)
+        self._mark(place, self._states[place]._replace(connected=True, stalled=False))
         self._take(place, stats, now)
         return True
 
@@ -120,7 +119,7 @@ class ClusterView:
         still true.
         """
         place = self._place_of.get(replica_id)
-        if place is None or not self._connected[place]:
+        if place is None or not self._states[place].connected:
             return False
         if stored or removed:
             self.index.change(replica_id, stored, removed)
@@ -131,15 +130,19 @@ class ClusterView:
 
     def set_stalled(self, replica_id: str, is_stalled: bool) -> None:
         """Whether it takes nothing new, for it does not get on. A stranger does not matter."""
-        place = self._place_of.get(replica_id)
-        if place is not None and is_stalled != self._stalled[place]:
-            self._connect(place, self._connected[place], is_stalled)
+        if (place := self._place_of.get(replica_id)) is not None:
+            self._mark(place, self._states[place]._replace(stalled=is_stalled))
+
+    def set_slowness(self, replica_id: str, slowness: float) -> None:
+        """How many times as long it takes for a prompt as the fastest. A stranger does not matter."""
+        if (place := self._place_of.get(replica_id)) is not None:
+            self._mark(place, self._states[place]._replace(slowness=slowness))
 
     def disconnect(self, replica_id: str) -> None:
         """A replica's feed ended: it takes no new request until the next snapshot. Its last ledger stays to be seen."""
         place = self._place_of.get(replica_id)
         if place is not None:
-            self._connect(place, False, False)
+            self._mark(place, self._states[place]._replace(connected=False, stalled=False))
 
     def reserve(
         self,
@@ -240,8 +243,7 @@ class ClusterView:
                 self._replica_ids,
                 self._node_ids,
                 self._stats,
-                self._connected,
-                self._stalled,
+                self._states,
                 self._columns,
                 now,
                 self._updated_s,
@@ -264,9 +266,9 @@ class ClusterView:
             assert tuple(self._columns[:, place]) == column(self._rows[place], promised)
             assert self._told[place].item() == self._rows[place]
         assert list(self._place_of.items()) == [(r, place) for place, r in enumerate(sorted(self._replica_ids))]
-        for stats, row, *state in zip(self._stats, self._rows, self._connected, self._stalled, strict=True):
-            assert row == told_row(stats, *state)
-            assert not state[0] or stats is not None
+        for stats, row, state in zip(self._stats, self._rows, self._states, strict=True):
+            assert row == told_row(stats, state)
+            assert not state.connected or stats is not None
         assert self.index.replica_ids() == self._place_of.keys()
         for replica_id in self._replica_ids:
             num_expected = self.index.expected.num_held(self.index.slot(replica_id))
@@ -280,17 +282,17 @@ class ClusterView:
         self._own_told()
         if stats is not None:
             self._stats[place] = stats
-            if (row := told_row(stats, True, self._stalled[place])) != self._rows[place]:
+            if (row := told_row(stats, self._states[place])) != self._rows[place]:
                 self._told[place] = self._rows[place] = row
                 self._tell(place, row)
         self._updated_s[place] = now
 
-    def _connect(self, place: int, is_connected: bool, is_stalled: bool) -> None:
+    def _mark(self, place: int, state: ReplicaState) -> None:
+        if state == self._states[place]:
+            return
         self._own_told()
-        self._connected = with_item(self._connected, place, is_connected)
-        self._stalled = with_item(self._stalled, place, is_stalled)
-        self._told[["connected", "stalled"]][place] = is_connected, is_stalled
-        self._rows[place] = self._told[place].item()
+        self._states = with_item(self._states, place, state)
+        self._told[place] = self._rows[place] = told_row(self._stats[place], state)
         self._tell(place, self._rows[place])  # for the next stats may be the same
 
     def _tell(self, place: int, row: Sequence[Any]) -> None:
@@ -328,16 +330,16 @@ class ClusterView:
         """Make the columns those of ``replica_ids``; who was here keeps what is known of it."""
         members = tuple(sorted(replica_ids))
         kept = [(new, old) for new, r in enumerate(members) if (old := self._place_of.get(r)) is not None]
-        told, columns = unknown_rows(len(members)), unknown_columns(len(members))
-        foreign, connected, stalled = [(0, 0, 0)] * len(members), [False] * len(members), [False] * len(members)
+        told, columns = unknown(len(members))
+        foreign, states = [(0, 0, 0)] * len(members), [UNKNOWN] * len(members)
         updated_s, node_ids = np.full(len(members), np.inf), [""] * len(members)
         self._is_told_shared = self._is_promised_shared = False
         stats: list[ReplicaStats | None] = [None] * len(members)
         for new, old in kept:
             told[new], columns[:, new], updated_s[new] = self._told[old], self._columns[:, old], self._updated_s[old]
             node_ids[new], stats[new], foreign[new] = self._node_ids[old], self._stats[old], self._foreign[old]
-            connected[new], stalled[new] = self._connected[old], self._stalled[old]
-        self._connected, self._stalled, self._present = tuple(connected), tuple(stalled), Present(told)
+            states[new] = self._states[old]
+        self._states, self._present = tuple(states), Present(told)
         self.news = News()
         self._foreign, self._known, self._nothing = foreign, None, np.zeros(len(members), np.int64)
         self._told, self._columns, self._updated_s, self._rows = told, columns, updated_s, told.tolist()

@@ -101,7 +101,7 @@ class ModelCard:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
     """One replica as the gateway knows it. ``stats`` is None until its feed has spoken; ``age_s`` is its stats' age.
-    One that is ``stalled`` takes nothing new until it gets on.
+    One that is ``stalled`` takes nothing new until it gets on; ``slowness``: times as long as the fastest for a prompt.
 
     ``start_report`` says what its memory went to when it started.
     """
@@ -113,6 +113,7 @@ class ReplicaRow:
     num_reserved_blocks: int = 0
     connected: bool = False
     stalled: bool = False
+    slowness: float = 1.0
     start_report: str = ""
 
     @classmethod
@@ -126,6 +127,7 @@ class ReplicaRow:
             num_reserved_blocks=view.num_reserved_blocks,
             connected=view.connected,
             stalled=view.stalled,
+            slowness=view.slowness,
             start_report=start_report,
         )
 

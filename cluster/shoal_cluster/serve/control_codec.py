@@ -52,6 +52,7 @@ _VIEW_SCALARS = (
     "age_s",
     "connected",
     "stalled",
+    "slowness",
     "num_reserved",
     "num_reserved_blocks",
     "num_reserved_tokens",
@@ -223,6 +224,7 @@ def _replica_to_proto(row: ReplicaRow) -> pb.Replica:
         num_reserved_blocks=row.num_reserved_blocks,
         connected=row.connected,
         stalled=row.stalled,
+        slowness=row.slowness,
         start_report=row.start_report,
     )
 
@@ -236,6 +238,7 @@ def _replica_from_proto(replica: pb.Replica) -> ReplicaRow:
         num_reserved_blocks=replica.num_reserved_blocks,
         connected=replica.connected,
         stalled=replica.stalled,
+        slowness=replica.slowness,
         start_report=replica.start_report,
     )
 

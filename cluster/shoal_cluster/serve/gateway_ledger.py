@@ -26,6 +26,7 @@ from shoal_cluster.policies.routing import (
     uncached_blocks,
     uncached_tokens,
 )
+from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.feed_client import FeedClient
@@ -76,6 +77,7 @@ class GatewayLedger:
         self._sent = SentRequests()
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
         self._replica_of: dict[str, str] = {}
+        self._slowness = Slowness(self.view)
         self.recalls = Recalls(
             self.view, self._feeds, self._replica_of, self._sent.records, self.can_place, self.journal
         )
@@ -273,6 +275,7 @@ class GatewayLedger:
             self.on_news()
             return
         self.recalls.hear(replica_id, message.stats, now)
+        self._slowness.hear(replica_id, message.stats, now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
         self._credit.take(replica_id, message, now)
         if message.stats is not None and (message.stats.draining or self.view.is_stalled(replica_id)):

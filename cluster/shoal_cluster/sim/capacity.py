@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from shoal_cluster.sim.cluster import SimCluster
@@ -15,7 +16,11 @@ MAX_SPEED, MAX_REPLICAS = 1024.0, 4096
 CHECK_INTERVAL_S = 1.0
 
 
-def carries(config: SimConfig, requests: Sequence[SimRequest], goodput: float) -> bool:
+Watch = Callable[[SimCluster], AbstractContextManager[object]]
+"""What is entered while a cluster runs, to see how far it is."""
+
+
+def carries(config: SimConfig, requests: Sequence[SimRequest], goodput: float, watch: Watch = nullcontext) -> bool:
     """Whether at least that share of ``requests`` is served within the objective.
 
     Ends as soon as it is decided that it is not; a run that goes to its end is checked like any other.
@@ -34,7 +39,8 @@ def carries(config: SimConfig, requests: Sequence[SimRequest], goodput: float) -
             cluster.loop.after(CHECK_INTERVAL_S, check)
 
     cluster.loop.after(0.0, check)
-    cluster.loop.run()
+    with watch(cluster):
+        cluster.loop.run()
     if not cluster.book.num_open:
         check_conservation(cluster)
     return cluster.book.num_missed <= allowed
@@ -47,6 +53,7 @@ def find_capacity(
     goodput: float = DEFAULT_GOODPUT,
     tolerance: float = 0.02,
     on_probe: Callable[[float, bool], None] = lambda speed, ok: None,
+    watch: Watch = nullcontext,
 ) -> float:
     """The highest speed of ``requests`` at which ``config`` carries them, to within ``tolerance`` of itself.
 
@@ -57,7 +64,7 @@ def find_capacity(
     """
 
     def probe(speed: float) -> bool:
-        ok = carries(config, speed_up(requests, speed), goodput)
+        ok = carries(config, speed_up(requests, speed), goodput, watch)
         on_probe(speed, ok)
         return ok
 
@@ -82,6 +89,7 @@ def find_replicas(
     *,
     goodput: float = DEFAULT_GOODPUT,
     on_probe: Callable[[int, bool], None] = lambda count, ok: None,
+    watch: Watch = nullcontext,
 ) -> int:
     """The least number of replicas that carry ``requests``. 0 if none does.
 
@@ -89,7 +97,7 @@ def find_replicas(
     """
 
     def probe(count: int) -> bool:
-        ok = carries(replace(config, num_replicas=count), requests, goodput)
+        ok = carries(replace(config, num_replicas=count), requests, goodput, watch)
         on_probe(count, ok)
         return ok
 

@@ -12,8 +12,9 @@ from random import Random
 from shoal_cluster.policies.autoscaling_view import Demand
 from shoal_cluster.policies.view import ClusterView, ReplicaView
 from shoal_cluster.sim.book import Book
-from shoal_cluster.sim.config import Crash, SimConfig, Stall, replica_name
+from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.faults import Crash, Hindrances, replica_name
 from shoal_cluster.sim.gateway import SimGateway
 from shoal_cluster.sim.replica import EndedReplica, FeedMessage, SimReplica
 from shoal_cluster.sim.scaler import SimScaler
@@ -127,7 +128,7 @@ class SimCluster:
             self.config.cache,
             self.config.step_time,
             self._publish,
-            tuple(fault for fault in faults if isinstance(fault, Stall)),
+            Hindrances(faults),
             math.inf if crash is None else crash.from_s,
         )
         replica.scheduler.shared_pool = self.shared_pool

@@ -18,7 +18,8 @@ from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.sim.capacity import DEFAULT_GOODPUT, find_capacity, find_replicas
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.config import Crash, Fault, ScalingPlan, SimConfig, Stall, replica_name
+from shoal_cluster.sim.config import ScalingPlan, SimConfig
+from shoal_cluster.sim.faults import parse_faults
 from shoal_cluster.sim.fit import fit_step_time
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.plot import plot_run
@@ -32,9 +33,7 @@ from shoal_replica.errors import ConfigError
 
 PLOT_INTERVAL_S = 10.0
 WEIGHTS = RouteWeights()
-MAX_FAULT_S = 86_400.0
-
-_FAULT = re.compile(r"(?P<kind>crash|stall):(?P<number>\d{1,6})@(?P<from_s>\d+(\.\d+)?)\+(?P<for_s>\d+(\.\d+)?)")
+STARTUP_S = 30.0
 
 Name = TypeVar("Name", bound=str)
 
@@ -67,18 +66,27 @@ def sim(
         typer.Option(help="Prefill tokens/s, seconds per token pair, seconds of a decode step: '8000,2.5e-9,0.03'."),
     ] = None,
     model_from: Annotated[Path | None, typer.Option(help="Step times fitted to 'shoal bench engine --json'.")] = None,
-    prefill_price: Annotated[float, typer.Option(help="Of predicted_ttft.")] = WEIGHTS.prefill_price,
-    decode_price: Annotated[float, typer.Option(help="Of predicted_ttft.")] = WEIGHTS.decode_price,
+    prefill_price: Annotated[
+        float | None, typer.Option(help=f"Of predicted_ttft; default {WEIGHTS.prefill_price:g}.")
+    ] = None,
+    decode_price: Annotated[
+        float | None, typer.Option(help=f"Of predicted_ttft; default {WEIGHTS.decode_price:g}.")
+    ] = None,
     shed_late: Annotated[
         bool, typer.Option("--shed-late", help="Refuse what cannot have its first token within the objective.")
     ] = False,
     scale: Annotated[
         str | None, typer.Option(help="Autoscaling: least and most replicas, such as 2:16; --replicas at first.")
     ] = None,
-    startup: Annotated[float, typer.Option(min=0.0, help="Seconds until a replica that is added serves.")] = 30.0,
+    startup: Annotated[
+        float | None,
+        typer.Option(min=0.0, help=f"Seconds until a replica that is added serves; default {STARTUP_S:g}."),
+    ] = None,
     fault: Annotated[
         list[str] | None,
-        typer.Option(help="What fails when and for how many seconds, of replica 3: 'crash:3@600+30', 'stall:3@600+5'."),
+        typer.Option(
+            help="What fails from when, for how many seconds: crash:3@600+30, stall:3@600+5, slow:3@600+300x2."
+        ),
     ] = None,
     ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token, beside its own prefill.")] = 2.0,
     prefills: Annotated[float, typer.Option(help="Objective: times its own uncached prefill.")] = 2.0,
@@ -102,12 +110,18 @@ def sim(
         raise ConfigError("scale: got it with a search, which is for so many replicas as there are")
     if plot is not None and (capacity or least):
         raise ConfigError("plot: got it with a search; a single run can be drawn")
+    if scale is None and startup is not None:
+        raise ConfigError("startup: got it without scale; only a cluster that is scaled starts replicas")
     step_time = _step_time(model_rate, model_from)
     objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     rule = _one_of("routing", routing, ROUTINGS)
     is_held = rule == "predicted_ttft" if hold is None else hold
     if is_held and rule != "predicted_ttft":
         raise ConfigError(f"hold: got it with routing {rule!r}; only predicted_ttft places what is held")
+    prices = {"prefill_price": prefill_price, "decode_price": decode_price}
+    given = {name: price for name, price in prices.items() if price is not None}
+    if given and rule != "predicted_ttft":
+        raise ConfigError(f"{min(given)}: got it with routing {rule!r}; only predicted_ttft has prices")
     policy = _one_of("order", order or ("deadline" if is_held else "fcfs"), SCHEDULING_POLICIES)
     config = SimConfig(
         num_replicas=replicas,
@@ -118,14 +132,14 @@ def sim(
         ),
         step_time=step_time,
         routing=rule,
-        weights=RouteWeights(prefill_price=prefill_price, decode_price=decode_price),
+        weights=RouteWeights(**given),
         limits=AdmissionLimits(objective=objective if shed_late else None, pair_s=step_time.prefill.pair_s),
         hold=HoldConfig(objective=objective, prefill=step_time.prefill) if is_held else None,
-        scaling=_scaling(scale, startup),
+        scaling=_scaling(scale, STARTUP_S if startup is None else startup),
         num_gateways=gateways,
         has_shared_pool=shared_pool,
         objective=objective,
-        faults=_faults(fault or (), 1 if least else replicas),  # a search begins with one
+        faults=parse_faults(fault or (), 1 if least else replicas),  # a search begins with one
         seed=seed,
     )
     arrivals = read_trace(trace, _one_of("format", trace_format, TRACE_FORMATS), requests)
@@ -158,10 +172,14 @@ def _plan(
         told = f"{tried} replicas" if least else f"{speed * tried:.4g} times the speed"
         typer.echo(f"{told}: {'carried' if is_carried else 'too much'}", err=True)
 
+    def watch(cluster: SimCluster) -> Progress:
+        return Progress(cluster, len(arrivals))
+
+    found: dict[str, float | str]
     if least:
-        found: dict[str, float | str] = {"replicas": find_replicas(config, arrivals, goodput=goodput, on_probe=tell)}
+        found = {"replicas": find_replicas(config, arrivals, goodput=goodput, on_probe=tell, watch=watch)}
     else:
-        found = {"capacity": speed * find_capacity(config, arrivals, goodput=goodput, on_probe=tell)}
+        found = {"capacity": speed * find_capacity(config, arrivals, goodput=goodput, on_probe=tell, watch=watch)}
     found |= {"routing": config.routing, "goodput": goodput}
     if as_json:
         typer.echo(json.dumps(found, indent=2, sort_keys=True))
@@ -189,32 +207,6 @@ def _scaling(text: str | None, startup_s: float) -> ScalingPlan | None:
     except ConfigError as error:
         raise ConfigError(f"scale: got {text!r}; {error}") from None
     return ScalingPlan(config=config, startup_s=startup_s)
-
-
-def _fault(text: str, num_replicas: int) -> Fault:
-    found = _FAULT.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"fault: got {text!r}; must be such as crash:3@600+30 or stall:3@600+30")
-    number, from_s, for_s = int(found["number"]), float(found["from_s"]), float(found["for_s"])
-    if number >= num_replicas:
-        raise ConfigError(f"fault: got replica {number} in {text!r}; must be below {num_replicas}")
-    if not 0 < for_s <= MAX_FAULT_S:
-        raise ConfigError(f"fault: got {found['for_s']} s in {text!r}; must be above 0 and at most {MAX_FAULT_S:.0f}")
-    kind = Crash if found["kind"] == "crash" else Stall
-    return kind(replica_name(number), from_s, from_s + for_s)
-
-
-def _faults(texts: Sequence[str], num_replicas: int) -> tuple[Fault, ...]:
-    faults = tuple(_fault(text, num_replicas) for text in texts)
-    latest_first = sorted(faults, key=lambda fault: -fault.from_s)
-    crashes = {fault.replica_id: fault for fault in latest_first if isinstance(fault, Crash)}
-    for text, fault in zip(texts, faults, strict=True):
-        crash = crashes.get(fault.replica_id, fault)
-        if fault is not crash and fault.until_s > crash.from_s:
-            raise ConfigError(
-                f"fault: got {text!r} of a replica that crashes at {crash.from_s:g} s; must end before that"
-            )
-    return faults
 
 
 def _step_time(rate: str | None, path: Path | None) -> StepTime:

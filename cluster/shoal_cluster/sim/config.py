@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from shoal_cluster.policies.admission import AdmissionLimits
@@ -12,6 +11,7 @@ from shoal_cluster.policies.baselines import Routing
 from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.sim.faults import Fault
 from shoal_cluster.sim.latency import StepTime
 from shoal_replica.config import CacheConfig, SchedulerConfig
 
@@ -30,41 +30,6 @@ class ScalingPlan:
     interval_s: float = 1.0
     startup_s: float = 30.0
     drain_timeout_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Of a replica, from a time on until another. Raises ValueError for times that are none."""
-
-    replica_id: str
-    from_s: float
-    until_s: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.from_s < math.inf:
-            raise ValueError(f"from_s: got {self.from_s!r}; must be finite and not below 0")
-        if not self.from_s <= self.until_s < math.inf:
-            raise ValueError(f"until_s: got {self.until_s!r}; must be finite and not before from_s, {self.from_s!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Stall(Fault):
-    """Steps that the replica begins from ``from_s`` on do not end before ``until_s``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crash(Fault):
-    """The replica's process ends at ``from_s``, and with it what it computes and all that it has cached, unless all
-    share one pool.
-
-    Gateways know when its feed breaks off, and let its requests go on elsewhere. Another replica, of another id, serves
-    in its place from ``until_s`` on, with nothing cached; with autoscaling that is the scaler's matter.
-    """
-
-
-def replica_name(number: int) -> str:
-    """The id of the replica that was the ``number``-th to start, from 0 on."""
-    return f"replica-{number:04d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

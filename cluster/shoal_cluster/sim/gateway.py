@@ -17,6 +17,7 @@ from shoal_cluster.policies.memory import RoutingMemory
 from shoal_cluster.policies.pending import PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import is_eligible, priced_steps
 from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.stall import Stalls
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
@@ -76,6 +77,7 @@ class SimGateway:
         self._rng = rng
         self._memory = RoutingMemory()
         self._stalls = Stalls(view)
+        self._slowness = Slowness(view)
         self._sent: dict[str, PendingRequest] = {}  # those that were held, until their first token
         self._in_flight: dict[str, str] = {}  # other gateways' requests, until then, and where they are
 
@@ -175,6 +177,7 @@ class SimGateway:
         """A replica's news arrive."""
         now = self._loop.now
         self._stalls.hear(replica_id, message.stats, now)
+        self._slowness.hear(replica_id, message.stats, now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
         for stalled_id, _ in self._stalls.look(now):
             self._loop.after(self._config.feed_delay_s, partial(self._recall, stalled_id))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal_cluster.policies.wishes import Wish
-from shoal_cluster.sim.config import Stall
 from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.faults import Hindrances
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.steady import FIRST_OUTPUT_TOKEN_ID, CompactRequest, SteadyScheduler
 from shoal_cluster.sim.workload import SimRequest
@@ -87,7 +87,7 @@ class SimReplica:
 
     Args:
         publish: called with a message at the end of each step, and whenever ``tell`` is.
-        stalls: its own.
+        hindrances: its own.
         crash_s: when ``crash`` will be called.
     """
 
@@ -99,7 +99,7 @@ class SimReplica:
         cache_config: CacheConfig,
         step_time: StepTime,
         publish: Callable[[SimReplica, FeedMessage], None],
-        stalls: tuple[Stall, ...] = (),
+        hindrances: Hindrances | None = None,
         crash_s: float = math.inf,
     ) -> None:
         self.replica_id = replica_id
@@ -111,7 +111,7 @@ class SimReplica:
         self._loop = loop
         self._step_time = step_time
         self.publish = publish
-        self._stalls = stalls
+        self._hindrances = hindrances or Hindrances()
         self._crash_s = crash_s
         self._has_crashed = False
         self._added: list[str] = []
@@ -253,9 +253,9 @@ class SimReplica:
             self._is_stepping = False
             return
         now = self._began_s = self._loop.now
-        stalled_s = max((stall.until_s - now for stall in self._stalls if stall.from_s <= now), default=0.0)
+        stalled_s, factor = self._hindrances.stalled_s(now), self._hindrances.factor(now)
         num_alike, num_alike_tokens = len(self.scheduler.alike), self.scheduler.num_alike_tokens
-        step_s = max(self._step_time.of(output, num_alike, num_alike_tokens), stalled_s)
+        step_s = max(factor * self._step_time.of(output, num_alike, num_alike_tokens), stalled_s)
         max_steps = int(MAX_STRETCH_S / step_s) if step_s and stalled_s <= 0 else 1
         num_steps = self.scheduler.num_steady_steps(output, max_steps)
         if num_steps == 1:
@@ -263,10 +263,11 @@ class SimReplica:
                 self._loop.after(BEAT_S, lambda: self.tell(()), last=True)
             self._loop.at(now + step_s, lambda: self._end_step(output, step_s), last=True)
             return
-        stalls_s = min((stall.from_s for stall in self._stalls if stall.from_s > now), default=math.inf)
-        steps_s = [self._step_time.decode(num_alike, num_alike_tokens + i * num_alike) for i in range(num_steps)]
+        changes_s = self._hindrances.next_s(now)
+        contexts = [num_alike_tokens + i * num_alike for i in range(num_steps)]
+        steps_s = [factor * self._step_time.decode(num_alike, num_tokens) for num_tokens in contexts]
         ends_s = [now := now + step_s for step_s in steps_s]
-        num_steps = min(num_steps, bisect_left(ends_s, stalls_s) + 1)  # a step that begins later is none of the stretch
+        num_steps = min(num_steps, bisect_left(ends_s, changes_s) + 1)  # a step that begins later is not in it
         num_steps = max(1, min(num_steps, bisect_left(ends_s, self._crash_s)))  # nor is one that does not end
         del ends_s[num_steps:]
         stretch = self._stretch = _Stretch(steps_s, ends_s)

@@ -102,6 +102,7 @@ class GatewayMetrics:
             labels = (self._gateway_id, row.replica_id)
             yield Point(d.CONNECTED, labels, row.connected)
             yield Point(d.STALLED, labels, row.stalled)
+            yield Point(d.SLOWNESS, labels, row.slowness)
             yield Point(d.FEED_AGE, labels, row.age_s)
             yield Point(d.RESERVED, labels, row.num_reserved_blocks)
 

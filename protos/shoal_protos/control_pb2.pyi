@@ -149,16 +149,18 @@ class ExplainRouteRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainRouteResponse(_message.Message):
-    __slots__ = ("records", "looks", "held", "refusals")
+    __slots__ = ("records", "looks", "held", "refusals", "num_left_off")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     LOOKS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_OFF_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[RouteRecord]
     looks: _containers.RepeatedCompositeFieldContainer[Look]
     held: _containers.RepeatedCompositeFieldContainer[Held]
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
-    def __init__(self, records: _Optional[_Iterable[_Union[RouteRecord, _Mapping]]] = ..., looks: _Optional[_Iterable[_Union[Look, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+    num_left_off: int
+    def __init__(self, records: _Optional[_Iterable[_Union[RouteRecord, _Mapping]]] = ..., looks: _Optional[_Iterable[_Union[Look, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., num_left_off: _Optional[int] = ...) -> None: ...
 
 class QueuePlace(_message.Message):
     __slots__ = ("request_id", "replica_id", "due_in_s")

@@ -13,7 +13,7 @@ from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
 from shoal_cluster.serve import explainer
 from shoal_cluster.serve.explainer import Explainer
 from shoal_cluster.serve.explanation import Explanation, Refusal
-from shoal_cluster.serve.explanation_codec import explanation_to_bytes
+from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_cluster.serve.route_log import RouteLog
 from shoal_replica.errors import NotFound, Unavailable
 
@@ -146,3 +146,20 @@ async def test_what_does_not_reach_the_others_may_have_been_told_here() -> None:
         await asking(Unreached(other=keeping(record(1.0)))).explain("call")
     refusal = Refusal(0.5, "call", "full", 1.0, ())
     assert (await asking(Unreached(), refused=refusal).explain("call")).refusals == (refusal,)
+
+
+def test_of_more_than_a_message_holds_the_newest_are_told_and_how_many_are_left_off() -> None:
+    many = Candidates.of([make_row(f"replica-{number:03}") for number in range(200)])
+    records = tuple(
+        decide(make_query(request_id=f"call#{i}"), many, RouteWeights(), seed=i, time_s=float(i)) for i in range(60)
+    )
+    raw = explanation_to_bytes(Explanation(records, num_left_off=3))
+    assert len(raw) < 4 * 2**20
+    told = explanation_from_bytes(raw)
+    num_told = len(told.records)
+    assert 10 < num_told < 60
+    assert told.records == records[-num_told:]
+    assert told.num_left_off == 60 - num_told + 3
+    assert told.left_off.startswith(f"{told.num_left_off} older decisions are left off")
+    assert explanation_from_bytes(explanation_to_bytes(Explanation(records[:2]))) == Explanation(records[:2])
+    assert Explanation.of([told, told]).num_left_off == 2 * told.num_left_off

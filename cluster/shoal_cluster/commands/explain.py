@@ -52,6 +52,8 @@ def explain(
 
         typer.echo(json.dumps(encode_explanation(explanation), indent=2))
         return
+    if explanation.left_off:
+        console.print(explanation.left_off)
     for refusal in explanation.refusals:
         console.print(f"{clock(refusal.time_s)}  {refusal.text}", markup=False)
         if refusal.record is not None:

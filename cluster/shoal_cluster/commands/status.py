@@ -97,9 +97,7 @@ def _table(cluster: ClusterRow) -> Table:
         recent = sorted(cluster.recent_ttft_s)
         p50, p99 = (recent[math.ceil(share * len(recent)) - 1] for share in (0.5, 0.99))
         title += f"\nfirst token, last {len(recent)} requests: p50 {p50:.2f} s, p99 {p99:.2f} s"
-    table = Table(
-        title=title, title_justify="left", show_footer=True, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    table = Table(title=title, title_justify="left", show_footer=True, box=box.SIMPLE, padding=0, pad_edge=False)
     sums = [
         *_blocks(sum_blocks(cluster.replicas)),
         str(sum(row.num_reserved_blocks for row in cluster.replicas)),
@@ -122,7 +120,9 @@ def _state(row: ReplicaRow) -> str:
         return "silent"
     if row.stats.draining:
         return "draining"
-    return "stalled" if row.stalled else "ready"
+    if row.stalled:
+        return "stalled"
+    return "ready" if row.slowness <= 1 else f"slow x{row.slowness:g}"
 
 
 def _cells(row: ReplicaRow) -> list[str]:

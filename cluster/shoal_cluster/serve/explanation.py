@@ -87,15 +87,23 @@ class SentBy:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that gateways keep of a client's request, each part oldest first. ``looks`` are of the records' requests."""
+    """All that gateways keep of a client's request, each part oldest first. ``looks`` are of the records' requests;
+    ``num_left_off`` counts older records and refusals that a message had no room for.
+    """
 
     records: tuple[RouteRecord, ...] = ()
     looks: tuple[SentBy, ...] = ()
     held: tuple[HeldRequest, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    num_left_off: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.records or self.held or self.refusals)
+
+    @property
+    def left_off(self) -> str:
+        """What is to be said of what is left off; empty for nothing."""
+        return f"{self.num_left_off} older decisions are left off: a message has no room" if self.num_left_off else ""
 
     @classmethod
     def of(cls, several: Sequence[Explanation]) -> Explanation:
@@ -105,6 +113,7 @@ class Explanation:
             looks=tuple(look for each in several for look in each.looks),
             held=tuple(held for each in several for held in each.held),
             refusals=tuple(sorted((r for each in several for r in each.refusals), key=lambda refusal: refusal.time_s)),
+            num_left_off=sum(each.num_left_off for each in several),
         )
 
 

@@ -1,10 +1,10 @@
-"""`shoal.v1.Control.ExplainRoute`: proto to domain and back. Nothing is lost either way."""
+"""`shoal.v1.Control.ExplainRoute`: proto to domain and back. Nothing is lost but what a message has no room for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal_cluster.policies.admission import Admission, AdmissionLimits, AdmissionRecord
 from shoal_cluster.policies.candidates import Candidates
@@ -23,6 +23,11 @@ from shoal_cluster.serve.control_codec import (
 from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal, SentBy
 from shoal_protos import control_pb2 as pb
 
+MAX_PART_BYTES = 3 * 2**19
+"""Of records, and of refusals: clients take messages of 4 MiB unless they are told to take more."""
+
+Part = TypeVar("Part", pb.RouteRecord, pb.Refusal)
+
 _HELD_SCALARS = ("time_s", "request_id", "waited_s", "number", "num_held")  # under the same names in the proto
 _REFUSAL_SCALARS = ("time_s", "request_id", "reason", "retry_after_s")
 _LIMIT_SCALARS = ("max_waiting_tokens", "max_waiting_requests", "pair_s")
@@ -31,11 +36,15 @@ _ADMISSION_SCALARS = ("admitted", "reason", "never_fits")
 
 
 def explanation_to_proto(explanation: Explanation) -> pb.ExplainRouteResponse:
+    records = _newest(map(route_record_to_proto, reversed(explanation.records)))
+    refusals = _newest(map(_refusal_to_proto, reversed(explanation.refusals)))
+    num_left_off = len(explanation.records) - len(records) + len(explanation.refusals) - len(refusals)
     return pb.ExplainRouteResponse(
-        records=map(route_record_to_proto, explanation.records),
+        records=records,
         looks=[pb.Look(request_id=look.request_id, queue=_queue_to_proto(look.queue)) for look in explanation.looks],
         held=[pb.Held(queue=_queue_to_proto(h.queue), **_named(h, _HELD_SCALARS)) for h in explanation.held],
-        refusals=map(_refusal_to_proto, explanation.refusals),
+        refusals=refusals,
+        num_left_off=explanation.num_left_off + num_left_off,
     )
 
 
@@ -45,6 +54,7 @@ def explanation_from_proto(response: pb.ExplainRouteResponse) -> Explanation:
         looks=tuple(SentBy(look.request_id, _queue_from_proto(look.queue)) for look in response.looks),
         held=tuple(HeldRequest(queue=_queue_from_proto(h.queue), **_named(h, _HELD_SCALARS)) for h in response.held),
         refusals=tuple(map(_refusal_from_proto, response.refusals)),
+        num_left_off=response.num_left_off,
     )
 
 
@@ -56,6 +66,18 @@ def explanation_to_bytes(explanation: Explanation) -> bytes:
 def explanation_from_bytes(raw: bytes) -> Explanation:
     """The same read."""
     return explanation_from_proto(pb.ExplainRouteResponse.FromString(raw))
+
+
+def _newest(parts: Iterable[Part]) -> list[Part]:
+    """Of ``parts``, which come newest first, as many as there is room for, oldest first; one at least."""
+    kept: list[Part] = []
+    num_bytes = 0
+    for part in parts:
+        num_bytes += part.ByteSize()
+        if kept and num_bytes > MAX_PART_BYTES:
+            break
+        kept.append(part)
+    return kept[::-1]
 
 
 def _refusal_to_proto(refusal: Refusal) -> pb.Refusal:

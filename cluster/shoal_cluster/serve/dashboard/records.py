@@ -10,6 +10,8 @@ def encode_explanation(explanation: Explanation) -> list[dict[str, object]]:
     """Its records, and a text for what is known besides."""
     said: tuple[Refusal | SentBy | HeldRequest, ...] = (*explanation.refusals, *explanation.looks, *explanation.held)
     texts: list[dict[str, object]] = [{"text": each.text} for each in said]
+    if explanation.left_off:
+        texts.append({"text": explanation.left_off})
     return [*map(encode_route, explanation.records), *texts]
 
 

@@ -95,7 +95,7 @@ class Engine:
         self._flight: _Flight | None = None  # the step that follows the one that runs
         self._is_checked = False  # the books, since the last step
         self._step_s = self._busy_s = 0.0
-        self._pace = PrefillPace()
+        self._pace = PrefillPace(scheduler.config.max_num_batched_tokens)
         self._told = self.stats()
         self._is_changed = False  # since the last report
         self._rested_s = 0.0
@@ -149,7 +149,8 @@ class Engine:
         return True
 
     def stats(self) -> ReplicaStats:
-        return self._scheduler.stats(time.time(), self._step_s, self._draining, self._busy_s, self._pace.token_s)
+        pace = self._pace.told(time.monotonic())
+        return self._scheduler.stats(time.time(), self._step_s, self._draining, self._busy_s, pace)
 
     def cache_hashes(self) -> tuple[BlockHash, ...]:
         """Every hash in the prefix cache; with the events of later reports, a complete picture.
@@ -237,8 +238,7 @@ class Engine:
             self._scheduler.now = time.monotonic()
         self._step_s = landed.step_s
         self._busy_s += landed.step_s
-        scheduled = landed.output.scheduled
-        self._pace.take(sum(share.num_new_tokens for share in scheduled), len(scheduled), landed.step_s)
+        self._pace.take(landed.output.scheduled, 0, landed.step_s, time.monotonic())
         self._is_changed = True
         self._publish(self._scheduler.update(landed.output, landed.result, time.monotonic()), landed.step_s)
 

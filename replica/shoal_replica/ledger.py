@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 
 from shoal_replica.config import SchedulerConfig
 from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.prefill_pace import Pace
 from shoal_replica.request import Sequence, SequenceStatus
 from shoal_replica.scheduling_policy import by_progress, due_profile
 from shoal_replica.stats import ReplicaStats, Totals
@@ -30,7 +31,7 @@ class Ledger:
         self._totals = totals
 
     def stats(
-        self, now: float, time_s: float, step_s: float, draining: bool, busy_s: float, token_s: float
+        self, now: float, time_s: float, step_s: float, draining: bool, busy_s: float, pace: Pace
     ) -> ReplicaStats:
         """As of ``now`` on the engine's clock, which is ``time_s`` on the wall."""
         pool, host = self._kv.pool, self._kv.host
@@ -53,7 +54,8 @@ class Ledger:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             step_s=step_s,
             busy_s=busy_s,
-            token_s=token_s,
+            token_s=pace.token_s,
+            full_token_s=pace.full_token_s,
             **self._totals.as_dict(),
             draining=draining,
             by_due=self._config.policy == "deadline",

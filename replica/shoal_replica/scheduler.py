@@ -15,6 +15,7 @@ from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.ledger import Ledger
 from shoal_replica.lookahead import Lookahead
 from shoal_replica.pieces import Pieces
+from shoal_replica.prefill_pace import UNKNOWN_PACE, Pace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduling_policy import by_progress, choose_victim, rank
@@ -38,7 +39,7 @@ class Scheduler:
     ) -> None:
         if max_model_len > cache_config.num_blocks * cache_config.block_size:
             raise ValueError("max_model_len does not fit the block pool")
-        self._config = config
+        self.config = config
         self._kv = KVCacheManager(cache_config)
         self._finish_rule = rule = FinishRule(frozenset(eos_token_ids), max_model_len)
         self._requests: dict[str, list[Sequence]] = {}
@@ -61,7 +62,7 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether ``add`` would take another request."""
-        return len(self._waiting) < self._config.max_num_waiting
+        return len(self._waiting) < self.config.max_num_waiting
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request has not ended."""
@@ -91,7 +92,7 @@ class Scheduler:
         """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
         self.now = now
         behind, level = by_progress(self._running)
-        room = self._config.max_num_seqs - len(self._running)
+        room = self.config.max_num_seqs - len(self._running)
         plan, decodes_wait = self._pieces.plan(level, behind, self._waiting, room)
         if not decodes_wait:
             self._advance_level(plan, level)
@@ -171,10 +172,10 @@ class Scheduler:
         return self._kv.pool.heat()
 
     def stats(
-        self, time_s: float, step_s: float = 0.0, draining: bool = False, busy_s: float = 0.0, token_s: float = 0.0
+        self, time_s: float, step_s: float = 0.0, draining: bool = False, busy_s: float = 0.0, pace: Pace = UNKNOWN_PACE
     ) -> ReplicaStats:
         """The ledger as of now; ``time_s`` is the caller's wall clock."""
-        return self._ledger.stats(self.now, time_s, step_s, draining, busy_s, token_s)
+        return self._ledger.stats(self.now, time_s, step_s, draining, busy_s, pace)
 
     def check_invariants(self) -> None:
         """The books agree, and every request that has not ended is in one queue."""
@@ -234,12 +235,12 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan, line: WaitingLine, before: Sequence | None = None) -> None:
         """Start those next in line while budget, slots and blocks last; only those that rank ``before``."""
-        room = self._config.max_num_seqs - len(self._running) - line.num_kept_slots
+        room = self.config.max_num_seqs - len(self._running) - line.num_kept_slots
         admitted: list[Sequence] = []
         any_preempted = self._waiting.has_preempted
         while line and room > 0 and plan.budget:
             sequence = line.first
-            if before is not None and rank(before, self._config.policy) < rank(sequence, self._config.policy):
+            if before is not None and rank(before, self.config.policy) < rank(sequence, self.config.policy):
                 break
             if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
                 break  # blocks are short: nobody new before those who were pushed out are back
@@ -263,14 +264,14 @@ class Scheduler:
         if admitted:
             self._waiting.take(admitted)
             self._running.extend(admitted)
-            self._running.sort(key=lambda s: rank(s, self._config.policy))
+            self._running.sort(key=lambda s: rank(s, self.config.policy))
 
     def _waits_for_another(self, plan: StepPlan, line: WaitingLine, sequence: Sequence, num_matched: int) -> bool:
         """Whether another gets on with what ``sequence`` needs next: in its place in this step, as far as they share.
         Nobody else then takes the slot and the blocks that it is going to need.
         """
         ahead = find_ahead(sequence, num_matched, line.computing, self._kv)
-        if ahead is None or not ahead.is_worth_a_wait(sequence, plan, self._config.max_num_batched_tokens):
+        if ahead is None or not ahead.is_worth_a_wait(sequence, plan, self.config.max_num_batched_tokens):
             return False
         self._advance(plan, [ahead.sequence], ahead.num_tokens)  # no block: a prompt has all of its own from the start
         if not plan.includes(ahead.sequence):
@@ -285,7 +286,7 @@ class Scheduler:
             needed = self._kv.num_blocks_to_append(sequence.seq_id, sequence.num_computed_tokens, num_tokens)
             if needed <= self._kv.pool.num_free:
                 return True
-            victim = choose_victim(self._running, self._config.policy)
+            victim = choose_victim(self._running, self.config.policy)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -322,13 +323,13 @@ class Scheduler:
             child = self._new_sequence(parent.request, index)  # nobody resumes several
             child.num_cached_tokens = parent.num_cached_tokens
             child.first_scheduled_s = parent.first_scheduled_s
-            if len(self._running) < self._config.max_num_seqs:
+            if len(self._running) < self.config.max_num_seqs:
                 self._kv.fork(parent.seq_id, child.seq_id)
                 child.num_computed_tokens = child.num_tokens - 1
                 child.extend_hashes(self._kv.block_size)
                 child.move(SequenceStatus.RUNNING)
                 self._running.append(child)
-                self._running.sort(key=lambda s: rank(s, self._config.policy))
+                self._running.sort(key=lambda s: rank(s, self.config.policy))
             else:
                 self._enqueue(child)
 

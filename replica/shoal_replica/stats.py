@@ -58,6 +58,7 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         num_blocks_out, num_blocks_in: blocks moved to host memory and back, totals since the replica started.
         step_s, busy_s: length of the last step, and of all since the replica started, seconds.
         token_s: seconds that a prompt token takes, a mean over steps that were mostly prefill; 0 until one was.
+        full_token_s: the same of the fastest full step of the last minute or two, to compare replicas by; 0 for none.
         by_due: it goes by due dates (``deadline``): what comes later and is due sooner still goes first.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_steps: totals
             since the replica started.
@@ -77,6 +78,7 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_num_batched_tokens: int
     step_s: float = 0.0
     token_s: float = 0.0
+    full_token_s: float = 0.0
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

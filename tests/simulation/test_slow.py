@@ -15,7 +15,7 @@ from shoal_cluster.sim.faults import Hindrances, Slow, Stall
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.replica import FeedMessage, SimReplica
 from shoal_cluster.sim.run import report, run, simulate
-from shoal_cluster.sim.workload import SimRequest, poisson
+from shoal_cluster.sim.workload import SimRequest, poisson, shared_prefixes
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.request import Request
 from shoal_replica.sampling_params import SamplingParams
@@ -41,15 +41,45 @@ def test_a_slow_replica_gets_what_it_can_do_in_time(monkeypatch: pytest.MonkeyPa
     slow = sum(o.replica_id == "replica-0000" for o in outcomes)
     assert 0 < slow < len(outcomes) / 12, "three do a request in 0.25 s, it takes a second"
     assert [row.slowness for row in cluster.gateways[0].view.replicas_for((), 0.0)] == [4.0, 1.0, 1.0, 1.0]
-    monkeypatch.setattr(Slowness, "hear", lambda *_: None)
+    monkeypatch.setattr(Slowness, "look", lambda *_: None)
     assert report(cluster).goodput > simulate(CONFIG, prompts()).goodput + 0.01
 
 
 def test_like_replicas_are_served_as_if_nobody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, faults=())
     seen = simulate(config, prompts())
-    monkeypatch.setattr(Slowness, "hear", lambda *_: None)
+    monkeypatch.setattr(Slowness, "look", lambda *_: None)
     assert simulate(config, prompts()) == seen
+
+
+def test_conversations_and_documents_make_no_replica_slow() -> None:
+    """Who holds conversations computes a hundred tokens at a time, with a step's constant time; others whole steps."""
+    chats = shared_prefixes(
+        requests_per_s=10.0,
+        num_requests=1200,
+        num_groups=40,
+        num_prefix_tokens=1000,
+        num_own_tokens=100,
+        num_output_tokens=20,
+        seed=2,
+    )
+    documents = poisson(requests_per_s=0.4, num_requests=48, num_prompt_tokens=12_000, num_output_tokens=20, seed=4)
+    documents = [replace(document, request_id=f"document-{n}") for n, document in enumerate(documents)]
+    config = replace(CONFIG, faults=(), num_replicas=6, step_time=StepTime(step_s=0.015))
+    cluster = SimCluster(replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=2048)))
+    seen: set[float] = set()
+
+    def look() -> None:
+        seen.update(row.slowness for row in cluster.gateways[0].view.replicas_for((), 0.0))
+        if cluster.book.num_open:
+            cluster.loop.after(1.0, look)
+
+    cluster.loop.after(0.0, look)
+    run(cluster, sorted([*chats, *documents], key=lambda request: request.arrival_s))
+    told = [row.stats for row in cluster.gateways[0].view.replicas_for((), 0.0)]
+    paces = [stats.token_s for stats in told if stats is not None]
+    assert max(paces) > 2 * min(paces)
+    assert seen == {1.0}
 
 
 @pytest.mark.parametrize(("from_s", "until_s"), [(0.0, 100.0), (1.0, 2.0), (1.01, 2.02), (2.5, 2.6)])

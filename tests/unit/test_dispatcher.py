@@ -17,7 +17,13 @@ from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_cluster.serve.generation import Generation
 from shoal_replica.errors import ConfigError, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from shoal_replica.executor import ScheduledSequence
 from shoal_replica.testing import expected_tokens, make_request
+
+
+def note_pace(serve: FakeServe, token_s: float) -> None:
+    """As if a step of prompts at replica a had taken so long for each token."""
+    serve.replicas["a"].engine._pace.take([ScheduledSequence(0, 0, 64, samples=False)], 0, 64 * token_s, 0.0)
 
 
 def close_gates(serve: FakeServe) -> None:
@@ -233,7 +239,7 @@ async def test_what_is_late_behind_others_alone_is_not_refused() -> None:
     """They may go after it; it is held until it is certain that it cannot be in time."""
     async with serving("a", max_num_seqs=1) as serve:
         dispatcher = serve.hold(AdmissionLimits(objective=LatencyObjective(ttft_s=1.0, prefill_factor=2.0)))
-        serve.replicas["a"].engine._pace.take(64, 1, 6.4)  # a tenth of a second a token
+        note_pace(serve, token_s=0.1)
         close_gates(serve)
         running = asyncio.create_task(ask(serve, "running", prompt_token_ids=range(25)))
         await until(lambda: serve.replicas["a"].executor.is_held)
@@ -256,7 +262,7 @@ async def test_refuses_what_cannot_begin_before_its_deadline() -> None:
         await until(lambda: serve.replicas["a"].executor.is_held)
         unknown = asyncio.create_task(drain(serve.generation(make_request("unknown", range(100, 109)))))
         await until(lambda: dispatcher.num_held == 1)
-        serve.replicas["a"].engine._pace.take(64, 1, 6.4)  # a tenth of a second a token
+        note_pace(serve, token_s=0.1)
         await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] > 0)
         with pytest.raises(ResourceExhausted, match=r"it has waited 0\.\d s and its deadline is lost"):
             await drain(serve.generation(make_request("at-once", range(200, 209))), timeout_s=0.8)
@@ -273,7 +279,7 @@ async def test_refuses_what_cannot_begin_before_its_deadline() -> None:
 async def test_sheds_what_was_held_until_its_objective_was_lost() -> None:
     async with serving("a", max_num_seqs=1) as serve:
         dispatcher = serve.hold(AdmissionLimits(objective=LatencyObjective(ttft_s=0.3, prefill_factor=2.0)))
-        serve.replicas["a"].engine._pace.take(64, 1, 0.0064)
+        note_pace(serve, token_s=1e-4)
         close_gates(serve)
         running = asyncio.create_task(ask(serve, "running", prompt_token_ids=range(5)))
         await until(lambda: serve.replicas["a"].executor.is_held)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -92,9 +91,7 @@ async def test_what_comes_while_a_replica_is_silent_waits_for_it_to_speak(monkey
         feed._connection.transport.pause_reading()
         early = asyncio.create_task(ask(serve, "early", prompt_token_ids=RUNNING))
         view = serve.ledger.view
-        while not view.is_stalled("a"):
-            serve.ledger.recalls.look(time.monotonic())
-            await asyncio.sleep(0.01)
+        await until(lambda: view.is_stalled("a"))
         late = asyncio.create_task(ask(serve, "late", prompt_token_ids=WAITING))
         await until(lambda: serve.dispatcher.num_held == 1)
         assert view.reservation("late") is None

@@ -38,7 +38,7 @@ class Gateway:
         return self.look(now)
 
     def look(self, now: float) -> list[str]:
-        return [found.replica_id for found in self.stalls.look(now)]
+        return [replica_id for replica_id, _ in self.stalls.look(now).found]
 
     def takes(self, replica_id: str) -> bool:
         return not self.view.is_stalled(replica_id)
@@ -177,9 +177,34 @@ def test_one_that_was_silent_in_a_step_takes_nothing_until_the_step_ends() -> No
 def test_nothing_goes_to_silent_ones_though_nobody_else_is_there() -> None:
     """No token could come back: what comes waits where it may still go elsewhere."""
     gateway = Gateway("a")
-    assert [gateway.look(now) for now in (2.0, 2.1, 2.2)] == [[], [], ["a"]]
+    assert [gateway.look(now) for now in (2.0, 2.1, 2.3)] == [[], [], ["a"]]
     assert not gateway.view.present(2.3).has_open()
     found = gateway.look(2.4)
     assert not found, "it is found once"
     assert gateway.stalls.hear("a", None, 2.5)
     assert gateway.view.present(2.5).has_open()
+
+
+def test_after_a_pause_of_the_gateway_two_looks_have_to_agree_anew() -> None:
+    """The first look finds everybody silent; by the second some backlogs are not read yet."""
+    gateway = Gateway("a", "b")
+    for now in (1.0, 1.2, 1.4):
+        gateway.hear("a", None, now)
+        gateway.hear("b", None, now)
+    assert gateway.look(4.0) == []
+    assert gateway.hear("a", None, 4.7) == [], "half a second on: it still reads"
+    gateway.hear("b", None, 4.75)
+    assert [gateway.look(now) for now in (4.9, 5.1)] == [[], []]
+
+
+def test_one_that_was_silent_in_a_step_that_is_not_slow_is_told_of_when_it_speaks() -> None:
+    gateway = Gateway("a", "b")
+    gateway.hear("a", make_stats(**(PACE | {"token_s": 0.1})), 1.0)
+    for now in (3.1, 3.3):
+        gateway.hear("b", None, now)
+    assert not gateway.takes("a")
+    gateway.hear("a", None, 3.4)
+    assert not gateway.takes("a"), "the step goes on"
+    looks = [gateway.stalls.look(now) for now in (3.6, 3.8, 4.0)]
+    assert [released for _, released in looks] == [("a",), (), ()]
+    assert gateway.takes("a")

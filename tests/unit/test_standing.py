@@ -99,3 +99,16 @@ def test_a_plan_kept_in_part_is_one_of_that_part_alone(num_kept: int, changed: t
     assert plan.seen_by_next(snapshot) == again.seen_by_next(snapshot)
     assert (plan.num_startable, plan.num_open) == (again.num_startable, again.num_open)
     assert plan.is_untouched == again.is_untouched
+
+
+def test_what_is_promised_to_a_slow_replica_counts_as_many_times() -> None:
+    """Those that are priced already have the prices that they would have by themselves."""
+    rows = [make_row("a", slowness=4.0), make_row("b"), make_row("c", slowness=1.41)]
+    plan = Plan(Candidates.of(rows), RouteWeights(), max_steps_ahead=1.0)
+    queries, matched = [make_query(160), make_query(900)], np.zeros((2, 3), np.int64)
+    plan.consider(queries, matched)
+    for place in (0, 1, 2, 0):
+        plan.set_aside(place, 10, 160)
+    costs = plan._costs.copy()
+    plan.consider(queries, matched)
+    assert costs == pytest.approx(plan._costs)

@@ -38,7 +38,7 @@ TOLD = np.dtype(
         ("connected", "?"),
         ("known", "?"),
         ("stalled", "?"),
-        ("extra", "i8"),
+        ("slower", "i8"),
         *(
             (name, {"step_s": "f8", "token_s": "f8", "draining": "?", "by_due": "?"}.get(name, "i8"))
             for name in (*COUNTS, *DERIVED, *DUE)
@@ -47,13 +47,13 @@ TOLD = np.dtype(
 )
 _DRAINING, _OPEN_BLOCKS, _OPEN_SLOTS, _DUE_AT_ONCE = map(list(TOLD.names or ()).index, ("draining", *DERIVED, DUE[0]))
 PROMISED = ("num_reserved", "num_reserved_blocks", "num_reserved_tokens")
-STANDING = ("capacity", "load", "sequences", "room", "open_blocks", "open_slots", "urgent", "extra")
+STANDING = ("capacity", "load", "sequences", "room", "open_blocks", "open_slots", "urgent", "slower")
 """What a decision goes by, of both: blocks of the largest request that the replica takes, -1 for none; prompt tokens to
 compute before a newcomer; sequences that decode there or soon will; free blocks for a newcomer, -1 without a free slot;
 the same whether or not there is one; free slots; tokens to compute before a newcomer that is due at once; and by how
 many per cent more the replica takes for them than the fastest.
 """
-CAPACITY, LOAD, SEQUENCES, ROOM, OPEN_BLOCKS, OPEN_SLOTS, URGENT, EXTRA = range(
+CAPACITY, LOAD, SEQUENCES, ROOM, OPEN_BLOCKS, OPEN_SLOTS, URGENT, SLOWER = range(
     len(PROMISED), len(PROMISED) + len(STANDING)
 )
 PER_CENT = 0.01
@@ -79,13 +79,13 @@ UNKNOWN = ReplicaState()
 def told_row(stats: ReplicaStats | None, state: ReplicaState) -> tuple[Any, ...]:
     """One element of ``Candidates.told``."""
     connected, stalled, slowness = state
-    extra = round((slowness - 1.0) / PER_CENT)
+    slower = round((slowness - 1.0) / PER_CENT)
     if stats is None:  # it has nothing, and divides by nothing either
         return (
             connected,
             False,
             stalled,
-            extra,
+            slower,
             *(int(name in ("block_size", "max_num_batched_tokens")) for name in (*COUNTS, *DERIVED, *DUE)),
         )
     # A queued prompt's blocks are still counted free: they are taken, all at once, when its first step is scheduled.
@@ -93,13 +93,13 @@ def told_row(stats: ReplicaStats | None, state: ReplicaState) -> tuple[Any, ...]
     num_open_blocks = stats.num_free_blocks - num_queued_blocks
     num_open_slots = stats.max_num_seqs - stats.num_running - stats.num_waiting
     due = stats.due_tokens if len(stats.due_tokens) == len(DUE) else (stats.num_waiting_tokens,) * len(DUE)
-    return (connected, True, stalled, extra, *_counts_of(stats), num_open_blocks, num_open_slots, *due)
+    return (connected, True, stalled, slower, *_counts_of(stats), num_open_blocks, num_open_slots, *due)
 
 
 def column(row: Sequence[Any], promised: Iterable[int]) -> tuple[int, ...]:
     """One of ``Candidates.columns``, for a ``told_row`` and what is promised there."""
     num_reserved, num_blocks, num_tokens = promised
-    connected, known, stalled, extra, _, num_total_blocks, _, _, num_running, num_waiting, num_waiting_tokens, *_ = row
+    connected, known, stalled, slower, _, num_total_blocks, _, _, num_running, num_waiting, num_waiting_tokens, *_ = row
     open_blocks, open_slots = row[_OPEN_BLOCKS] - num_blocks, row[_OPEN_SLOTS] - num_reserved
     return (
         num_reserved,
@@ -112,13 +112,13 @@ def column(row: Sequence[Any], promised: Iterable[int]) -> tuple[int, ...]:
         open_blocks,
         open_slots,
         row[_DUE_AT_ONCE] + num_tokens,
-        extra,
+        slower,
     )
 
 
 def promise(columns: Ints, place: int, num_requests: int, num_blocks: int, num_tokens: int) -> None:
     """Count so many requests more, or less, as promised to the replica at ``place``."""
-    reserved, blocks, tokens, capacity, load, sequences, _, open_blocks, open_slots, urgent, extra = columns[
+    reserved, blocks, tokens, capacity, load, sequences, _, open_blocks, open_slots, urgent, slower = columns[
         :, place
     ].tolist()
     open_blocks, open_slots = open_blocks - num_blocks, open_slots - num_requests
@@ -133,7 +133,7 @@ def promise(columns: Ints, place: int, num_requests: int, num_blocks: int, num_t
         open_blocks,
         open_slots,
         urgent + num_tokens,
-        extra,
+        slower,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal_cluster.policies.columns import CAPACITY, EXTRA, LOAD, PER_CENT, ROOM, SEQUENCES, Ints
+from shoal_cluster.policies.columns import CAPACITY, LOAD, PER_CENT, ROOM, SEQUENCES, SLOWER, Ints
 from shoal_cluster.policies.ranking import RouteQuery
 
 Price = tuple[bool, float]
@@ -66,5 +66,5 @@ class Given:
         uncached = max(1, query.num_prompt_tokens - num_matched * query.block_size)
         sequences = self.sequence_price * column[SEQUENCES]
         cost = uncached * self.prefill_price + column[LOAD] + sequences
-        cost += column[EXTRA] * PER_CENT * (uncached + column[LOAD] + sequences)
+        cost += column[SLOWER] * PER_CENT * (uncached + column[LOAD] + sequences)
         return column[ROOM] < max(self.least_blocks, query.num_blocks_needed - num_matched), cost

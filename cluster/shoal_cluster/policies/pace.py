@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, EXTRA
+from shoal_cluster.policies.columns import CAPACITY, SLOWER
 from shoal_cluster.policies.objective import PrefillTime
 
 PACE_AGE_S = 0.1  # a pace is a mean over many steps: it is not looked up for every request
@@ -17,8 +19,8 @@ class Pace:
 
     Attributes:
         alone: of a prompt that has a replica to itself, the fastest that was measured: what its objective allows for.
-        token_s: what a prompt token takes now, the mean of the replicas: running sequences take their part of each
-            step. Its share of the attention is that of prompts as they come.
+        token_s: what a prompt token takes now, the mean of the fastest replicas: running sequences take their part
+            of each step. Its share of the attention is that of prompts as they come.
     """
 
     def __init__(self, configured: PrefillTime) -> None:
@@ -34,8 +36,9 @@ class Pace:
         self._looked_s = now
         before = self.token_s, self.alone
         token_s = replicas.told["token_s"]
-        is_fast = (replicas.columns[CAPACITY] >= 0) & (replicas.columns[EXTRA] == 0)
-        measured = token_s[(token_s > 0) & is_fast]
+        takes = (token_s > 0) & (replicas.columns[CAPACITY] >= 0)
+        measured, slower = token_s[takes], replicas.columns[SLOWER][takes]
+        measured = measured[slower == slower.min(initial=np.iinfo(np.int64).max)]
         if measured.size:
             token_s_now = float(measured.mean())
             if abs(token_s_now - self.token_s) > LEAST_CHANGE * self.token_s:

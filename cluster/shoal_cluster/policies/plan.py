@@ -17,8 +17,10 @@ from shoal_cluster.policies.columns import (
     LOAD,
     OPEN_BLOCKS,
     OPEN_SLOTS,
+    PER_CENT,
     ROOM,
     SEQUENCES,
+    SLOWER,
     URGENT,
     Floats,
     Ints,
@@ -324,8 +326,9 @@ class Plan:
         if self.is_mended:
             self.differ((place,))
         if self._costs.size:
-            self._costs[:, place] += num_tokens
-            self._costs[:, place] += self._sequence_prices
+            times = 1.0 + self._promised.columns.item(SLOWER, place) * PER_CENT
+            self._costs[:, place] += times * num_tokens
+            self._costs[:, place] += times * self._sequence_prices
 
     def seen_by_next(self, candidates: Candidates) -> Candidates:
         """``candidates`` of the same moment, with what was given counted as promised."""

@@ -124,7 +124,7 @@ class Promised:
             self._num_startable += _note(self._startable, places, self._may_start(columns, places))
 
     def columns_at(self, places: Collection[int]) -> Ints:
-        """Those of the replicas there [10, places]."""
+        """Those of the replicas there [11, places]."""
         there: Ints = self.columns[:, list(places)]
         return there
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import (
     CAPACITY,
-    EXTRA,
     LOAD,
     OPEN_BLOCKS,
     OPEN_SLOTS,
     PER_CENT,
     ROOM,
     SEQUENCES,
+    SLOWER,
     Floats,
     Ints,
 )
@@ -118,8 +118,8 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
     told, matched = candidates.told, candidates.num_matched_blocks
     scores = _price(query, candidates, weights)
     running: Floats = np.multiply(weights.sequence_price(query), candidates.columns[SEQUENCES])
-    uncached, extra = _uncached(query, matched), candidates.columns[EXTRA]
-    slower: Floats = extra * PER_CENT * (uncached + load(query, candidates) + running)
+    uncached = _uncached(query, matched)
+    slower: Floats = candidates.columns[SLOWER] * PER_CENT * (uncached + load(query, candidates) + running)
     return Scores(
         cost=scores.cost,
         must_wait=scores.must_wait,
@@ -129,7 +129,7 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
             *((("passed", -_passed(query, candidates)),) if query.passed else ()),
             ("prefill", uncached * np.float64(weights.prefill_price)),
             ("running", running),
-            *((("slower", slower),) if extra.any() else ()),
+            *((("slower", slower),) if slower.any() else ()),
             ("matched_blocks", matched),
             ("free_blocks", candidates.columns[OPEN_BLOCKS]),
             ("free_slots", candidates.columns[OPEN_SLOTS]),
@@ -184,8 +184,8 @@ def work(
     total += before
     sequences: Floats = sequence_price * candidates.columns[SEQUENCES]
     total += sequences
-    if candidates.columns[EXTRA].any():
-        total += candidates.columns[EXTRA] * PER_CENT * (uncached + before + sequences)
+    if candidates.columns[SLOWER].any():
+        total += candidates.columns[SLOWER] * PER_CENT * (uncached + before + sequences)
     return total
 
 

@@ -17,6 +17,7 @@ from shoal_replica.stats import ReplicaStats
 STALL_S = 1.0
 STALL_FACTOR = 4.0
 LOOK_S = 0.1
+PAUSE_S = 0.5  # between looks: the gateway itself stood still
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,11 @@ class Progress:
         return Progress(stats.busy_s, now, is_idle)
 
 
-class Stalled(NamedTuple):
-    """A replica that is found to have stalled, and by what."""
+class StallLook(NamedTuple):
+    """Replicas that are found to have stalled, and by what; and those that were and are not any more."""
 
-    replica_id: str
-    reason: str
+    found: tuple[tuple[str, str], ...] = ()
+    released: tuple[str, ...] = ()
 
 
 def stalled(candidates: Candidates, quiet_s: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -83,13 +84,15 @@ class Stalls:
         self._release(replica_id)
         return True
 
-    def look(self, now: float) -> list[Stalled]:
-        """Replicas that are found to have stalled; the view says so from now on, as long as it is so. Those that have
-        left are forgotten. It may be called at all news, and looks now and then. Two looks in a row have to agree: the
-        first one after a pause of the gateway itself comes before it has read what the others have told meanwhile.
+    def look(self, now: float) -> StallLook:
+        """Who has stalled; the view says so from now on, as long as it is so. Those that have left are forgotten. It
+        may be called at all news, and looks now and then. Two looks in a row have to agree, and none of them may come
+        after a pause of the gateway itself: it has not read yet what the others have told meanwhile.
         """
         if now - self._looked_s < LOOK_S:
-            return []
+            return StallLook()
+        if now - self._looked_s > PAUSE_S:
+            self._suspects = set()
         self._looked_s = now
         candidates = self._view.present(now)
         ids = candidates.replica_ids
@@ -98,13 +101,15 @@ class Stalls:
         # One with nothing to do seldom tells so; once it has something to do it tells within a beat.
         quiet_s = np.array([0.0 if one is None or one.is_idle else now - one.time_s for one in seen])
         before, self._suspects = self._suspects, {ids[i] for i in stalled(candidates, quiet_s).nonzero()[0].tolist()}
-        for replica_id in self._stalled - before - self._suspects:  # it is the only one left to go to, or has left
+        released = sorted(self._stalled - before - self._suspects)  # the only one left to go to, or no more silent
+        for replica_id in released:
             self._release(replica_id)
         found = sorted((before & self._suspects) - self._stalled)
         self._stalled.update(found)
         for replica_id in found:
             self._view.set_stalled(replica_id, True)
-        return [_found(candidates, ids.index(replica_id), quiet_s) for replica_id in found]
+        reasons = [_reason(candidates, ids.index(replica_id), quiet_s) for replica_id in found]
+        return StallLook(tuple(zip(found, reasons, strict=True)), tuple(r for r in released if r in ids))
 
     def forget(self, replica_id: str) -> None:
         """It begins anew."""
@@ -116,7 +121,7 @@ class Stalls:
         self._view.set_stalled(replica_id, False)
 
 
-def _found(candidates: Candidates, place: int, quiet_s: NDArray[np.float64]) -> Stalled:
+def _reason(candidates: Candidates, place: int, quiet_s: NDArray[np.float64]) -> str:
     if is_silent(candidates)[place]:
-        return Stalled(candidates.replica_ids[place], f"not a word for {candidates.age_s[place]:.1f} s")
-    return Stalled(candidates.replica_ids[place], f"no step has ended for {quiet_s[place]:.1f} s")
+        return f"not a word for {candidates.age_s[place]:.1f} s"
+    return f"no step has ended for {quiet_s[place]:.1f} s"

@@ -30,6 +30,7 @@ _STATS_SCALARS = (  # of ReplicaStats, under the same names in the proto; its bl
     "max_num_batched_tokens",
     "step_s",
     "token_s",
+    "full_token_s",
     "num_steps",
     "num_prompt_tokens",
     "num_cached_tokens",

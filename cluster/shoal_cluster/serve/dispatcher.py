@@ -137,7 +137,6 @@ class Dispatcher:
             ResourceExhausted: every replica has too much to do; not for one that is resumed.
         """
         waiter = Waiter(asyncio.get_running_loop().create_future(), pending.query.num_prompt_tokens)
-        self._ledger.recalls.look(time.monotonic())  # where nobody says a word there are no news to look at
         self._queue.push(pending)
         self._waiters[pending.query.request_id] = waiter
         self.take_turn()

@@ -243,6 +243,7 @@ class GatewayLedger:
 
     async def close(self) -> None:
         """Stop following every feed."""
+        self.recalls.close()
         await asyncio.gather(*(feed.close() for feed in self._feeds.values()))
         self._feeds.clear()
 
@@ -267,15 +268,14 @@ class GatewayLedger:
         if isinstance(message, Snapshot):
             if replica_id in self.view:
                 self.journal.note(EventKind.READY, "its feed is open: requests may go there", replica_id=replica_id)
-            self.recalls.stalls.forget(replica_id)
-            self.recalls.hear(replica_id, message.stats, now)
+            self.recalls.begin(replica_id, message.stats, now)
             self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
             self._credit.take(replica_id, message, now)
             self._changed.set()
             self.on_news()
             return
         self.recalls.hear(replica_id, message.stats, now)
-        self._slowness.hear(replica_id, message.stats, now)
+        self._slowness.look(now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
         self._credit.take(replica_id, message, now)
         if message.stats is not None and (message.stats.draining or self.view.is_stalled(replica_id)):

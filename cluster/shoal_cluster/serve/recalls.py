@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping, Set
 
 from shoal_cluster.policies.routing import RouteRecord
@@ -10,6 +12,8 @@ from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_replica.stats import ReplicaStats
+
+LOOK_EVERY_S = 0.2
 
 
 class Recalls:
@@ -42,15 +46,26 @@ class Recalls:
         self._can_place = can_place
         self._journal = journal
         self._asked: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
     def hear(self, replica_id: str, stats: ReplicaStats | None, now: float) -> None:
         """News of a replica, None for the same again."""
+        if self._timer is None:
+            self._look_again()
         if self.stalls.hear(replica_id, stats, now):
-            self._journal.note(EventKind.READY, "it gets on: requests may go there again", replica_id=replica_id)
+            self._note_release(replica_id)
+
+    def begin(self, replica_id: str, stats: ReplicaStats, now: float) -> None:
+        """Its first news, or the first after its feed broke."""
+        self.stalls.forget(replica_id)
+        self.hear(replica_id, stats, now)
 
     def look(self, now: float) -> None:
         """Ask back what waits where a replica has stalled."""
-        for replica_id, reason in self.stalls.look(now):
+        found, released = self.stalls.look(now)
+        for replica_id in released:
+            self._note_release(replica_id)
+        for replica_id, reason in found:
             self.on_stall()
             num_asked = self.recall(replica_id)
             text = f"{reason}: nothing new goes there; {num_asked} requests asked back"
@@ -75,6 +90,19 @@ class Recalls:
         """
         record = self._dispatched.get(request_id)
         return record is None or not record.query.excluded or self._can_place(record.query.excluded | {replica_id})
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_again(self) -> None:
+        """Where nobody says a word there are no news to look at."""
+        self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_again)
+        self.look(time.monotonic())
+
+    def _note_release(self, replica_id: str) -> None:
+        self._journal.note(EventKind.READY, "it gets on: requests may go there again", replica_id=replica_id)
 
     def forget(self, request_id: str) -> None:
         """The request is over here."""

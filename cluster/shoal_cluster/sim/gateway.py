@@ -177,9 +177,10 @@ class SimGateway:
         """A replica's news arrive."""
         now = self._loop.now
         self._stalls.hear(replica_id, message.stats, now)
-        self._slowness.hear(replica_id, message.stats, now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
-        for stalled_id, _ in self._stalls.look(now):
+        self._slowness.look(now)
+        stalls = self._stalls.look(now)
+        for stalled_id, _ in stalls.found:
             self._loop.after(self._config.feed_delay_s, partial(self._recall, stalled_id))
         if message.added:
             self.view.settle(message.added)

@@ -121,7 +121,7 @@ class SimReplica:
         self._step_s = 0.0
         self.told_s = loop.now
         self._began_s = loop.now  # the step that runs, or the stretch of them
-        self._pace = PrefillPace()
+        self._pace = PrefillPace(scheduler_config.max_num_batched_tokens)
         self._is_stepping = False
         self._stretch: _Stretch | None = None
         self._on_cut: Callable[[list[str]], None] | None = None
@@ -219,7 +219,8 @@ class SimReplica:
             self.scheduler.shared_pool.store(stored)
         added, self._added, self.told_s = tuple(self._added), [], self._loop.now
         self._promised.clear()
-        stats = self.scheduler.stats(self._loop.now, self._step_s, self.draining, self.busy_s, self._pace.token_s)
+        now = self._loop.now
+        stats = self.scheduler.stats(now, self._step_s, self.draining, self.busy_s, self._pace.told(now))
         blocks = tuple(stored), tuple(removed)
         self.publish(self, FeedMessage(stats, *blocks, added, deltas, (), self._wishes, landed=landed))
 
@@ -259,7 +260,7 @@ class SimReplica:
         max_steps = int(MAX_STRETCH_S / step_s) if step_s and stalled_s <= 0 else 1
         num_steps = self.scheduler.num_steady_steps(output, max_steps)
         if num_steps == 1:
-            if stalled_s > BEAT_S:
+            if stalled_s > BEAT_S or factor * step_s > step_s > BEAT_S:
                 self._loop.after(BEAT_S, lambda: self.tell(()), last=True)
             self._loop.at(now + step_s, lambda: self._end_step(output, step_s), last=True)
             return
@@ -278,8 +279,7 @@ class SimReplica:
             return
         self._step_s = step_s
         self.busy_s += step_s
-        num_alike = len(self.scheduler.alike)
-        self._pace.take(output.num_tokens + num_alike, len(output.scheduled) + num_alike, step_s)
+        self._pace.take(output.scheduled, len(self.scheduler.alike), step_s, self._loop.now)
         self.tell(tuple(self.scheduler.finish_step(output)))
         self._start_step()
 

@@ -17,13 +17,12 @@ from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_cluster.serve.generation import Generation
 from shoal_replica.errors import ConfigError, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
-from shoal_replica.executor import ScheduledSequence
 from shoal_replica.testing import expected_tokens, make_request
 
 
 def note_pace(serve: FakeServe, token_s: float) -> None:
-    """As if a step of prompts at replica a had taken so long for each token."""
-    serve.replicas["a"].engine._pace.take([ScheduledSequence(0, 0, 64, samples=False)], 0, 64 * token_s, 0.0)
+    """As if prompts at replica a had taken so long for each token."""
+    serve.replicas["a"].engine._pace._token_s = token_s
 
 
 def close_gates(serve: FakeServe) -> None:
@@ -267,7 +266,7 @@ async def test_refuses_what_cannot_begin_before_its_deadline() -> None:
         with pytest.raises(ResourceExhausted, match=r"it has waited 0\.\d s and its deadline is lost"):
             await drain(serve.generation(make_request("at-once", range(200, 209))), timeout_s=0.8)
         check_replay(dispatcher, "at-once", "its deadline is lost")
-        serve.replicas["a"].engine._pace.token_s = 0.001
+        note_pace(serve, token_s=0.001)
         await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] < 0.01)
         with pytest.raises(ResourceExhausted, match="and its deadline is lost"):
             await drain(serve.generation(make_request("held", range(300, 350))), timeout_s=0.5)

@@ -15,7 +15,8 @@ WEIGHT = 0.2  # of the newest step: the last ten or so count
 WINDOW_S = 60.0
 """The fastest full step is that of the last one to two of these with any."""
 
-FORGET_S = 600.0  # without a full step nothing is known any more
+FORGET_S = 300.0  # without a full step nothing is known any more
+FULL = 0.9  # of the tokens that a step may have
 
 MIN_FULL_STEPS = 3  # before that many, the fastest may be one that does first what is done once
 
@@ -34,8 +35,8 @@ class PrefillPace:
     """A moving mean over steps that were mostly prefill; steps of decodes say nothing of it. What it is depends on the
     prompts, too: short ones share a step's constant time among fewer tokens, and long ones read what is before them.
 
-    So that replicas can be compared, whatever they compute: the fastest of the last full steps, of half the tokens that
-    a step may have, which read no more than a full step's worth of context each.
+    So that replicas can be compared, whatever they compute: the fastest of the last full steps whose tokens read no
+    more than a full step's worth of context each. What decodes beside them add is less than half of it.
     """
 
     def __init__(self, max_num_batched_tokens: int) -> None:
@@ -52,7 +53,7 @@ class PrefillPace:
             return
         measured = step_s / num_tokens
         self._token_s = measured if not self._token_s else (1 - WEIGHT) * self._token_s + WEIGHT * measured
-        if 2 * num_tokens < self._max_num_tokens:
+        if num_tokens < FULL * self._max_num_tokens:
             return
         if sum(s.num_new_tokens * s.num_computed_tokens for s in scheduled) <= num_tokens * self._max_num_tokens:
             self._take_full(measured, now)
@@ -64,7 +65,7 @@ class PrefillPace:
 
     def _take_full(self, token_s: float, now: float) -> None:
         if now - self._full_s > FORGET_S:
-            self._fastest = math.inf
+            self._fastest, self._num_full = math.inf, 0
         if now - self._since_s > WINDOW_S:
             self._since_s, self._fastest_before, self._fastest = now, self._fastest, math.inf
         self._fastest = min(self._fastest, token_s)

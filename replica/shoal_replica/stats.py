@@ -58,7 +58,7 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         num_blocks_out, num_blocks_in: blocks moved to host memory and back, totals since the replica started.
         step_s, busy_s: length of the last step, and of all since the replica started, seconds.
         token_s: seconds that a prompt token takes, a mean over steps that were mostly prefill; 0 until one was.
-        full_token_s: the same of the fastest full step of the last minute or two, to compare replicas by; 0 for none.
+        full_token_s: the same of the fastest of the last full steps, to compare replicas by; 0 if none was lately.
         by_due: it goes by due dates (``deadline``): what comes later and is due sooner still goes first.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_steps: totals
             since the replica started.

@@ -110,7 +110,7 @@ stats = st.builds(
     **{
         name: count
         for name in ReplicaStats.__struct_fields__
-        if name not in ("time_s", "step_s", "token_s", "draining", "by_due", "due_tokens")
+        if name not in ("time_s", "step_s", "token_s", "full_token_s", "draining", "by_due", "due_tokens")
     }
     | {"block_size": st.integers(1, 1024)},
     time_s=amount,
@@ -119,6 +119,7 @@ stats = st.builds(
     due_tokens=st.lists(count, max_size=7).map(tuple),
     draining=st.booleans(),
     by_due=st.booleans(),
+    full_token_s=amount,
 )
 rows = st.builds(
     ReplicaRow,

@@ -48,13 +48,13 @@ def test_the_fastest_is_told_after_some_full_steps() -> None:
 @pytest.mark.parametrize(
     ("scheduled", "num_decodes", "counts"),
     [
-        ([chunk(FULL // 2)], 0, True),
-        ([chunk(FULL // 2 - 1)], 0, False),  # half a step's constant time would be in it
-        ([chunk(FULL // 2 - 1)], 1, True),
+        ([chunk(FULL * 9 // 10 + 1)], 0, True),
+        ([chunk(FULL * 9 // 10)], 0, False),  # more of a step's constant time would be in it
+        ([chunk(FULL * 9 // 10)], 1, True),
         ([chunk(FULL, FULL)], 0, True),
         ([chunk(FULL, FULL + 1)], 0, False),  # it reads more context than that
         ([chunk(FULL // 2), chunk(FULL // 2, 2 * FULL)], 0, True),
-        ([chunk(FULL // 2)], FULL // 8, False),  # it is mostly decodes
+        ([chunk(FULL)], FULL // 6, False),  # much of it decodes
     ],
 )
 def test_full_steps_are_alike(scheduled: list[ScheduledSequence], num_decodes: int, counts: bool) -> None:
@@ -79,4 +79,5 @@ def test_it_is_forgotten_when_no_step_was_full_for_long() -> None:
     pace.take([chunk(FULL // 4)], 0, 1.0, FORGET_S)
     assert pace.told(FORGET_S + 1.0).full_token_s == 0.0
     assert pace.told(FORGET_S + 1.0).token_s > 0
-    assert full(pace, 3e-3, FORGET_S + 2.0) == pytest.approx(3e-3)
+    assert full(pace, 3e-3, FORGET_S + 2.0, MIN_FULL_STEPS - 1) == 0.0, "it begins anew"
+    assert full(pace, 4e-3, FORGET_S + 2.0) == pytest.approx(3e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fixtures.cluster_views import make_stats
 
-from shoal_cluster.policies.slowness import LOOK_S, Slowness, steps_from_fastest
+from shoal_cluster.policies.slowness import LOOK_S, Slowness, doublings_from_fastest
 from shoal_cluster.policies.view import ClusterView
 
 
@@ -33,7 +33,7 @@ def test_others_are_compared_with_the_fastest() -> None:
     gateway = Gateway("a", "b", "c")
     assert gateway.hear(a=1e-4, b=2.1e-4, c=1.2e-4) == {"a": 1.0, "b": 2.0, "c": 1.0}
     assert gateway.hear(a=4e-4, b=2e-4, c=0.25e-4) == {"a": 16.0, "b": 8.0, "c": 1.0}
-    assert gateway.hear(c=1.5e-4) == {"a": 2.83, "b": 1.41, "c": 1.0}
+    assert gateway.hear(c=1.3e-4) == {"a": 4.0, "b": 2.0, "c": 1.0}
 
 
 def test_who_has_measured_nothing_lately_counts_as_fast() -> None:
@@ -67,12 +67,12 @@ def test_looks_are_a_second_apart() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "before", "after"),
-    [(1.0, 0, 0), (1.27, 0, 0), (1.28, 0, 1), (1.79, 1, 1), (1.81, 1, 2), (1.19, 1, 1), (1.18, 1, 0), (1.18, 2, 0)],
+    [(1.0, 0, 0), (1.62, 0, 0), (1.63, 0, 1), (3.2, 1, 1), (3.3, 1, 2), (1.42, 1, 1), (1.41, 1, 0), (1.41, 2, 0)],
 )
-def test_a_step_is_kept_until_it_is_clearly_another(ratio: float, before: int, after: int) -> None:
-    assert steps_from_fastest({"a": 1.0, "c": ratio}, {"c": before}) == {"a": 0, "c": after}
+def test_a_doubling_is_kept_until_it_is_clearly_another(ratio: float, before: int, after: int) -> None:
+    assert doublings_from_fastest({"a": 1.0, "c": ratio}, {"c": before}) == {"a": 0, "c": after}
 
 
 def test_nobody_is_compared_with_nobody() -> None:
-    assert steps_from_fastest({}, {}) == {}
-    assert steps_from_fastest({"a": 1e-4}, {"a": 3}) == {"a": 0}
+    assert doublings_from_fastest({}, {}) == {}
+    assert doublings_from_fastest({"a": 1e-4}, {"a": 3}) == {"a": 0}

@@ -9,20 +9,19 @@ from shoal_cluster.policies.columns import CAPACITY
 from shoal_cluster.policies.view import ClusterView
 
 LOOK_S = 1.0
-STEPS = 2  # of slowness in a doubling
-UP, DOWN = 0.7, 0.5  # steps by which a replica must differ from what it was taken for; like ones do by less
+UP, DOWN = 0.7, 0.5  # doublings by which a replica must differ from what it was taken for; like ones do by less
 
 
 class Slowness:
     """How slow replicas are as one gateway sees it; its owner, and the only one who tells ``view`` so.
 
     By the fastest full step that each has told of lately (``full_token_s``): who has told of none counts as fast. In
-    coarse steps that are kept until it is clearly another: between like replicas it makes no difference.
+    doublings, which are kept until it is clearly another: full steps of like replicas differ by less.
     """
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
-        self._steps: dict[str, int] = {}  # from the fastest
+        self._doublings: dict[str, int] = {}  # from the fastest
         self._looked_s = -math.inf
 
     def look(self, now: float) -> None:
@@ -33,15 +32,16 @@ class Slowness:
         present = self._view.present(now)
         open_ones = zip(present.replica_ids, present.stats, present.columns[CAPACITY].tolist(), strict=True)
         paces = {r: s.full_token_s for r, s, capacity in open_ones if s is not None and capacity >= 0}
-        self._steps = steps_from_fastest({r: token_s for r, token_s in paces.items() if token_s > 0}, self._steps)
+        known = {replica_id: token_s for replica_id, token_s in paces.items() if token_s > 0}
+        self._doublings = doublings_from_fastest(known, self._doublings)
         for replica_id in paces:
-            self._view.set_slowness(replica_id, round(2 ** (self._steps.get(replica_id, 0) / STEPS), 2))
+            self._view.set_slowness(replica_id, 2.0 ** self._doublings.get(replica_id, 0))
 
 
-def steps_from_fastest(token_s: Mapping[str, float], before: Mapping[str, int]) -> dict[str, int]:
-    """How many steps of slowness each replica is above the fastest, as it was ``before`` unless that is clearly off."""
-    fastest, steps = min(token_s.values(), default=0.0), {}
+def doublings_from_fastest(token_s: Mapping[str, float], before: Mapping[str, int]) -> dict[str, int]:
+    """By how many doublings each replica is slower than the fastest: as ``before``, unless that is clearly off."""
+    fastest, doublings = min(token_s.values(), default=0.0), {}
     for replica_id, its_token_s in token_s.items():
-        exact, was = STEPS * math.log2(its_token_s / fastest), before.get(replica_id, 0)
-        steps[replica_id] = was if was - DOWN <= exact <= was + UP else round(exact)
-    return steps
+        exact, was = math.log2(its_token_s / fastest), before.get(replica_id, 0)
+        doublings[replica_id] = was if was - DOWN <= exact <= was + UP else round(exact)
+    return doublings

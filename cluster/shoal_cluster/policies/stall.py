@@ -17,7 +17,7 @@ from shoal_replica.stats import ReplicaStats
 STALL_S = 1.0
 STALL_FACTOR = 4.0
 LOOK_S = 0.1
-PAUSE_S = 0.5  # between looks: the gateway itself stood still
+PAUSE_S = 0.5  # between looks: the gateway itself stood still, and has as long to read what was told meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,10 @@ def is_silent(candidates: Candidates) -> NDArray[np.bool_]:
 class Stalls:
     """Who has stalled, as one gateway sees it; its owner and only writer, and the only one who tells ``view`` so."""
 
-    def __init__(self, view: ClusterView) -> None:
+    def __init__(self, view: ClusterView, pause_s: float = PAUSE_S) -> None:
         self._view = view
+        self._pause_s = pause_s
+        self._resumed_s = -np.inf  # when it was found that the gateway itself had stood still
         self._progress: dict[str, Progress] = {}
         self._stalled: set[str] = set()
         self._suspects: set[str] = set()  # as of the last look
@@ -86,14 +88,17 @@ class Stalls:
 
     def look(self, now: float) -> StallLook:
         """Who has stalled; the view says so from now on, as long as it is so. Those that have left are forgotten. It
-        may be called at all news, and looks now and then. Two looks in a row have to agree, and none of them may come
+        may be called at all news, and looks now and then. Two looks in a row have to agree, and neither may come just
         after a pause of the gateway itself: it has not read yet what the others have told meanwhile.
         """
         if now - self._looked_s < LOOK_S:
             return StallLook()
-        if now - self._looked_s > PAUSE_S:
-            self._suspects = set()
+        if now - self._looked_s > self._pause_s:
+            self._resumed_s = now
         self._looked_s = now
+        if now - self._resumed_s < self._pause_s < np.inf:
+            self._suspects = set()
+            return StallLook()
         candidates = self._view.present(now)
         ids = candidates.replica_ids
         seen = [self._progress.get(replica_id) for replica_id in ids]

@@ -275,8 +275,8 @@ class GatewayLedger:
             self.on_news()
             return
         self.recalls.hear(replica_id, message.stats, now)
-        self._slowness.look(now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
+        self._slowness.look(now)
         self._credit.take(replica_id, message, now)
         if message.stats is not None and (message.stats.draining or self.view.is_stalled(replica_id)):
             self.recalls.recall(replica_id)

@@ -47,10 +47,11 @@ class Recalls:
         self._journal = journal
         self._asked: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     def hear(self, replica_id: str, stats: ReplicaStats | None, now: float) -> None:
         """News of a replica, None for the same again."""
-        if self._timer is None:
+        if self._timer is None and not self._is_closed:
             self._look_again()
         if self.stalls.hear(replica_id, stats, now):
             self._note_release(replica_id)
@@ -93,6 +94,7 @@ class Recalls:
 
     def close(self) -> None:
         """Look no more."""
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
 

@@ -76,7 +76,7 @@ class SimGateway:
         self.targets = targets
         self._rng = rng
         self._memory = RoutingMemory()
-        self._stalls = Stalls(view)
+        self._stalls = Stalls(view, pause_s=math.inf)  # it never stands still
         self._slowness = Slowness(view)
         self._sent: dict[str, PendingRequest] = {}  # those that were held, until their first token
         self._in_flight: dict[str, str] = {}  # other gateways' requests, until then, and where they are

@@ -159,7 +159,11 @@ FOUND_TOKENS = _gateway(
 )
 CONNECTED = _gateway("feed_connected", _G, "0 or 1", "1 when the replica's feed is open", REPLICA_ID)
 SLOWNESS = _gateway(
-    "replica_slowness", _G, "ratio", "Times as long as the fastest replica for a prompt, as measured", REPLICA_ID
+    "replica_slowness",
+    _G,
+    "ratio",
+    "Times as long as the fastest replica for a prompt, by full steps; 1 where none was lately",
+    REPLICA_ID,
 )
 STALLED = _gateway(
     "replica_stalled", _G, "0 or 1", "1 while the replica gets nothing new, for it does not get on", REPLICA_ID

@@ -214,3 +214,16 @@ def test_one_that_was_silent_in_a_step_that_is_not_slow_is_told_of_when_it_speak
     looks = [gateway.stalls.look(now) for now in (3.6, 3.8, 4.0)]
     assert [released for _, released in looks] == [("a",), (), ()]
     assert gateway.takes("a")
+
+
+def test_one_whose_feed_breaks_while_it_is_silent_is_not_said_to_get_on() -> None:
+    gateway = Gateway("a", "b")
+    for now in (2.1, 2.3):
+        gateway.hear("b", None, now)
+    assert not gateway.takes("a")
+    gateway.view.disconnect("a")
+    assert [gateway.stalls.look(now).released for now in (2.5, 2.7, 2.9)] == [(), (), ()]
+    gateway.stalls.forget("a")
+    gateway.view.apply_snapshot("a", make_stats(), (), 3.0)
+    assert gateway.takes("a")
+    gateway.view.check_invariants()

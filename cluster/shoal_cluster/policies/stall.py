@@ -37,7 +37,7 @@ class Progress:
 
 
 class StallLook(NamedTuple):
-    """Replicas that are found to have stalled, and by what; and those that were and are not any more."""
+    """Replicas that are found to have stalled, and by what; and those that had and may get requests again."""
 
     found: tuple[tuple[str, str], ...] = ()
     released: tuple[str, ...] = ()
@@ -114,7 +114,8 @@ class Stalls:
         for replica_id in found:
             self._view.set_stalled(replica_id, True)
         reasons = [_reason(candidates, ids.index(replica_id), quiet_s) for replica_id in found]
-        return StallLook(tuple(zip(found, reasons, strict=True)), tuple(r for r in released if r in ids))
+        there = tuple(replica_id for replica_id in released if self._view.is_connected(replica_id))
+        return StallLook(tuple(zip(found, reasons, strict=True)), there)
 
     def forget(self, replica_id: str) -> None:
         """It begins anew."""

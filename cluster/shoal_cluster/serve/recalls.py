@@ -92,6 +92,10 @@ class Recalls:
         record = self._dispatched.get(request_id)
         return record is None or not record.query.excluded or self._can_place(record.query.excluded | {replica_id})
 
+    def forget(self, request_id: str) -> None:
+        """The request is over here."""
+        self._asked.discard(request_id)
+
     def close(self) -> None:
         """Look no more."""
         self._is_closed = True
@@ -105,7 +109,3 @@ class Recalls:
 
     def _note_release(self, replica_id: str) -> None:
         self._journal.note(EventKind.READY, "it gets on: requests may go there again", replica_id=replica_id)
-
-    def forget(self, request_id: str) -> None:
-        """The request is over here."""
-        self._asked.discard(request_id)

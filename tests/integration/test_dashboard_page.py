@@ -343,6 +343,8 @@ def test_states_are_told_apart() -> None:
         ReplicaRow(replica_id="b", stats=structs.replace(STATS, draining=True), connected=True),
         ReplicaRow(replica_id="c", stats=STATS),
         ReplicaRow(replica_id="d", connected=True),
+        ReplicaRow(replica_id="s", stats=STATS, connected=True, stalled=True),
+        ReplicaRow(replica_id="t", stats=structs.replace(STATS, draining=True), connected=True, stalled=True),
     )
     serve = [
         ServeReplica(replica_id=i, state=state, node_id="n", started_s=7.0)
@@ -352,13 +354,15 @@ def test_states_are_told_apart() -> None:
     cards = roster(rows, row)
     assert [(card.row.replica_id, card.state.value) for card in cards] == [
         ("c", "not connected"),
+        ("s", "stalled"),
         ("d", "silent"),
         ("b", "draining"),
         ("f", "draining"),
+        ("t", "draining"),
         ("e", "starting"),
         ("a", "ready"),
     ]
-    assert [card.started_s for card in cards] == [None, None, None, 7.0, 7.0, 7.0]
+    assert [card.started_s for card in cards] == [None, None, None, None, 7.0, None, 7.0, 7.0]
 
 
 async def test_a_failed_producer_tells_every_viewer_and_starts_again() -> None:

@@ -18,9 +18,11 @@ SOURCES = Path("kernels/csrc")
 COMPILERS = ("c++", "g++")  # simd.h shuffles vectors by a builtin of GCC that Clang lacks
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+AVX512BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
 # The kernels are compiled once per set; dispatch.cpp chooses when the library is loaded.
 X86_SETS = {
-    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "amx": (*AVX512BF16, "-mamx-tile", "-mamx-bf16"),
+    "avx512bf16": AVX512BF16,
     "avx512": AVX512,
     "avx2": AVX2,
     "portable": (),

@@ -4,6 +4,13 @@
 
 #include "kernels.h"
 
+#if defined(SHOAL_HAS_AMX)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
 #if defined(SHOAL_HAS_NEONBF16) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -16,6 +23,9 @@ namespace shoal {
     namespace isa {        \
     extern const Kernels table; \
     }
+#if defined(SHOAL_HAS_AMX)
+SHOAL_DECLARE(amx)
+#endif
 #if defined(SHOAL_HAS_AVX512BF16)
 SHOAL_DECLARE(avx512bf16)
 #endif
@@ -43,16 +53,35 @@ struct Candidate {
     bool supported;
 };
 
-#if defined(SHOAL_HAS_AVX2) || defined(SHOAL_HAS_AVX512) || defined(SHOAL_HAS_AVX512BF16)
+#if defined(SHOAL_HAS_AVX2) || defined(SHOAL_HAS_AVX512) || defined(SHOAL_HAS_AVX512BF16) || defined(SHOAL_HAS_AMX)
 bool runs_avx2() {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 #endif
-#if defined(SHOAL_HAS_AVX512) || defined(SHOAL_HAS_AVX512BF16)
+#if defined(SHOAL_HAS_AVX512) || defined(SHOAL_HAS_AVX512BF16) || defined(SHOAL_HAS_AMX)
 bool runs_avx512() {
     return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+#if defined(SHOAL_HAS_AVX512BF16) || defined(SHOAL_HAS_AMX)
+bool runs_avx512_bf16() {
+    return runs_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+#if defined(SHOAL_HAS_AMX)
+// Linux grants the tile registers on request, to all of a process's threads.
+bool runs_amx() {
+#if defined(__linux__)
+    constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    constexpr unsigned needed = 1u << 22 | 1u << 24;            // AMX-BF16 and AMX-TILE
+    unsigned a, b, c, d;
+    return runs_avx512_bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & needed) == needed &&
+           syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return false;
+#endif
 }
 #endif
 #if defined(SHOAL_HAS_NEONBF16)
@@ -67,9 +96,11 @@ bool runs_neon_bf16() {
 
 std::vector<const Kernels*> supported() {
     const Candidate candidates[] = {
+#if defined(SHOAL_HAS_AMX)
+        {&amx::table, runs_amx()},
+#endif
 #if defined(SHOAL_HAS_AVX512BF16)
-        {&avx512bf16::table,
-         runs_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")},
+        {&avx512bf16::table, runs_avx512_bf16()},
 #endif
 #if defined(SHOAL_HAS_AVX512)
         {&avx512::table, runs_avx512()},

@@ -1,6 +1,7 @@
 // The kernels of one instruction set. Compiled once for each, with SHOAL_ISA its name and the compiler flags it needs.
 #include "attention.h"
 #include "gemm.h"
+#include "gemm_tiles.h"
 #include "maximum.h"
 #include "rotary.h"
 
@@ -10,7 +11,13 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-// Timed on a head of 49 152 columns of 576; sets that were not timed have none.
+// screened_rows: timed on a head of 49 152 columns of 576; sets that were not timed have none.
+#if defined(__AMX_BF16__)
+constexpr auto kGemm = gemm_by_tiles;
+constexpr int kRowChunk = 256, kLeastRows = 40, kScreenedRows = 2;
+#else
+constexpr auto kGemm = gemm;
+constexpr int kRowChunk = 120, kLeastRows = 16;
 #if defined(__AVX512BF16__)
 constexpr int kScreenedRows = 4;
 #elif defined(__AVX512F__)
@@ -20,10 +27,11 @@ constexpr int kScreenedRows = 3;
 #else
 constexpr int kScreenedRows = 0;
 #endif
+#endif
 
 extern const Kernels table;
-const Kernels table{SHOAL_TEXT(SHOAL_ISA), gemm,  round_row,    rms_norm, rotary, attention,
-                    row_maximum,           merge, kScreenedRows};
+const Kernels table{SHOAL_TEXT(SHOAL_ISA), kGemm, round_row, rms_norm,   rotary,       attention, row_maximum,
+                    merge,                 kRowChunk, kLeastRows, kScreenedRows};
 
 }  // namespace SHOAL_ISA
 }  // namespace shoal

@@ -140,6 +140,10 @@ struct Kernels {
                       const AttentionUnit& next);
     Maximum (*row_maximum)(const float* row, int64_t size);  // of one number at least
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
+    int row_chunk;   // rows of a product's unit: the second-level cache holds them, and they are worth reading weights for
+    // Rows of a thread, for each of the threads, from which on they go by rows: what they then read of weights in a second,
+    // all together, does not grow with their number.
+    int least_rows;
     // Of a step, for which a product of 8 bits and what it leaves in question take less than the head of bf16; 0: none do.
     int screened_rows;
 };

@@ -9,10 +9,6 @@ namespace shoal {
 
 namespace {
 
-constexpr int kRowChunk = 10 * 12;    // rows of a product's unit: ten register tiles, which the second-level cache holds
-// Rows of a thread, for each of the threads, from which on they go by rows: what they then read of weights in a second,
-// all together, does not grow with their number.
-constexpr int kLeastRows = 16;
 // A screen that leaves more than a quarter of the head in question is of no use, and is not tried again for so many steps.
 constexpr int kUsefulQuarter = 4;
 constexpr int kUnscreenedSteps = 64;
@@ -32,14 +28,14 @@ void Decoder::for_chunks(Team::Member& member, int rows, const Work& work) {
 
 template <class Work>
 void Decoder::for_row_chunks(Team::Member& member, int rows, const Work& work) {
-    const int threads = team_.size(), chunks = static_cast<int>(divide_up(divide_up(rows, kRowChunk), threads)) * threads;
+    const int threads = team_.size(), chunks = static_cast<int>(divide_up(divide_up(rows, kernels_.row_chunk), threads)) * threads;
     member.parallel_for(chunks, [&](int i) {
         work(static_cast<int>(int64_t{rows} * i / chunks), static_cast<int>(int64_t{rows} * (i + 1) / chunks));
     });
 }
 
 bool Decoder::goes_by_rows(int rows) const {
-    return exchange_ == nullptr && team_.size() > 1 && rows >= kLeastRows * team_.size() * team_.size();
+    return exchange_ == nullptr && team_.size() > 1 && rows >= kernels_.least_rows * team_.size() * team_.size();
 }
 
 void Decoder::reserve(int64_t tokens, int64_t samples) {
@@ -109,7 +105,7 @@ void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x
     const GemmCall call = product(linear, x, x_values, 0, out, out_stride, finish);
     if (linear.format != Format::Plain)
         for_chunks(member, rows, [&](int begin, int end) { round_rows(call, x, x_values, begin, end); });
-    const int row_chunks = static_cast<int>(divide_up(rows, kRowChunk));
+    const int row_chunks = static_cast<int>(divide_up(rows, kernels_.row_chunk));
     // A multiple of the threads, and not so many that taking a unit shows.
     const int threads = team_.size();
     const int parts = threads == 1 ? 1 : threads * std::clamp(linear.blocks / (8 * threads), 1, 8);

@@ -1,0 +1,150 @@
+// Rows of queries against a tile of keys, by tile registers.
+#pragma once
+
+#if defined(__AMX_BF16__)
+
+#include "attention_rows.h"
+#include "tiles.h"
+
+namespace shoal {
+namespace SHOAL_ISA {
+
+// Sums in 0 to 3; a left side in 4 and a right side in 6 of 32 summed values, or in 5 and 7 of 16: a head has a multiple of
+// 16, and a page 16 tokens.
+constexpr int kHalfWords = kTileWords / 2;
+constexpr int kMostSums = 4;
+
+SHOAL_INLINE void fetch_lines(const Word* words, int lines) {
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(words + i * kPanel, 0, 2);
+}
+
+template <int N>
+SHOAL_INLINE void zero_sums() {
+    _tile_zero(0);
+    if constexpr (N > 1) _tile_zero(1);
+    if constexpr (N > 2) _tile_zero(2);
+    if constexpr (N > 3) _tile_zero(3);
+}
+
+template <int N>
+SHOAL_INLINE void load_sums(const float* from, int64_t row_bytes) {
+    _tile_loadd(0, from, row_bytes);
+    if constexpr (N > 1) _tile_loadd(1, from + kPanel, row_bytes);
+    if constexpr (N > 2) _tile_loadd(2, from + 2 * kPanel, row_bytes);
+    if constexpr (N > 3) _tile_loadd(3, from + 3 * kPanel, row_bytes);
+}
+
+template <int N>
+SHOAL_INLINE void store_sums(float* to, int64_t row_bytes) {
+    _tile_stored(0, to, row_bytes);
+    if constexpr (N > 1) _tile_stored(1, to + kPanel, row_bytes);
+    if constexpr (N > 2) _tile_stored(2, to + 2 * kPanel, row_bytes);
+    if constexpr (N > 3) _tile_stored(3, to + 3 * kPanel, row_bytes);
+}
+
+// Sum `sum`, if it is one of N, += the left side times the right side that begins at right(sum). The compiler wants the
+// numbers of registers as they stand.
+#define SHOAL_ADD_PRODUCT(sum, left_tile, right_tile)           \
+    if constexpr (N > sum) {                                    \
+        _tile_loadd(right_tile, right(sum), right_bytes);       \
+        _tile_dpbf16ps(sum, left_tile, right_tile);             \
+    }
+
+template <int N, class Right>
+SHOAL_INLINE void add_products(const Word* left, int64_t left_bytes, const Right& right, int64_t right_bytes) {
+    _tile_loadd(4, left, left_bytes);
+    SHOAL_ADD_PRODUCT(0, 4, 6)
+    SHOAL_ADD_PRODUCT(1, 4, 6)
+    SHOAL_ADD_PRODUCT(2, 4, 6)
+    SHOAL_ADD_PRODUCT(3, 4, 6)
+}
+
+template <int N, class Right>
+SHOAL_INLINE void add_half_products(const Word* left, int64_t left_bytes, const Right& right, int64_t right_bytes) {
+    _tile_loadd(5, left, left_bytes);
+    SHOAL_ADD_PRODUCT(0, 5, 7)
+    SHOAL_ADD_PRODUCT(1, 5, 7)
+    SHOAL_ADD_PRODUCT(2, 5, 7)
+    SHOAL_ADD_PRODUCT(3, 5, 7)
+}
+#undef SHOAL_ADD_PRODUCT
+
+template <int N>
+void score_pages_by_tiles(const Word* queries, int steps, const KeyTile& tile, int p, KeyScores& scores) {
+    zero_sums<N>();
+    const int64_t row_bytes = int64_t{steps} * kWordBytes, panel_bytes = int64_t{kPanel} * kWordBytes;
+    int s = 0;
+    const auto keys = [&](int j) { return tile.pages[p + j] + s * kPanel; };
+    for (; s + kTileWords <= steps; s += kTileWords) {
+        if (tile.streams)
+            for (int j = 0; j < N; ++j) fetch_lines(tile.pages[p + j + kStreamedPages] + s * kPanel, kTileWords);
+        add_products<N>(queries + s, row_bytes, keys, panel_bytes);
+    }
+    if (s < steps) {
+        if (tile.streams)
+            for (int j = 0; j < N; ++j) fetch_lines(tile.pages[p + j + kStreamedPages] + s * kPanel, kHalfWords);
+        add_half_products<N>(queries + s, row_bytes, keys, panel_bytes);
+    }
+    store_sums<N>(&scores[0][p * kPanel], sizeof scores[0]);
+}
+
+template <int N>
+void sum_values_by_tiles(const KeyWeights& weights, const KeyTile& tile, const PageRange& pages, float* sums,
+                         int head_size, int column) {
+    const int64_t row_bytes = int64_t{head_size} * kWordBytes;
+    load_sums<N>(sums + column, row_bytes);
+    for (int p = pages.first; p < pages.end; ++p) {
+        if (tile.streams) {
+            const Word* const later = tile.pages[p + kStreamedPages] + tile.page + column;
+            for (int row = 0; row < kHalfWords; ++row) fetch_lines(later + row * head_size, N);
+        }
+        const Word* const values = tile.pages[p] + tile.page + column;
+        add_half_products<N>(&weights[0][p * kHalfWords], sizeof weights[0], [&](int j) { return values + j * kPanel; },
+                             row_bytes);
+    }
+    store_sums<N>(sums + column, row_bytes);
+}
+
+void attend_rows_by_tiles(const AttentionCall& call, const Word* queries, const KeyTile& tile, int row, int count,
+                          AttentionState& state) {
+    const PageRange pages(tile, state, row, count);
+    if (pages.first >= pages.end) return;
+    const TileShapes::Shape sums_shape{count, kPanel}, left{count, kTileWords}, half_left{count, kHalfWords};
+    const TileShapes shapes({sums_shape, sums_shape, sums_shape, sums_shape, left, half_left, {kTileWords, kPanel},
+                             {kHalfWords, kPanel}});
+    const int size = call.head_size, steps = size / Bf16::kPack;
+    alignas(64) KeyScores scores;
+    alignas(64) KeyWeights weights;
+    float shrink[kMostAtOnce];
+    static constexpr decltype(&score_pages_by_tiles<1>) score[] = {score_pages_by_tiles<1>, score_pages_by_tiles<2>,
+                                                                   score_pages_by_tiles<3>, score_pages_by_tiles<4>};
+    static constexpr decltype(&sum_values_by_tiles<1>) sum[] = {sum_values_by_tiles<1>, sum_values_by_tiles<2>,
+                                                                sum_values_by_tiles<3>, sum_values_by_tiles<4>};
+    for (int p = pages.first; p < pages.end; p += kMostSums)
+        score[std::min(kMostSums, pages.end - p) - 1](queries, steps, tile, p, scores);
+    weigh_rows<Bf16>(scores, weights, pages.first * kPanel, pages.end * kPanel, tile, call.scale * kLog2E, row, count, state,
+                     shrink);
+    float* const sums = state.sums + row * size;
+    for (int i = 0; i < count; ++i)
+        for (int c = 0; c < size; c += kLanes) store(sums + i * size + c, load(sums + i * size + c) * shrink[i]);
+    for (int c = 0; c < size; c += kMostSums * kPanel)
+        sum[std::min(kMostSums, (size - c) / kPanel) - 1](weights, tile, pages, sums, size, c);
+}
+
+template <>
+constexpr int kRowsAtOnce<Bf16> = kTileHeight;
+
+template <>
+inline void attend_tile<Bf16>(const AttentionCall& call, const Word* queries, const KeyTile& tile, int row, int end,
+                              AttentionState& state) {
+    const int steps = call.head_size / Bf16::kPack;
+    for (int count; row < end; row += count, queries += count * steps) {
+        count = std::min(end - row, kTileHeight);
+        attend_rows_by_tiles(call, queries, tile, row, count, state);
+    }
+}
+
+}  // namespace SHOAL_ISA
+}  // namespace shoal
+
+#endif

@@ -1,0 +1,126 @@
+// The online softmax over tiles of keys (FlashAttention: Dao et al. 2022).
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace shoal {
+namespace SHOAL_ISA {
+
+constexpr int kTileKeys = 256;
+constexpr int kStreamedKeys = 128;  // of a tile whose pages are read once, while those of the next are fetched
+constexpr int kTilePages = kTileKeys / kPanel;
+constexpr int kStreamedPages = kStreamedKeys / kPanel;
+static_assert(2 * kStreamedPages <= kTilePages);
+
+// Rows of one dtype that meet a tile of keys at once.
+template <class T>
+constexpr int kRowsAtOnce = kTileRows;
+constexpr int kMostAtOnce = 16;
+using KeyScores = float[kMostAtOnce][kTileKeys];
+using KeyWeights = Word[kMostAtOnce][kTileKeys];  // of which values in the dtype fill the beginning
+
+// Rows, the keys that each one sees, and its softmax so far.
+struct AttentionState {
+    alignas(64) float sums[kAttentionRows * kMaxHeadSize];
+    float maximum[kAttentionRows];
+    float denominator[kAttentionRows];
+    int low[kAttentionRows], high[kAttentionRows];
+};
+
+// The pages of one tile of keys; where it streams, those of the next follow.
+struct KeyTile {
+    const Word* pages[kTilePages];
+    int first_key;
+    int count;
+    bool streams;  // each page is read once: the unit has no more rows than meet it at once
+    int64_t page;  // words of the keys of a page; its values follow
+};
+
+// Pages of a tile of which rows [row, row + count) see anything. No later row sees less of the tile's end or more of its
+// beginning.
+struct PageRange {
+    int first, end;
+
+    PageRange(const KeyTile& tile, const AttentionState& state, int row, int count) {
+        const int newest = std::min(state.high[row + count - 1] - tile.first_key, tile.count);
+        first = std::max(state.low[row] - tile.first_key, 0) / kPanel;
+        end = static_cast<int>(divide_up(std::max(newest, 0), kPanel));
+    }
+};
+
+// Columns [begin, end) of a row's scores, whole vectors: in [all_begin, all_end) every key is visible, of the others those
+// in [low, high) are.
+struct Visible {
+    int begin, all_begin, all_end, end, low, high;
+
+    Visible(int first, int last, int low_key, int high_key) : begin(first), end(last), low(low_key), high(high_key) {
+        all_begin = low > begin ? std::min(static_cast<int>(divide_up(low, kPanel)) * kPanel, end) : begin;
+        all_end = high < end ? std::max(std::max(high, 0) / kPanel * kPanel, all_begin) : end;
+    }
+    // visit(column, whether all of the vector is visible), in order.
+    template <class Visit>
+    SHOAL_INLINE void each(const Visit& visit) const {
+        for (int c = begin; c < all_begin; c += kLanes) visit(c, std::false_type{});
+#pragma GCC unroll 4
+        for (int c = all_begin; c < all_end; c += kLanes) visit(c, std::true_type{});
+        for (int c = all_end; c < end; c += kLanes) visit(c, std::false_type{});
+    }
+};
+
+// The largest of a row's visible scores; what is not visible becomes -inf.
+SHOAL_INLINE float row_top(float* scores, const Visible& visible) {
+    F32 top = splat(kMinusInfinity);
+    visible.each([&](int c, auto is_whole) {
+        F32 s = load(scores + c);
+        if constexpr (!is_whole) {
+            const I32 column = lane_index() + c;
+            s = ((column >= visible.low) & (column < visible.high)) ? s : splat(kMinusInfinity);
+            store(scores + c, s);
+        }
+        top = max(top, s);
+    });
+    return horizontal_max(top);
+}
+
+// Turns a row's scores into weights 2^(score * scale - maximum), and gives their sum.
+template <class T>
+SHOAL_INLINE float weigh_row(const float* scores, Word* weights, const Visible& visible, float scale, float maximum) {
+    auto* out = reinterpret_cast<typename T::Scalar*>(weights);
+    F32 sum{};
+    visible.each([&](int c, auto is_whole) {
+        const F32 s = load(scores + c);
+        F32 w = exp2<T::kFine>(s * scale - maximum);
+        if constexpr (!is_whole) w = (s == splat(kMinusInfinity)) ? F32{} : w;
+        sum += w;
+        T::store_row(out + c, w);
+    });
+    return horizontal_sum(sum);
+}
+
+// Turns the scores of rows [row, row + count) over columns [begin, end) into weights. `shrink` is what their earlier sums
+// are to be multiplied by.
+template <class T>
+SHOAL_INLINE void weigh_rows(KeyScores& scores, KeyWeights& weights, int begin, int end, const KeyTile& tile, float scale,
+                             int row, int count, AttentionState& state, float* shrink) {
+    float top[kMostAtOnce];
+    const auto visible = [&](int i) {
+        return Visible(begin, end, state.low[row + i] - tile.first_key, state.high[row + i] - tile.first_key);
+    };
+    // All of them first: a maximum comes late, and nothing waits for it meanwhile.
+    for (int i = 0; i < count; ++i) top[i] = row_top(scores[i], visible(i));
+    for (int i = 0; i < count; ++i) {
+        const float before = state.maximum[row + i], maximum = std::max(before, top[i] * scale);
+        state.maximum[row + i] = maximum;
+        // Without any visible key so far, the scores are all -inf and so are the weights 0, whatever the maximum.
+        const float finite = maximum == kMinusInfinity ? 0.0f : maximum;
+        const float sum = weigh_row<T>(scores[i], weights[i], visible(i), scale, finite);
+        shrink[i] = before == kMinusInfinity ? 0.0f : exp2<true>(splat(before - maximum))[0];
+        state.denominator[row + i] = state.denominator[row + i] * shrink[i] + sum;
+    }
+}
+
+}  // namespace SHOAL_ISA
+}  // namespace shoal

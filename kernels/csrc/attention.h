@@ -18,7 +18,7 @@ namespace SHOAL_ISA {
 template <class T>
 void store_normalised(const AttentionCall& call, const float* sums, float denominator, int64_t token, int head) {
     const int size = call.head_size;
-    auto* out = static_cast<typename T::Scalar*>(call.out) + (token * call.heads + head) * size;
+    auto* out = static_cast<typename T::Scalar*>(call.out) + token * call.out_stride + head * size;
     for (int i = 0; i < size; i += kLanes) T::store_row(out + i, load(sums + i) * (1.0f / denominator));
 }
 

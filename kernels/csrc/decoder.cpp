@@ -46,6 +46,11 @@ std::vector<float> widen(Dtype dtype, const void* data, int size) {
     return out;
 }
 
+int64_t in_odd_lines(Dtype dtype, int64_t values) {
+    const int64_t values_of_line = kPanel * values_per_word(dtype);
+    return (divide_up(values, values_of_line) | 1) * values_of_line;
+}
+
 void expect(int64_t count, int64_t size) {
     if (count != size) throw std::invalid_argument("parameter: " + std::to_string(count) + " values, not " + std::to_string(size));
 }
@@ -60,7 +65,9 @@ Decoder::Decoder(const ShoalShape& shape, std::unique_ptr<Exchange> exchange)
       pool_(shape.num_layers, shape.num_blocks,
             int64_t{2} * shape.num_kv_heads * (shape.block_size / kPanel) * page_words(dtype_, shape.head_size)),
       layers_(static_cast<size_t>(shape.num_layers)),
-      gated_stride_(static_cast<int>(divide_up(shape.intermediate_size, kPanel) * kPanel)),
+      normed_stride_(in_odd_lines(dtype_, shape.hidden_size)),
+      attended_stride_(in_odd_lines(dtype_, shape.num_heads * shape.head_size)),
+      gated_stride_(in_odd_lines(dtype_, shape.intermediate_size)),
       team_(shape.num_threads) {
     if (exchange_ != nullptr && exchange_->capacity < std::max<int64_t>(shape.hidden_size, vocab_share()))
         throw std::invalid_argument("exchange: capacity: a row does not fit");

@@ -136,7 +136,9 @@ private:
     Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
     Screen screen_;
     int unscreened_steps_ = 0;  // so many that could be screened are not, for the last one's screen was of little use
-    int gated_stride_;         // values of a row of gated_
+    // Values of a row of normed_, attended_ and gated_: an odd number of cache lines, for rows an even number apart meet in
+    // the caches when a product reads the same place of all of them.
+    const int64_t normed_stride_, attended_stride_, gated_stride_;
     bool has_integers_ = false;
 
     // Buffers of a step, grown to the largest one seen.

@@ -110,6 +110,7 @@ struct AttentionCall {
     const int32_t* block_tables;
     int64_t table_stride;
     void* out;            // [step tokens][heads * head_size], in the dtype
+    int64_t out_stride;   // values
     float* partials;      // [places][group][head_size + 2]: sums, then maximum and denominator
     float scale;
     int step_tokens, heads, kv_heads, head_size, block_size, window;  // window 0: none

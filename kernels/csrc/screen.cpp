@@ -126,9 +126,9 @@ void Decoder::screen_maxima(Team::Member& member, const ShoalStep& step) {
     const int64_t vocab = shape_.vocab_size, hidden = shape_.hidden_size, words = hidden / values_per_word(dtype_);
     float* const near = step.logits;
     float* const exact = exact_logits_.data();
-    multiply(member, screen_.head, normed_.data(), hidden, rows, near, vocab, Finish::Store);
+    multiply(member, screen_.head, normed_.data(), normed_stride_, rows, near, vocab, Finish::Store);
 
-    const GemmCall call = product(head_, normed_.data(), hidden, 0, exact, vocab, Finish::Store);
+    const GemmCall call = product(head_, normed_.data(), normed_stride_, 0, exact, vocab, Finish::Store);
     const auto size_of = [&](int64_t first, int64_t end) { return std::min(vocab, end * kBlockColumns) - first * kBlockColumns; };
     // The largest of a row's exact logits of blocks that have been computed.
     const auto largest = [&](int row, int64_t first, int64_t end) {
@@ -163,7 +163,7 @@ void Decoder::screen_maxima(Team::Member& member, const ShoalStep& step) {
                 is_sure &= value == value && value < INFINITY;
                 least[row] = std::max(least[row], value);
             }
-            size[row] = length(normed_.data() + row * words, words);
+            size[row] = length(normed_.data() + row * (normed_stride_ / values_per_word(dtype_)), words);
             if (!is_sure || !(size[row] < kLongest)) size[row] = INFINITY;  // all of it is in question
         }
         const auto is_in_question = [&](int64_t block) {

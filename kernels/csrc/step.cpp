@@ -41,13 +41,13 @@ bool Decoder::goes_by_rows(int rows) const {
 void Decoder::reserve(int64_t tokens, int64_t samples) {
     const int64_t pack = values_per_word(dtype_), heads = shape_.num_heads, size = shape_.head_size;
     residual_.reserve(tokens * shape_.hidden_size);
-    normed_.reserve(std::max(tokens, samples) * shape_.hidden_size / pack);
+    normed_.reserve(std::max(tokens, samples) * normed_stride_ / pack);
     qkv_.reserve(tokens * (heads + 2 * shape_.num_kv_heads) * size);
     queries_.reserve(tokens * heads * size / pack);
-    attended_.reserve(tokens * heads * size / pack);
+    attended_.reserve(tokens * attended_stride_ / pack);
     gated_.reserve(std::max(tokens, samples) * gated_stride_ / pack);
     sampled_.reserve(samples * shape_.hidden_size);
-    sampled_attended_.reserve(samples * heads * size / pack);
+    sampled_attended_.reserve(samples * attended_stride_ / pack);
     partials_.reserve(int64_t{plan_.num_partials()} * (heads / shape_.num_kv_heads) * (size + 2));
     if (static_cast<int64_t>(maxima_.size()) < 2 * samples * team_.size()) maxima_.resize(2 * samples * team_.size());
     const int64_t integers = has_integers_ ? std::max(tokens, samples) : screens_ ? samples : 0;
@@ -60,7 +60,7 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
 }
 
 void Decoder::normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end) {
-    const int64_t hidden = shape_.hidden_size, row_bytes = hidden * (4 / values_per_word(dtype_));
+    const int64_t hidden = shape_.hidden_size, row_bytes = normed_stride_ * (4 / values_per_word(dtype_));
     auto* out = reinterpret_cast<char*>(normed_.data());
     for (int row = begin; row < end; ++row)
         kernels_.rms_norm(dtype_, x + row * hidden, weight.data(), shape_.rms_norm_eps, out + row * row_bytes,
@@ -135,8 +135,8 @@ RotaryCall Decoder::rotary_call(const ShoalStep& step, int index) const {
 
 void Decoder::attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks) {
     const AttentionCall call{queries_.data(), pool_.layer(index), step.block_tables, step.table_stride, attended_.data(),
-                             partials_.data(), 1.0f / std::sqrt(static_cast<float>(shape_.head_size)), step.num_tokens,
-                             shape_.num_heads, shape_.num_kv_heads, shape_.head_size, shape_.block_size,
+                             attended_stride_, partials_.data(), 1.0f / std::sqrt(static_cast<float>(shape_.head_size)),
+                             step.num_tokens, shape_.num_heads, shape_.num_kv_heads, shape_.head_size, shape_.block_size,
                              shape_.sliding_window};
     const int count = static_cast<int>(tasks.size()), threads = team_.size();
     member.parallel_for(count, [&](int i) {
@@ -173,7 +173,7 @@ void Decoder::multiply_onto(Team::Member& member, float* stream, const Linear& l
 }
 
 void Decoder::gather_sampled(Team::Member& member, const ShoalStep& step) {
-    const int64_t hidden = shape_.hidden_size, words = int64_t{shape_.num_heads} * shape_.head_size / values_per_word(dtype_);
+    const int64_t hidden = shape_.hidden_size, words = attended_stride_ / values_per_word(dtype_);
     member.parallel_for(step.num_samples, [&](int i) {
         const int64_t row = step.sample_rows[i];
         std::copy_n(residual_.data() + row * hidden, hidden, sampled_.data() + i * hidden);
@@ -209,7 +209,7 @@ void Decoder::project(Team::Member& member, const ShoalStep& step, int index) {
         return for_row_chunks(member, rows, [&](int begin, int end) { project_rows(step, index, begin, end); });
     normalise(member, residual_.data(), layer.input_norm, rows);
     read_ahead(member, layer.output, rows);
-    multiply(member, layer.qkv, normed_.data(), shape_.hidden_size, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
+    multiply(member, layer.qkv, normed_.data(), normed_stride_, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
     const RotaryCall rotary = rotary_call(step, index);
     for_chunks(member, rows, [&](int begin, int end) { kernels_.rotary(dtype_, rotary, begin, end); });
 }
@@ -218,10 +218,10 @@ void Decoder::complete(Team::Member& member, int index, float* stream, const Wor
     if (rows == 0) return;
     const Layer& layer = layers_[static_cast<size_t>(index)];
     read_ahead(member, layer.gate_up, rows);
-    multiply_onto(member, stream, layer.output, attended, shape_.num_heads * shape_.head_size, rows);
+    multiply_onto(member, stream, layer.output, attended, attended_stride_, rows);
     normalise(member, stream, layer.post_norm, rows);
     read_ahead(member, layer.down, rows);
-    multiply(member, layer.gate_up, normed_.data(), shape_.hidden_size, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
+    multiply(member, layer.gate_up, normed_.data(), normed_stride_, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
     if (index + 1 < shape_.num_layers) {
         read_ahead(member, layers_[static_cast<size_t>(index) + 1].qkv, rows);
     } else if (shape_.is_last_stage) {
@@ -233,17 +233,16 @@ void Decoder::complete(Team::Member& member, int index, float* stream, const Wor
 void Decoder::project_rows(const ShoalStep& step, int index, int begin, int end) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     normalise_rows(residual_.data(), layer.input_norm, begin, end);
-    multiply_rows(layer.qkv, normed_.data(), shape_.hidden_size, begin, end, qkv_.data(), layer.qkv.outputs, Finish::Store);
+    multiply_rows(layer.qkv, normed_.data(), normed_stride_, begin, end, qkv_.data(), layer.qkv.outputs, Finish::Store);
     kernels_.rotary(dtype_, rotary_call(step, index), begin, end);
 }
 
 void Decoder::complete_rows(int index, int begin, int end) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int64_t hidden = shape_.hidden_size;
-    multiply_rows(layer.output, attended_.data(), int64_t{shape_.num_heads} * shape_.head_size, begin, end,
-                  residual_.data(), hidden, Finish::Add);
+    multiply_rows(layer.output, attended_.data(), attended_stride_, begin, end, residual_.data(), hidden, Finish::Add);
     normalise_rows(residual_.data(), layer.post_norm, begin, end);
-    multiply_rows(layer.gate_up, normed_.data(), hidden, begin, end, gated_.data(), gated_stride_, Finish::SwiGlu);
+    multiply_rows(layer.gate_up, normed_.data(), normed_stride_, begin, end, gated_.data(), gated_stride_, Finish::SwiGlu);
     multiply_rows(layer.down, gated_.data(), gated_stride_, begin, end, residual_.data(), hidden, Finish::Add);
 }
 
@@ -274,16 +273,16 @@ void Decoder::begin(Team::Member& member, const ShoalStep& step) {
 }
 
 void Decoder::compute_logits(Team::Member& member, const ShoalStep& step) {
-    const int64_t hidden = shape_.hidden_size, vocab = shape_.vocab_size, share = vocab_share();
+    const int64_t vocab = shape_.vocab_size, share = vocab_share();
     if (exchange_ == nullptr) {
-        multiply(member, head_, normed_.data(), hidden, step.num_samples, step.logits, vocab, Finish::Store);
+        multiply(member, head_, normed_.data(), normed_stride_, step.num_samples, step.logits, vocab, Finish::Store);
         return;
     }
     const int most = static_cast<int>(exchange_->capacity / share);
     for (int row = 0; row < step.num_samples; row += most) {
         const int count = std::min(most, step.num_samples - row);
-        const Word* const first = normed_.data() + row * (hidden / values_per_word(dtype_));
-        multiply(member, head_, first, hidden, count, exchange_->mine(), share, Finish::Store);
+        const Word* const first = normed_.data() + row * (normed_stride_ / values_per_word(dtype_));
+        multiply(member, head_, first, normed_stride_, count, exchange_->mine(), share, Finish::Store);
         member.parallel_for(1, [&](int) { exchange_->publish(count * share); });
         if (step.logits == nullptr) continue;
         member.parallel_for(count, [&](int i) {

@@ -21,7 +21,7 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefe
 AVX512BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
 # The kernels are compiled once per set; dispatch.cpp chooses when the library is loaded.
 X86_SETS = {
-    "amx": (*AVX512BF16, "-mamx-tile", "-mamx-bf16"),
+    "amx": (*AVX512BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512bf16": AVX512BF16,
     "avx512": AVX512,
     "avx2": AVX2,

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "gemm.h"
+#include "integer_tiles.h"
 #include "tiles.h"
 
 namespace shoal {
@@ -127,6 +128,7 @@ void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_
 // All rows of a weight go by tile registers, or none do: so a row's result is the same beside any others.
 void gemm_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const Linear& linear = *call.linear;
+    if (linear.format == Format::Int8) return integers_by_tiles(call, row_begin, row_end, block_begin, block_end);
     if (linear.format != Format::Plain || linear.dtype != Dtype::Bf16 || linear.steps() % kTileWords != 0)
         return gemm(call, row_begin, row_end, block_begin, block_end);
     if (block_begin == block_end) return;

@@ -14,7 +14,7 @@ namespace SHOAL_ISA {
 // screened_rows: timed on a head of 49 152 columns of 576; sets that were not timed have none.
 #if defined(__AMX_BF16__)
 constexpr auto kGemm = gemm_by_tiles;
-constexpr int kRowChunk = 512, kLeastRows = 40, kScreenedRows = 2;
+constexpr int kRowChunk = 512, kLeastRows = 40, kScreenedRows = 8;
 #else
 constexpr auto kGemm = gemm;
 constexpr int kRowChunk = 120, kLeastRows = 16;

@@ -7,7 +7,7 @@
 
 namespace shoal {
 
-constexpr int kMostScreenedRows = 4;  // of any instruction set
+constexpr int kMostScreenedRows = 8;  // of any instruction set
 
 // A bf16 head once more in 8 bits, and how far what it gives may be from what the head itself gives.
 struct Screen {

@@ -310,7 +310,7 @@ def test_shapes_across(kernels: str, dtype: torch.dtype, length: int, request: p
         num_kv_heads=num_kv_heads, num_heads=num_kv_heads * draw.choice([1, 2, 3] if length == 4096 else range(1, 9)),
         sliding_window=draw.choice([None, None, 1, 5, 16, 33, 130, 300]), num_threads=draw.choice([1, 2, 3]),
         max_positions=length, num_blocks=length // block_size + 3, hidden_size=draw.choice([64, 96]),
-        intermediate_size=draw.choice([64, 104]),
+        intermediate_size=draw.choice([64, 104, 1216]),
     )  # fmt: skip
     chunks = [1] * 4
     while (left := length - sum(chunks)) > 0:
@@ -346,6 +346,24 @@ def test_a_decoding_row_does_not_depend_on_its_company_or_the_threads(dtype: tor
             run(decoder, Part(prompt, 0, held))
     last = [Part([7], len(prompt), held) for prompt, held in zip(prompts, blocks, strict=True)]
     assert torch.equal(run(together, *last), torch.cat([run(alone, part) for part in last]))
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_prompt_does_not_depend_on_its_company(kernels: str, bits: int | None) -> None:
+    """Sums long enough to be made in parts, of rows in tiles of any height, and of more than are met at once."""
+    shape = make_shape(dtype=torch.bfloat16, num_blocks=60, intermediate_size=1216, num_layers=1)
+    weights: dict[str, Tensor | IntegerWeight] = {**make_weights(shape)}
+    if bits is not None:
+        weights = round_matrices(make_weights(shape), bits)
+    lengths, parts, first = (2, 3, 17, 33, 47, 70, 400), [], 0
+    for length in lengths:
+        held = list(range(first, first + length // 16 + 1))
+        parts.append(Part(tokens(shape, length, seed=length), 0, held))
+        first += len(held)
+    decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels=kernels)
+    alone = torch.cat([run(decoder, part) for part in parts])
+    assert torch.equal(run(decoder, *parts), alone)
 
 
 @pytest.mark.parametrize("window", [None, 40, 650])

@@ -99,7 +99,20 @@ def test_where_due_dates_are_kept_what_the_next_step_ends_is_there_before_it_beg
     view.apply_update("only", make_stats(by_due=True, num_waiting_tokens=600, due_tokens=(*[0] * 6, 600)), (), (), 0.0)
     view.settle([f"r{i}" for i in range(4)])
     assert send(queue, view) == [("r4", "only"), ("long", "only")], "whatever is there is due later"
-    assert send(queue_of(pending("long", 500)), view_of(only=make_stats(by_due=True, num_waiting_tokens=257))) == []
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_waiting_tokens", "is_sent"),
+    [(500, 257, True), (511, 257, True), (512, 257, False), (257, 511, True), (257, 512, False), (256, 257, False)],
+)
+def test_a_prompt_longer_than_a_step_fills_the_next_one_where_the_one_after_ends_it(
+    num_tokens: int, num_waiting_tokens: int, is_sent: bool
+) -> None:
+    """Steps of 256 tokens."""
+    view = view_of(only=make_stats(by_due=True, num_waiting_tokens=num_waiting_tokens))
+    assert bool(send(queue_of(pending("long", num_tokens)), view)) == is_sent
+    view = view_of(only=make_stats(by_due=False, num_waiting_tokens=num_waiting_tokens))
+    assert not send(queue_of(pending("long", num_tokens)), view)
 
 
 def test_nothing_goes_ahead_to_a_replica_that_keeps_the_order_of_arrival() -> None:

@@ -3,10 +3,12 @@
 News of a step reach the gateway when the next one has begun, with what was there by then. So that no step runs with
 less than it could, a step's worth of prompts has to be there behind those that the running one takes. But who is sent
 can go nowhere else any more, nor be put off. That is no loss for a prompt that the next step ends, where replicas go by
-due dates: another one as busy would end it no sooner, and who is due before it passes it. Longer ones would be bound
-for many steps, and where order is that of arrival others would be bound behind them: these wait at the gateway until no
-more than ``max_steps_ahead`` is left to do there. A step is counted with all its tokens. Decodes take theirs of them
-first: beside many, what is sent takes some steps more.
+due dates: another one as busy would end it no sooner, and who is due before it passes it. Nor is it much of one for a
+prompt longer than a step that fills what room the next one has and is ended by the one after: else the last tokens of a
+prompt a little longer than a step have a step to themselves, which reads all weights for them. Longer ones would be
+bound for many steps, and where order is that of arrival others would be bound behind them: these wait at the gateway
+until no more than ``max_steps_ahead`` is left to do there. A step is counted with all its tokens. Decodes take theirs
+of them first: beside many, what is sent takes some steps more.
 """
 
 from __future__ import annotations
@@ -48,4 +50,6 @@ class StepsAhead:
         step = stats.max_num_batched_tokens
         if num_ahead <= self.max_steps_ahead * step:
             return True
-        return stats.by_due and num_ahead + num_tokens <= (self.max_steps_ahead + 1) * step
+        room = (self.max_steps_ahead + 1) * step - num_ahead  # in the next step
+        most = room + step if num_tokens > step and room > 0 else room
+        return stats.by_due and num_tokens <= most

@@ -127,6 +127,7 @@ void attend_rows_by_tiles(const AttentionCall& call, const Word* queries, const 
     float* const sums = state.sums + row * size;
     for (int i = 0; i < count; ++i)
         for (int c = 0; c < size; c += kLanes) store(sums + i * size + c, load(sums + i * size + c) * shrink[i]);
+    make_stores();
     for (int c = 0; c < size; c += kMostSums * kPanel)
         sum[std::min(kMostSums, (size - c) / kPanel) - 1](weights, tile, pages, sums, size, c);
 }

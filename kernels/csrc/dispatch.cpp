@@ -75,7 +75,7 @@ bool runs_avx512_bf16() {
 bool runs_amx() {
 #if defined(__linux__)
     constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    constexpr unsigned needed = 1u << 22 | 1u << 24 | 1u << 25;     // AMX-BF16, AMX-TILE and AMX-INT8
+    constexpr unsigned needed = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE and AMX-INT8
     unsigned a, b, c, d;
     return runs_avx512_bf16() && __builtin_cpu_supports("avx512vbmi") && __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 &&
            (d & needed) == needed && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;

@@ -125,7 +125,7 @@ void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_
     before.finish(call, before.end);
 }
 
-// All rows of a weight go by tile registers, or none do: so a row's result is the same beside any others.
+// All rows of a bf16 weight go by tile registers, or none do: so a row's result is the same beside any others.
 void gemm_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const Linear& linear = *call.linear;
     if (linear.format == Format::Int8) return integers_by_tiles(call, row_begin, row_end, block_begin, block_end);

@@ -16,6 +16,9 @@ constexpr int kTileHeight = 16;  // rows of a register
 constexpr int kTileWords = 16;   // of a row
 constexpr int kWordBytes = sizeof(Word);
 
+// Stores before this are there for loads of registers after it, of which compilers are not told that they read memory.
+SHOAL_INLINE void make_stores() { asm volatile("" ::: "memory"); }
+
 // What the calling thread's registers hold, until the end of this one's life.
 class TileShapes {
 public:
@@ -27,6 +30,7 @@ public:
             layout_.rows[i] = static_cast<uint8_t>(shapes[i].rows);
             layout_.row_bytes[i] = static_cast<uint16_t>(shapes[i].rows == 0 ? 0 : shapes[i].words * kWordBytes);
         }
+        make_stores();
         _tile_loadconfig(&layout_);
     }
     ~TileShapes() { _tile_release(); }

@@ -48,18 +48,20 @@ int attend_shared(const AttentionCall& call, const AttentionUnit* units, int cou
                   KeyTile& tile, AttentionState& state) {
     const int group = call.heads / call.kv_heads, rows = count * group;
     const int64_t words = static_cast<int64_t>(group) * call.head_size / T::kPack;  // of a unit's queries
-    alignas(64) Word queries[kSharedRows * kMaxHeadSize];
+    alignas(64) Word gathered[kSharedRows * kMaxHeadSize];
+    alignas(64) typename T::Left widened[kWidensLeft<T> ? kSharedRows * kMaxHeadSize : 1];
     for (int i = 0; i < count; ++i)
         std::copy_n(call.queries + (int64_t{units[i].kv_head} * call.step_tokens + units[i].first_row) * words, words,
-                    queries + i * words);
-    const int first_rows = std::min(rows, kRowsAtOnce<T>), steps = call.head_size / T::kPack;
+                    gathered + i * words);
+    const auto* queries = to_lefts<T>(gathered, count * words, widened);
+    const int first_rows = std::min(rows, kRowsAtOnce<T>), lefts = call.head_size / T::kPack * T::kParts;
     int key = units[0].key_begin / kPanel * kPanel;
     for (; key + tile_keys <= shared_end; key += tile_keys) {
         fill_tile(tile, call, units[0], key, tile_keys, units[1], (key + tile_keys) / kPanel);
         tile.streams = tile_keys == kStreamedKeys;
         attend_tile<T>(call, queries, tile, 0, first_rows, state);
         tile.streams = false;  // what the first rows have brought
-        attend_tile<T>(call, queries + first_rows * steps, tile, first_rows, rows, state);
+        attend_tile<T>(call, queries + first_rows * lefts, tile, first_rows, rows, state);
     }
     return key;
 }
@@ -79,6 +81,7 @@ void attend(const AttentionCall& call, const AttentionUnit* units, int count, in
     std::fill_n(state.sums, rows * size, 0.0f);
     std::fill_n(state.maximum, rows, kMinusInfinity);
     std::fill_n(state.denominator, rows, 0.0f);
+    alignas(64) typename T::Left widened[kWidensLeft<T> ? kAttentionRows * kMaxHeadSize : 1];
     KeyTile tile;
     tile.page = static_cast<int64_t>(size) * kPanel / T::kPack;
     const bool streams = units[0].tokens * group <= kRowsAtOnce<T>;
@@ -89,8 +92,9 @@ void attend(const AttentionCall& call, const AttentionUnit* units, int count, in
     for (int u = 0, row = 0; u < count; ++u) {
         const AttentionUnit& unit = units[u];
         const int end = row + unit.tokens * group;
-        const Word* queries =
-            call.queries + (int64_t{unit.kv_head} * call.step_tokens + unit.first_row) * group * (size / T::kPack);
+        const int64_t words = int64_t{group} * (size / T::kPack);  // of a token's queries
+        const auto* queries = to_lefts<T>(
+            call.queries + (int64_t{unit.kv_head} * call.step_tokens + unit.first_row) * words, unit.tokens * words, widened);
         const AttentionUnit& after = u + 1 < count ? units[u + 1] : next;
         const int after_page = (u + 1 < count ? begin : after.key_begin) / kPanel;
         for (int key = begin; key < unit.key_end; key += tile_keys) {

@@ -20,18 +20,17 @@ struct FetchPages {
 };
 
 template <class T, int MR, int NV>
-SHOAL_INLINE void score_pages(const Word* queries, int steps, const KeyTile& tile, int p,
-                              KeyScores& scores) {
+SHOAL_INLINE void score_pages(const typename T::Left* queries, int steps, const KeyTile& tile, int p, KeyScores& scores) {
     for (int lane = 0; lane < kPanel; lane += kLanes) {
         const Word* right[NV];
         for (int j = 0; j < NV; ++j) right[j] = tile.pages[p + j] + lane;
         F32 acc[MR][NV] = {};
         if (tile.streams)
-            accumulate<T>(acc, queries, steps, right, kPanel, steps,
+            accumulate<T>(acc, queries, steps * T::kParts, right, kPanel, steps,
                           FetchPages{{tile.pages[p + kStreamedPages] + lane,
                                       tile.pages[p + NV - 1 + kStreamedPages] + lane}, kPanel});
         else
-            accumulate<T>(acc, queries, steps, right, kPanel, steps);
+            accumulate<T>(acc, queries, steps * T::kParts, right, kPanel, steps);
 #pragma GCC unroll 16
         for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 2
@@ -40,15 +39,15 @@ SHOAL_INLINE void score_pages(const Word* queries, int steps, const KeyTile& til
 }
 
 template <class T, int MR>
-SHOAL_INLINE void score_rows(const Word* queries, int steps, const KeyTile& tile, int first, int end,
+SHOAL_INLINE void score_rows(const typename T::Left* queries, int steps, const KeyTile& tile, int first, int end,
                              KeyScores& scores) {
     for (; first + 1 < end; first += 2) score_pages<T, MR, 2>(queries, steps, tile, first, scores);
     if (first < end) score_pages<T, MR, 1>(queries, steps, tile, first, scores);
 }
 
 template <class T, int MR>
-SHOAL_INLINE void sum_values(const KeyWeights& weights, const KeyTile& tile, int first, int end,
-                             const float* shrink, float* sums, int head_size) {
+SHOAL_INLINE void sum_values(const KeyWeights<T>& weights, const KeyTile& tile, int first, int end, const float* shrink,
+                             float* sums, int head_size) {
     constexpr int steps = kPanel / T::kPack;
     for (int column = 0; column < head_size; column += 2 * kLanes) {
         const bool both = column + kLanes < head_size;
@@ -64,10 +63,10 @@ SHOAL_INLINE void sum_values(const KeyWeights& weights, const KeyTile& tile, int
             const Word* const right[2] = {values + column, values + other};
             if (tile.streams) {
                 const Word* later = tile.pages[p + kStreamedPages] + tile.page;
-                accumulate<T>(acc, &weights[0][p * steps], kTileKeys, right, head_size, steps,
+                accumulate<T>(acc, &weights[0][p * steps * T::kParts], kTileKeys, right, head_size, steps,
                               FetchPages{{later + column, later + other}, head_size});
             } else {
-                accumulate<T>(acc, &weights[0][p * steps], kTileKeys, right, head_size, steps);
+                accumulate<T>(acc, &weights[0][p * steps * T::kParts], kTileKeys, right, head_size, steps);
             }
         }
 #pragma GCC unroll 16
@@ -80,12 +79,13 @@ SHOAL_INLINE void sum_values(const KeyWeights& weights, const KeyTile& tile, int
 
 // Rows [row, row + MR), of which no later one sees less of the tile's end or more of its beginning.
 template <class T, int MR>
-void attend_rows(const AttentionCall& call, const Word* queries, const KeyTile& tile, int row, AttentionState& state) {
+void attend_rows(const AttentionCall& call, const typename T::Left* queries, const KeyTile& tile, int row,
+                 AttentionState& state) {
     const int size = call.head_size, steps = size / T::kPack;
     const PageRange pages(tile, state, row, MR);
     if (pages.first >= pages.end) return;
     alignas(64) KeyScores scores;
-    alignas(64) KeyWeights weights;
+    alignas(64) KeyWeights<T> weights;
     float shrink[MR];
     score_rows<T, MR>(queries, steps, tile, pages.first, pages.end, scores);
     weigh_rows<T>(scores, weights, pages.first * kPanel, pages.end * kPanel, tile, call.scale * kLog2E, row, MR, state, shrink);
@@ -93,7 +93,7 @@ void attend_rows(const AttentionCall& call, const Word* queries, const KeyTile& 
 }
 
 template <class T>
-using AttendRows = void (*)(const AttentionCall&, const Word* queries, const KeyTile&, int row, AttentionState&);
+using AttendRows = void (*)(const AttentionCall&, const typename T::Left* queries, const KeyTile&, int row, AttentionState&);
 
 template <class T, int... I>
 AttendRows<T> attend_rows_of(int rows, std::integer_sequence<int, I...>) {
@@ -103,10 +103,10 @@ AttendRows<T> attend_rows_of(int rows, std::integer_sequence<int, I...>) {
 
 // Rows [row, end) against a tile, in register tiles of nearly equal height.
 template <class T>
-void attend_tile(const AttentionCall& call, const Word* queries, const KeyTile& tile, int row, int end,
-                              AttentionState& state) {
-    const int steps = call.head_size / T::kPack;
-    for (int count; row < end; row += count, queries += count * steps) {
+void attend_tile(const AttentionCall& call, const typename T::Left* queries, const KeyTile& tile, int row, int end,
+                 AttentionState& state) {
+    const int lefts = call.head_size / T::kPack * T::kParts;
+    for (int count; row < end; row += count, queries += count * lefts) {
         count = static_cast<int>(divide_up(end - row, divide_up(end - row, kRowsAtOnce<T>)));
         attend_rows_of<T>(count, std::make_integer_sequence<int, kTileRows>{})(call, queries, tile, row, state);
     }

@@ -89,7 +89,7 @@ void score_pages_by_tiles(const Word* queries, int steps, const KeyTile& tile, i
 }
 
 template <int N>
-void sum_values_by_tiles(const KeyWeights& weights, const KeyTile& tile, const PageRange& pages, float* sums,
+void sum_values_by_tiles(const KeyWeights<Bf16>& weights, const KeyTile& tile, const PageRange& pages, float* sums,
                          int head_size, int column) {
     const int64_t row_bytes = int64_t{head_size} * kWordBytes;
     load_sums<N>(sums + column, row_bytes);
@@ -114,7 +114,7 @@ void attend_rows_by_tiles(const AttentionCall& call, const Word* queries, const 
                              {kHalfWords, kPanel}});
     const int size = call.head_size, steps = size / Bf16::kPack;
     alignas(64) KeyScores scores;
-    alignas(64) KeyWeights weights;
+    alignas(64) KeyWeights<Bf16> weights;
     float shrink[kMostAtOnce];
     static constexpr decltype(&score_pages_by_tiles<1>) score[] = {score_pages_by_tiles<1>, score_pages_by_tiles<2>,
                                                                    score_pages_by_tiles<3>, score_pages_by_tiles<4>};

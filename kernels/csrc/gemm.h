@@ -1,6 +1,7 @@
 // Packed matrix product: a tile of rows by one block of 32 columns, held in registers over the whole summed dimension.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "simd.h"
@@ -8,9 +9,9 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-// Bias of the tile's columns: vector j lies in panel j, so that a gate and its up column meet in one tile.
-SHOAL_INLINE F32 bias_of(const Linear& linear, int block, int panel, int lane) {
-    return linear.bias.empty() ? F32{} : load(&linear.bias[block * kBlockColumns + panel * kPanel + lane]);
+// Bias of a vector of a block's columns.
+SHOAL_INLINE F32 bias_of(const Linear& linear, int block, int column) {
+    return linear.bias.empty() ? F32{} : load(&linear.bias[block * kBlockColumns + column]);
 }
 
 // The last, ragged columns of a weight, a value at a time.
@@ -67,8 +68,8 @@ struct Ahead {
 };
 
 // A tile that has its block for itself reads it as fast as memory gives it. From so many rows on it is slow enough for the
-// processor to foresee too little; with fewer, requests of its own only get in the way.
-constexpr int kUnforeseenRows = 10;
+// processor to foresee too little (or passes over it twice); with fewer, requests of its own only get in the way.
+constexpr int kUnforeseenRows = kLanes == kPanel ? 10 : 3;
 constexpr int kAheadWords = (3 << 10) / sizeof(Word);
 
 template <int Lines>
@@ -92,27 +93,54 @@ SHOAL_INLINE void fetch_out(const GemmCall& call, int row, int block) {
     }
 }
 
+// Sums of vectors of columns that follow one another in a step's lines, from their bias on.
+template <class T, int MR, int... J>
+SHOAL_INLINE void sum_columns(const GemmCall& call, int row, int block, int column, const Ahead& ahead,
+                              F32 (&acc)[MR][sizeof...(J)], std::integer_sequence<int, J...>) {
+    const Linear& linear = *call.linear;
+    const Word* const words = linear.block(block) + column;
+    const Word* const right[] = {words + J * kLanes...};
+    const auto* x = reinterpret_cast<const typename T::Left*>(call.x) + row * call.x_stride;
+#pragma GCC unroll 8
+    for (int j = 0; j < static_cast<int>(sizeof...(J)); ++j) {
+        const F32 bias = bias_of(linear, block, column + j * kLanes);
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) acc[i][j] = bias;
+    }
+    if (MR >= kUnforeseenRows && ahead.lines == 2)
+        accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps(), FetchLines<2>{ahead.words});
+    else if (ahead.lines == 1)
+        accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps(), FetchLines<1>{ahead.words});
+    else
+        accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps());
+}
+
+constexpr int kHidingSums = 8;
+
 template <class T, int MR>
 void gemm_tile(const GemmCall& call, int row, int block, const Ahead& ahead) {
-    const Linear& linear = *call.linear;
-    const Word* words = linear.block(block);
-    const Word* x = call.x + row * call.x_stride;
     fetch_out<T, MR>(call, row, block);
-    for (int lane = 0; lane < kPanel; lane += kLanes) {
-        const Word* const right[2] = {words + lane, words + kPanel + lane};
+    if constexpr (kLanes == kPanel) {
         F32 acc[MR][2];
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; ++j) {
-            const F32 bias = bias_of(linear, block, j, lane);
+        sum_columns<T>(call, row, block, 0, ahead, acc, std::make_integer_sequence<int, 2>{});
+        return finish_tile<T>(call, row, block, 0, acc);
+    }
+    // Of few rows, the sums of all columns hide one another's latency.
+    constexpr int all = kBlockColumns / kLanes, vectors = MR * all <= kHidingSums ? all : 2;
+    alignas(64) float sums[MR][kBlockColumns];
+    for (int column = 0; column < kBlockColumns; column += vectors * kLanes) {
+        F32 acc[MR][vectors];
+        sum_columns<T>(call, row, block, column, ahead, acc, std::make_integer_sequence<int, vectors>{});
 #pragma GCC unroll 16
-            for (int i = 0; i < MR; ++i) acc[i][j] = bias;
-        }
-        if (MR >= kUnforeseenRows && ahead.lines == 2)
-            accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps(), FetchLines<2>{ahead.words});
-        else if (ahead.lines == 1)
-            accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps(), FetchLines<1>{ahead.words});
-        else
-            accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps());
+        for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; ++j) store(&sums[i][column + j * kLanes], acc[i][j]);
+    }
+    for (int lane = 0; lane < kPanel; lane += kLanes) {
+        F32 acc[MR][2];
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i)
+            for (int j = 0; j < 2; ++j) acc[i][j] = load(&sums[i][j * kPanel + lane]);
         finish_tile<T>(call, row, block, lane, acc);
     }
 }
@@ -129,7 +157,7 @@ void integer_tile(const GemmCall& call, int row, int block, const Ahead&) {
         const Word* x = call.x + row * call.x_stride;
         F32 total[MR][2];
         for (int j = 0; j < 2; ++j) {
-            const F32 bias = bias_of(linear, block, j, lane);
+            const F32 bias = bias_of(linear, block, j * kPanel + lane);
             for (int i = 0; i < MR; ++i) total[i][j] = bias;
         }
         for (int g = 0; g < groups; ++g, words += linear.group_words(), x += kGroup / 2) {
@@ -208,7 +236,8 @@ GemmTile choose_tile(const Linear& linear, int rows) {
     return gemm_tile_of<Float32>(rows, std::make_integer_sequence<int, kTileRows>{});
 }
 
-void gemm(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
+// Of a left-hand side.
+void multiply_lefts(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const Linear& linear = *call.linear;
     const int tile_rows = linear.format == Format::Plain ? kTileRows : kIntegerTileRows;
     for (int block = block_begin; block < block_end; ++block) {
@@ -225,6 +254,30 @@ void gemm(const GemmCall& call, int row_begin, int row_end, int block_begin, int
             row += rows;
             left -= rows;
         }
+    }
+}
+
+// Rows of bf16 that become float32 to be multiplied do so once for all of a call's blocks, as many as a second-level cache
+// holds, but enough for the reading of weights not to show.
+constexpr int64_t kWidenedValues = 64 << 10;
+constexpr int kLeastWidenedRows = 24;
+
+void gemm(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
+    const Linear& linear = *call.linear;
+    if (!kWidensLeft<Bf16> || linear.format != Format::Plain || linear.dtype != Dtype::Bf16)
+        return multiply_lefts(call, row_begin, row_end, block_begin, block_end);
+    static thread_local Buffer<Bf16::Left> widened;
+    const int64_t stride = divide_up(linear.inputs, 16) * 16 | 16;  // an odd number of cache lines
+    const int64_t held = std::max<int64_t>(kLeastWidenedRows, kWidenedValues / stride);
+    for (int row = row_begin, end; row < row_end; row = end) {
+        end = row + static_cast<int>(divide_up(row_end - row, divide_up(row_end - row, held)));
+        widened.reserve((end - row) * stride);
+        for (int i = row; i < end; ++i)
+            to_lefts<Bf16>(call.x + i * call.x_stride, linear.steps(), widened.data() + (i - row) * stride);
+        GemmCall part = call;
+        part.x = reinterpret_cast<const Word*>(widened.data() - row * stride);
+        part.x_stride = stride;
+        multiply_lefts(part, row, end, block_begin, block_end);
     }
 }
 

@@ -32,7 +32,7 @@ struct Unfinished {
     SHOAL_INLINE void finish(const GemmCall& call, int count) {
         for (const int stop = std::min(end, next + count); next < stop; ++next) {
             F32 acc[1][2];
-            for (int j = 0; j < 2; ++j) acc[0][j] = load(&(*sums)[next][j * kPanel]) + bias_of(*call.linear, block, j, 0);
+            for (int j = 0; j < 2; ++j) acc[0][j] = load(&(*sums)[next][j * kPanel]) + bias_of(*call.linear, block, j * kPanel);
             finish_tile<Bf16, 1>(call, row + next, block, 0, acc);
         }
     }

@@ -75,7 +75,7 @@ SHOAL_INLINE void multiply_integer_tile(const GemmCall& call, const SplitRows& s
     alignas(64) float totals[kTileHeight][kBlockColumns];
     alignas(64) GroupSums sums[2];
     for (int i = 0; i < rows; ++i)
-        for (int j = 0; j < 2; ++j) store(&totals[i][j * kPanel], bias_of(linear, block, j, 0));
+        for (int j = 0; j < 2; ++j) store(&totals[i][j * kPanel], bias_of(linear, block, j * kPanel));
     const Word* words = linear.block(block);
     const auto add = [&](int g, const Word* of) {
         add_group(totals, sums[g % 2], load(of + linear.bits() * kBlockColumns), row_scales + g, groups, rows);

@@ -27,7 +27,7 @@ constexpr int kTileRows = 12;  // 24 accumulators, 2 right-hand vectors and a br
 constexpr int kIntegerTileRows = 6;  // each row has sums of its group besides
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
-constexpr int kTileRows = 4;  // bf16 is widened to two float32 operands, and there are 16 registers
+constexpr int kTileRows = 5;  // 10 accumulators, 2 right-hand vectors, a broadcast and a mask, of 16 registers
 constexpr int kIntegerTileRows = 2;
 #elif defined(__aarch64__)
 constexpr int kLanes = 4;
@@ -140,33 +140,32 @@ SHOAL_INLINE U32 round_bf16(F32 v) {
 // The bf16 value in the lower or the upper half of each word.
 SHOAL_INLINE F32 half_bf16(U32 words, int half) { return (F32)(half == 0 ? words << 16 : words & 0xffff0000u); }
 
+// A dtype of packed data. At a step, a product goes on by a word of its right-hand side in kParts multiplications: of each
+// part of the word by a Left of its own, which is broadcast.
 struct Bf16 {
     static constexpr int kPack = 2;  // values in a word
     static constexpr bool kFine = false;
     using Scalar = uint16_t;
 
 #if defined(__AVX512BF16__)
-    using Right = __m512bh;
-    static SHOAL_INLINE Right right(U32 words) { return (__m512bh)words; }
-    static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
-        acc = (F32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)*left), r);
+    static constexpr int kParts = 1;
+    using Left = Word;
+    static SHOAL_INLINE __m512bh part(U32 words, int) { return (__m512bh)words; }
+    static SHOAL_INLINE void dot(F32& acc, const Left* left, __m512bh right) {
+        acc = (F32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)*left), right);
     }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    using Right = bfloat16x8_t;
-    static SHOAL_INLINE Right right(U32 words) { return (Right)words; }
-    static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
-        acc = (F32)vbfdotq_f32((float32x4_t)acc, r, vreinterpretq_bf16_u32(vdupq_n_u32(*left)));
+    static constexpr int kParts = 1;
+    using Left = Word;
+    static SHOAL_INLINE bfloat16x8_t part(U32 words, int) { return (bfloat16x8_t)words; }
+    static SHOAL_INLINE void dot(F32& acc, const Left* left, bfloat16x8_t right) {
+        acc = (F32)vbfdotq_f32((float32x4_t)acc, right, vreinterpretq_bf16_u32(vdupq_n_u32(*left)));
     }
 #else
-    struct Right {
-        F32 low, high;
-    };
-    static SHOAL_INLINE Right right(U32 words) { return {half_bf16(words, 0), half_bf16(words, 1)}; }
-    static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
-        const Word w = *left;
-        acc += r.low * widen(static_cast<Scalar>(w));
-        acc += r.high * widen(static_cast<Scalar>(w >> 16));
-    }
+    static constexpr int kParts = 2;  // there is no such product: left-hand sides are float32, right-hand ones become it
+    using Left = float;
+    static SHOAL_INLINE F32 part(U32 words, int number) { return half_bf16(words, number); }
+    static SHOAL_INLINE void dot(F32& acc, const Left* left, F32 right) { acc += right * *left; }
 #endif
     static SHOAL_INLINE float widen(Scalar x) {
         const uint32_t bits = static_cast<uint32_t>(x) << 16;
@@ -197,17 +196,39 @@ struct Float32 {
     static constexpr int kPack = 1;
     static constexpr bool kFine = true;
     using Scalar = float;
-    using Right = F32;
-    static SHOAL_INLINE Right right(U32 words) { return (F32)words; }
-    static SHOAL_INLINE void dot(F32& acc, const Word* left, Right r) {
-        float w;
-        std::memcpy(&w, left, 4);
-        acc += r * w;
-    }
+    static constexpr int kParts = 1;
+    using Left = float;
+    static SHOAL_INLINE F32 part(U32 words, int) { return (F32)words; }
+    static SHOAL_INLINE void dot(F32& acc, const Left* left, F32 right) { acc += right * *left; }
     static SHOAL_INLINE float widen(Scalar x) { return x; }
     static SHOAL_INLINE Scalar narrow(float x) { return x; }
     static SHOAL_INLINE void store_row(Scalar* p, F32 v) { store(p, v); }
 };
+
+// Whether left-hand sides are made of float32 from words of another dtype.
+template <class T>
+constexpr bool kWidensLeft = T::kParts > 1;
+
+// `count` words as a left-hand side: as they are, or widened to the buffer, of kParts times as many.
+template <class T>
+const typename T::Left* to_lefts(const Word* words, int64_t count, typename T::Left* buffer) {
+    if constexpr (kWidensLeft<T>) {
+        const auto* values = reinterpret_cast<const typename T::Scalar*>(words);
+        for (int64_t i = 0; i < count * T::kPack; ++i) buffer[i] = T::widen(values[i]);
+        return buffer;
+    } else {
+        return reinterpret_cast<const typename T::Left*>(words);
+    }
+}
+
+// Values that follow one another along the summed dimension, from number `first` on, into a left-hand side.
+template <class T>
+SHOAL_INLINE void store_lefts(typename T::Left* lefts, int first, F32 v) {
+    if constexpr (kWidensLeft<T>)
+        store(lefts + first, v);
+    else
+        T::store_row(reinterpret_cast<typename T::Scalar*>(lefts) + first, v);
+}
 
 // Pairs of integers in the lower and the upper 16 bits: the p-th pairs of packed words. Int8 are signed, Int4 are not.
 template <int Bits>
@@ -234,20 +255,25 @@ struct NoFetch {
     SHOAL_INLINE void operator()(int) const {}
 };
 
-// acc[i][j] += sum over s of left row i, word s, times right vector j at step s. Every caller sums in this one order,
+// acc[i][j] += sum over s of left row i at step s times right vector j at step s. Every caller sums in this one order,
 // so a row's result does not depend on the rows that share its tile. fetch(s) may ask early for what comes later.
 template <class T, int MR, int NV, class Fetch = NoFetch>
-SHOAL_INLINE void accumulate(F32 (&acc)[MR][NV], const Word* left, long left_stride, const Word* const (&right)[NV],
-                             long right_stride, int steps, const Fetch& fetch = {}) {
+SHOAL_INLINE void accumulate(F32 (&acc)[MR][NV], const typename T::Left* left, long left_stride,
+                             const Word* const (&right)[NV], long right_stride, int steps, const Fetch& fetch = {}) {
     for (int s = 0; s < steps; ++s) {
         fetch(s);
-        typename T::Right r[NV];
+#pragma GCC unroll 2
+        for (int p = 0; p < T::kParts; ++p) {
+            decltype(T::part(U32{}, p)) parts[NV];
 #pragma GCC unroll 8
-        for (int j = 0; j < NV; ++j) r[j] = T::right(load(right[j] + s * right_stride));
+            for (int j = 0; j < NV; ++j) parts[j] = T::part(load(right[j] + s * right_stride), p);
 #pragma GCC unroll 16
-        for (int i = 0; i < MR; ++i) {
+            for (int i = 0; i < MR; ++i) {
 #pragma GCC unroll 8
-            for (int j = 0; j < NV; ++j) T::dot(acc[i][j], left + i * left_stride + s, r[j]);
+                for (int j = 0; j < NV; ++j) T::dot(acc[i][j], left + i * left_stride + s * T::kParts + p, parts[j]);
+            }
+            // The parts one after the other: what both need at once is more than 16 registers hold.
+            if constexpr (T::kParts > 1) asm volatile("" ::: "memory");
         }
     }
 }

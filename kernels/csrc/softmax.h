@@ -20,7 +20,8 @@ template <class T>
 constexpr int kRowsAtOnce = kTileRows;
 constexpr int kMostAtOnce = 16;
 using KeyScores = float[kMostAtOnce][kTileKeys];
-using KeyWeights = Word[kMostAtOnce][kTileKeys];  // of which values in the dtype fill the beginning
+template <class T>
+using KeyWeights = typename T::Left[kMostAtOnce][kTileKeys];  // of which those of the tile's keys fill the beginning
 
 // Rows, the keys that each one sees, and its softmax so far.
 struct AttentionState {
@@ -87,15 +88,15 @@ SHOAL_INLINE float row_top(float* scores, const Visible& visible) {
 
 // Turns a row's scores into weights 2^(score * scale - maximum), and gives their sum.
 template <class T>
-SHOAL_INLINE float weigh_row(const float* scores, Word* weights, const Visible& visible, float scale, float maximum) {
-    auto* out = reinterpret_cast<typename T::Scalar*>(weights);
+SHOAL_INLINE float weigh_row(const float* scores, typename T::Left* weights, const Visible& visible, float scale,
+                             float maximum) {
     F32 sum{};
     visible.each([&](int c, auto is_whole) {
         const F32 s = load(scores + c);
         F32 w = exp2<T::kFine>(s * scale - maximum);
         if constexpr (!is_whole) w = (s == splat(kMinusInfinity)) ? F32{} : w;
         sum += w;
-        T::store_row(out + c, w);
+        store_lefts<T>(weights, c, w);
     });
     return horizontal_sum(sum);
 }
@@ -103,8 +104,8 @@ SHOAL_INLINE float weigh_row(const float* scores, Word* weights, const Visible& 
 // Turns the scores of rows [row, row + count) over columns [begin, end) into weights. `shrink` is what their earlier sums
 // are to be multiplied by.
 template <class T>
-SHOAL_INLINE void weigh_rows(KeyScores& scores, KeyWeights& weights, int begin, int end, const KeyTile& tile, float scale,
-                             int row, int count, AttentionState& state, float* shrink) {
+SHOAL_INLINE void weigh_rows(KeyScores& scores, KeyWeights<T>& weights, int begin, int end, const KeyTile& tile,
+                             float scale, int row, int count, AttentionState& state, float* shrink) {
     float top[kMostAtOnce];
     const auto visible = [&](int i) {
         return Visible(begin, end, state.low[row + i] - tile.first_key, state.high[row + i] - tile.first_key);

@@ -115,79 +115,102 @@ SHOAL_INLINE void sum_columns(const GemmCall& call, int row, int block, int colu
         accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps());
 }
 
-constexpr int kHidingSums = 8;
-
-template <class T, int MR>
-void gemm_tile(const GemmCall& call, int row, int block, const Ahead& ahead) {
-    fetch_out<T, MR>(call, row, block);
+// sum(column, acc) for NV vectors from each such column on, and what becomes of a tile's sums. Where vectors are shorter than
+// a panel, they wait for those of all columns, for a gate and its up column lie in two panels.
+template <class T, int MR, int NV, class Sum, int... I>
+SHOAL_INLINE void sum_by_columns(const GemmCall& call, int row, int block, const Sum& sum, std::integer_sequence<int, I...>) {
     if constexpr (kLanes == kPanel) {
-        F32 acc[MR][2];
-        sum_columns<T>(call, row, block, 0, ahead, acc, std::make_integer_sequence<int, 2>{});
-        return finish_tile<T>(call, row, block, 0, acc);
-    }
-    // Of few rows, the sums of all columns hide one another's latency.
-    constexpr int all = kBlockColumns / kLanes, vectors = MR * all <= kHidingSums ? all : 2;
-    alignas(64) float sums[MR][kBlockColumns];
-    for (int column = 0; column < kBlockColumns; column += vectors * kLanes) {
-        F32 acc[MR][vectors];
-        sum_columns<T>(call, row, block, column, ahead, acc, std::make_integer_sequence<int, vectors>{});
+        F32 acc[MR][NV];
+        sum(std::integral_constant<int, 0>{}, acc);
+        finish_tile<T>(call, row, block, 0, acc);
+    } else {
+        alignas(64) float sums[MR][kBlockColumns];
+        const auto keep = [&](auto column) {
+            F32 acc[MR][NV];
+            sum(column, acc);
 #pragma GCC unroll 16
-        for (int i = 0; i < MR; ++i)
+            for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < vectors; ++j) store(&sums[i][column + j * kLanes], acc[i][j]);
-    }
-    for (int lane = 0; lane < kPanel; lane += kLanes) {
-        F32 acc[MR][2];
+                for (int j = 0; j < NV; ++j) store(&sums[i][column + j * kLanes], acc[i][j]);
+        };
+        (keep(std::integral_constant<int, I * NV * kLanes>{}), ...);
+        for (int lane = 0; lane < kPanel; lane += kLanes) {
+            F32 acc[MR][2];
 #pragma GCC unroll 16
-        for (int i = 0; i < MR; ++i)
-            for (int j = 0; j < 2; ++j) acc[i][j] = load(&sums[i][j * kPanel + lane]);
-        finish_tile<T>(call, row, block, lane, acc);
+            for (int i = 0; i < MR; ++i)
+                for (int j = 0; j < 2; ++j) acc[i][j] = load(&sums[i][j * kPanel + lane]);
+            finish_tile<T>(call, row, block, lane, acc);
+        }
     }
 }
 
-// The same of integers: exact sums within a group, then one scale of the weight and one of the row.
-template <int Bits, int MR>
-void integer_tile(const GemmCall& call, int row, int block, const Ahead&) {
+template <int NV>
+using ColumnsOf = std::make_integer_sequence<int, kBlockColumns / kLanes / NV>;
+
+constexpr int kHidingSums = 8;  // so many hide one another's latency
+
+template <class T, int MR>
+void gemm_tile(const GemmCall& call, int row, int block, const Ahead& ahead) {
+    constexpr int all = kBlockColumns / kLanes, vectors = MR * all <= kHidingSums ? all : 2;
+    fetch_out<T, MR>(call, row, block);
+    const auto sum = [&](int column, F32 (&acc)[MR][vectors]) __attribute__((always_inline)) {
+        sum_columns<T>(call, row, block, column, ahead, acc, std::make_integer_sequence<int, vectors>{});
+    };
+    sum_by_columns<T, MR, vectors>(call, row, block, sum, ColumnsOf<vectors>{});
+}
+
+// Of two vectors of columns from number Column on: exact sums within a group, then one scale of the weight and one of the
+// row.
+template <int Bits, int MR, int Column>
+SHOAL_INLINE void sum_integers(const GemmCall& call, int row, int block, F32 (&total)[MR][2]) {
     const Linear& linear = *call.linear;
     const int groups = linear.groups();
     const float* scales = call.integers.scales + static_cast<int64_t>(row) * groups;
     const float* sums = call.integers.sums + static_cast<int64_t>(row) * groups;
-    for (int lane = 0; lane < kPanel; lane += kLanes) {
-        const Word* words = linear.block(block) + lane;
-        const Word* x = call.x + row * call.x_stride;
-        F32 total[MR][2];
-        for (int j = 0; j < 2; ++j) {
-            const F32 bias = bias_of(linear, block, j * kPanel + lane);
-            for (int i = 0; i < MR; ++i) total[i][j] = bias;
-        }
-        for (int g = 0; g < groups; ++g, words += linear.group_words(), x += kGroup / 2) {
-            I32 acc[MR][2] = {};
-#pragma GCC unroll 8
-            for (int w = 0; w < Bits; ++w) {
-                const U32 held[2] = {load(words + w * kBlockColumns), load(words + w * kBlockColumns + kPanel)};
-#pragma GCC unroll 4
-                for (int p = 0; p < 16 / Bits; ++p) {
-                    const I32 pairs[2] = {integer_pairs<Bits>(held[0], p), integer_pairs<Bits>(held[1], p)};
-#pragma GCC unroll 16
-                    for (int i = 0; i < MR; ++i) {
-                        const Word* left = x + i * call.x_stride + w * (16 / Bits) + p;
-                        dot_pairs(acc[i][0], left, pairs[0]);
-                        dot_pairs(acc[i][1], left, pairs[1]);
-                    }
-                }
-            }
-            const Word* const scales_of = words + Bits * kBlockColumns;
-            for (int j = 0; j < 2; ++j) {
-                const F32 scale = half_bf16(load(scales_of), j);
-                for (int i = 0; i < MR; ++i) {
-                    F32 part = __builtin_convertvector(acc[i][j], F32) * scale;
-                    if constexpr (Bits == 4) part += half_bf16(load(scales_of + kPanel), j) * sums[i * groups + g];
-                    total[i][j] += part * scales[i * groups + g];
-                }
-            }
-        }
-        finish_tile<Bf16>(call, row, block, lane, total);
+    const Word* words = linear.block(block);
+    const Word* x = call.x + row * call.x_stride;
+    const int64_t stride = call.x_stride, group_words = linear.group_words();
+    for (int j = 0; j < 2; ++j) {
+        const F32 bias = bias_of(linear, block, Column + j * kLanes);
+        for (int i = 0; i < MR; ++i) total[i][j] = bias;
     }
+    for (int g = 0; g < groups; ++g, words += group_words, x += kGroup / 2) {
+        I32 acc[MR][2] = {};
+#pragma GCC unroll 8
+        for (int w = 0; w < Bits; ++w) {
+            const Word* const held = words + w * kBlockColumns + Column;
+#pragma GCC unroll 4
+            for (int p = 0; p < 16 / Bits; ++p) {
+                const I32 pairs[2] = {integer_pairs<Bits>(load(held), p), integer_pairs<Bits>(load(held + kLanes), p)};
+#pragma GCC unroll 16
+                for (int i = 0; i < MR; ++i) {
+                    const Word* left = x + i * stride + w * (16 / Bits) + p;
+                    dot_pairs(acc[i][0], left, pairs[0]);
+                    dot_pairs(acc[i][1], left, pairs[1]);
+                }
+                keep_order();
+            }
+        }
+        const Word* const scales_of = words + Bits * kBlockColumns;
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+            const int column = Column + j * kLanes, panel = column / kPanel, lane = column % kPanel;
+            const F32 scale = half_bf16(load(scales_of + lane), panel);
+            for (int i = 0; i < MR; ++i) {
+                F32 part = __builtin_convertvector(acc[i][j], F32) * scale;
+                if constexpr (Bits == 4) part += half_bf16(load(scales_of + kPanel + lane), panel) * sums[i * groups + g];
+                total[i][j] += part * scales[i * groups + g];
+            }
+        }
+    }
+}
+
+template <int Bits, int MR>
+void integer_tile(const GemmCall& call, int row, int block, const Ahead&) {
+    const auto sum = [&](auto column, F32 (&total)[MR][2]) __attribute__((always_inline)) {
+        sum_integers<Bits, MR, decltype(column)::value>(call, row, block, total);
+    };
+    sum_by_columns<Bf16, MR, 2>(call, row, block, sum, ColumnsOf<2>{});
 }
 
 // A row of bf16 as 16-bit integers, each group by its own largest value. NaN and infinity become a scale of NaN.

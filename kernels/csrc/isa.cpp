@@ -23,7 +23,7 @@ constexpr int kScreenedRows = 4;
 #elif defined(__AVX512F__)
 constexpr int kScreenedRows = 2;
 #elif defined(__AVX2__)
-constexpr int kScreenedRows = 3;
+constexpr int kScreenedRows = 4;
 #else
 constexpr int kScreenedRows = 0;
 #endif

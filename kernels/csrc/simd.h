@@ -28,7 +28,7 @@ constexpr int kIntegerTileRows = 6;  // each row has sums of its group besides
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 constexpr int kTileRows = 5;  // 10 accumulators, 2 right-hand vectors, a broadcast and a mask, of 16 registers
-constexpr int kIntegerTileRows = 2;
+constexpr int kIntegerTileRows = 4;
 #elif defined(__aarch64__)
 constexpr int kLanes = 4;
 constexpr int kTileRows = 8;  // 32 registers, as AVX-512 has
@@ -241,12 +241,22 @@ SHOAL_INLINE I32 integer_pairs(U32 words, int p) {
 SHOAL_INLINE void dot_pairs(I32& acc, const Word* left, I32 right) {
 #if defined(__AVX512VNNI__)
     acc = (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)right, _mm512_set1_epi32((int)*left));
-#elif defined(__AVX512BW__)
-    acc += (I32)_mm512_madd_epi16((__m512i)right, _mm512_set1_epi32((int)*left));
 #elif defined(__AVX2__)
+#if defined(__AVX512BW__)
+    acc += (I32)_mm512_madd_epi16((__m512i)right, _mm512_set1_epi32((int)*left));
+#else
     acc += (I32)_mm256_madd_epi16((__m256i)right, _mm256_set1_epi32((int)*left));
+#endif
+    asm("" : "+v"(acc));  // without it, compilers gather products in memory to add them up in another order
 #else
     acc += (right << 16 >> 16) * static_cast<int16_t>(*left) + (right >> 16) * static_cast<int16_t>(*left >> 16);
+#endif
+}
+
+// What comes after it is not begun before: more at once than few registers hold would go to memory and back.
+SHOAL_INLINE void keep_order() {
+#if !defined(__AVX512F__) && !defined(__aarch64__)
+    asm volatile("" ::: "memory");
 #endif
 }
 
@@ -272,8 +282,7 @@ SHOAL_INLINE void accumulate(F32 (&acc)[MR][NV], const typename T::Left* left, l
 #pragma GCC unroll 8
                 for (int j = 0; j < NV; ++j) T::dot(acc[i][j], left + i * left_stride + s * T::kParts + p, parts[j]);
             }
-            // The parts one after the other: what both need at once is more than 16 registers hold.
-            if constexpr (T::kParts > 1) asm volatile("" ::: "memory");
+            if constexpr (T::kParts > 1) keep_order();
         }
     }
 }

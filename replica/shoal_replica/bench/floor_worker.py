@@ -20,21 +20,25 @@ from torch.nn import functional
 from shoal_replica.bench.worker import Engine, Settings, serve
 
 GEMM_SIZES = ((256, 576, 1536), (1024, 576, 3072), (2048, 2048, 2048))
+GEMM_DTYPES = (torch.bfloat16, torch.float32)  # processors without a product of bf16 are ten times slower at it
 MIN_SAMPLE_S = 0.15
 PAIR_BYTES = 8  # two float32
+ROW = 1024  # values of a row of the matrix that is read
 
 
 class FloorMeter(Engine):
-    """Reads memory in huge pages by the faster of two readers, and multiplies bf16 matrices of model sizes.
+    """Reads memory in huge pages by the fastest of three readers; multiplies matrices of models in the faster dtype.
 
-    The readers are a sum, one stream a thread, and the dot product of one half with the other, two streams.
+    The readers are a sum, one stream a thread, the dot product of one half with the other, two streams, and a matrix
+    times a vector, several.
     """
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(settings.num_threads)
         self.versions, self.info = {"torch": torch.__version__}, {}
         self._data = torch.empty(0)
-        self._matrices = [(torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()) for m, k, n in GEMM_SIZES]
+        dtype = max(GEMM_DTYPES, key=lambda dtype: _flops(*_matrices(*GEMM_SIZES[0], dtype)))
+        self._pairs = [_matrices(*sizes, dtype) for sizes in GEMM_SIZES]
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         return [[] for _ in prompts]
@@ -44,18 +48,27 @@ class FloorMeter(Engine):
             return super().answer(request)
         with torch.inference_mode():
             read = self._read(int(request["read_bytes"]))
-            flops = [
-                2 * x.numel() * weight.shape[0] / _seconds(partial(functional.linear, x, weight))
-                for x, weight in self._matrices
-            ]
-        return {"read_bytes_s": read, "gemm_flops_s": max(flops)}
+            flops = max(_flops(x, weight) for x, weight in self._pairs)
+        return {"read_bytes_s": read, "gemm_flops_s": flops}
 
     def _read(self, num_bytes: int) -> float:
         """Bytes per second."""
         if self._data.nbytes != num_bytes // PAIR_BYTES * PAIR_BYTES:
             self._data = _huge_pages(num_bytes // PAIR_BYTES * PAIR_BYTES)
         halves = self._data.view(2, -1)
-        return self._data.nbytes / min(_seconds(self._data.sum), _seconds(partial(torch.dot, *halves)))
+        rows = self._data[: self._data.numel() // ROW * ROW].view(-1, ROW)
+        readers = (self._data.sum, partial(torch.dot, *halves), partial(torch.mv, rows, torch.ones(ROW)))
+        return self._data.nbytes / min(_seconds(reader) for reader in readers)
+
+
+def _matrices(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """m rows of k values, and a weight of n outputs."""
+    return torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+
+
+def _flops(x: Tensor, weight: Tensor) -> float:
+    """Operations per second of x times weight."""
+    return 2 * x.numel() * weight.shape[0] / _seconds(partial(functional.linear, x, weight))
 
 
 def _huge_pages(num_bytes: int) -> Tensor:

@@ -242,7 +242,12 @@ def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
     app.command()(sim)
     arguments = ["--trace", str(mooncake), "--replicas", "2", "--blocks-per-replica", "50"]
     run = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
-    assert json.loads(run.output)["num_finished"] == 2
+    told = json.loads(run.output)
+    assert told["num_finished"] == 2
+    settings = told["settings"]
+    assert (settings["trace"], settings["speed"], settings["seed"]) == (mooncake.name, 1.0, 0)
+    assert (settings["num_replicas"], settings["cache"]["num_blocks"]) == (2, 50)
+    assert settings["objective"] == {"prefill_factor": 2.0, "ttft_s": 2.0}
     assert "2 finished, 0 shed" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
     for wrong in (["--routing", "x"], ["--format", "x"], ["--speed", "0"], ["--scale", "2"], ["--scale", "9:3"]):
         with pytest.raises(ConfigError, match=wrong[0].strip("-")):

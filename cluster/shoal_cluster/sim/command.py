@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -145,28 +146,47 @@ def sim(
     arrivals = read_trace(trace, _one_of("format", trace_format, TRACE_FORMATS), requests)
     arrivals = repeat([r for r in arrivals if seconds is None or r.arrival_s <= seconds], rounds)
     arrivals = speed_up(arrivals, speed)
+    settings = {
+        "trace": trace.name,
+        "format": trace_format,
+        "num_requests": len(arrivals),
+        "seconds": seconds,
+        "repeat": rounds,
+        "speed": speed,
+        **asdict(config),
+    }
     if capacity or least:
-        _plan(config, arrivals, goodput, least, as_json, speed)
+        _plan(config, arrivals, goodput, least, speed, settings if as_json else None)
     else:
-        _run(config, arrivals, plot, as_json)
+        _run(config, arrivals, plot, settings if as_json else None)
 
 
-def _run(config: SimConfig, arrivals: Sequence[SimRequest], plot: Path | None, as_json: bool) -> None:
+def _run(
+    config: SimConfig, arrivals: Sequence[SimRequest], plot: Path | None, settings: Mapping[str, object] | None
+) -> None:
+    """``settings``: all that the run depends on, told with its report as JSON; None prints a summary."""
     cluster = SimCluster(config)
     timeline = Timeline(cluster, PLOT_INTERVAL_S) if plot is not None else None
     with Progress(cluster, len(arrivals)):
         run(cluster, arrivals, is_watched=timeline is not None)
     result = report(cluster)
-    typer.echo(result.to_json() if as_json else result.summary())
+    typer.echo(result.summary() if settings is None else _to_json({**asdict(result), "settings": settings}))
     if plot is not None and timeline is not None:
         for path in plot_run(cluster, timeline, plot):
             typer.echo(str(path), err=True)
 
 
 def _plan(
-    config: SimConfig, arrivals: Sequence[SimRequest], goodput: float, least: bool, as_json: bool, speed: float
+    config: SimConfig,
+    arrivals: Sequence[SimRequest],
+    goodput: float,
+    least: bool,
+    speed: float,
+    settings: Mapping[str, object] | None,
 ) -> None:
-    """``arrivals`` are ``speed`` times as fast as the trace; a capacity is told as a speed of that."""
+    """``arrivals`` are ``speed`` times as fast as the trace; a capacity is told as a speed of that. ``settings`` as for
+    ``_run``: a search begins with them.
+    """
 
     def tell(tried: float, is_carried: bool) -> None:
         told = f"{tried} replicas" if least else f"{speed * tried:.4g} times the speed"
@@ -175,18 +195,23 @@ def _plan(
     def watch(cluster: SimCluster) -> Progress:
         return Progress(cluster, len(arrivals))
 
-    found: dict[str, float | str]
+    found: dict[str, object]
     if least:
         found = {"replicas": find_replicas(config, arrivals, goodput=goodput, on_probe=tell, watch=watch)}
     else:
         found = {"capacity": speed * find_capacity(config, arrivals, goodput=goodput, on_probe=tell, watch=watch)}
     found |= {"routing": config.routing, "goodput": goodput}
-    if as_json:
-        typer.echo(json.dumps(found, indent=2, sort_keys=True))
+    if settings is not None:
+        typer.echo(_to_json({**found, "settings": settings}))
     elif least:
         typer.echo(f"{found['replicas'] or 'no number of'} replicas carry it")
     else:
         typer.echo(f"{found['capacity']:.3f} times the trace's speed is carried")
+
+
+def _to_json(found: Mapping[str, object]) -> str:
+    """Keys in order, floats in full: equal runs give equal bytes."""
+    return json.dumps(found, indent=2, sort_keys=True)
 
 
 def _one_of(field: str, value: str, names: tuple[Name, ...]) -> Name:

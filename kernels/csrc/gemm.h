@@ -1,4 +1,5 @@
-// Packed matrix product: a tile of rows by one block of 32 columns, held in registers over the whole summed dimension.
+// Packed matrix product: a tile of rows by one block of 32 columns, or where vectors are short by some of them at a time,
+// held in registers over the whole summed dimension.
 #pragma once
 
 #include <algorithm>
@@ -120,6 +121,7 @@ SHOAL_INLINE void sum_columns(const GemmCall& call, int row, int block, int colu
 template <class T, int MR, int NV, class Sum, int... I>
 SHOAL_INLINE void sum_by_columns(const GemmCall& call, int row, int block, const Sum& sum, std::integer_sequence<int, I...>) {
     if constexpr (kLanes == kPanel) {
+        static_assert(NV * kLanes == kBlockColumns);
         F32 acc[MR][NV];
         sum(std::integral_constant<int, 0>{}, acc);
         finish_tile<T>(call, row, block, 0, acc);
@@ -259,7 +261,7 @@ GemmTile choose_tile(const Linear& linear, int rows) {
     return gemm_tile_of<Float32>(rows, std::make_integer_sequence<int, kTileRows>{});
 }
 
-// Of a left-hand side.
+// Of rows that are a left-hand side as they are: T::Left of the weight's dtype, or integers.
 void multiply_lefts(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const Linear& linear = *call.linear;
     const int tile_rows = linear.format == Format::Plain ? kTileRows : kIntegerTileRows;
@@ -289,16 +291,16 @@ void gemm(const GemmCall& call, int row_begin, int row_end, int block_begin, int
     const Linear& linear = *call.linear;
     if (!kWidensLeft<Bf16> || linear.format != Format::Plain || linear.dtype != Dtype::Bf16)
         return multiply_lefts(call, row_begin, row_end, block_begin, block_end);
-    static thread_local Buffer<Bf16::Left> widened;
+    if (block_begin >= block_end) return;
     const int64_t stride = divide_up(linear.inputs, 16) * 16 | 16;  // an odd number of cache lines
     const int64_t held = std::max<int64_t>(kLeastWidenedRows, kWidenedValues / stride);
     for (int row = row_begin, end; row < row_end; row = end) {
         end = row + static_cast<int>(divide_up(row_end - row, divide_up(row_end - row, held)));
-        widened.reserve((end - row) * stride);
+        auto* const widened = reinterpret_cast<Bf16::Left*>(thread_scratch((end - row) * stride));
         for (int i = row; i < end; ++i)
-            to_lefts<Bf16>(call.x + i * call.x_stride, linear.steps(), widened.data() + (i - row) * stride);
+            to_lefts<Bf16>(call.x + i * call.x_stride, linear.steps(), widened + (i - row) * stride);
         GemmCall part = call;
-        part.x = reinterpret_cast<const Word*>(widened.data() - row * stride);
+        part.x = reinterpret_cast<const Word*>(widened - row * stride);
         part.x_stride = stride;
         multiply_lefts(part, row, end, block_begin, block_end);
     }

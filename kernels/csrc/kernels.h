@@ -71,9 +71,9 @@ enum class Finish {
 // Rows [row_begin, row_end) by blocks [block_begin, block_end) of a product.
 struct GemmCall {
     const Linear* linear;
-    const Word* x;         // rows in the dtype, or the values of `integers`
+    const Word* x;         // rows in the dtype, or the values of `integers`; within gemm() also float32 made of rows
     IntegerRows integers;  // of x, when the weight is of integers
-    int64_t x_stride;  // words
+    int64_t x_stride;  // elements of x, of four bytes
     void* out;
     int64_t out_stride;  // values of out
     Finish finish;

@@ -59,4 +59,10 @@ uint32_t* Arena::words(int64_t count) {
     return reinterpret_cast<uint32_t*>(piece);
 }
 
+float* thread_scratch(int64_t count) {
+    static thread_local Buffer<float> scratch;
+    scratch.reserve(count);
+    return scratch.data();
+}
+
 }  // namespace shoal

@@ -50,4 +50,8 @@ private:
     Pages pages_{0};
 };
 
+// At least `count` values of the calling thread's own, until it asks again. Not inline: what is compiled for one instruction
+// set alone must not serve the others.
+float* thread_scratch(int64_t count);
+
 }  // namespace shoal

@@ -1,11 +1,12 @@
 // Vectors of one instruction set, by compiler vector extensions.
 //
 // isa.cpp is compiled once for each instruction set with its own flags; everything that includes this header lands in
-// the namespace of that set. The only intrinsics here are the dot products, a maximum and two steps of 2^x: the rest is plain vector
-// arithmetic that the compiler lowers to AVX-512, AVX2, NEON or SSE2.
+// the namespace of that set. The only intrinsics here are the dot products, a maximum and two steps of 2^x, and two lines of
+// assembly keep an order: the rest is plain vector arithmetic that the compiler lowers to AVX-512, AVX2, NEON or SSE2.
 //
 // Packed data is made of 32-bit words: two bf16 values that follow one another along the summed dimension, or one
-// float32. A word is what a matrix product broadcasts, so both dtypes share every loop.
+// float32. A word, or where there is no product of bf16 pairs each value of it, is what a matrix product broadcasts, so
+// both dtypes share every loop.
 #pragma once
 
 #include <cstring>
@@ -213,6 +214,7 @@ constexpr bool kWidensLeft = T::kParts > 1;
 template <class T>
 const typename T::Left* to_lefts(const Word* words, int64_t count, typename T::Left* buffer) {
     if constexpr (kWidensLeft<T>) {
+        static_assert(T::kParts == T::kPack);
         const auto* values = reinterpret_cast<const typename T::Scalar*>(words);
         for (int64_t i = 0; i < count * T::kPack; ++i) buffer[i] = T::widen(values[i]);
         return buffer;

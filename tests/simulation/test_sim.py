@@ -248,6 +248,12 @@ def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
     assert (settings["trace"], settings["speed"], settings["seed"]) == (mooncake.name, 1.0, 0)
     assert (settings["num_replicas"], settings["cache"]["num_blocks"]) == (2, 50)
     assert settings["objective"] == {"prefill_factor": 2.0, "ttft_s": 2.0}
+    faults = ["crash:0@1+2", "stall:1@1+2", "slow:1@5+6x2"]
+    more = ["--requests", "1", "--repeat", "2", *(part for fault in faults for part in ("--fault", fault))]
+    settings = json.loads(CliRunner().invoke(app, [*arguments, "--json", *more], catch_exceptions=False).output)[
+        "settings"
+    ]
+    assert (settings["requests"], settings["repeat"], settings["faults"]) == (1, 2, faults)
     assert "2 finished, 0 shed" in CliRunner().invoke(app, arguments, catch_exceptions=False).output
     for wrong in (["--routing", "x"], ["--format", "x"], ["--speed", "0"], ["--scale", "2"], ["--scale", "9:3"]):
         with pytest.raises(ConfigError, match=wrong[0].strip("-")):
@@ -313,7 +319,9 @@ def test_a_capacity_is_told_as_a_speed_of_the_trace(rush: Path) -> None:
     found = []
     for speed in ("1", "4"):
         arguments = ["--trace", str(rush), "--replicas", "1", "--speed", speed, "--find-capacity", "--json"]
-        found.append(json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)["capacity"])
+        told = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+        assert told["settings"]["speed"] == float(speed)
+        found.append(told["capacity"])
     assert found[0] == pytest.approx(found[1], rel=0.05)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from shoal_cluster.sim.fit import fit_step_time
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.plot import plot_run
 from shoal_cluster.sim.progress import Progress
+from shoal_cluster.sim.report import to_json
 from shoal_cluster.sim.run import report, run
 from shoal_cluster.sim.timeline import Timeline
 from shoal_cluster.sim.traces import TRACE_FORMATS, read_trace
@@ -147,14 +147,17 @@ def sim(
     arrivals = repeat([r for r in arrivals if seconds is None or r.arrival_s <= seconds], rounds)
     arrivals = speed_up(arrivals, speed)
     settings = {
+        **asdict(config),
         "trace": trace.name,
         "format": trace_format,
-        "num_requests": len(arrivals),
+        "requests": requests,
         "seconds": seconds,
         "repeat": rounds,
         "speed": speed,
-        **asdict(config),
+        "faults": fault or [],
     }
+    if least:
+        del settings["num_replicas"]  # what is looked for
     if capacity or least:
         _plan(config, arrivals, goodput, least, speed, settings if as_json else None)
     else:
@@ -170,7 +173,7 @@ def _run(
     with Progress(cluster, len(arrivals)):
         run(cluster, arrivals, is_watched=timeline is not None)
     result = report(cluster)
-    typer.echo(result.summary() if settings is None else _to_json({**asdict(result), "settings": settings}))
+    typer.echo(result.summary() if settings is None else to_json({**asdict(result), "settings": settings}))
     if plot is not None and timeline is not None:
         for path in plot_run(cluster, timeline, plot):
             typer.echo(str(path), err=True)
@@ -185,7 +188,7 @@ def _plan(
     settings: Mapping[str, object] | None,
 ) -> None:
     """``arrivals`` are ``speed`` times as fast as the trace; a capacity is told as a speed of that. ``settings`` as for
-    ``_run``: a search begins with them.
+    ``_run``.
     """
 
     def tell(tried: float, is_carried: bool) -> None:
@@ -202,16 +205,11 @@ def _plan(
         found = {"capacity": speed * find_capacity(config, arrivals, goodput=goodput, on_probe=tell, watch=watch)}
     found |= {"routing": config.routing, "goodput": goodput}
     if settings is not None:
-        typer.echo(_to_json({**found, "settings": settings}))
+        typer.echo(to_json({**found, "settings": settings}))
     elif least:
         typer.echo(f"{found['replicas'] or 'no number of'} replicas carry it")
     else:
         typer.echo(f"{found['capacity']:.3f} times the trace's speed is carried")
-
-
-def _to_json(found: Mapping[str, object]) -> str:
-    """Keys in order, floats in full: equal runs give equal bytes."""
-    return json.dumps(found, indent=2, sort_keys=True)
 
 
 def _one_of(field: str, value: str, names: tuple[Name, ...]) -> Name:

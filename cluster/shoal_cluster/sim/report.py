@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 PERCENTILES = (50, 90, 99)
+
+
+def to_json(found: Mapping[str, object]) -> str:
+    """Keys in order, floats in full: equal runs give equal bytes."""
+    return json.dumps(found, indent=2, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,8 @@ class SimReport:
     busy_s: dict[str, float]
 
     def to_json(self) -> str:
-        """Keys in order, floats in full: equal runs give equal bytes."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True)
+        """See ``to_json``."""
+        return to_json(asdict(self))
 
     def summary(self) -> str:
         """For people: a few lines."""

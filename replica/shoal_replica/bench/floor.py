@@ -1,4 +1,4 @@
-"""What the machine allows: memory bandwidth and bf16 matrix throughput, and what they make of a decoder's work."""
+"""What the machine allows: memory bandwidth and matrix throughput, and what they make of a decoder's work."""
 
 from __future__ import annotations
 

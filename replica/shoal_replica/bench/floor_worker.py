@@ -22,8 +22,8 @@ from shoal_replica.bench.worker import Engine, Settings, serve
 GEMM_SIZES = ((256, 576, 1536), (1024, 576, 3072), (2048, 2048, 2048))
 GEMM_DTYPES = (torch.bfloat16, torch.float32)  # processors without a product of bf16 are ten times slower at it
 MIN_SAMPLE_S = 0.15
-PAIR_BYTES = 8  # two float32
 ROW = 1024  # values of a row of the matrix that is read
+ROW_BYTES = 4 * ROW
 
 
 class FloorMeter(Engine):
@@ -35,10 +35,11 @@ class FloorMeter(Engine):
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(settings.num_threads)
-        self.versions, self.info = {"torch": torch.__version__}, {}
         self._data = torch.empty(0)
-        dtype = max(GEMM_DTYPES, key=lambda dtype: _flops(*_matrices(*GEMM_SIZES[0], dtype)))
-        self._pairs = [_matrices(*sizes, dtype) for sizes in GEMM_SIZES]
+        with torch.inference_mode():
+            fastest = max(GEMM_DTYPES, key=lambda dtype: _flops(*_matrices(*GEMM_SIZES[-1], dtype)))
+        self._pairs = [_matrices(*sizes, fastest) for sizes in GEMM_SIZES]
+        self.versions, self.info = {"torch": torch.__version__}, {"gemm_dtype": str(fastest).removeprefix("torch.")}
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         return [[] for _ in prompts]
@@ -52,11 +53,11 @@ class FloorMeter(Engine):
         return {"read_bytes_s": read, "gemm_flops_s": flops}
 
     def _read(self, num_bytes: int) -> float:
-        """Bytes per second."""
-        if self._data.nbytes != num_bytes // PAIR_BYTES * PAIR_BYTES:
-            self._data = _huge_pages(num_bytes // PAIR_BYTES * PAIR_BYTES)
-        halves = self._data.view(2, -1)
-        rows = self._data[: self._data.numel() // ROW * ROW].view(-1, ROW)
+        """Bytes per second, of whole pairs of rows."""
+        num_pairs = max(1, num_bytes // (2 * ROW_BYTES))
+        if self._data.numel() != 2 * num_pairs * ROW:
+            self._data = _huge_pages(2 * num_pairs * ROW_BYTES)
+        halves, rows = self._data.view(2, -1), self._data.view(-1, ROW)
         readers = (self._data.sum, partial(torch.dot, *halves), partial(torch.mv, rows, torch.ones(ROW)))
         return self._data.nbytes / min(_seconds(reader) for reader in readers)
 

@@ -354,8 +354,8 @@ def test_a_decoding_row_does_not_depend_on_its_company_or_the_threads(
 @pytest.mark.parametrize(("bits", "size"), [(None, 1216), (None, 2752), (8, 1216), (4, 1216)])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_prompt_does_not_depend_on_its_company(kernels: str, bits: int | None, size: int) -> None:
-    """Sums long enough to be made in parts, of rows in tiles of any height, and of more than are met at once. Where rows
-    are widened, the longer ones come by the fewest at once.
+    """Sums long enough to be made in parts, of rows in tiles of any height, and of more than are met at once. Of the
+    longest, rows that are widened are so by the fewest.
     """
     shape = make_shape(dtype=torch.bfloat16, num_blocks=60, intermediate_size=size, num_layers=1)
     weights: dict[str, Tensor | IntegerWeight] = {**make_weights(shape)}

@@ -37,7 +37,7 @@ npu-wheel: setup
 # What computes on one core goes two at a time, each told when it is done. The clusters of tests/integration have the
 # machine to themselves; that of tests/npu has not.
 test: setup npu-wheel
-	@$(MAKE) --no-print-directory --output-sync=target -j2 test-light test-numerical test-npu test-simulation
+	@$(MAKE) --no-print-directory --output-sync=target -j2 test-numerical test-simulation test-npu test-light
 	@$(BIN)/pytest tests/integration -q
 
 test-light: setup

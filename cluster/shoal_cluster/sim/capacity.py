@@ -15,7 +15,6 @@ DEFAULT_GOODPUT = 0.9
 MAX_SPEED, MAX_REPLICAS = 1024.0, 4096
 CHECK_INTERVAL_S = 1.0
 
-
 Watch = Callable[[SimCluster], AbstractContextManager[object]]
 """What is entered while a cluster runs, to see how far it is."""
 
@@ -57,7 +56,7 @@ def find_capacity(
 ) -> float:
     """The highest speed of ``requests`` at which ``config`` carries them, to within ``tolerance`` of itself.
 
-    Bisection: goodput is taken to fall with speed. 0 if even the slowest tried is too fast.
+    Bisection: goodput is taken to fall with speed. 0 if even the slowest tried is too fast, ``MAX_SPEED`` if none is.
 
     Args:
         on_probe: told each speed tried and whether it was carried.
@@ -71,6 +70,8 @@ def find_capacity(
     low, high = 0.0, 1.0
     while high <= MAX_SPEED and probe(high):
         low, high = high, high * 2
+    if low == MAX_SPEED:
+        return low
     if not low:
         low = high / 2
         while not probe(low):

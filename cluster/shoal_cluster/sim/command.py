@@ -16,13 +16,13 @@ from shoal_cluster.policies.baselines import ROUTINGS
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.routing import RouteWeights
-from shoal_cluster.sim.capacity import DEFAULT_GOODPUT, find_capacity, find_replicas
+from shoal_cluster.sim.capacity import DEFAULT_GOODPUT, MAX_REPLICAS, MAX_SPEED, find_capacity, find_replicas
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.faults import parse_faults
 from shoal_cluster.sim.fit import fit_step_time
 from shoal_cluster.sim.latency import StepTime
-from shoal_cluster.sim.plot import plot_run
+from shoal_cluster.sim.plot import check_plot, plot_run
 from shoal_cluster.sim.progress import Progress
 from shoal_cluster.sim.report import to_json
 from shoal_cluster.sim.run import report, run
@@ -35,6 +35,7 @@ from shoal_replica.errors import ConfigError
 PLOT_INTERVAL_S = 10.0
 WEIGHTS = RouteWeights()
 STARTUP_S = 30.0
+MAX_GATEWAYS = 256
 
 Name = TypeVar("Name", bound=str)
 
@@ -42,7 +43,7 @@ Name = TypeVar("Name", bound=str)
 def sim(
     trace: Annotated[Path, typer.Option(help="Trace file, plain or .gz.")],
     trace_format: Annotated[str, typer.Option("--format", help=", ".join(TRACE_FORMATS))] = "mooncake",
-    replicas: Annotated[int, typer.Option(min=1)] = 8,
+    replicas: Annotated[int, typer.Option(min=1, max=MAX_REPLICAS)] = 8,
     blocks_per_replica: Annotated[int, typer.Option(min=1)] = 1000,
     block_size: Annotated[int, typer.Option(min=1)] = 512,
     routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = "predicted_ttft",
@@ -54,11 +55,13 @@ def sim(
         str | None,
         typer.Option(help=f"Order inside a replica: {', '.join(SCHEDULING_POLICIES)}. Default: deadline when held."),
     ] = None,
-    gateways: Annotated[int, typer.Option(min=1, help="Each with its own view and queue.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, max=MAX_GATEWAYS, help="Each with its own view and queue.")] = 1,
     shared_pool: Annotated[bool, typer.Option(help="One prefix cache for all, transfers free: the ceiling.")] = False,
     speed: Annotated[float, typer.Option(help="Arrivals this many times as fast.")] = 1.0,
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Only what comes in the first so many seconds.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Only what comes in the first so many seconds.")
+    ] = None,
     rounds: Annotated[int, typer.Option("--repeat", min=1, help="So many rounds of it, each of other users.")] = 1,
     max_num_seqs: Annotated[int, typer.Option(min=1)] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
@@ -113,6 +116,8 @@ def sim(
         raise ConfigError("plot: got it with a search; a single run can be drawn")
     if scale is None and startup is not None:
         raise ConfigError("startup: got it without scale; only a cluster that is scaled starts replicas")
+    if plot is not None:
+        check_plot(plot)
     step_time = _step_time(model_rate, model_from)
     objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     rule = _one_of("routing", routing, ROUTINGS)
@@ -207,9 +212,11 @@ def _plan(
     if settings is not None:
         typer.echo(to_json({**found, "settings": settings}))
     elif least:
-        typer.echo(f"{found['replicas'] or 'no number of'} replicas carry it")
+        count = found["replicas"]
+        typer.echo("1 replica carries it" if count == 1 else f"{count or 'no number of'} replicas carry it")
     else:
-        typer.echo(f"{found['capacity']:.3f} times the trace's speed is carried")
+        end = ", and no more was tried" if found["capacity"] == speed * MAX_SPEED else ""
+        typer.echo(f"{found['capacity']:.3f} times the trace's speed is carried{end}")
 
 
 def _one_of(field: str, value: str, names: tuple[Name, ...]) -> Name:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,18 +17,27 @@ if TYPE_CHECKING:
 MAX_LINES = 16  # replicas drawn one by one; of more, quantiles
 
 
-def plot_run(cluster: SimCluster, timeline: Timeline, folder: Path) -> list[Path]:
-    """Write ``latency.png`` and ``load.png`` into ``folder``.
+def check_plot(folder: Path) -> None:
+    """Make ``folder``, before a run that is to be drawn.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or nothing can be written there.
     """
+    if find_spec("matplotlib") is None:
+        raise ConfigError("plot: needs matplotlib; pip install 'shoal[plot]'")
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plot: needs matplotlib; pip install 'shoal[plot]'") from None
-    folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"plot: got {str(folder)!r}; no such folder can be made ({error.strerror})") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"plot: got {str(folder)!r}; it must be a folder to write in")
+
+
+def plot_run(cluster: SimCluster, timeline: Timeline, folder: Path) -> list[Path]:
+    """Write ``latency.png`` and ``load.png`` into ``folder``, which is there."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     paths = [folder / "latency.png", folder / "load.png"]
     for path, draw in zip(paths, (_draw_latency, _draw_load), strict=True):
         figure = Figure(figsize=(10, 4), layout="constrained")

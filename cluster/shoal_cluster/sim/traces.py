@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -20,19 +23,21 @@ TRACE_FORMATS: tuple[TraceFormat, ...] = get_args(TraceFormat)
 
 MOONCAKE_BLOCK_TOKENS = 512
 LENGTHS_SEED = 0
+MAX_TOKENS = 2**24  # of a prompt, and of an answer
 
 
 def read_trace(path: Path, trace_format: TraceFormat, limit: int | None = None) -> list[SimRequest]:
-    """Read up to ``limit`` requests of a trace file, plain or ``.gz``, in order of arrival from 0 s.
+    """Read up to ``limit`` requests of a trace file, plain or ``.gz``, in order of arrival; the first comes at 0 s.
 
-    ``mooncake``: JSON lines with timestamp (ms), input_length, output_length and hash_ids, one id for each 512 tokens
-    of prompt (Mooncake, FAST '25). ``azure``: CSV with TIMESTAMP, ContextTokens, GeneratedTokens (Splitwise, ISCA '24);
-    it does not say what prompts share, so they share nothing. ``lengths``: CSV with num_prefill_tokens and
-    num_decode_tokens (Vidur, MLSys '24); no arrival times either, so they are made up: one request a second, Poisson.
+    ``mooncake``: JSON lines with timestamp (ms since any time), input_length, output_length and hash_ids, one id, a
+    number or a text, for each 512 tokens of prompt (Mooncake, FAST '25). ``azure``: CSV with TIMESTAMP, ContextTokens,
+    GeneratedTokens (Splitwise, ISCA '24); it does not say what prompts share, so they share nothing. ``lengths``: CSV
+    with num_prefill_tokens and num_decode_tokens (Vidur, MLSys '24); no arrival times either, so they are made up: one
+    request a second, Poisson.
 
     Raises:
         NotFound: no such file.
-        ConfigError: a line that is not of the format; names it.
+        ConfigError: a line that is not of the format, which is named; or there is none.
     """
     if not path.is_file():
         raise NotFound(f"trace: no file {str(path)!r}")
@@ -42,33 +47,45 @@ def read_trace(path: Path, trace_format: TraceFormat, limit: int | None = None) 
         try:
             for request in islice(parse(lines), limit):
                 requests.append(request)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, csv.Error) as error:
+            reason = str(error) if type(error) is ValueError else repr(error)
             where = f"{path.name}: request {len(requests) + 1}"
-            raise ConfigError(f"trace: {where} is not of format {trace_format!r} ({error!r})") from None
+            raise ConfigError(f"trace: {where} is not of format {trace_format!r} ({reason})") from None
+        except (OSError, EOFError, zlib.error) as error:
+            raise ConfigError(f"trace: {path.name} cannot be read after {len(requests)} requests ({error})") from None
+    if not requests:
+        raise ConfigError(f"trace: {path.name} has no requests")
+    first_s = min(request.arrival_s for request in requests)
+    if first_s:
+        requests = [replace(request, arrival_s=request.arrival_s - first_s) for request in requests]
     requests.sort(key=lambda r: r.arrival_s)
     return requests
 
 
 def _open(path: Path) -> IO[str]:
     if path.suffix == ".gz":
-        return cast(IO[str], gzip.open(path, "rt", encoding="utf-8"))
-    return path.open(encoding="utf-8")
+        return cast(IO[str], gzip.open(path, "rt", encoding="utf-8-sig"))
+    return path.open(encoding="utf-8-sig")
 
 
 def _mooncake(lines: Iterable[str]) -> Iterator[SimRequest]:
-    for number, line in enumerate(lines):
+    number_of: dict[int | str, int] = {}  # ids may be hashes
+    for number, line in enumerate(line for line in lines if not line.isspace()):
         row: dict[str, Any] = json.loads(line)
-        left = int(row["input_length"])
+        arrival_s = row["timestamp"] / 1000
+        if not math.isfinite(arrival_s):
+            raise ValueError(f"timestamp: got {row['timestamp']}; must be finite")
+        left = _count(row, "input_length", least=1)
         runs = []
         for hash_id in row["hash_ids"]:
             count = min(left, MOONCAKE_BLOCK_TOKENS)
             if count <= 0:
                 raise ValueError("more hash_ids than input_length has blocks")
-            runs.append((int(hash_id), count))
+            runs.append((number_of.setdefault(hash_id, len(number_of)), count))
             left -= count
         if left > 0:
             raise ValueError("fewer hash_ids than input_length has blocks")
-        yield SimRequest(f"request-{number}", row["timestamp"] / 1000, tuple(runs), max(1, int(row["output_length"])))
+        yield SimRequest(f"request-{number}", arrival_s, tuple(runs), max(1, _count(row, "output_length")))
 
 
 def _azure(lines: Iterable[str]) -> Iterator[SimRequest]:
@@ -76,9 +93,9 @@ def _azure(lines: Iterable[str]) -> Iterator[SimRequest]:
     for number, row in enumerate(csv.DictReader(lines)):
         time = datetime.fromisoformat(row["TIMESTAMP"])
         start = start or time
-        runs = ((FIRST_UNIQUE_TOKEN_ID + number, max(1, int(row["ContextTokens"]))),)
-        seconds = max(0.0, (time - start).total_seconds())
-        yield SimRequest(f"request-{number}", seconds, runs, max(1, int(row["GeneratedTokens"])))
+        runs = ((FIRST_UNIQUE_TOKEN_ID + number, max(1, _count(row, "ContextTokens"))),)
+        seconds = (time - start).total_seconds()
+        yield SimRequest(f"request-{number}", seconds, runs, max(1, _count(row, "GeneratedTokens")))
 
 
 def _lengths(lines: Iterable[str]) -> Iterator[SimRequest]:
@@ -87,8 +104,16 @@ def _lengths(lines: Iterable[str]) -> Iterator[SimRequest]:
     now = 0.0
     for number, row in enumerate(csv.DictReader(lines)):
         now += rng.expovariate(1.0)
-        runs = ((FIRST_UNIQUE_TOKEN_ID + number, max(1, int(row["num_prefill_tokens"]))),)
-        yield SimRequest(f"request-{number}", now, runs, max(1, int(row["num_decode_tokens"])))
+        runs = ((FIRST_UNIQUE_TOKEN_ID + number, max(1, _count(row, "num_prefill_tokens"))),)
+        yield SimRequest(f"request-{number}", now, runs, max(1, _count(row, "num_decode_tokens")))
+
+
+def _count(row: Mapping[str, Any], name: str, least: int = 0) -> int:
+    """Tokens, as ``row`` has them."""
+    count = int(row[name])
+    if not least <= count <= MAX_TOKENS:
+        raise ValueError(f"{name}: got {count}; must be {least} to {MAX_TOKENS}")
+    return count
 
 
 _PARSERS = {"mooncake": _mooncake, "azure": _azure, "lengths": _lengths}

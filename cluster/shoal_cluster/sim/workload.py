@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,8 @@ from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
 _PIECE, _ROUND = struct.Struct("<QI"), struct.Struct("<Q")
 FIRST_UNIQUE_TOKEN_ID = 2**30  # above the block ids of a trace
+MAX_REQUESTS = 10_000_000
+MAX_ARRIVAL_S = 366 * 86_400.0  # replicas tell 30 times a second that they are there, requests or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +99,31 @@ def shared_prefixes(
 
 
 def speed_up(requests: Iterable[SimRequest], speed: float) -> list[SimRequest]:
-    """The same requests, arriving ``speed`` times as fast."""
-    if not speed > 0:
-        raise ConfigError(f"speed: got {speed!r}; must be above 0")
-    return [replace(r, arrival_s=r.arrival_s / speed) for r in requests]
+    """The same requests, arriving ``speed`` times as fast.
+
+    Raises:
+        ConfigError: no such speed, or one at which they would come for more than ``MAX_ARRIVAL_S``.
+    """
+    if not 0 < speed < math.inf:
+        raise ConfigError(f"speed: got {speed!r}; must be a finite number above 0")
+    faster = [replace(r, arrival_s=r.arrival_s / speed) for r in requests]
+    last_s = max((r.arrival_s for r in faster), default=0.0)
+    if last_s > MAX_ARRIVAL_S:
+        raise ConfigError(f"trace: its last request comes after {last_s:g} s; must be at most {MAX_ARRIVAL_S:g}")
+    return faster
 
 
 def repeat(requests: Sequence[SimRequest], times: int) -> list[SimRequest]:
     """``requests``, in order of arrival from 0 s, that many times one after the other: as long a time as ever, with
     other users in each round.
+
+    Raises:
+        ConfigError: that are more than ``MAX_REQUESTS``.
     """
     if not requests:
         return []
+    if len(requests) * times > MAX_REQUESTS:
+        raise ConfigError(f"repeat: got {times} times {len(requests)} requests; must be at most {MAX_REQUESTS} in all")
     length_s = requests[-1].arrival_s * (1 + 1 / len(requests))  # with a gap to the next round as between requests
     return [
         replace(r, request_id=f"{r.request_id}-{number}", arrival_s=r.arrival_s + number * length_s, round=number)

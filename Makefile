@@ -9,7 +9,7 @@ PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
 # Ray: no surprise cluster when a handle outlives its own.
 export RAY_ENABLE_AUTO_CONNECT := 0
 
-.PHONY: setup demo test test-light test-numerical test-npu test-simulation check format bench proto clean npu-wheel
+.PHONY: setup demo test test-integration test-light test-numerical test-npu test-simulation test-small check format bench proto clean npu-wheel
 
 setup: $(STAMP)
 
@@ -34,11 +34,15 @@ npu-wheel: setup
 	@test -d $(NPU_WHEEL)/torch_npu || $(PIP) --no-deps --target $(NPU_WHEEL) torch_npu==2.13.0 || \
 		{ rm -rf $(NPU_WHEEL); echo "torch_npu 2.13.0 cannot be installed here: tests/npu will be skipped"; }
 
-# What computes on one core goes two at a time, each told when it is done. The clusters of tests/integration have the
-# machine to themselves; that of tests/npu has not.
+# Two parts at a time, each told when it is done. Clusters wait for half of what they take: beside them goes what needs one
+# core for less long.
 test: setup npu-wheel
-	@$(MAKE) --no-print-directory --output-sync=target -j2 test-numerical test-simulation test-npu test-light
-	@$(BIN)/pytest tests/integration -q
+	@$(MAKE) --no-print-directory --output-sync=target -j2 test-numerical test-simulation
+	@$(MAKE) --no-print-directory --output-sync=target -j2 test-integration test-small
+
+test-small:
+	@$(MAKE) --no-print-directory test-npu
+	@$(MAKE) --no-print-directory test-light
 
 test-light: setup
 	@$(BIN)/pytest tests/unit tests/property tests/golden -q
@@ -46,7 +50,7 @@ test-light: setup
 test-npu: npu-wheel
 	@$(BIN)/pytest tests/npu -q
 
-test-numerical test-simulation: test-%: setup
+test-integration test-numerical test-simulation: test-%: setup
 	@$(BIN)/pytest tests/$* -q
 
 check: setup

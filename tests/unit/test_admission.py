@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
 
-from shoal_cluster.policies.admission import MAX_RETRY_S, MIN_RETRY_S, AdmissionLimits, admit
+from shoal_cluster.policies.admission import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    AdmissionLimits,
+    admit,
+    lateness_s,
+    stay,
+)
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.view import ReplicaView
 
 LIMITS = AdmissionLimits(max_waiting_tokens=1000, max_waiting_requests=10)
@@ -59,6 +69,22 @@ def test_retry_after_is_the_excess_at_the_measured_pace() -> None:
 @pytest.mark.parametrize(("tokens", "expected"), [(1000, MIN_RETRY_S), (10**9, MAX_RETRY_S)])
 def test_retry_after_is_bounded(tokens: int, expected: float) -> None:
     assert admit(make_query(), Candidates.of([full(tokens=tokens)]), LIMITS).retry_after_s == expected
+
+
+def test_a_request_may_wait_while_one_replica_could_keep_both_its_dates() -> None:
+    """Where its prompt is cached its objective is sooner; elsewhere it takes longer than its deadline leaves."""
+    stats = make_stats(num_total_blocks=10_000, token_s=1 / 8000)
+    rows = [make_row("cached", stats=stats, num_matched_blocks=2500), make_row("cold", stats=stats)]
+    query, limits = make_query(40_000), AdmissionLimits(objective=LatencyObjective(ttft_s=0.5))
+    candidates = Candidates.of(rows)
+    for waited_s in (0.1, 0.4, 0.6, 3.0, 6.0):
+        for deadline_in_s in (math.inf, 30.0, 4.5, 0.001):
+            late_s = lateness_s(query, candidates, limits, waited_s, deadline_in_s)
+            answer = stay(query, candidates, limits, waited_s, 0.0, deadline_in_s)
+            assert answer.admitted == (late_s <= 0)
+    assert "its objective is lost" in stay(query, candidates, limits, 6.0, 0.0).reason
+    assert "its deadline is lost" in stay(query, candidates, limits, 0.1, 0.0, 0.0001).reason
+    assert "its objective or its deadline is lost" in stay(query, candidates, limits, 0.6, 0.0, 4.5).reason
 
 
 def test_too_large_for_any_replica_never_fits() -> None:

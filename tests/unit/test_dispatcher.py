@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from fixtures.fake_serve import FakeServe, ask, serving, streaming
@@ -124,6 +125,30 @@ async def test_requests_wait_for_a_first_replica_and_not_for_ever() -> None:
             serve.join("late", other.replicas["late"])
             assert (await waiting).tokens == [expected_tokens(range(9), 4)]
             serve.leave("late")
+
+
+async def test_a_replica_that_is_away_for_a_moment_costs_nobody_the_place_in_the_queue() -> None:
+    async with serving("a", max_num_seqs=1) as serve:
+        dispatcher = serve.hold(patience_s=0.5)
+        close_gates(serve)
+        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=range(25)))
+        await until(lambda: serve.replicas["a"].executor.is_held)
+        held = asyncio.create_task(ask(serve, "held", prompt_token_ids=range(100, 109)))
+        await until(lambda: dispatcher.num_held == 1)
+        loop, stats = asyncio.get_running_loop(), serve.replicas["a"].engine.stats()
+        ends_s = loop.time() + 1.5
+        while loop.time() < ends_s:
+            serve.ledger.view.disconnect("a")
+            await asyncio.sleep(0.02)
+            serve.ledger.view.apply_snapshot("a", stats, (), time.monotonic())
+            await asyncio.sleep(0.06)  # beside looks every 0.125 s no two of them fall into absences
+        assert not held.done()
+        serve.ledger.view.disconnect("a")
+        with pytest.raises(Unavailable, match="no replica became ready in time"):
+            await held
+        serve.ledger.view.apply_snapshot("a", stats, (), time.monotonic())
+        open_gates(serve)
+        await running
 
 
 async def test_what_no_replica_can_hold_is_refused_when_the_first_one_comes() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fixtures.fake_serve import Answer, FakePlacement, FakeServe, ask, serving, streaming
 from fixtures.waiting import DEADLINE_S, until
 
-from shoal_cluster.serve import leg
+from shoal_cluster.serve import feed_client, leg
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
@@ -314,6 +314,22 @@ async def test_a_loss_before_the_first_token() -> None:
         answer = await running
         assert answer.tokens == [expected_tokens(PROMPT, 6, index) for index in range(3)]
         assert [placement.request.sampling_params.n for placement in serve.placements] == [3, 3]
+
+
+async def test_a_loss_on_the_way_by_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt too long for the feed, whose call hangs: it goes elsewhere when the feed breaks."""
+    monkeypatch.setattr(feed_client, "MAX_REQUEST_BYTES", 0)
+    async with serving("a", "b") as serve:
+        serve.may_call.clear()
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=6))
+        await until(lambda: bool(serve.placements and serve.placements[0].wants))
+        name = serve.placements[0].wants
+        await _silent_crash(serve, name)
+        await until(lambda: len(serve.placements) == 2)
+        serve.may_call.set()
+        answer = await running
+        assert answer.tokens == [expected_tokens(PROMPT, 6)]
+        assert answer.usage.replica_id != name
 
 
 async def test_only_unfinished_sequences_go_on_elsewhere() -> None:

@@ -17,7 +17,7 @@ from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequ
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import PRICED_STEPS
 from shoal_cluster.policies.routing import RouteWeights, route
-from shoal_cluster.policies.tenants import BURST_TOKENS, FairShares
+from shoal_cluster.policies.tenants import BURST_TOKENS
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.policies.yielding import Yielding
@@ -297,18 +297,42 @@ def test_a_light_tenant_does_not_queue_behind_a_heavy_one() -> None:
     assert order.index("light") < 25
 
 
-def test_shares_are_paid_back_by_all_who_want_service() -> None:
-    shares = FairShares()
-    for tenant in ("a", "b"):
-        shares.enter(tenant)
-    shares.charge("a", 4 * BURST_TOKENS, 0.0)
-    assert (shares.excess("a"), shares.excess("b")) == (2, 0)
-    shares.charge("b", 4 * BURST_TOKENS, 0.0)
-    assert (shares.excess("a"), shares.excess("b")) == (0, 2)
-    shares.leave("a")
-    for _ in range(5):
-        shares.charge("b", BURST_TOKENS, 0.0)
-    assert shares.excess("b") == 2  # alone it pays back what it takes
+def test_an_old_debt_does_not_starve_who_comes_back() -> None:
+    """Minutes of chats beside one batch request of another tenant; two minutes later one more, before a flood."""
+    queue, view = PendingQueue(CONFIG), view_of(only=make_stats(max_num_batched_tokens=2048, num_free_blocks=50))
+    queue.push(pending("batch", 1500, tenant="patient", priority=10))
+    for number in range(600):
+        now = number / 4
+        queue.push(pending(f"chat{number}", arrival_s=now, tenant="chats"))
+        dispatch = queue.next(view, WEIGHTS, now, Random(0))
+        assert dispatch is not None
+        assert dispatch.pending.tenant == "chats"
+    queue.push(pending("late", arrival_s=270.0, tenant="chats"))
+    for number in range(40):
+        queue.push(pending(f"flood{number}", arrival_s=270.0, tenant="flood"))
+    order = []
+    while not order or order[-1] != "late":
+        dispatch = queue.next(view, WEIGHTS, 270.0, Random(0))
+        assert dispatch is not None
+        order.append(dispatch.pending.query.request_id)
+    assert len(order) <= 3
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("by", ["size", "exclusion"])
+def test_what_only_some_replicas_may_take_keeps_nobody_from_the_others(is_there: bool, by: str) -> None:
+    full = make_stats(num_running=8, num_free_blocks=10, num_total_blocks=400 if by == "size" else 100)
+    queue, view = PendingQueue(CONFIG), view_of(other=full, idle=make_stats(num_total_blocks=100))
+    for number in range(CONFIG.max_considered + 8):
+        its = pending(f"picky{number}", 1900 if by == "size" else 160, priority=-1)
+        if by == "exclusion":
+            its = replace(its, query=replace(its.query, excluded=frozenset({"idle"})))
+        queue.push(its)
+    assert send(queue, view) == []
+    if not is_there:
+        view.disconnect("other")
+    queue.push(pending("any", 160, arrival_s=0.1))
+    assert send(queue, view, 0.1) == [("any", "idle")]
 
 
 def test_who_had_less_passes_what_yields_and_goes_where_nothing_of_its_own_is_before_it() -> None:
@@ -363,17 +387,6 @@ def test_who_had_most_of_the_service_lately_waits_for_others_at_the_replica_too(
     heavy, light = dispatched("heavy2", 0.3), dispatched("light1", 1.5)
     assert light.due_s == pytest.approx(1.5 + 2.32)
     assert light.due_s < heavy.due_s < 0.3 + 5 * 2.32, "put off, but not for ever"
-
-
-def test_what_was_long_ago_is_forgotten() -> None:
-    shares = FairShares()
-    shares.charge("a", 1000.0, 0.0)
-    shares.charge("b", 500.0, 0.0)
-    assert shares.had_more("a")
-    assert not shares.had_more("b")
-    shares.charge("b", 10.0, 1000.0)
-    assert not shares.had_more("a")
-    assert not shares.had_more("b")
 
 
 @pytest.mark.parametrize("wrong", [{"max_steps_ahead": 0}, {"max_considered": 0}])

@@ -88,16 +88,20 @@ def stay(
     num_held_tokens: float,
     deadline_in_s: float = math.inf,
 ) -> Admission:
-    """Whether a request that has been held for ``waited_s`` may go on waiting: to when its objective is lost, or its
-    deadline will pass before its first token.
+    """Whether a request that has been held for ``waited_s`` may go on waiting: while one replica could still
+    meet both its objective and its deadline.
 
     ``num_held_tokens``, of all that is held, tell when there will be room.
     """
-    for what, its_limits, left_s in (("objective", limits, math.inf), ("deadline", NO_LIMITS, deadline_in_s)):
-        if lateness_s(query, candidates, its_limits, waited_s, left_s) > 0:
-            reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its {what} is lost"
-            return Admission(False, reason, _late_retry_after_s(candidates, num_held_tokens))
-    return Admission(True, f"it has waited {waited_s:.1f} s and may go on")
+    if lateness_s(query, candidates, limits, waited_s, deadline_in_s) <= 0:
+        return Admission(True, f"it has waited {waited_s:.1f} s and may go on")
+    what = "objective or its deadline"  # one of them at each replica
+    if lateness_s(query, candidates, limits, waited_s) > 0:
+        what = "objective"
+    elif lateness_s(query, candidates, NO_LIMITS, waited_s, deadline_in_s) > 0:
+        what = "deadline"
+    reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its {what} is lost"
+    return Admission(False, reason, _late_retry_after_s(candidates, num_held_tokens))
 
 
 class AdmissionRecord(NamedTuple):

@@ -55,6 +55,7 @@ class Held:
     num_counted_tokens: int = 0  # in the sum of its queue: none while it is lost
     due_s: float = 0.0
     length_s: float = 0.0  # of its objective
+    is_particular: bool = False  # not every replica may take it
     matched: Ints = field(default_factory=lambda: UNKNOWN)  # blocks cached by replica,
     matched_s: float = -math.inf  # as of then,
     matched_of: tuple[str, ...] = ()  # of these replicas

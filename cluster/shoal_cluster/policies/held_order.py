@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.objective import RENEWAL
@@ -19,12 +19,16 @@ Due = tuple[Held, float]
 
 class HeldOrder:
     """Sorted as they come, so that a look at hundreds moves the few that have changed. Owner: a queue, whose requests
-    these are. Equals go by arrival here. A look considers ``num_considered`` of them.
+    these are. Equals go by arrival here. A look considers the first ``num_considered``; for each of them that is
+    particular, one more that is not: what only some replicas may take is not to keep others from the rest.
     """
 
     def __init__(self, shares: FairShares, num_considered: int) -> None:
         self._shares = shares
         self._num_considered = num_considered
+        self._last_considered: float = num_considered  # no change beyond that place changes who is
+        self._num_particular = 0
+        self._least_capacity: float = math.inf
         self._to_consider: list[Due] | None = None  # None: not known
         self._num_changes = shares.num_changes
         self._num_put = 0
@@ -51,10 +55,12 @@ class HeldOrder:
             self.remove(held)
         held.entry = (self.rank(held), number, held)
         held.begins_by = (begins_by_s, number, held)
+        held.is_particular = self._is_particular(held)
+        self._num_particular += held.is_particular
         place = bisect_left(self._ranked, held.entry) if self._ranked else 0
         self._ranked.insert(place, held.entry)
         insort(self._by_begin, held.begins_by)
-        if place < self._num_considered:
+        if place < self._last_considered:
             self._to_consider = None
 
     def remove(self, held: Held) -> None:
@@ -65,8 +71,18 @@ class HeldOrder:
         del self._ranked[place]
         del self._by_begin[bisect_left(self._by_begin, held.begins_by) if self._ranked else 0]
         held.entry = held.begins_by = None
-        if place < self._num_considered:
+        self._num_particular -= held.is_particular
+        if place < self._last_considered:
             self._to_consider = None
+
+    def tell_apart(self, least_capacity: int) -> None:
+        """The smallest of the replicas that take requests has so many blocks: who needs more is particular."""
+        if least_capacity == self._least_capacity:
+            return
+        self._least_capacity, self._to_consider = least_capacity, None
+        for _, _, held in self._ranked:
+            held.is_particular = self._is_particular(held)
+        self._num_particular = sum(held.is_particular for _, _, held in self._ranked)
 
     def to_consider(self, now: float) -> list[Due]:
         """The most urgent, and when each is due: those before others that are due sooner, no later. The same list as
@@ -79,7 +95,7 @@ class HeldOrder:
         if len(self._ranked) == 1:
             held = self._ranked[0][2]
             return [(held, self._due_there_s(held, now))]
-        urgent = [held for _, _, held in self._ranked[: self._num_considered]]
+        urgent = self._urgent()
         if self._shares.are_even:
             dues_s = list(accumulate([held.due_s for held in reversed(urgent)], min))[::-1]
             self._to_consider = list(zip(urgent, dues_s, strict=True))
@@ -113,6 +129,23 @@ class HeldOrder:
         """Its place in the order: the lower goes first."""
         pending = held.pending
         return pending.priority, self._shares.place(pending.tenant), held.due_s
+
+    def _urgent(self) -> list[Held]:
+        """Who is considered."""
+        size = self._num_considered
+        urgent = [held for _, _, held in self._ranked[:size]]
+        self._last_considered = size
+        if self._num_particular and len(self._ranked) > size:
+            num_more = sum(held.is_particular for held in urgent)
+            others = (held for _, _, held in islice(self._ranked, size, None) if not held.is_particular)
+            urgent += islice(others, num_more)
+            self._last_considered = math.inf
+        return urgent
+
+    def _is_particular(self, held: Held) -> bool:
+        """Whether some replica may not take it, by its size or since it was there."""
+        query = held.pending.query
+        return bool(query.excluded) or query.num_blocks_needed > self._least_capacity
 
     def _due_there_s(self, held: Held, now: float) -> float:
         """When it is due at the replica: of a tenant that had most of the service lately, not before others' that may

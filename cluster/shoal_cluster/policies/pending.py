@@ -44,7 +44,8 @@ class HoldConfig:
         max_steps_ahead: a replica is sent a request when the prompt tokens it computes before fill at most so many of
             its steps; short ones go sooner (``StepsAhead``). One keeps it busy while news travel; more gives up choices
             and gains nothing. Of prompts that are due later it only goes on with when this one is computed.
-        max_considered: how many requests, the most urgent first, one look considers.
+        max_considered: how many requests, the most urgent first, one look considers; and as many more as not every
+            replica may take.
     """
 
     objective: LatencyObjective = field(default_factory=LatencyObjective)
@@ -99,7 +100,7 @@ class PendingQueue:
         held = self._held[request_id] = Held(pending)
         held.num_new_tokens = pending.query.num_prompt_tokens
         self._note_times(held, pending.arrival_s)
-        self._shares.enter(pending.tenant)
+        self._shares.enter(pending.tenant, pending.priority)
         self._has_unplanned = self._is_one_of_many
 
     def remove(self, request_id: str) -> PendingRequest | None:
@@ -110,7 +111,7 @@ class PendingQueue:
         self._by_urgency.remove(held)
         self._put_off.discard(held)
         self._num_tokens -= held.num_counted_tokens
-        self._shares.leave(held.pending.tenant)
+        self._shares.leave(held.pending.tenant, held.pending.priority)
         return held.pending
 
     def before(self, request_id: str) -> tuple[int, int]:
@@ -149,6 +150,8 @@ class PendingQueue:
         elsewhere meanwhile, and many that want one replica spread as soon as waiting for it costs more than computing
         their prefix again. The caller reserves what it sends, and asks again until None.
         """
+        if self._shares.fade(now):
+            self._standing.forget()
         if not (self._held and len(view)) or (self._standing.was_settled and self._is_settled(view, weights, now)):
             return None
         present = view.present(now)
@@ -161,6 +164,8 @@ class PendingQueue:
         self._wait_s = plan.wait_at_most_s(self._pace.token_s)
         latest_s = now + self._wait_s
         self._note_dates(plan, latest_s, is_new, now)
+        if len(self._held) > self._config.max_considered:
+            self._by_urgency.tell_apart(present.least_capacity())
         order = self._by_urgency.to_consider(now)
         num_kept = self._standing.keep(plan, order, now)
         if num_kept == len(order):
@@ -215,7 +220,8 @@ class PendingQueue:
         yields = self._shares.had_more(pending.tenant)
         if yields:
             self._sent.note(query.request_id, view)
-        self._shares.charge(pending.tenant, uncached_tokens(query, steps[-1].num_matched_blocks), now)
+        num_new_tokens = uncached_tokens(query, steps[-1].num_matched_blocks)
+        self._shares.charge(pending.tenant, num_new_tokens, now, pending.priority)
         if self._shares.are_several:  # who goes before whom, and passes what, may be another
             self._standing.forget()
         record = Look(view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, seen, draws, steps)

@@ -35,6 +35,9 @@ MIN_WAKE_S = 0.001
 LOOK_S = 1.0
 """How often to look, with no replica there, whether any will come."""
 
+NUM_LOOKS = 4
+"""While its patience would last, how often one who waits looks whether there is a replica yet."""
+
 MAX_TOLD = 64
 """Of the queue, to who asks where a request stands in it."""
 
@@ -235,25 +238,25 @@ class Dispatcher:
     async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
         """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
         excluded, loop = pending.query.excluded, asyncio.get_running_loop()
-        patience_ends_s = loop.time() + self._patience_s
+        alone_since_s = math.inf
         is_checked = True
         while True:
             left_s = self._time_left_s(pending)
             is_alone = not self._ledger.can_place(excluded)
+            alone_since_s = min(alone_since_s, loop.time()) if is_alone else math.inf
             if not (is_alone or is_checked) and pending.priority != RESUMED_PRIORITY:
                 self._check_fits(pending)
             is_checked = not is_alone  # what came while nobody was there could not be
             if is_alone and (failure := self._start_failure()):
                 raise self._unavailable(pending, f"no replica could be started: {failure}")
-            look_s = LOOK_S if is_alone else math.inf
-            await asyncio.wait([turn], timeout=min(left_s + MIN_WAKE_S, patience_ends_s - loop.time(), look_s))
+            if alone_since_s + self._patience_s <= loop.time():
+                if not self._is_growing():
+                    raise self._unavailable(pending, "no replica became ready in time")
+                alone_since_s = loop.time()
+            look_s = min(LOOK_S, alone_since_s + self._patience_s - loop.time()) if is_alone else math.inf
+            await asyncio.wait([turn], timeout=min(left_s + MIN_WAKE_S, self._patience_s / NUM_LOOKS, look_s))
             if turn.done():
                 return turn.result()
-            if loop.time() < patience_ends_s:
-                continue
-            patience_ends_s = loop.time() + self._patience_s
-            if not self._ledger.can_place(excluded) and not self._is_growing():
-                raise self._unavailable(pending, "no replica became ready in time")
 
     def _time_left_s(self, pending: PendingRequest) -> float:
         """Until the request's objective is lost, or its deadline; raises ResourceExhausted when one is."""

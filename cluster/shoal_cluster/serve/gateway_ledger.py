@@ -17,15 +17,8 @@ from functools import partial
 from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named import NamedPlacement, placement_by
-from shoal_cluster.policies.routing import (
-    RouteDecision,
-    RouteQuery,
-    RouteRecord,
-    RouteWeights,
-    decide,
-    uncached_blocks,
-    uncached_tokens,
-)
+from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
+from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteRecord, RouteWeights, decide
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
@@ -310,11 +303,17 @@ class GatewayLedger:
         if self.view.is_connected(replica_id):
             text = "its feed broke: nothing goes there until it is back"
             self.journal.note(EventKind.LOST, text, replica_id=replica_id)
+        there = [follower for request_id, follower in self._followers.items() if self._where(request_id) == replica_id]
         self.view.disconnect(replica_id)
-        for request_id, where in self._replica_of.items():
-            if where == replica_id and (follower := self._followers.get(request_id)) is not None:
-                follower.on_lost()
+        for follower in there:
+            follower.on_routed(replica_id, False)
+            follower.on_lost()
         self._changed.set()
+
+    def _where(self, request_id: str) -> str | None:
+        """The replica that has a request, or to which it is on its way by Serve's call alone."""
+        held = self.view.reservation(request_id)
+        return self._replica_of.get(request_id, held.replica_id if held is not None else None)
 
     def _close_unused_feed(self, replica_id: str) -> None:
         if replica_id not in self._replica_of.values() and (feed := self._feeds.pop(replica_id, None)) is not None:

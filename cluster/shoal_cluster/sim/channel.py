@@ -75,6 +75,8 @@ class Channel(Generic[Message]):
             except BlockingIOError:
                 if time.perf_counter() > give_up_s:
                     come = self._socket.recv(CHUNK_BYTES)
+                else:
+                    os.sched_yield()  # where others want the cores, the other side may be waiting for this one
         if not come:
             raise EOFError("the other process has gone")
         self._come += come

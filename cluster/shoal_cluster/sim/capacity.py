@@ -9,6 +9,7 @@ from dataclasses import replace
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.conservation import check_conservation
+from shoal_cluster.sim.run import seldom_collected
 from shoal_cluster.sim.workload import SimRequest, speed_up
 
 DEFAULT_GOODPUT = 0.9
@@ -38,7 +39,7 @@ def carries(config: SimConfig, requests: Sequence[SimRequest], goodput: float, w
             cluster.loop.after(CHECK_INTERVAL_S, check)
 
     cluster.loop.after(0.0, check)
-    with watch(cluster):
+    with watch(cluster), seldom_collected():
         cluster.loop.run()
     if not cluster.book.num_open:
         check_conservation(cluster)

@@ -31,7 +31,7 @@ def run(cluster: SimCluster, requests: Sequence[SimRequest], *, is_watched: bool
     """
     for request in requests:
         cluster.arrive(request)
-    with _seldom_collected():
+    with seldom_collected():
         if not is_watched and can_part(cluster):
             run_beside(cluster)
         else:
@@ -41,8 +41,8 @@ def run(cluster: SimCluster, requests: Sequence[SimRequest], *, is_watched: bool
 
 
 @contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Next to nothing of a run is garbage in cycles, and what is there at its start lasts."""
+def seldom_collected() -> Iterator[None]:
+    """For a run: next to nothing of it is garbage in cycles, and what is there at its start lasts."""
     thresholds = gc.get_threshold()
     gc.collect()  # else what an earlier run has left would last as well
     gc.freeze()

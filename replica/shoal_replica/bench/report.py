@@ -113,7 +113,7 @@ def table(outcome: Outcome, contenders: Sequence[Contender], title: str) -> Tabl
 
 
 def as_json(outcome: Outcome, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """Everything measured, with what is needed to run it again; ``tests/benchmarks/README.md`` says the keys."""
+    """Everything measured, with what is needed to run it again; ``tests/benchmarks/ENGINE.md`` says the keys."""
     rows: dict[str, Any] = {}
     for line in lines(outcome, contenders):
         row = rows.setdefault(line.row, asdict(ROWS[line.row]) | {"engines": {}})

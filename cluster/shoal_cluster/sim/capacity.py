@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+from shoal_cluster.sim.channel import num_cores
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.conservation import check_conservation
 from shoal_cluster.sim.run import seldom_collected
+from shoal_cluster.sim.search import Find, Found, Point, Probe, Tell, search_ahead
 from shoal_cluster.sim.workload import SimRequest, speed_up
 
 DEFAULT_GOODPUT = 0.9
 MAX_SPEED, MAX_REPLICAS = 1024.0, 4096
 CHECK_INTERVAL_S = 1.0
 
-Watch = Callable[[SimCluster], AbstractContextManager[object]]
-"""What is entered while a cluster runs, to see how far it is."""
 
-
-def carries(config: SimConfig, requests: Sequence[SimRequest], goodput: float, watch: Watch = nullcontext) -> bool:
+def carries(
+    config: SimConfig, requests: Sequence[SimRequest], goodput: float, tell: Tell = lambda num_done: None
+) -> bool:
     """Whether at least that share of ``requests`` is served within the objective.
 
     Ends as soon as it is decided that it is not; a run that goes to its end is checked like any other.
@@ -31,6 +32,7 @@ def carries(config: SimConfig, requests: Sequence[SimRequest], goodput: float, w
     allowed = (1 - goodput) * len(requests) + 1e-9
 
     def check() -> None:
+        tell(len(requests) - cluster.book.num_open)
         if not cluster.book.num_open:
             return
         if cluster.book.num_missed > allowed:
@@ -39,7 +41,7 @@ def carries(config: SimConfig, requests: Sequence[SimRequest], goodput: float, w
             cluster.loop.after(CHECK_INTERVAL_S, check)
 
     cluster.loop.after(0.0, check)
-    with watch(cluster), seldom_collected():
+    with seldom_collected():
         cluster.loop.run()
     if not cluster.book.num_open:
         check_conservation(cluster)
@@ -49,11 +51,12 @@ def carries(config: SimConfig, requests: Sequence[SimRequest], goodput: float, w
 def find_capacity(
     config: SimConfig,
     requests: Sequence[SimRequest],
-    *,
     goodput: float = DEFAULT_GOODPUT,
+    *,
     tolerance: float = 0.02,
     on_probe: Callable[[float, bool], None] = lambda speed, ok: None,
-    watch: Watch = nullcontext,
+    tell: Tell = lambda num_done: None,
+    ahead: bool = False,
 ) -> float:
     """The highest speed of ``requests`` at which ``config`` carries them, to within ``tolerance`` of itself.
 
@@ -61,55 +64,80 @@ def find_capacity(
 
     Args:
         on_probe: told each speed tried and whether it was carried.
+        tell: told of the one being tried how far it is.
+        ahead: try on idle cores what may be tried next; see ``search_ahead``.
     """
 
-    def probe(speed: float) -> bool:
-        ok = carries(config, speed_up(requests, speed), goodput, watch)
-        on_probe(speed, ok)
-        return ok
+    def probe(speed: float, tell: Tell) -> bool:
+        return carries(config, speed_up(requests, speed), goodput, tell)
 
+    return _search(lambda is_carried: _fastest(is_carried, tolerance), probe, on_probe, tell, ahead)
+
+
+def _fastest(is_carried: Callable[[float], bool], tolerance: float) -> float:
     low, high = 0.0, 1.0
-    while high <= MAX_SPEED and probe(high):
+    while high <= MAX_SPEED and is_carried(high):
         low, high = high, high * 2
     if low == MAX_SPEED:
         return low
     if not low:
         low = high / 2
-        while not probe(low):
+        while not is_carried(low):
             low, high = low / 2, low
             if low < 1 / MAX_SPEED:
                 return 0.0
     while high - low > tolerance * low:
         middle = (low + high) / 2
-        low, high = (middle, high) if probe(middle) else (low, middle)
+        low, high = (middle, high) if is_carried(middle) else (low, middle)
     return low
 
 
 def find_replicas(
     config: SimConfig,
     requests: Sequence[SimRequest],
-    *,
     goodput: float = DEFAULT_GOODPUT,
+    *,
     on_probe: Callable[[int, bool], None] = lambda count, ok: None,
-    watch: Watch = nullcontext,
+    tell: Tell = lambda num_done: None,
+    ahead: bool = False,
 ) -> int:
-    """The least number of replicas that carry ``requests``. 0 if none does.
+    """The least number of replicas that carry ``requests``. 0 if none does. Arguments as for ``find_capacity``.
 
     Tried are up to ``MAX_REPLICAS``, and no more than the requests: with a replica each, more are no help.
     """
 
-    def probe(count: int) -> bool:
-        ok = carries(replace(config, num_replicas=count), requests, goodput, watch)
-        on_probe(count, ok)
-        return ok
+    def probe(count: int, tell: Tell) -> bool:
+        return carries(replace(config, num_replicas=count), requests, goodput, tell)
 
     most = min(MAX_REPLICAS, max(1, len(requests)))
+    return _search(lambda is_carried: _fewest(is_carried, most), probe, on_probe, tell, ahead)
+
+
+def _fewest(is_carried: Callable[[int], bool], most: int) -> int:
     low, high = 0, 1
-    while not probe(high):
+    while not is_carried(high):
         if high == most:
             return 0
         low, high = high, min(high * 2, most)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if probe(middle) else (middle, high)
+        low, high = (low, middle) if is_carried(middle) else (middle, high)
     return high
+
+
+def _search(
+    find: Find[Point, Found],
+    probe: Probe[Point],
+    on_probe: Callable[[Point, bool], None],
+    tell: Tell,
+    ahead: bool,
+) -> Found:
+    if ahead and sys.platform == "linux" and num_cores() > 1:  # a fork elsewhere may not go on
+        return search_ahead(find, probe, on_probe, tell)
+
+    def try_(point: Point) -> bool:
+        ok = probe(point, tell)
+        on_probe(point, ok)
+        return ok
+
+    return find(try_)

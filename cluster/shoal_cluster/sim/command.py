@@ -175,7 +175,8 @@ def _run(
     """``settings``: all that the run depends on, told with its report as JSON; None prints a summary."""
     cluster = SimCluster(config)
     timeline = Timeline(cluster, PLOT_INTERVAL_S) if plot is not None else None
-    with Progress(cluster, len(arrivals)):
+    with Progress(len(arrivals)) as bar:
+        cluster.loop.after(0.0, lambda: bar.follow(cluster, len(arrivals)))
         run(cluster, arrivals, is_watched=timeline is not None)
     result = report(cluster)
     typer.echo(result.summary() if settings is None else to_json({**asdict(result), "settings": settings}))
@@ -196,19 +197,19 @@ def _plan(
     ``_run``.
     """
 
-    def tell(tried: float, is_carried: bool) -> None:
+    def on_probe(tried: float, is_carried: bool) -> None:
         told = f"{tried} replicas" if least else f"{speed * tried:.4g} times the speed"
-        typer.echo(f"{told}: {'carried' if is_carried else 'too much'}", err=True)
+        bar.say(f"{told}: {'carried' if is_carried else 'too much'}")
 
-    def watch(cluster: SimCluster) -> Progress:
-        return Progress(cluster, len(arrivals))
-
-    found: dict[str, object]
-    if least:
-        found = {"replicas": find_replicas(config, arrivals, goodput=goodput, on_probe=tell, watch=watch)}
-    else:
-        found = {"capacity": speed * find_capacity(config, arrivals, goodput=goodput, on_probe=tell, watch=watch)}
-    found |= {"routing": config.routing, "goodput": goodput}
+    bar = Progress(len(arrivals))
+    found: dict[str, object] = {"routing": config.routing, "goodput": goodput}
+    with bar:
+        if least:
+            found["replicas"] = find_replicas(config, arrivals, goodput, on_probe=on_probe, tell=bar.show, ahead=True)
+        else:
+            found["capacity"] = speed * find_capacity(
+                config, arrivals, goodput, on_probe=on_probe, tell=bar.show, ahead=True
+            )
     if settings is not None:
         typer.echo(to_json({**found, "settings": settings}))
     elif least:

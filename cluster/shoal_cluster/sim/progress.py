@@ -15,18 +15,34 @@ INTERVAL_S = 5.0  # of simulated time
 
 
 class Progress:
-    """Shows on standard error, if that is a terminal, how many of a run's requests are done. It changes nothing."""
+    """Shows on standard error, if that is a terminal, how many of a run's requests are done."""
 
-    def __init__(self, cluster: SimCluster, num_requests: int) -> None:
-        self._cluster = cluster
+    def __init__(self, num_requests: int) -> None:
         columns = (TextColumn("simulating"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
         console = Console(stderr=True)
         self._bar = Bar(
             *columns, TimeRemainingColumn(), console=console, transient=True, disable=not sys.stderr.isatty()
         )
         self._task = self._bar.add_task("", total=num_requests)
-        self._num_requests = num_requests
-        cluster.loop.after(0.0, self._look)
+        self._num_done = 0
+
+    def show(self, num_done: int) -> None:
+        """With less than before, it is another run's."""
+        if num_done < self._num_done:
+            self._bar.reset(self._task)
+        self._num_done = num_done
+        self._bar.update(self._task, completed=num_done)
+
+    def say(self, line: str) -> None:
+        """Above the bar; without one as well."""
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def follow(self, cluster: SimCluster, num_requests: int) -> None:
+        """Show how far that cluster is, now and then while it runs. It changes nothing."""
+        num_open = cluster.book.num_open
+        self.show(num_requests - num_open)
+        if num_open:
+            cluster.loop.after(INTERVAL_S, lambda: self.follow(cluster, num_requests))
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -36,9 +52,3 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._bar.stop()
-
-    def _look(self) -> None:
-        num_open = self._cluster.book.num_open
-        self._bar.update(self._task, completed=self._num_requests - num_open)
-        if num_open:
-            self._cluster.loop.after(INTERVAL_S, self._look)

@@ -173,20 +173,25 @@ def test_what_is_lost_goes_after_what_can_be_met_but_not_for_ever() -> None:
 
 
 def test_what_can_be_met_is_judged_by_the_pace_that_replicas_measure() -> None:
-    """160 tokens at 5 ms each take 0.8 s: what came 2.7 s ago has its objective of 3.6 s, 2 s and 1.6 s, behind it."""
-    older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=2.7)
-    assert queue_of(older, fresh).next(view_of(only=make_stats()), WEIGHTS, 2.7, Random(0)).pending is fresh  # type: ignore[union-attr]
+    """160 tokens at 5 ms each have an objective of 3.6 s, 2 s and 1.6 s. The other one fills the step of 256, which
+    takes 1.28 s: what came 2.3 s ago can be in time, what came 2.4 s ago cannot.
+    """
     slow = view_of(only=make_stats(token_s=0.005))
-    assert queue_of(older, fresh).next(slow, WEIGHTS, 2.7, Random(0)).pending is older  # type: ignore[union-attr]
-    assert queue_of(older, fresh).next(slow, WEIGHTS, 2.9, Random(0)).pending is fresh  # type: ignore[union-attr]
+    for came_s, view, expected in ((2.3, view_of(only=make_stats()), 1), (2.3, slow, 0), (2.4, slow, 1)):
+        requests = pending("older", arrival_s=0.0), pending("fresh", arrival_s=came_s)
+        dispatch = queue_of(*requests).next(view, WEIGHTS, came_s, Random(0))
+        assert dispatch is not None
+        assert dispatch.pending is requests[expected]
 
 
 def test_what_can_be_met_counts_the_step_that_runs_and_what_goes_before() -> None:
-    """2.32 s are due, 0.16 s it takes: 0.3 s left for a step, and for prompts before it, are not enough together."""
-    older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=1.8)
+    """2.32 s are due, the filled step takes 0.256: 0.3 s left for the one that runs, and for prompts before it, are not
+    enough together.
+    """
+    older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=1.7)
     for num_waiting_tokens, step_s, first in ((0, 0.3, older), (200, 0.1, older), (200, 0.3, fresh)):
         stats = make_stats(num_running=1, step_s=step_s, num_waiting_tokens=num_waiting_tokens)
-        dispatch = queue_of(older, fresh).next(view_of(only=stats), WEIGHTS, 1.8, Random(0))
+        dispatch = queue_of(older, fresh).next(view_of(only=stats), WEIGHTS, 1.7, Random(0))
         assert dispatch is not None
         assert dispatch.pending is first, (num_waiting_tokens, step_s)
 

@@ -166,3 +166,13 @@ def test_what_replicas_record_is_what_the_policy_reads() -> None:
     names = set(ledger_metrics(make_stats()))
     assert names <= {*ReplicaStats.__struct_fields__}
     assert all(isinstance(value, (int, float)) for value in ledger_metrics(make_stats()).values())
+
+
+def test_a_gateway_that_is_gone_does_not_stand_for_one_that_is_silent(controller: Controller) -> None:
+    """Without the silent one's, totals fall; when it is heard again, all that ever came to it is a burst."""
+    ledger, now = ledger_metrics(make_stats()), time.time()
+    controller.report("silent", num_gateways=2, time_s=now - MAX_REPORT_AGE_S - 1)
+    controller.report("gone", num_gateways=2, time_s=now - 8)
+    controller.report("its successor", num_gateways=2)
+    controller.ask(ledger)
+    assert controller.last.reason == "hold: a gateway does not report"

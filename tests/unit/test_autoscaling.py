@@ -292,3 +292,12 @@ def test_a_rise_that_is_more_than_a_hair_is_met_at_once_at_the_plain_target() ->
     after = world.target
     assert after > 5
     assert world.look(0.0).num_replicas == after
+
+
+def test_a_replaced_gateway_whose_total_the_others_have_made_up_is_no_shedding() -> None:
+    world = World(config=replace(CONFIG, min_replicas=2))
+    world.shed = 3
+    world.run(0.1, 100)
+    before = world.target
+    world.shed = 0  # what it had refused is gone with it; of requests others have had more meanwhile
+    assert world.look(0.1).num_replicas == before

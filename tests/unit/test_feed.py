@@ -447,3 +447,25 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
             return await reader.read()
     except ConnectionError:
         return b""
+
+
+async def test_a_snapshot_beyond_the_backlog_comes_through_while_updates_follow_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replica of millions of blocks has much to say at first; that is not a gateway that does not read."""
+    monkeypatch.setattr(feed_module, "MAX_BACKLOG_BYTES", 64 * 2**10)
+    async with replica() as one:
+        hashes = tuple(i.to_bytes(16, "big") for i in range(2**20))  # more than sockets buffer
+        monkeypatch.setattr(one.engine, "cache_hashes", lambda: hashes)
+        heard: list[object] = []
+        client = FeedClient("g", one.address, heard.append, lambda: heard.append(None))
+        try:
+            await until(lambda: "g" in one.feed._subscribers)
+            for _ in range(3):
+                one.engine._publish(())
+            await until(lambda: heard)
+            assert heard[0] is not None, "it was cut off before it could read its snapshot"
+            await until(lambda: len(heard) > 3)
+            assert None not in heard
+        finally:
+            await client.close()

@@ -130,7 +130,7 @@ def _sample(
         num_running=sum(s.num_running for s in known),
     )
     kept = [s for s in state.samples if s.time_s > now - MEMORY_S]
-    if last is not None and sample.num_requests < last.num_requests:
+    if last is not None and (sample.num_requests < last.num_requests or sample.num_shed < last.num_shed):
         kept = []  # a gateway has been replaced: totals start anew
     state = replace(state, samples=(*kept, sample), progress=MappingProxyType(progress), cost=cost)
     return replace(state, held=_learn_held(state, now))

@@ -25,7 +25,7 @@ from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard
 from shoal_cluster.serve.scaling_link import BoardLink
 from shoal_replica.stats import ReplicaStats
 
-MAX_REPORT_AGE_S = 10.0
+MAX_REPORT_AGE_S = 5.0  # reports come once a second; of a gateway that is gone none is to count for long
 LEDGER_FIELDS = (
     "block_size",
     "num_total_blocks",

@@ -49,6 +49,7 @@ FEED_DELAY_S = 0.005
 class Waiter:
     """A request's turn, and what it has to compute where it is cached best."""
 
+    pending: PendingRequest
     turn: asyncio.Future[Dispatch]
     num_tokens: int
 
@@ -124,11 +125,13 @@ class Dispatcher:
             return await self._until(waiter.turn, pending)
 
     def leave(self, pending: PendingRequest) -> None:
-        """A request has had its turn, or is not to have one. Idempotent."""
+        """A request has had its turn, or is not to have one. Idempotent; another of its id stays."""
         request_id = pending.query.request_id
-        if self._queue.remove(request_id) is not None:
+        waiter = self._waiters.get(request_id)
+        if waiter is not None and waiter.pending is pending:
+            del self._waiters[request_id]
+            self._queue.remove(request_id)
             self._ledger.wish(self._queue.wishes())
-        self._waiters.pop(request_id, None)
 
     def enter(self, pending: PendingRequest) -> Waiter:
         """Put a request in the queue; if a replica can start it, it is its turn at once, or after other gateways.
@@ -139,7 +142,7 @@ class Dispatcher:
             InvalidArgument: no replica has blocks enough.
             ResourceExhausted: every replica has too much to do; not for one that is resumed.
         """
-        waiter = Waiter(asyncio.get_running_loop().create_future(), pending.query.num_prompt_tokens)
+        waiter = Waiter(pending, asyncio.get_running_loop().create_future(), pending.query.num_prompt_tokens)
         self._queue.push(pending)
         self._waiters[pending.query.request_id] = waiter
         self.take_turn()

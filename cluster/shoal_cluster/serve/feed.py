@@ -129,7 +129,9 @@ class FeedServer:
             for request_id in other.in_flight
             if (prompt := self._in_flight(other, request_id)).block_hashes
         ]
-        transport.write(frame(Snapshot(0, self._engine.stats(), hashes, promised, wishes, tuple(in_flight))))
+        snapshot = frame(Snapshot(0, self._engine.stats(), hashes, promised, wishes, tuple(in_flight)))
+        subscriber.unread_bytes = len(snapshot)
+        transport.write(snapshot)
         return subscriber
 
     def lost(self, connection: _Connection, subscriber: Subscriber | None) -> None:
@@ -179,7 +181,7 @@ class FeedServer:
                 for delta in report.deltas:
                     self._land(subscriber, delta.request_id)
         for subscriber in tuple(self._subscribers.values()):
-            if subscriber.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
+            if subscriber.is_behind(MAX_BACKLOG_BYTES):
                 subscriber.transport.abort()  # it will dial again and take a snapshot
                 continue
             accepted, subscriber.accepted = tuple(subscriber.accepted), []

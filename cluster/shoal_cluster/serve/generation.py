@@ -15,7 +15,7 @@ from shoal_cluster.serve.call_times import CallTimes, LegTimes
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
-from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost
+from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost, ReplicaUnheard
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.text_stream import TextStream
@@ -23,6 +23,8 @@ from shoal_replica.tokenizer import Tokenizer
 
 MAX_RESUMES = 3
 MAX_REFUSALS = 4
+UNHEARD_S = 0.1  # until a replica is tried again that has no feed to this gateway
+GONE_S = 2.0  # in which a replica that could not finish what it took has broken its feed, or is well
 
 Place = Callable[[Request, RouteQuery, float], Placement]  # until when it may take
 
@@ -163,7 +165,11 @@ class Generation:
         refused: dict[str, str] = {}
         for _ in range(MAX_REFUSALS):
             try:
-                refusal = await self._attempt(request, indexes, refused.keys() | self._gone)
+                refusal = await self._attempt(request, indexes, await self._excluded(refused))
+            except ReplicaUnheard:  # that costs it nothing but time, which its deadline ends
+                await asyncio.sleep(UNHEARD_S)
+                self._resume(request, indexes, num_resumes)
+                return
             except ReplicaLost as error:
                 if num_resumes == MAX_RESUMES:
                     raise Unavailable(f"the request was resumed {MAX_RESUMES} times: {error}") from None
@@ -183,6 +189,18 @@ class Generation:
         reason = next(reversed(refused.values()))
         raise ResourceExhausted(f"refused by {len(refused)} replicas: {reason}", retry_after_s=1.0)
 
+    async def _excluded(self, refused: dict[str, str]) -> Set[str]:
+        """The replicas that are not to have it: who has refused it, and who is gone. One of these may be well (its call
+        alone has broken off): where nobody else is, and it stays for ``GONE_S``, it is tried again.
+        """
+        can_place, gone, ends_s = self._ledger.can_place, self._gone, self._loop.time() + GONE_S
+        while gone and not can_place(refused.keys() | gone) and can_place(refused.keys()):
+            if self._loop.time() >= ends_s:
+                gone.clear()
+                break
+            await asyncio.sleep(GONE_S / 20)
+        return refused.keys() | gone
+
     async def _attempt(self, request: Request, indexes: range, excluded: Set[str]) -> tuple[str, str] | None:
         """Place a request once and follow it to its end. Returns (replica, reason) if that replica refused it."""
         self._num_legs += 1
@@ -194,7 +212,7 @@ class Generation:
                 query = RouteQuery.for_request(request, query.block_size, is_caching)
             query = replace(query, request_id=request.request_id, excluded=frozenset(excluded))
         times = self._times.start_leg(time.monotonic())
-        leg = Leg({i: self._outputs[i] for i in indexes}, times, self._take)
+        leg = Leg({i: self._outputs[i] for i in indexes}, times, self._try_take)
         self._ledger.follow(request.request_id, leg.follower)
         try:
             refusal = await leg.see_through(self._place(request, query, self._deadline_s), self._placement_timeout_s)
@@ -234,6 +252,13 @@ class Generation:
 
     # Tokens
 
+    def _try_take(self, leg: LegTimes, replica_id: str, delta: TokenDelta) -> None:
+        """``_take``; whatever goes wrong is this call's, for its replica's feed carries others."""
+        try:
+            self._take(leg, replica_id, delta)
+        except Exception as error:
+            self._fail(error)
+
     def _take(self, leg: LegTimes, replica_id: str, delta: TokenDelta) -> None:
         """Pass a delta on to the client."""
         output = self._outputs[delta.index]
@@ -267,4 +292,7 @@ class Generation:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
+            if not self._is_done:  # its client may be long in reading: nobody else is to wait for that
+                for leg in self._legs:
+                    leg.cancel()
         self._ready.set()

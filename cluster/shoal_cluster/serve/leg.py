@@ -35,6 +35,10 @@ class ReplicaLost(ShoalError):
     """The replica that ran a request is gone, or its feed is."""
 
 
+class ReplicaUnheard(ReplicaLost):
+    """The replica has no feed to this gateway, which has not noticed yet: it did not run the request, and may soon."""
+
+
 @dataclass(slots=True)
 class Output:
     """One sequence of a call as far as the client has it."""
@@ -153,9 +157,9 @@ async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) 
 
 
 def _reason(refusal: Outcome) -> str:
-    """Why another replica is to run the request. Raises InvalidArgument when none is, ReplicaLost when the same may."""
+    """Why another replica is to run the request. Raises InvalidArgument when none is, ReplicaUnheard: this one may."""
     if refusal.is_unheard:
-        raise ReplicaLost(refusal.reason)
+        raise ReplicaUnheard(refusal.reason)
     if refusal.field:
         raise InvalidArgument.retold(refusal.field, refusal.reason)
     return refusal.reason

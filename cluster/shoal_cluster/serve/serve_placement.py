@@ -66,6 +66,7 @@ class ServePlacement:
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        self._dispatcher.leave(self._pending)  # at once: its id may come again before the task has heard
 
     async def _run(self, waiter: Waiter) -> Outcome:
         if not waiter.turn.done():

@@ -21,6 +21,7 @@ class Subscriber:
         in_flight: prompts of them that are not computed yet, by their blocks.
         wishes: due on this replica's monotonic clock; ``told_wishes``: how often the others' had changed when told.
         told: the stats and the sums of the others' promises that it knows.
+        unread_bytes: of its snapshot, at most; that it takes a while to read it is no backlog.
     """
 
     def __init__(self, gateway_id: str, transport: asyncio.Transport) -> None:
@@ -33,6 +34,7 @@ class Subscriber:
         self.wishes: tuple[Wish, ...] = ()
         self.told_wishes = 0
         self.told: tuple[ReplicaStats | None, Promised] = (None, Promised())
+        self.unread_bytes = 0
         self._seq = 0
         self._launched: dict[str, InFlight] = {}  # the others', untold
         self._landed: list[str] = []
@@ -41,6 +43,12 @@ class Subscriber:
     def has_prompts_to_hear_of(self) -> bool:
         """Whether others' prompts have come, or have been computed, since it was told."""
         return bool(self._launched or self._landed)
+
+    def is_behind(self, max_bytes: int) -> bool:
+        """Whether more than ``max_bytes`` wait beside what may be left of its snapshot: it does not read."""
+        num_bytes = self.transport.get_write_buffer_size()
+        self.unread_bytes = min(self.unread_bytes, num_bytes)
+        return num_bytes - self.unread_bytes > max_bytes
 
     def note_launched(self, prompt: InFlight) -> None:
         """Another gateway's prompt has come."""

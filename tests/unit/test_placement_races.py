@@ -1,0 +1,132 @@
+"""What comes in the few turns of the event loop between what ends and what has heard of it loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from fixtures.fake_serve import ask, serving
+from fixtures.serve_calls import Response
+from fixtures.waiting import until
+
+from shoal_cluster.policies.pending import PendingRequest
+from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.serve.call_delay import CallDelay
+from shoal_cluster.serve.generation import Generation
+from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.serve_placement import ServePlacement
+from shoal_replica.errors import DeadlineExceeded, InvalidArgument
+from shoal_replica.request import Request
+from shoal_replica.testing import expected_tokens
+
+PROMPT = tuple(range(10, 31))
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+@pytest.mark.parametrize("what", ["left", "deadline", "feed breaks", "taken away"])
+async def test_whatever_comes_between_a_turn_and_what_is_sent(what: str, num_turns: int) -> None:
+    async with serving("a", "b", max_num_seqs=1) as serve:
+        dispatcher, generations = serve.hold(), list[Generation]()
+
+        def send(request: Request) -> Response:
+            return Response(asyncio.ensure_future(route(request)))
+
+        async def route(request: Request) -> Outcome:
+            """As Serve does: it asks again, with a pause, until somebody may have the call."""
+
+            def takers() -> list[str]:
+                return [r for r in serve.ledger.ranks(request.request_id)[:1] if r in serve.replicas]
+
+            await until(takers)
+            return await serve.replicas[takers()[0]].call(request, serve.ledger.gateway_id)
+
+        def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
+            pending = PendingRequest(query=query, arrival_s=0.0)
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
+
+        serve.place = place  # type: ignore[method-assign, assignment]
+        real, given = serve.generation, asyncio.Event()
+
+        def generation(request: Request) -> Generation:
+            generations.append(real(request))
+            return generations[-1]
+
+        serve.generation = generation  # type: ignore[method-assign, assignment]
+        for made in serve.replicas.values():
+            made.executor.gate.clear()
+        first = [asyncio.create_task(ask(serve, f"f{i}", prompt_token_ids=range(99 * i, 99 * i + 9))) for i in (1, 2)]
+        await until(lambda: all(made.executor.is_held for made in serve.replicas.values()))
+        held = asyncio.create_task(ask(serve, "held", prompt_token_ids=PROMPT))
+        await until(lambda: dispatcher.num_held == 1)
+        commit, best = serve.ledger.commit, list[str]()
+
+        def note(dispatch: Any) -> None:
+            commit(dispatch)
+            best.append(dispatch.decision.best)
+            given.set()
+
+        serve.ledger.commit = note  # type: ignore[method-assign]
+        for made in serve.replicas.values():
+            made.executor.gate.set()
+        await given.wait()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        if what == "left":
+            held.cancel()
+        elif what == "deadline":
+            generations[-1]._fail(DeadlineExceeded("late"))
+        elif what == "feed breaks":
+            serve.replicas[best[0]].feed._subscribers["gateway"].transport.abort()
+        else:
+            left = serve.leave(best[0])
+        done = await asyncio.gather(held, return_exceptions=True)
+        if what == "left":
+            assert isinstance(done[0], asyncio.CancelledError)
+        elif what == "deadline":
+            assert isinstance(done[0], DeadlineExceeded)
+        else:
+            assert not isinstance(done[0], BaseException), done
+            assert done[0].tokens == [expected_tokens(PROMPT, 4)]
+        await asyncio.gather(*first, return_exceptions=True)
+        assert dispatcher.num_held == 0
+        assert not dispatcher._waiters
+        if what == "taken away":
+            serve.replicas[best[0]] = left
+        await until(lambda: serve.is_idle)
+        if what == "taken away":
+            del serve.replicas[best[0]]
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_who_leaves_the_queue_and_comes_again_under_the_same_id_gets_a_turn(num_turns: int) -> None:
+    """What is left of the first one's end takes nothing of the second."""
+    async with serving("a", max_num_seqs=1) as serve:
+        made, dispatcher = serve.replicas["a"], serve.hold()
+
+        def send(request: Request) -> Response:
+            return Response(asyncio.ensure_future(made.call(request, serve.ledger.gateway_id)))
+
+        def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
+            pending = PendingRequest(query=query, arrival_s=0.0)
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
+
+        serve.place = place  # type: ignore[method-assign, assignment]
+        made.executor.gate.clear()
+        first = asyncio.create_task(ask(serve, "first", prompt_token_ids=range(9)))
+        await until(lambda: made.executor.is_held)
+        leaves = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
+        await until(lambda: dispatcher.num_held == 1)
+        leaves.cancel()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        again = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        made.executor.gate.set()
+        try:
+            async with asyncio.timeout(2.0):
+                assert (await again).tokens == [expected_tokens(PROMPT, 4)]
+        except InvalidArgument:
+            pass  # the first one was still there
+        await first

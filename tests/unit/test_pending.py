@@ -91,21 +91,21 @@ def test_while_there_is_no_replica_everything_waits(is_one_of_many: bool) -> Non
     assert len(queue) == 3
 
 
-def test_where_due_dates_are_kept_what_the_next_step_ends_is_there_before_it_begins() -> None:
-    """Up to the end of the second step of 256 tokens, counting what is due no later."""
-    queue = queue_of(*(pending(f"r{i}", 100) for i in range(5)), pending("long", 500))
+def test_where_due_dates_are_kept_the_next_step_is_full_before_it_begins() -> None:
+    """Of 256 tokens, up to the end of the second, counting what is due no later."""
+    queue = queue_of(*(pending(f"r{i}", 100) for i in range(6)), pending("long", 500))
     view = view_of(only=make_stats(by_due=True, num_waiting_tokens=100, due_tokens=(0, 0, *[100] * 5)))
-    assert send(queue, view) == [(f"r{i}", "only") for i in range(4)]
+    assert send(queue, view) == [(f"r{i}", "only") for i in range(5)]
     view.apply_update("only", make_stats(by_due=True, num_waiting_tokens=600, due_tokens=(*[0] * 6, 600)), (), (), 0.0)
-    view.settle([f"r{i}" for i in range(4)])
-    assert send(queue, view) == [("r4", "only"), ("long", "only")], "whatever is there is due later"
+    view.settle([f"r{i}" for i in range(5)])
+    assert send(queue, view) == [("r5", "only"), ("long", "only")], "whatever is there is due later"
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_waiting_tokens", "is_sent"),
-    [(500, 257, True), (511, 257, True), (512, 257, False), (257, 511, True), (257, 512, False), (256, 257, False)],
+    [(511, 257, True), (512, 257, False), (257, 511, True), (257, 512, False), (100, 511, True), (100, 512, False)],
 )
-def test_a_prompt_longer_than_a_step_fills_the_next_one_where_the_one_after_ends_it(
+def test_a_prompt_fills_the_next_step_where_the_one_after_ends_it(
     num_tokens: int, num_waiting_tokens: int, is_sent: bool
 ) -> None:
     """Steps of 256 tokens."""
@@ -119,7 +119,7 @@ def test_nothing_goes_ahead_to_a_replica_that_keeps_the_order_of_arrival() -> No
     view = view_of(only=make_stats(num_waiting_tokens=257))
     assert send(queue_of(pending("short", 10)), view) == []
     assert send(queue_of(pending("short", 10)), view_of(only=make_stats(num_waiting_tokens=257, by_due=True))) != []
-    assert send(queue_of(pending("short", 10)), view_of(only=make_stats(num_waiting_tokens=503, by_due=True))) == []
+    assert send(queue_of(pending("short", 10)), view_of(only=make_stats(num_waiting_tokens=512, by_due=True))) == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def replicas(*token_s: float, connected: bool = True) -> Candidates:
 
 def test_it_is_as_configured_until_a_replica_has_measured() -> None:
     pace = Pace(CONFIGURED)
-    assert not pace.look(replicas(0.0, 0.0), 0, 0.0)
+    assert not pace.look(replicas(0.0, 0.0), 0.0)
     assert pace.alone is CONFIGURED
     assert pace.seconds(50, 100) == (CONFIGURED.seconds(50, 100),) * 2
 
@@ -29,48 +29,29 @@ def test_it_is_as_configured_until_a_replica_has_measured() -> None:
 def test_it_is_the_mean_of_those_that_measured_and_alone_the_least_there_was(connected: bool) -> None:
     """Who has measured nothing yet, is not connected or drains does not count."""
     pace = Pace(CONFIGURED)
-    assert pace.look(replicas(0.002, 0.004, 0.0, connected=connected), 0, 0.0)
+    assert pace.look(replicas(0.002, 0.004, 0.0, connected=connected), 0.0)
     assert pace.token_s == pytest.approx(0.003)
     alone_s = 0.2 + CONFIGURED.pair_s * (100 * 10 + 100 * 101 / 2)
     assert pace.seconds(10, 100) == pytest.approx((alone_s, 0.3))
-    assert not pace.look(replicas(0.1), 0, PACE_AGE_S / 2)
-    assert pace.look(replicas(0.1), 0, PACE_AGE_S)
+    assert not pace.look(replicas(0.1), PACE_AGE_S / 2)
+    assert pace.look(replicas(0.1), PACE_AGE_S)
     assert pace.token_s == pytest.approx(0.1)
     assert pace.alone.tokens_per_s == pytest.approx(500.0)
 
 
 def test_a_little_faster_or_slower_is_no_other_pace_until_it_adds_up() -> None:
     pace = Pace(CONFIGURED)
-    assert pace.look(replicas(0.1), 0, 0.0)
+    assert pace.look(replicas(0.1), 0.0)
     for look, token_s in enumerate((0.101, 0.1002, 0.1019), 1):
-        assert not pace.look(replicas(token_s), 0, look * PACE_AGE_S * 1.01)
+        assert not pace.look(replicas(token_s), look * PACE_AGE_S * 1.01)
         assert pace.token_s == 0.1
-    assert pace.look(replicas(0.1021), 0, 1.0)
+    assert pace.look(replicas(0.1021), 1.0)
     assert pace.token_s == 0.1021
 
 
 def test_a_very_long_prompt_takes_no_less_than_alone() -> None:
     """The mean has the attention of usual prompts: 30 ms for 10 tokens, where the pairs of 10 000 before are 0.1 s."""
     pace = Pace(CONFIGURED)
-    pace.look(replicas(0.002, 0.004), 0, 0.0)
+    pace.look(replicas(0.002, 0.004), 0.0)
     alone_s, takes_s = pace.seconds(10_000, 10)
     assert takes_s == alone_s > 0.1
-
-
-def test_where_others_wait_to_fill_steps_a_first_token_comes_at_the_end_of_one() -> None:
-    pace, step = Pace(PrefillTime(tokens_per_s=1000.0, pair_s=0.0)), make_stats().max_num_batched_tokens
-    assert pace.look(replicas(0.001, 0.001), 2 * step, 0.0)
-    assert pace.fills_steps
-    for num_ahead, num_new, num_steps in (
-        (0, 1, 1),
-        (0, step, 1),
-        (0, step + 1, 2),
-        (step - 10, 10, 1),
-        (3 * step, 10, 1),
-    ):
-        end = num_steps * step - num_ahead % step
-        assert pace.seconds(0, num_new, num_ahead)[1] == pytest.approx(end * 0.001)
-    assert pace.look(replicas(0.001, 0.001), 2 * step - 1, 1.0), "there is room"
-    assert pace.seconds(0, 10)[1] == pytest.approx(pace.alone.seconds(0, 10))
-    assert not pace.look(replicas(), 10**9, 2.0)
-    assert not pace.fills_steps

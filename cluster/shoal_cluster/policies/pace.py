@@ -21,31 +21,22 @@ class Pace:
         alone: of a prompt that has a replica to itself, the fastest that was measured: what its objective allows for.
         token_s: what a prompt token takes now, the mean of the fastest replicas: running sequences take their part
             of each step. Its share of the attention is that of prompts as they come.
-        fills_steps: so much is held that others fill what room a prompt leaves in its last step, and its first token
-            comes when that ends.
     """
 
     def __init__(self, configured: PrefillTime) -> None:
         self.alone = configured
         self.token_s = 1.0 / configured.tokens_per_s
-        self.fills_steps = False
-        self._step_tokens = 1
         self._least_token_s = math.inf
         self._looked_s = -math.inf
 
-    def look(self, replicas: Candidates, num_held_tokens: int, now: float) -> bool:
-        """Take what the replicas say as of ``now``, unless it has looked just now, and that prompts with so many tokens
-        are held. Whether it is another pace.
-        """
+    def look(self, replicas: Candidates, now: float) -> bool:
+        """Take what the replicas say as of ``now``, unless it has looked just now. Whether it is another pace."""
         if not self.is_due(now):
             return False
         self._looked_s = now
-        before = self.token_s, self.alone, self.fills_steps
-        is_open, token_s = replicas.columns[CAPACITY] >= 0, replicas.told["token_s"]
-        steps = replicas.told["max_num_batched_tokens"][is_open]
-        self._step_tokens = int(steps.max(initial=1))
-        self.fills_steps = 0 < int(steps.sum()) <= num_held_tokens
-        takes = (token_s > 0) & is_open
+        before = self.token_s, self.alone
+        token_s = replicas.told["token_s"]
+        takes = (token_s > 0) & (replicas.columns[CAPACITY] >= 0)
         measured, slower = token_s[takes], replicas.columns[SLOWER][takes]
         measured = measured[slower == slower.min(initial=np.iinfo(np.int64).max)]
         if measured.size:
@@ -55,16 +46,13 @@ class Pace:
             if (least := float(measured.min())) < self._least_token_s:
                 self._least_token_s = least
                 self.alone = PrefillTime(tokens_per_s=1.0 / least, pair_s=self.alone.pair_s)
-        return before != (self.token_s, self.alone, self.fills_steps)
+        return before != (self.token_s, self.alone)
 
     def is_due(self, now: float) -> bool:
         """Whether ``look`` would look."""
         return now - self._looked_s >= PACE_AGE_S
 
-    def seconds(self, num_computed_tokens: int, num_new_tokens: int, num_ahead: int = 0) -> tuple[float, float]:
-        """Of ``num_new_tokens`` of a prompt after ``num_computed_tokens`` of it: alone, and as it is now behind so many
-        of others.
-        """
+    def seconds(self, num_computed_tokens: int, num_new_tokens: int) -> tuple[float, float]:
+        """Of ``num_new_tokens`` of a prompt after ``num_computed_tokens`` of it: alone, and as it is now."""
         alone_s = self.alone.seconds(num_computed_tokens, num_new_tokens)
-        num_filled = -(num_ahead + num_new_tokens) % self._step_tokens if self.fills_steps else 0
-        return alone_s, max(alone_s, (num_new_tokens + num_filled) * self.token_s)
+        return alone_s, max(alone_s, num_new_tokens * self.token_s)

@@ -74,7 +74,6 @@ class PendingQueue:
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
         self._wait_s = 0.0  # at most, of a prompt that was sent at the last look
-        self._num_ahead = 0  # prompt tokens before it there
         self._held: dict[str, Held] = {}
         self._put_off: set[Held] = set()  # those to which a sooner date may yet be given
         self._num_tokens = 0  # to compute for those that are not lost
@@ -161,9 +160,9 @@ class PendingQueue:
         plan = self._standing.renew(view, present, weights, self._config.max_steps_ahead)
         if len(self._held) > 1 and not (self._has_unplanned or plan.num_open):
             return None
-        is_new = self._pace.look(present, self._num_tokens, now)
+        is_new = self._pace.look(present, now)
         self._wait_s = plan.wait_at_most_s(self._pace.token_s)
-        latest_s, self._num_ahead = now + self._wait_s, plan.num_ahead
+        latest_s = now + self._wait_s
         self._note_dates(plan, latest_s, is_new, now)
         if len(self._held) > self._config.max_considered:
             self._by_urgency.tell_apart(present.least_capacity())
@@ -317,7 +316,7 @@ class PendingQueue:
         """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
         num_tokens = held.num_new_tokens
         num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
-        alone_s, takes_s = self._pace.seconds(num_cached_tokens, num_tokens, self._num_ahead)
+        alone_s, takes_s = self._pace.seconds(num_cached_tokens, num_tokens)
         held.length_s = self._config.objective.due_in_s(alone_s)
         arrival_s = held.pending.arrival_s
         due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)

@@ -48,8 +48,6 @@ class Plan:
 
     Attributes:
         given: to whom, in order, but for what was only ``set_aside``.
-        num_ahead: prompt tokens that the replica with the least to do computes before one that is sent there now, as of
-            the last ``wait_at_most_s``.
         is_mended: something that was taken back may be given again, and what is given in its place makes a difference.
     """
 
@@ -58,7 +56,6 @@ class Plan:
         self._steps_ahead = StepsAhead(max_steps_ahead)
         self._promised = Promised(snapshot, self._steps_ahead)
         self.given: list[Given] = []
-        self.num_ahead = 0
         self.is_mended = False
         self._differing: dict[int, list[int]] = {}  # columns there that ``stands`` has to look at
         self._waits_s, self._token_s = NOTHING, 0.0
@@ -114,10 +111,8 @@ class Plan:
         """A bound on ``wait_s``, found sooner: what the replica with the least to do makes a prompt wait."""
         columns = self._snapshot.columns
         if not columns.size:
-            self.num_ahead = 0
             return 0.0
         place = int(columns[URGENT].argmin())
-        self.num_ahead = columns.item(URGENT, place)
         if not self._promised.is_open(place):
             self._soonest = -1
             return self.wait_s(token_s)

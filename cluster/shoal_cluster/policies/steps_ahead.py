@@ -4,11 +4,11 @@ News of a step reach the gateway when the next one has begun, with what was ther
 less than it could, a step's worth of prompts has to be there behind those that the running one takes. But who is sent
 can go nowhere else any more, nor be put off. That is no loss for a prompt that the next step ends, where replicas go by
 due dates: another one as busy would end it no sooner, and who is due before it passes it. Nor is it much of one for a
-prompt that fills what room the next step has and is ended by the one after: else the next step has less than it could,
-or the last tokens of a prompt a little longer than a step have one to themselves, and each reads all weights. Longer
-ones would be bound for many steps, and where order is that of arrival others would be bound behind them: these wait at
-the gateway until no more than ``max_steps_ahead`` is left to do there. A step is counted with all its tokens. Decodes
-take theirs of them first: beside many, what is sent takes some steps more.
+prompt longer than a step that fills what room the next one has and is ended by the one after: else the last tokens of a
+prompt a little longer than a step have a step to themselves, which reads all weights for them. Longer ones would be
+bound for many steps, and where order is that of arrival others would be bound behind them: these wait at the gateway
+until no more than ``max_steps_ahead`` is left to do there. A step is counted with all its tokens. Decodes take theirs
+of them first: beside many, what is sent takes some steps more.
 """
 
 from __future__ import annotations
@@ -51,4 +51,5 @@ class StepsAhead:
         if num_ahead <= self.max_steps_ahead * step:
             return True
         room = (self.max_steps_ahead + 1) * step - num_ahead  # in the next step
-        return stats.by_due and room > 0 and num_tokens <= room + step
+        most = room + step if num_tokens > step and room > 0 else room
+        return stats.by_due and num_tokens <= most

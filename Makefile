@@ -14,7 +14,7 @@ export RAY_ENABLE_AUTO_CONNECT := 0
 setup: $(STAMP)
 
 # torch comes first and by itself, so that no later step replaces the build that was found for this machine.
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/csrc/*)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/csrc/* cluster/csrc/*)
 	@test -d $(VENV) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
 		{ echo "$(PYTHON) is not Python 3.11 or 3.12; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -d $(VENV) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }

@@ -1,4 +1,6 @@
-"""Builds the native CPU kernels with the package. Without a C++ compiler the install goes on: torch serves instead."""
+"""Builds what is native with the package: the CPU kernels, and placement. Without a C++ compiler the install goes on:
+torch and numpy serve instead.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = Path("kernels/csrc")
+KERNELS, KERNEL_SOURCES = "shoal_kernels._native", Path("kernels/csrc")
+PLACEMENT, PLACEMENT_SOURCES = "shoal_cluster.policies._native", Path("cluster/csrc")
+WITHOUT = {
+    KERNELS: "the native CPU kernels were not built, torch will serve instead",
+    PLACEMENT: "native placement was not built, numpy will serve instead",
+}
 COMPILERS = ("c++", "g++")  # simd.h shuffles vectors by a builtin of GCC that Clang lacks
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -28,46 +35,55 @@ X86_SETS = {
     "portable": (),
 }
 ARM_SETS: dict[str, tuple[str, ...]] = {"neonbf16": ("-march=armv8.2-a+bf16",), "neon": ()}
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wno-psabi", "-pthread")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall")
+KERNEL_FLAGS = (*FLAGS, "-ffp-contract=fast", "-Wno-psabi", "-pthread")
+PLACEMENT_FLAGS = (*FLAGS, "-ffp-contract=off")  # costs are numpy's to the last bit
 
 
 class BuildNative(build_ext):
-    """A plain shared library behind a C interface: no Python and no torch headers."""
+    """Plain shared libraries behind C interfaces: no Python and no torch headers."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
-        objects = Path(self.build_temp)
+        objects = Path(self.build_temp) / ext.name
         target.parent.mkdir(parents=True, exist_ok=True)
         objects.mkdir(parents=True, exist_ok=True)
+        build = self._build_kernels if ext.name == KERNELS else self._build_placement
         failures = []
         for compiler in _compilers():
             try:
-                left_out = self._build(compiler, target, objects)
+                build(compiler, target, objects)
             except (OSError, subprocess.CalledProcessError) as error:
                 failures.append(str(error))
                 continue
-            if left_out:
-                warnings.warn(f"{compiler} does not compile the kernels for {', '.join(left_out)}", stacklevel=1)
             return
         why = "; ".join(failures) or f"no C++ compiler found on {sys.platform}"
-        warnings.warn(f"the native CPU kernels were not built, torch will serve instead: {why}", stacklevel=1)
+        warnings.warn(f"{WITHOUT[ext.name]}: {why}", stacklevel=1)
 
-    def _build(self, compiler: str, target: Path, objects: Path) -> list[str]:
-        """Make ``target``; the instruction sets that the compiler does not know, which it then lacks. The last, which
-        needs no flags, must compile.
+    def _build_placement(self, compiler: str, target: Path, objects: Path) -> None:
+        linked = objects / target.name
+        sources = sorted(map(str, PLACEMENT_SOURCES.glob("*.cpp")))
+        subprocess.run([compiler, *PLACEMENT_FLAGS, "-shared", *sources, "-o", str(linked)], check=True)
+        _put(linked, target)
+
+    def _build_kernels(self, compiler: str, target: Path, objects: Path) -> None:
+        """Make ``target``, without the instruction sets that the compiler does not know. The last, which needs no
+        flags, must compile.
         """
 
         def compile_one(source: str, output: Path, *flags: str) -> Path:
-            command = [compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", str(output)]
+            command = [compiler, *KERNEL_FLAGS, *flags, "-c", str(KERNEL_SOURCES / source), "-o", str(output)]
             subprocess.run(command, check=True)
             return output
 
         sets = _instruction_sets(platform.machine().lower())
         *_, base = sets
-        sources = sorted(path.name for path in SOURCES.glob("*.cpp") if path.name not in ("isa.cpp", "dispatch.cpp"))
+        sources = sorted(
+            path.name for path in KERNEL_SOURCES.glob("*.cpp") if path.name not in ("isa.cpp", "dispatch.cpp")
+        )
         with ThreadPoolExecutor() as pool:
             kernels = {
                 name: pool.submit(compile_one, "isa.cpp", objects / f"isa_{name}.o", f"-DSHOAL_ISA={name}", *flags)
@@ -81,11 +97,16 @@ class BuildNative(build_ext):
         parts += [kernels[name].result() for name in built] + [part.result() for part in rest]
         linked = objects / target.name
         subprocess.run([compiler, "-shared", "-pthread", *map(str, parts), "-o", str(linked)], check=True)
-        # Renamed into place: a process that has the old library mapped keeps it whole.
-        fresh = target.with_suffix(".new")
-        fresh.write_bytes(linked.read_bytes())
-        fresh.replace(target)
-        return left_out
+        _put(linked, target)
+        if left_out:
+            warnings.warn(f"{compiler} does not compile the kernels for {', '.join(left_out)}", stacklevel=1)
+
+
+def _put(linked: Path, target: Path) -> None:
+    """Renamed into place: a process that has the old library mapped keeps it whole."""
+    fresh = target.with_suffix(".new")
+    fresh.write_bytes(linked.read_bytes())
+    fresh.replace(target)
 
 
 def _instruction_sets(machine: str) -> dict[str, tuple[str, ...]]:
@@ -103,4 +124,4 @@ def _compilers() -> list[str]:
     return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
 
 
-setup(ext_modules=[Extension("shoal_kernels._native", [])], cmdclass={"build_ext": BuildNative})
+setup(ext_modules=[Extension(name, []) for name in WITHOUT], cmdclass={"build_ext": BuildNative})

@@ -1,13 +1,16 @@
-"""The prefix index against a dictionary of sets."""
+"""The prefix index against a dictionary of sets, with either of its tables."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal_cluster.policies.holder_table import HolderTable, Table
+from shoal_cluster.policies.native_table import NativeTable
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_replica.prefix_cache import BlockHash
 
@@ -75,14 +78,19 @@ commands = st.lists(
 )
 
 
+@pytest.mark.parametrize("make_table", [HolderTable, NativeTable])
 @settings(max_examples=150, deadline=None)
 @given(
     commands=commands, queries=st.lists(some_hashes, min_size=1, max_size=4), num_others=st.sampled_from((0, 62, 200))
 )
 def test_answers_as_the_dumb_index(
-    commands: list[tuple[str, str, list[BlockHash]]], queries: list[list[BlockHash]], num_others: int
+    make_table: Callable[[int], Table],
+    commands: list[tuple[str, str, list[BlockHash]]],
+    queries: list[list[BlockHash]],
+    num_others: int,
 ) -> None:
     index, dumb = PrefixIndex(MAX_ENTRIES), DumbIndex()
+    index._table = make_table(MAX_ENTRIES)
     for number in range(num_others):
         index.slot(f"other-{number}")
     for name, replica_id, block_hashes in commands:

@@ -1,4 +1,4 @@
-"""The build of the native kernels where the compiler is missing or does not know everything; compilers are scripts."""
+"""The build of what is native where the compiler is missing or does not know everything; compilers are scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NOT_BUILT = "the native CPU kernels were not built, torch will serve instead"
+NOT_BUILT = (
+    "the native CPU kernels were not built, torch will serve instead",
+    "native placement was not built, numpy will serve instead",
+)
+LIBRARIES = ("shoal_kernels/_native.so", "shoal_cluster/policies/_native.so")
 # Leaves its arguments in a log, and a file where it was told to; fails where one of them is in REFUSED.
 COMPILER = """#!{python} -S
 import sys
@@ -25,8 +29,10 @@ open(arguments[arguments.index("-o") + 1], "w").write("an object")
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets of other machines")
 
 
-def build(folder: Path, **compilers: str) -> tuple[list[str], Path, list[str]]:
-    """With ``compilers`` alone on PATH, and what each refuses: warnings, the library's path, all command lines."""
+def build(folder: Path, **compilers: str) -> tuple[list[str], list[bool], list[str]]:
+    """With ``compilers`` alone on PATH, and what each refuses: warnings, which ``LIBRARIES`` there are, all command
+    lines.
+    """
     log, bin_folder = folder / "log", folder / "bin"
     bin_folder.mkdir()
     log.touch()
@@ -39,35 +45,41 @@ def build(folder: Path, **compilers: str) -> tuple[list[str], Path, list[str]]:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     warned = [line for line in run.stderr.splitlines() if "UserWarning: " in line]
-    return warned, folder / "lib" / "shoal_kernels" / "_native.so", log.read_text().splitlines()
+    return warned, [(folder / "lib" / path).exists() for path in LIBRARIES], log.read_text().splitlines()
 
 
-def test_without_a_compiler_there_is_one_warning_and_no_library(tmp_path: Path) -> None:
-    warned, library, _ = build(tmp_path)
-    assert [NOT_BUILT in line for line in warned] == [True]
-    assert "no C++ compiler found" in warned[0]
-    assert not library.exists()
+def test_without_a_compiler_there_is_one_warning_each_and_no_library(tmp_path: Path) -> None:
+    warned, are_built, _ = build(tmp_path)
+    assert [why in line for why, line in zip(NOT_BUILT, warned, strict=True)] == [True, True]
+    assert all("no C++ compiler found" in line for line in warned)
+    assert are_built == [False, False]
 
 
 def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(tmp_path: Path) -> None:
-    warned, library, commands = build(tmp_path, cxx="-mamx-bf16")
-    assert library.exists()
+    warned, are_built, commands = build(tmp_path, cxx="-mamx-bf16")
+    assert are_built == [True, True]
     (line,) = warned
     assert line.endswith("does not compile the kernels for amx")
     (dispatch,) = [c for c in commands if "dispatch.cpp" in c]
-    (linked,) = [c for c in commands if "-shared" in c]
+    (linked,) = [c for c in commands if "-shared" in c and "dispatch.o" in c]
     for name in ("amx", "avx512bf16", "avx512", "avx2", "portable"):
         is_built = name != "amx"
         assert (f"-DSHOAL_HAS_{name.upper()}" in dispatch.split()) == is_built
         assert (f"isa_{name}.o" in linked) == is_built
 
 
+def test_costs_are_compiled_as_numpy_computes_them(tmp_path: Path) -> None:
+    _, _, commands = build(tmp_path, cxx="nothing")
+    (placement,) = [c for c in commands if "least_cost.cpp" in c]
+    assert "-ffp-contract=off" in placement.split()
+
+
 def test_the_next_compiler_is_tried_and_all_are_named_that_fail(tmp_path: Path) -> None:
     (tmp_path / "both").mkdir()
-    warned, library, _ = build(tmp_path, cxx="-DSHOAL_ISA=portable", gxx="nothing")
-    assert (warned, library.exists()) == ([], True)
-    warned, library, _ = build(tmp_path / "both", cxx="-DSHOAL_ISA=portable", gxx="-shared")
-    assert not library.exists()
-    (line,) = warned
-    assert NOT_BUILT in line
-    assert line.count("returned non-zero exit status") == 2
+    warned, are_built, _ = build(tmp_path, cxx="-DSHOAL_ISA=portable", gxx="nothing")
+    assert (warned, are_built) == ([], [True, True])
+    warned, are_built, _ = build(tmp_path / "both", cxx="-fPIC", gxx="-shared")
+    assert are_built == [False, False]
+    for why, line in zip(NOT_BUILT, warned, strict=True):
+        assert why in line
+        assert line.count("returned non-zero exit status") == 2

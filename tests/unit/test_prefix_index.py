@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from shoal_cluster.policies.holder_table import HolderTable
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash, hash_blocks
 
@@ -141,10 +142,13 @@ def test_refuses_a_cap_of_none() -> None:
         PrefixIndex(0)
 
 
-def test_invariants_catch_a_wrong_count() -> None:
+@pytest.mark.parametrize("column", ["keys", "used", "holders"])
+def test_invariants_catch_what_is_half_there(column: str) -> None:
     index = PrefixIndex()
+    index._table = table = HolderTable(index.max_entries)
     index.store("one", [A])
-    index._table._holders.reshape(-1)[5] = 1
+    index.check_invariants()
+    getattr(table, f"_{column}").reshape(-1)[5] = 1
     with pytest.raises(AssertionError):
         index.check_invariants()
 

@@ -48,16 +48,6 @@ class HolderSets:
         bit = 1 << slot
         return self._change(numbers, {number: self.bits[number] & ~bit for number in set(numbers)})
 
-    def add_one(self, slot: int, number: int) -> int:
-        """``add`` for one entry."""
-        bits = self.bits[number]
-        return number if bits >> slot & 1 else self._move(number, bits | 1 << slot)
-
-    def take_one(self, slot: int, number: int) -> int:
-        """``take`` for one entry."""
-        bits = self.bits[number]
-        return self._move(number, bits ^ 1 << slot) if bits >> slot & 1 else number
-
     def drop(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
         """An entry of each of ``numbers`` is gone. Returns (bits, how many) for each different one."""
         dropped = []
@@ -88,14 +78,6 @@ class HolderSets:
         for number in new_of:
             self._forget_unused(number)
         return [new_of[number] for number in numbers]
-
-    def _move(self, number: int, bits: int) -> int:
-        """An entry of ``number`` gets the set ``bits``."""
-        new = self._number(bits)
-        self._uses[number] -= 1
-        self._uses[new] += 1
-        self._forget_unused(number)
-        return new
 
     def _number(self, bits: int) -> int:
         """Of a set that an entry is about to have."""

@@ -2,107 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import eq, ne
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal_cluster.policies.holder_sets import HolderSets
-from shoal_cluster.policies.replica_bits import Changes, Ints, add
+from shoal_cluster.policies.native_library import library
+from shoal_cluster.policies.native_table import NativeTable
+from shoal_cluster.policies.replica_bits import ALL, Bools, Changes, Ints, add, add_lengths
+from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
 Words = NDArray[np.uint64]
 Numbers = NDArray[np.uint32]
-Bools = NDArray[np.bool_]
 
 LOG_WAYS = 5
 NUM_WAYS = 1 << LOG_WAYS
 ONE, SET_SHIFT, WAY_MASK = np.array(1, np.uint64), np.array(LOG_WAYS), np.array(NUM_WAYS - 1)  # soonest as arrays
 FIRST_SLOTS = 64
+FIRST_LOOK, NEXT_LOOK = 128, 8  # blocks of a prompt looked up at first, and how many times more each time after
+
+
+class Table(Protocol):
+    """Block hash → the slots that hold it; a hash that nobody holds is not there. At most ``max_entries``: a newcomer
+    takes the place of what was used least recently.
+    """
+
+    @property
+    def max_entries(self) -> int: ...
+    @property
+    def num_entries(self) -> int: ...
+    @property
+    def num_evicted(self) -> int:
+        """Entries that had to go for others."""
+        ...
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+
+    def num_held(self, slot: int) -> int:
+        """Hashes that the slot holds."""
+        ...
+
+    def add_slots(self) -> None:
+        """Make room for twice the slots."""
+        ...
+
+    def hold(self, slot: int, block_hashes: Collection[BlockHash]) -> None:
+        """The slot holds these, used now: the first the latest."""
+        ...
+
+    def release(self, slot: int, block_hashes: Collection[BlockHash]) -> None:
+        """The slot holds these no longer. What it did not hold is ignored."""
+        ...
+
+    def release_all(self, slot: int) -> None:
+        """It holds nothing: one pass over the table."""
+        ...
+
+    def use(self, block_hashes: Collection[BlockHash]) -> None:
+        """Those of them that are known were used, the first the latest."""
+        ...
+
+    def lengths(self, block_hashes: Sequence[BlockHash], also: Sequence[int] = ()) -> Ints:
+        """How many leading hashes each slot holds [slots]. ``also``: further slots that have each, as bits; or none."""
+        ...
+
+    def is_held(self, slot: int, block_hashes: Sequence[BlockHash]) -> Bools:
+        """Which of them the slot holds [n]."""
+        ...
+
+    def check_invariants(self, slots: Iterable[int]) -> None:
+        """Every entry is in its set, used once and held by ``slots``; every count is true; the cap holds."""
+        ...
+
+
+def make_table(max_entries: int) -> Table:
+    """Of so many entries, rounded up to whole sets, their number a power of two; native where that was built."""
+    num_sets = 1 << (-(-max_entries // NUM_WAYS) - 1).bit_length()
+    return (HolderTable if library is None else NativeTable)(num_sets * NUM_WAYS)
 
 
 class HolderTable:
-    """Key → the slots that hold it, as the number of a ``HolderSets``; a key that nobody holds is not there.
+    """A ``Table`` of numpy arrays: by half of each hash, its key, the number of its slots in a ``HolderSets``.
 
     Laid out like a processor's cache: a part of the key chooses a set of 32 ways, and a newcomer to a full set takes
-    the place of its least recently used entry. Many keys are looked up at once, in a pass of array operations; a few
-    one by one, which is the same sooner. Keys are odd: 0 is a free way.
-
-    Attributes:
-        num_held: keys that each slot holds [slots].
-        num_evicted: entries that had to go for others.
-
-    Args:
-        max_entries: hard cap; rounded up to whole sets, their number a power of two.
+    the place of its least recently used entry. Keys are looked up many at once, in a pass of array operations. They
+    are odd: 0 is a free way.
     """
 
     def __init__(self, max_entries: int) -> None:
-        num_sets = 1 << (-(-max_entries // NUM_WAYS) - 1).bit_length()
-        self.max_entries = num_sets * NUM_WAYS
+        num_sets = max_entries // NUM_WAYS
+        self.max_entries = max_entries
         self.num_entries = 0
         self.num_evicted = 0
-        self.num_held: Ints = np.zeros(FIRST_SLOTS, np.int64)
-        self._last_set = num_sets - 1
-        self._set_mask = np.array(self._last_set, np.uint64)
+        self._num_held: Ints = np.zeros(FIRST_SLOTS, np.int64)
+        self._set_mask = np.array(num_sets - 1, np.uint64)
         # The system gives pages of zeros when they are first written, so an empty table takes no memory.
         self._keys: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # 0: the way is free
         self._used: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # the tick of the last use
         self._holders: Numbers = np.zeros((num_sets, NUM_WAYS), np.uint32)  # in ``_sets``; 0 of a free way
         self._sets = HolderSets()
         self._tick = 0
-        # The same memory, one element at a time.
-        self._each_key, self._each_used = self._keys.reshape(-1).data, self._used.reshape(-1).data
-        self._each_holders = self._holders.reshape(-1).data
 
     @property
     def num_bytes(self) -> int:
         return self._keys.nbytes + self._used.nbytes + self._holders.nbytes + self._sets.num_bytes
 
+    @property
+    def num_slots(self) -> int:
+        return self._num_held.size
+
+    def num_held(self, slot: int) -> int:
+        return int(self._num_held[slot])
+
     def add_slots(self) -> None:
-        """Make room for twice the slots."""
-        self.num_held = np.concatenate([self.num_held, np.zeros_like(self.num_held)])
+        self._num_held = np.concatenate([self._num_held, np.zeros_like(self._num_held)])
 
-    # Many keys
-
-    def find(self, keys: Words) -> tuple[Ints, Ints]:
-        """Which of ``keys`` are known, by place in ``keys`` and rising, and the entry of each."""
-        sets = self._sets_of(keys)
-        hits: Ints = (self._keys.take(sets, axis=0) == keys[:, None]).reshape(-1).nonzero()[0]
-        rows = hits >> SET_SHIFT
-        if rows.size != keys.size:
-            sets = sets.take(rows)
-        entries = sets << SET_SHIFT
-        entries += hits & WAY_MASK
-        return rows, entries
-
-    def holders(self, entries: Ints) -> list[int]:
-        """Who holds each, as bits."""
-        bits = self._sets.bits
-        return [bits[number] for number in self._numbers(entries).tolist()]
-
-    def holder_changes(self, entries: Ints) -> Changes:
-        """The same as (row, bits), without rows that are certain to have the bits of the row before."""
-        numbers, bits = self._numbers(entries), self._sets.bits
-        whole = numbers.tobytes()
-        if whole == whole[: numbers.itemsize] * numbers.size:
-            return ((0, bits[numbers.item(0)]),)
-        return enumerate([bits[number] for number in numbers.tolist()])
-
-    def is_held(self, entries: Ints, slot: int) -> Bools:
-        """Which of ``entries`` the slot holds."""
-        numbers, bits = self._numbers(entries).tolist(), self._sets.bits
-        is_in = {number: bits[number] >> slot & 1 for number in set(numbers)}
-        if len(is_in) == 1:
-            return np.full(entries.size, is_in[numbers[0]], np.bool_)
-        return np.array([is_in[number] for number in numbers], np.bool_)
-
-    def held_by(self, slot: int) -> Ints:
-        """Entries that the slot holds: one pass over the table."""
-        is_with: Bools = np.array(self._sets.with_slot(slot))
-        return np.flatnonzero(is_with.take(self._holders))
-
-    def hold(self, slot: int, keys: Words, rows: Ints, entries: Ints) -> None:
-        """The slot holds ``keys``, all different, of which ``find`` has found ``rows`` in ``entries``."""
+    def hold(self, slot: int, block_hashes: Collection[BlockHash]) -> None:
+        keys = _different(_keys_of(block_hashes))
+        rows, entries = self._find(keys)
         num_new = keys.size
         ticks = self._next_ticks(keys.size)
         if rows.size:
@@ -114,75 +137,53 @@ class HolderTable:
             is_new = np.ones(keys.size, np.bool_)
             is_new[rows] = False
             keys, ticks = keys[is_new], ticks[is_new]
-        self.num_held[slot] += num_new
+        self._num_held[slot] += num_new
         if keys.size:
             self._insert(keys, ticks, slot)
 
-    def release(self, slot: int, entries: Ints) -> None:
-        """The slot holds ``entries`` no longer; those that nobody holds are free."""
-        before = self._numbers(entries).tolist()
-        after = self._sets.take(slot, before)
-        self.num_held[slot] -= sum(map(ne, before, after))
-        self._holders.reshape(-1)[entries] = after
-        free = entries[np.array(after, np.uint32) == 0]
-        self._keys.reshape(-1)[free] = 0
-        self._used.reshape(-1)[free] = 0
-        self.num_entries -= free.size
+    def release(self, slot: int, block_hashes: Collection[BlockHash]) -> None:
+        self._let_go(slot, self._find(_different(_keys_of(block_hashes)))[1])
 
-    def use(self, entries: Ints, rows: Ints | None, count: int) -> None:
-        """``count`` keys were used, the first the latest; those known are ``rows`` of them, all unless given."""
-        ticks = self._next_ticks(count)
-        self._used.reshape(-1)[entries] = ticks if rows is None else ticks[rows]
+    def release_all(self, slot: int) -> None:
+        is_with: Bools = np.array(self._sets.with_slot(slot))
+        self._let_go(slot, np.flatnonzero(is_with.take(self._holders)))
 
-    # A few keys
+    def use(self, block_hashes: Collection[BlockHash]) -> None:
+        rows, entries = self._find(_keys_of(block_hashes))
+        self._used.reshape(-1)[entries[::-1]] = self._next_ticks(len(block_hashes))[rows[::-1]]
 
-    def is_held_at(self, slot: int, key: int) -> bool:
-        """Whether the slot holds ``key``."""
-        entry = self._entry_of(key)
-        return entry >= 0 and bool(self._sets.bits[self._each_holders[entry]] >> slot & 1)
-
-    def hold_few(self, slot: int, keys: Sequence[int]) -> None:
-        """``hold`` for keys that are still to be found."""
-        tick = self._tick = self._tick + len(keys)
-        num_new, new = len(keys), []
-        for key in keys:
-            entry = self._entry_of(key)
-            if entry < 0:
-                new.append((key, tick))
+    def lengths(self, block_hashes: Sequence[BlockHash], also: Sequence[int] = ()) -> Ints:
+        counts: Ints = np.zeros(self.num_slots, np.int64)
+        keys = _keys_of(block_hashes)
+        start, stop = 0, FIRST_LOOK
+        alive = ALL  # who has all so far
+        while start < keys.size:
+            look = keys[start:stop]
+            rows, entries = self._find(look)
+            held: Changes
+            if also:
+                num_rows, each = look.size, list(also[start:stop])
+                for row, number in zip(rows.tolist(), self._numbers(entries).tolist(), strict=True):
+                    each[row] |= self._sets.bits[number]
+                held = enumerate(each)
+            elif num_rows := _leading(rows):
+                held = self._holder_changes(entries[:num_rows])  # up to the first hole
             else:
-                before = self._each_holders[entry]
-                after = self._sets.add_one(slot, before)
-                num_new -= before == after
-                self._each_holders[entry], self._each_used[entry] = after, tick
-            tick -= 1
-        self.num_held[slot] += num_new
-        for key, tick in new:
-            first = (key >> 1 & self._last_set) << LOG_WAYS
-            ways = self._each_key[first : first + NUM_WAYS].tolist()
-            if 0 in ways:
-                entry = first + ways.index(0)
-                self._each_key[entry], self._each_used[entry] = key, tick
-                self._each_holders[entry] = self._sets.of_slot(slot, 1)
-                self.num_entries += 1
-            else:
-                self._insert(np.array([key], np.uint64), np.array([tick], np.uint64), slot)
+                held, num_rows, alive = (), 0, 0
+            alive = add_lengths(counts, held, num_rows, alive)
+            if num_rows < look.size or not alive:
+                break
+            start, stop = stop, stop * NEXT_LOOK
+        return counts
 
-    def release_few(self, slot: int, keys: Iterable[int]) -> None:
-        """``release`` for keys that are still to be found."""
-        for key in keys:
-            entry = self._entry_of(key)
-            if entry < 0:
-                continue
-            before = self._each_holders[entry]
-            after = self._sets.take_one(slot, before)
-            self._each_holders[entry] = after
-            self.num_held[slot] -= before != after
-            if not after:
-                self._each_key[entry] = self._each_used[entry] = 0
-                self.num_entries -= 1
+    def is_held(self, slot: int, block_hashes: Sequence[BlockHash]) -> Bools:
+        rows, entries = self._find(_keys_of(block_hashes))
+        bits = self._sets.bits
+        flags: Bools = np.zeros(len(block_hashes), np.bool_)
+        flags[rows] = [bits[number] >> slot & 1 for number in self._numbers(entries).tolist()]
+        return flags
 
     def check_invariants(self, slots: Iterable[int]) -> None:
-        """Every entry is in its set, used once and held by ``slots``; every count is true; the cap holds."""
         keys = self._keys.reshape(-1)
         taken = np.flatnonzero(keys)
         assert taken.size == self.num_entries <= self.max_entries
@@ -191,17 +192,39 @@ class HolderTable:
         assert np.array_equal(np.flatnonzero(self._used), taken)
         assert np.array_equal(np.flatnonzero(self._holders), taken)
         self._sets.check_invariants(self._numbers(taken).tolist())
-        counts = np.zeros_like(self.num_held)
-        for held in self.holders(taken):
-            add(counts, held, 1)
-        assert np.array_equal(counts, self.num_held)
+        counts = np.zeros_like(self._num_held)
+        for number in self._numbers(taken).tolist():
+            add(counts, self._sets.bits[number], 1)
+        assert np.array_equal(counts, self._num_held)
         assert set(np.flatnonzero(counts).tolist()) <= set(slots)
 
-    def _entry_of(self, key: int) -> int:
-        """-1: it is not there."""
-        first = (key >> 1 & self._last_set) << LOG_WAYS
-        ways = self._each_key[first : first + NUM_WAYS].tolist()
-        return first + ways.index(key) if key in ways else -1
+    def _find(self, keys: Words) -> tuple[Ints, Ints]:
+        """Which of ``keys`` are known, by place in ``keys`` and rising, and the entry of each."""
+        sets = self._sets_of(keys)
+        hits: Ints = (self._keys.take(sets, axis=0) == keys[:, None]).reshape(-1).nonzero()[0]
+        rows = hits >> SET_SHIFT
+        entries = sets.take(rows) << SET_SHIFT
+        entries += hits & WAY_MASK
+        return rows, entries
+
+    def _holder_changes(self, entries: Ints) -> Changes:
+        """Who holds each as (row, bits), without rows that are certain to have the bits of the row before."""
+        numbers, bits = self._numbers(entries), self._sets.bits
+        whole = numbers.tobytes()
+        if whole == whole[: numbers.itemsize] * numbers.size:
+            return ((0, bits[numbers.item(0)]),)
+        return enumerate([bits[number] for number in numbers.tolist()])
+
+    def _let_go(self, slot: int, entries: Ints) -> None:
+        """The slot holds ``entries`` no longer; those that nobody holds are free."""
+        before = self._numbers(entries).tolist()
+        after = self._sets.take(slot, before)
+        self._num_held[slot] -= sum(map(ne, before, after))
+        self._holders.reshape(-1)[entries] = after
+        free = entries[np.array(after, np.uint32) == 0]
+        self._keys.reshape(-1)[free] = 0
+        self._used.reshape(-1)[free] = 0
+        self.num_entries -= free.size
 
     def _numbers(self, entries: Ints) -> Numbers:
         return self._holders.reshape(-1).take(entries)
@@ -235,7 +258,7 @@ class HolderTable:
             entries[is_full] = sets[is_full] * NUM_WAYS + self._used[sets[is_full]].argmin(axis=1)
             evicted = entries[is_full]
             for holders, count in self._sets.drop(self._numbers(evicted).tolist()):
-                add(self.num_held, holders, -count)
+                add(self._num_held, holders, -count)
             self.num_entries -= evicted.size
             self.num_evicted += evicted.size
         self.num_entries += keys.size
@@ -247,3 +270,24 @@ class HolderTable:
         """One tick each, the first the latest."""
         self._tick += count
         return np.arange(self._tick, self._tick - count, -1, dtype=np.uint64)
+
+
+def _keys_of(block_hashes: Iterable[BlockHash]) -> Words:
+    """Eight bytes of each hash, never 0: two of a million blocks meet with a chance of 5e-8."""
+    whole = np.frombuffer(b"".join(block_hashes), np.uint64)
+    keys: Words = whole[:: DIGEST_BYTES // 8] | ONE
+    return keys
+
+
+def _different(keys: Words) -> Words:
+    """Without those that have come before: hashes may be forged that share a key."""
+    if len(set(keys.tolist())) == keys.size:
+        return keys
+    return keys[np.sort(np.unique(keys, return_index=True)[1])]
+
+
+def _leading(rows: Ints) -> int:
+    """How many of ``rows``, which rise, are 0, 1, 2, ... without a hole."""
+    if not rows.size or rows.item(-1) == rows.size - 1:
+        return rows.size
+    return int(np.count_nonzero(rows == np.arange(rows.size)))

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 Changes = Iterable[tuple[int, int]]
 """Rows, rising, and the bits that each has; a row that is left out has those of the row before."""
 

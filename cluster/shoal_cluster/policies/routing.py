@@ -24,6 +24,8 @@ from shoal_cluster.policies.columns import (
     Floats,
     Ints,
 )
+from shoal_cluster.policies.native_cost import native_least_cost
+from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.ranking import (
     PRICED_STEPS,
     CandidateTerms,
@@ -102,15 +104,24 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
 
 def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, seed: int) -> tuple[int, RouteDecision]:
     """``route`` with a fresh generator of ``seed``: the best's place, -1 for none; the rest is worked out if read."""
-    costs = cost(query, candidates, weights)
-    place = int(costs.argmin()) if costs.size else -1
-    if place >= 0 and not query.excluded and _has_room(query, candidates, place) and _is_alone(costs, place):
-        num_eligible = int(np.count_nonzero(is_eligible(query, candidates)))
-    else:
-        scores = Scores(costs, _must_wait(query, candidates))
-        place, num_eligible = best_of(query, candidates, scores, seed)
+    place, num_eligible = _least_cost(query, candidates, weights)
+    if place < 0:
+        place, num_eligible = best_of(query, candidates, _price(query, candidates, weights), seed)
     best = "" if place < 0 else candidates.replica_ids[place]
     return place, RouteDecision.deferred(best, num_eligible, lambda: route(query, candidates, weights, Random(seed)))
+
+
+def _least_cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> tuple[int, int]:
+    """The best's place, where it has room now and no other costs the same, and how many are eligible; else -1."""
+    if query.excluded or query.passed or not candidates.replica_ids:
+        return -1, 0
+    if library is not None:
+        return native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query))
+    costs = cost(query, candidates, weights)
+    place = int(costs.argmin())
+    if not _has_room(query, candidates, place) or not _is_alone(costs, place):
+        return -1, 0
+    return place, int(np.count_nonzero(is_eligible(query, candidates)))
 
 
 def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:

@@ -1,0 +1,67 @@
+// The C interface of the table: no exception leaves it.
+#include <new>
+
+#include "holder_table.h"
+#include "shoal_placement.h"
+
+struct ShoalTable : shoal::HolderTable {
+    using HolderTable::HolderTable;
+};
+
+namespace {
+
+template <typename Change>
+int changed(Change change) {
+    try {
+        change();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+}
+
+}  // namespace
+
+ShoalTable* shoal_table_create(int64_t max_entries, int64_t digest_bytes) {
+    try {
+        return new ShoalTable(max_entries, digest_bytes);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+
+void shoal_table_destroy(ShoalTable* table) { delete table; }
+
+const ShoalCounts* shoal_table_counts(const ShoalTable* table) { return &table->counts(); }
+int64_t shoal_table_num_bytes(const ShoalTable* table) { return table->num_bytes(); }
+int64_t shoal_table_num_slots(const ShoalTable* table) { return table->num_slots(); }
+int64_t shoal_table_num_held(const ShoalTable* table, int64_t slot) { return table->num_held(slot); }
+
+int shoal_table_add_slots(ShoalTable* table) {
+    return changed([&] { table->add_slots(); });
+}
+
+int shoal_table_hold(ShoalTable* table, int64_t slot, const char* digests, int64_t count) {
+    return changed([&] { table->hold(slot, digests, count); });
+}
+
+int shoal_table_release(ShoalTable* table, int64_t slot, const char* digests, int64_t count) {
+    return changed([&] { table->release(slot, digests, count); });
+}
+
+int shoal_table_release_all(ShoalTable* table, int64_t slot) {
+    return changed([&] { table->release_all(slot); });
+}
+
+void shoal_table_use(ShoalTable* table, const char* digests, int64_t count) { table->use(digests, count); }
+
+void shoal_table_lengths(const ShoalTable* table, const char* digests, int64_t count, const uint64_t* also,
+                         int64_t* counts) {
+    table->lengths(digests, count, also, counts);
+}
+
+void shoal_table_is_held(const ShoalTable* table, int64_t slot, const char* digests, int64_t count, uint8_t* is_held) {
+    table->is_held(slot, digests, count, is_held);
+}
+
+const char* shoal_table_fault(const ShoalTable* table) { return table->fault(); }

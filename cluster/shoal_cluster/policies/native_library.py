@@ -1,0 +1,44 @@
+"""Native placement as ctypes sees it: what ``cluster/csrc/shoal_placement.h`` declares."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+LIBRARY = Path(__file__).with_name("_native.so")
+TABLE, COUNT, ADDRESS, BYTES = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
+SIGNATURES = {
+    "shoal_table_create": (TABLE, COUNT, COUNT),
+    "shoal_table_destroy": (None, TABLE),
+    "shoal_table_counts": (ADDRESS, TABLE),
+    "shoal_table_num_bytes": (COUNT, TABLE),
+    "shoal_table_num_slots": (COUNT, TABLE),
+    "shoal_table_num_held": (COUNT, TABLE, COUNT),
+    "shoal_table_add_slots": (ctypes.c_int, TABLE),
+    "shoal_table_hold": (ctypes.c_int, TABLE, COUNT, BYTES, COUNT),
+    "shoal_table_release": (ctypes.c_int, TABLE, COUNT, BYTES, COUNT),
+    "shoal_table_release_all": (ctypes.c_int, TABLE, COUNT),
+    "shoal_table_use": (None, TABLE, BYTES, COUNT),
+    "shoal_table_lengths": (None, TABLE, BYTES, COUNT, BYTES, ADDRESS),
+    "shoal_table_is_held": (None, TABLE, COUNT, BYTES, COUNT, ADDRESS),
+    "shoal_table_fault": (BYTES, TABLE),
+    "shoal_least_cost": (COUNT, ADDRESS, COUNT, ADDRESS, *[COUNT] * 3, *[ctypes.c_double] * 2, ADDRESS),
+}
+
+
+class CCounts(ctypes.Structure):
+    _fields_ = (("num_entries", COUNT), ("num_evicted", COUNT))
+
+
+def _load() -> ctypes.PyDLL | None:
+    if not LIBRARY.is_file():
+        return None
+    library = ctypes.PyDLL(str(LIBRARY))  # calls of microseconds keep the interpreter's lock
+    for name, (result, *arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+library = _load()
+"""None where it was not built."""

@@ -1,0 +1,102 @@
+"""The table of the prefix index, native: ``holder_table`` in C++."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from shoal_cluster.policies.native_library import CCounts, library
+from shoal_cluster.policies.replica_bits import Bools, Ints
+from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
+
+BITS_PER_BYTE = 8
+
+
+class NativeTable:
+    """As ``HolderTable``, whose answers it gives in a tenth of the time.
+
+    Raises:
+        MemoryError: there is none for the table, or for what changes it.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        assert library is not None
+        self._library = library
+        self.max_entries = max_entries
+        self._table = library.shoal_table_create(max_entries, DIGEST_BYTES)
+        if not self._table:
+            raise MemoryError(f"max_entries: got {max_entries}; no memory for so many")
+        self._now = CCounts.from_address(library.shoal_table_counts(self._table))
+        weakref.finalize(self, library.shoal_table_destroy, self._table)
+        self._make_counts()
+
+    @property
+    def num_entries(self) -> int:
+        count: int = self._now.num_entries
+        return count
+
+    @property
+    def num_evicted(self) -> int:
+        count: int = self._now.num_evicted
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        count: int = self._library.shoal_table_num_bytes(self._table)
+        return count
+
+    @property
+    def num_slots(self) -> int:
+        return self._counts.size
+
+    def num_held(self, slot: int) -> int:
+        count: int = self._library.shoal_table_num_held(self._table, slot)
+        return count
+
+    def add_slots(self) -> None:
+        self._check(self._library.shoal_table_add_slots(self._table))
+        self._make_counts()
+
+    def hold(self, slot: int, block_hashes: Collection[BlockHash]) -> None:
+        self._check(self._library.shoal_table_hold(self._table, slot, *_digests(block_hashes)))
+
+    def release(self, slot: int, block_hashes: Collection[BlockHash]) -> None:
+        self._check(self._library.shoal_table_release(self._table, slot, *_digests(block_hashes)))
+
+    def release_all(self, slot: int) -> None:
+        self._check(self._library.shoal_table_release_all(self._table, slot))
+
+    def use(self, block_hashes: Collection[BlockHash]) -> None:
+        self._library.shoal_table_use(self._table, *_digests(block_hashes))
+
+    def lengths(self, block_hashes: Collection[BlockHash], also: Sequence[int] = ()) -> Ints:
+        num_bytes = self.num_slots // BITS_PER_BYTE
+        bits = b"".join([holders.to_bytes(num_bytes, "little") for holders in also]) if also else None
+        self._library.shoal_table_lengths(self._table, *_digests(block_hashes), bits, self._counts_address)
+        return self._counts.copy()
+
+    def is_held(self, slot: int, block_hashes: Collection[BlockHash]) -> Bools:
+        flags = np.zeros(len(block_hashes), np.bool_)
+        self._library.shoal_table_is_held(self._table, slot, *_digests(block_hashes), flags.ctypes.data)
+        return flags
+
+    def check_invariants(self, slots: Iterable[int]) -> None:
+        fault = self._library.shoal_table_fault(self._table)
+        assert fault is None, fault.decode()
+        assert {slot for slot in range(self.num_slots) if self.num_held(slot)} <= set(slots)
+
+    def _make_counts(self) -> None:
+        self._counts: Ints = np.zeros(self._library.shoal_table_num_slots(self._table), np.int64)
+        self._counts_address = self._counts.ctypes.data
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise MemoryError("no memory for what a replica caches")
+
+
+def _digests(block_hashes: Iterable[BlockHash]) -> tuple[bytes, int]:
+    """One after another, and how many there are."""
+    digests = b"".join(block_hashes)
+    return digests, len(digests) // DIGEST_BYTES

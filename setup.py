@@ -60,6 +60,7 @@ class BuildNative(build_ext):
                 failures.append(str(error))
                 continue
             return
+        target.unlink(missing_ok=True)  # what was built from other sources serves nobody
         why = "; ".join(failures) or f"no C++ compiler found on {sys.platform}"
         warnings.warn(f"{WITHOUT[ext.name]}: {why}", stacklevel=1)
 

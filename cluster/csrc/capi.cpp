@@ -10,10 +10,10 @@ struct ShoalTable : shoal::HolderTable {
 
 namespace {
 
-template <typename Change>
-int changed(Change change) {
+template <typename Call>
+int done(Call call) {
     try {
-        change();
+        call();
         return 0;
     } catch (const std::bad_alloc&) {
         return -1;
@@ -38,30 +38,36 @@ int64_t shoal_table_num_slots(const ShoalTable* table) { return table->num_slots
 int64_t shoal_table_num_held(const ShoalTable* table, int64_t slot) { return table->num_held(slot); }
 
 int shoal_table_add_slots(ShoalTable* table) {
-    return changed([&] { table->add_slots(); });
+    return done([&] { table->add_slots(); });
 }
 
 int shoal_table_hold(ShoalTable* table, int64_t slot, const char* digests, int64_t count) {
-    return changed([&] { table->hold(slot, digests, count); });
+    return done([&] { table->hold(slot, digests, count); });
 }
 
 int shoal_table_release(ShoalTable* table, int64_t slot, const char* digests, int64_t count) {
-    return changed([&] { table->release(slot, digests, count); });
+    return done([&] { table->release(slot, digests, count); });
 }
 
 int shoal_table_release_all(ShoalTable* table, int64_t slot) {
-    return changed([&] { table->release_all(slot); });
+    return done([&] { table->release_all(slot); });
 }
 
 void shoal_table_use(ShoalTable* table, const char* digests, int64_t count) { table->use(digests, count); }
 
-void shoal_table_lengths(const ShoalTable* table, const char* digests, int64_t count, const uint64_t* also,
-                         int64_t* counts) {
-    table->lengths(digests, count, also, counts);
+int shoal_table_lengths(const ShoalTable* table, const char* digests, int64_t count, const uint64_t* also,
+                        int64_t* counts) {
+    return done([&] { table->lengths(digests, count, also, counts); });
 }
 
 void shoal_table_is_held(const ShoalTable* table, int64_t slot, const char* digests, int64_t count, uint8_t* is_held) {
     table->is_held(slot, digests, count, is_held);
 }
 
-const char* shoal_table_fault(const ShoalTable* table) { return table->fault(); }
+const char* shoal_table_fault(const ShoalTable* table) {
+    try {
+        return table->fault();
+    } catch (const std::bad_alloc&) {
+        return "no memory to look for faults";
+    }
+}

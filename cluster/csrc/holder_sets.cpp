@@ -47,7 +47,7 @@ uint32_t HolderSets::change(uint32_t number, int64_t slot, bool is_held) {
 
 void HolderSets::drop(uint32_t number) {
     if (--uses_[number]) return;
-    if (number == last_.from || number == last_.to) last_.slot = -1;
+    if (number == last_.from || number == last_.to) last_.slot = -1;  // evictions come here between two changes
     free_.push_back(number);
     numbers_.erase(number);
     std::fill_n(row(number), num_words_, 0);

@@ -39,7 +39,7 @@ SHOAL_API void shoal_table_use(ShoalTable* table, const char* digests, int64_t c
 
 /* counts [slots]: leading digests that each slot holds. also: NULL, or further slots that have each digest, as bits
    [count][slots / 64]. */
-SHOAL_API void shoal_table_lengths(const ShoalTable* table, const char* digests, int64_t count, const uint64_t* also,
+SHOAL_API int shoal_table_lengths(const ShoalTable* table, const char* digests, int64_t count, const uint64_t* also,
                                    int64_t* counts);
 /* is_held [count] */
 SHOAL_API void shoal_table_is_held(const ShoalTable* table, int64_t slot, const char* digests, int64_t count,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal_cluster.policies.holder_table import HolderTable, Table
 from shoal_cluster.policies.native_table import NativeTable
-from shoal_cluster.policies.prefix_index import PrefixIndex
+from shoal_cluster.policies.prefix_index import CROWDED, PrefixIndex
 from shoal_replica.prefix_cache import BlockHash
 
 REPLICAS = ("a", "b", "c", "d")
@@ -53,7 +53,8 @@ class DumbIndex:
         self.used = {h: t for h, t in self.used.items() if any(h in hashes for hashes in self.held.values())}
 
     def touch(self, block_hashes: Sequence[BlockHash]) -> None:
-        self.use([h for h in block_hashes if h in self.used])
+        if len(self.used) >= CROWDED * MAX_ENTRIES:
+            self.use([h for h in block_hashes if h in self.used])
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         matched = {}
@@ -67,7 +68,10 @@ class DumbIndex:
         return matched
 
 
-some_hashes = st.lists(st.sampled_from(HASHES), max_size=24)
+some_hashes = st.one_of(
+    st.lists(st.sampled_from(HASHES), max_size=24),
+    st.builds(lambda start, count: HASHES[start : start + count], st.integers(0, 47), st.integers(0, 48)),
+)
 commands = st.lists(
     st.tuples(
         st.sampled_from(("store", "remove", "touch", "drop", "replace", "change", "expect", "forget")),

@@ -55,6 +55,14 @@ def test_without_a_compiler_there_is_one_warning_each_and_no_library(tmp_path: P
     assert are_built == [False, False]
 
 
+def test_what_was_built_before_is_gone_where_no_build_took_its_place(tmp_path: Path) -> None:
+    """It may be of other sources."""
+    for path in LIBRARIES:
+        (tmp_path / "lib" / path).parent.mkdir(parents=True)
+        (tmp_path / "lib" / path).touch()
+    assert build(tmp_path)[1] == [False, False]
+
+
 def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(tmp_path: Path) -> None:
     warned, are_built, commands = build(tmp_path, cxx="-mamx-bf16")
     assert are_built == [True, True]

@@ -17,6 +17,7 @@ def native_least_cost(
 ) -> tuple[int, int]:
     """For a prompt that passes no others and leaves no replica out, of one or more: the best's place, where it has room
     now and no other costs the same, and how many are eligible; else -1 for the place. The costs are ``routing.cost``'s.
+    For one thread at a time.
     """
     assert library is not None
     columns, matched = candidates.columns, candidates.num_matched_blocks

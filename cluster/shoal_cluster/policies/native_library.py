@@ -19,7 +19,7 @@ SIGNATURES = {
     "shoal_table_release": (ctypes.c_int, TABLE, COUNT, BYTES, COUNT),
     "shoal_table_release_all": (ctypes.c_int, TABLE, COUNT),
     "shoal_table_use": (None, TABLE, BYTES, COUNT),
-    "shoal_table_lengths": (None, TABLE, BYTES, COUNT, BYTES, ADDRESS),
+    "shoal_table_lengths": (ctypes.c_int, TABLE, BYTES, COUNT, BYTES, ADDRESS),
     "shoal_table_is_held": (None, TABLE, COUNT, BYTES, COUNT, ADDRESS),
     "shoal_table_fault": (BYTES, TABLE),
     "shoal_least_cost": (COUNT, ADDRESS, COUNT, ADDRESS, *[COUNT] * 3, *[ctypes.c_double] * 2, ADDRESS),
@@ -35,7 +35,11 @@ def _load() -> ctypes.PyDLL | None:
         return None
     library = ctypes.PyDLL(str(LIBRARY))  # calls of microseconds keep the interpreter's lock
     for name, (result, *arguments) in SIGNATURES.items():
-        function = getattr(library, name)
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            how = "python setup.py build_ext --inplace, or install the package again"
+            raise RuntimeError(f"{LIBRARY} was built from other sources ({error}): {how}") from error
         function.restype, function.argtypes = result, arguments
     return library
 

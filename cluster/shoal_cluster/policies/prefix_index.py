@@ -160,9 +160,9 @@ class PrefixIndex:
         if slot is None:
             taken = set(self._slot_of.values())
             slot = next(i for i in range(len(taken) + 1) if i not in taken)
-            self._slot_of[replica_id] = slot
             if slot >= self._table.num_slots:
                 self._table.add_slots()
+            self._slot_of[replica_id] = slot
         return slot
 
 

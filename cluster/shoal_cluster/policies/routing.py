@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from functools import partial
 from random import Random
@@ -54,6 +53,9 @@ __all__ = [
 ]
 
 
+MAX_PRICE = 1e9  # costs stay finite
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteWeights:
     """Prices, in prompt tokens of compute: one of them is what a replica spends on one prompt token of prefill.
@@ -77,8 +79,8 @@ class RouteWeights:
     def __post_init__(self) -> None:
         for name in ("prefill_price", "decode_price"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}: got {value!r}; must be a finite number of at least 0")
+            if not 0 <= value <= MAX_PRICE:
+                raise ConfigError(f"{name}: got {value!r}; must be a number from 0 to {MAX_PRICE:g}")
 
 
 def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random) -> RouteDecision:

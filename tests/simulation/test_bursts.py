@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from shoal_cluster.policies.objective import PrefillTime
+from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
@@ -59,14 +59,20 @@ def ran(monkeypatch: pytest.MonkeyPatch, config: SimConfig, num_prompts: int, nu
     return Ran(taken, cluster.loop.now)
 
 
+@pytest.mark.parametrize("ttft_s", [2.0, 20.0])
 @pytest.mark.parametrize(("num_prompts", "num_tokens"), [(64, 64), (64, 40)])
 def test_steps_of_one_replica_take_as_much_as_if_all_prompts_were_there(
-    monkeypatch: pytest.MonkeyPatch, num_prompts: int, num_tokens: int
+    monkeypatch: pytest.MonkeyPatch, num_prompts: int, num_tokens: int, ttft_s: float
 ) -> None:
+    """But for part of a prompt: one is sent once the next step ends it, so that a step may go without its beginning.
+    Whether all can be in time or some are put off.
+    """
     bare = ran(monkeypatch, SENT_AT_ONCE, num_prompts, num_tokens)
-    held = ran(monkeypatch, HELD, num_prompts, num_tokens)
-    assert held.prompt_tokens == bare.prompt_tokens
-    assert held.duration_s == bare.duration_s
+    objective = LatencyObjective(ttft_s=ttft_s)
+    held = ran(monkeypatch, replace(HELD, hold=HoldConfig(objective=objective)), num_prompts, num_tokens)
+    assert (held.num_steps, held.duration_s) == (bare.num_steps, bare.duration_s)
+    ((its, others),) = zip(held.prompt_tokens.values(), bare.prompt_tokens.values(), strict=True)
+    assert sum(max(0, other - own) for own, other in zip(its, others, strict=True)) < num_tokens
 
 
 def test_short_prompts_fill_the_steps_of_several_replicas_too(monkeypatch: pytest.MonkeyPatch) -> None:

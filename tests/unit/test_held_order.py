@@ -41,7 +41,7 @@ def test_the_order_is_that_of_sorting_anew(num_tenants: int) -> None:
             order.put(held)
         if here:
             its = rng.choice(here)
-            assert set(order.before(its)) == {one for one in here if order.rank(one) < order.rank(its)}
+            assert set(order.before(its, its.due_s)) == {one for one in here if order.rank(one) < order.rank(its)}
         ranked = sorted(here, key=order.rank)
         considered = order.to_consider(now)
         assert [one.due_s for one, _ in considered] == [one.due_s for one in ranked[:NUM_CONSIDERED]]

@@ -182,11 +182,13 @@ def test_what_can_be_met_is_judged_by_the_pace_that_replicas_measure() -> None:
 
 
 def test_what_can_be_met_counts_the_step_that_runs_and_what_goes_before() -> None:
-    """2.32 s are due, 0.16 s it takes: 0.3 s left for a step, and for prompts before it, are not enough together."""
-    older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=1.8)
+    """2.32 s are due. It takes 0.16 s, and half a step of 0.256 s for the other one, which shares it: 0.3 s left for a
+    step, and for prompts before it, are not enough together.
+    """
+    older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=1.7)
     for num_waiting_tokens, step_s, first in ((0, 0.3, older), (200, 0.1, older), (200, 0.3, fresh)):
         stats = make_stats(num_running=1, step_s=step_s, num_waiting_tokens=num_waiting_tokens)
-        dispatch = queue_of(older, fresh).next(view_of(only=stats), WEIGHTS, 1.8, Random(0))
+        dispatch = queue_of(older, fresh).next(view_of(only=stats), WEIGHTS, 1.7, Random(0))
         assert dispatch is not None
         assert dispatch.pending is first, (num_waiting_tokens, step_s)
 
@@ -204,7 +206,9 @@ def test_what_seemed_lost_is_not_once_another_replica_has_come() -> None:
 
 
 def test_what_is_put_off_and_not_considered_gets_its_date_again_by_any_news() -> None:
-    """Only the other one is considered, and waits for its cache, whatever the others tell."""
+    """Only the other one is considered, and waits for its cache, whatever the others tell. Dates are made for both
+    every tenth of a second.
+    """
     busy = make_stats(num_total_blocks=400, num_running=1, step_s=0.3, token_s=0.001)
     view = view_of(a=busy, b=busy, c=busy)
     view.apply_snapshot("a", structs.replace(busy, num_waiting_tokens=700), PREFIX, 0.0)
@@ -213,9 +217,24 @@ def test_what_is_put_off_and_not_considered_gets_its_date_again_by_any_news() ->
     for _ in range(2):
         assert queue.next(view, WEIGHTS, 2.0, Random(0)) is None, "the older one would come too late"
     view.apply_update("c", structs.replace(busy, num_running=0), (), (), 2.05)
-    dispatch = queue.next(view, WEIGHTS, 2.05, Random(0))
+    dispatch = queue.next(view, WEIGHTS, 2.11, Random(0))
     assert dispatch is not None
     assert dispatch.pending is older
+
+
+def test_where_not_all_can_be_in_time_the_longest_is_put_off() -> None:
+    """The long one takes 1.5 s and is due first. With it before them seven of the short ones would be late."""
+    shorts = [pending(f"short{i:02}", arrival_s=2.0) for i in range(12)]
+    queue, view = queue_of(pending("long", 1500, arrival_s=-1.0), *shorts), view_of(only=make_stats())
+    assert [name for name, _ in send(queue, view, now=2.0)] == ["short00", "short01"]
+    *before, its = queue.up_to("long", 2.0)
+    assert [place.request_id for place in before] == [f"short{i:02}" for i in range(2, 12)]
+    assert its.due_in_s == pytest.approx(4 * 5.0 - 3.0)
+    assert queue.before("short11") == (9 * 160, 10), "what is lost fills no queue"
+    for short in shorts[5:]:
+        queue.remove(short.query.request_id)
+    view.settle(["short00", "short01"])
+    assert [name for name, _ in send(queue, view, now=2.2)] == ["long"], "there is time for all now"
 
 
 def test_what_is_lost_fills_no_queue_for_others() -> None:
@@ -458,19 +477,21 @@ def test_whoever_is_alone_does_not_wait_for_a_turn() -> None:
 
 
 def test_who_goes_first_by_its_share_goes_first_at_the_replica_too() -> None:
-    """The light tenant's request is due later than the heavy one's: told so, the replica would let that one pass."""
+    """The light tenant's request is due later than the heavy one's: told so, the replica would let that one pass. Each
+    takes 0.9 s, and all can be in time.
+    """
     heavy = [pending(f"heavy{i}", 2500, tenant="heavy") for i in range(3)]
-    queue = queue_of(*heavy, pending("light", 2500, tenant="light", arrival_s=1.0))
-    view = view_of(one=make_stats(num_total_blocks=2000, num_free_blocks=2000))
-    first = queue.next(view, WEIGHTS, 1.0, Random(0))
-    second = queue.next(view, WEIGHTS, 1.0, Random(0))
-    third = queue.next(view, WEIGHTS, 1.0, Random(0))
+    queue = queue_of(*heavy, pending("light", 2500, tenant="light", arrival_s=0.5))
+    view = view_of(one=make_stats(num_total_blocks=2000, num_free_blocks=2000, token_s=0.00036))
+    first = queue.next(view, WEIGHTS, 0.5, Random(0))
+    second = queue.next(view, WEIGHTS, 0.5, Random(0))
+    third = queue.next(view, WEIGHTS, 0.5, Random(0))
     assert first is not None
     assert second is not None
     assert third is not None
     sent = [dispatch.pending for dispatch in (first, second, third)]
     assert [request.tenant for request in sent] == ["heavy", "heavy", "light"], "two bursts are equal shares"
-    assert third.due_s == pytest.approx(first.due_s) == pytest.approx(7.0)
+    assert third.due_s == pytest.approx(first.due_s) == pytest.approx(3.8)
 
 
 def test_a_plan_counts_who_may_start_as_it_gives_away() -> None:

@@ -50,8 +50,8 @@ class Held:
     pending: PendingRequest
     num_new_tokens: int = 1
     takes_s: float = 0.0
-    is_lost: bool = False  # its objective: ``due_s`` is a later date,
-    sooner_by_s: float = -math.inf  # and a sooner one can be met if it begins by then
+    is_lost: bool = False  # its objective: ``due_s`` is a later date;
+    not_before_s: float = -math.inf  # no sooner one, until dates are made for all together
     num_counted_tokens: int = 0  # in the sum of its queue: none while it is lost
     due_s: float = 0.0
     length_s: float = 0.0  # of its objective

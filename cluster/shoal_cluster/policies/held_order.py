@@ -114,12 +114,12 @@ class HeldOrder:
         assert held.entry is not None
         return [other for _, _, other in self._ranked[: bisect_left(self._ranked, held.entry) + 1]]
 
-    def before(self, held: Held) -> list[Held]:
-        """Who goes before it; its equals do not."""
+    def before(self, held: Held, due_s: float) -> list[Held]:
+        """Who goes before it if it is due at ``due_s``; its equals do not."""
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
-        assert held.entry is not None
-        return [other for _, _, other in self._ranked[: bisect_left(self._ranked, held.entry[:1])]]
+        rank = (*self.rank(held)[:2], due_s)
+        return [other for _, _, other in self._ranked[: bisect_left(self._ranked, (rank,))]]
 
     def that_begin_by(self, time_s: float) -> list[Held]:
         """Who has to begin before ``time_s``, or then."""

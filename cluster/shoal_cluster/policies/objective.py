@@ -63,7 +63,11 @@ class LatencyObjective:
         A missed objective is renewed at ``RENEWAL`` times its length, as often as need be. So requests that are lost do
         not take the time of those that are not; yet none starves, for its date comes nearer while newcomers' are later.
         """
-        length_s = self.due_in_s(prefill_s)
+        return self.renewed_s(arrival_s, self.due_in_s(prefill_s), first_token_s)
+
+    @staticmethod
+    def renewed_s(arrival_s: float, length_s: float, first_token_s: float) -> float:
+        """The same of an objective whose length is known."""
         while arrival_s + length_s < first_token_s:
             length_s *= RENEWAL
         return arrival_s + length_s

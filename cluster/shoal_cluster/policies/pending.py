@@ -6,6 +6,7 @@ free first, and to the best of them. Replicas therefore get only what they can s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
@@ -13,12 +14,11 @@ from random import Random
 
 from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.dispatch import Dispatch
+from shoal_cluster.policies.due_dates import DueDates
 from shoal_cluster.policies.held import Held, PendingRequest, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.look import Considered, Draw, Look, look
-from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
-from shoal_cluster.policies.pace import Pace
-from shoal_cluster.policies.plan import Plan
+from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.standing import EPSILON_S, MAX_MATCH_AGE_S, Planned, StandingPlan
@@ -63,23 +63,20 @@ class HoldConfig:
 class PendingQueue:
     """The requests that a gateway holds; owner and only writer is the gateway.
 
-    Order: priority; then tenants that have had no more than their share; then the earliest due date. A due date that
-    can no longer be met is put off (``LatencyObjective.next_due_s``): what is lost does not cost others theirs, and
-    nobody starves.
+    Order: priority; then tenants that have had no more than their share; then the earliest due date (``DueDates``).
     """
 
     def __init__(self, config: HoldConfig, is_one_of_many: bool = False) -> None:
         self._config = config
-        self._pace = Pace(config.prefill)
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
         self._wait_s = 0.0  # at most, of a prompt that was sent at the last look
         self._held: dict[str, Held] = {}
-        self._put_off: set[Held] = set()  # those to which a sooner date may yet be given
-        self._num_tokens = 0  # to compute for those that are not lost
         self._standing = StandingPlan()
         self._shares = FairShares()
         self._by_urgency = HeldOrder(self._shares, config.max_considered)
+        self._dates = DueDates(config.objective, config.prefill, self._by_urgency)
+        self._pace = self._dates.pace
         self._sent = Yielding()
 
     def __len__(self) -> int:
@@ -99,7 +96,7 @@ class PendingQueue:
             raise ValueError(f"request {request_id!r} is held already")
         held = self._held[request_id] = Held(pending)
         held.num_new_tokens = pending.query.num_prompt_tokens
-        self._note_times(held, pending.arrival_s)
+        self._dates.note(held, pending.arrival_s)
         self._shares.enter(pending.tenant, pending.priority)
         self._has_unplanned = self._is_one_of_many
 
@@ -109,18 +106,18 @@ class PendingQueue:
         if held is None:
             return None
         self._by_urgency.remove(held)
-        self._put_off.discard(held)
-        self._num_tokens -= held.num_counted_tokens
+        self._dates.forget(held)
         self._shares.leave(held.pending.tenant, held.pending.priority)
         return held.pending
 
     def before(self, request_id: str) -> tuple[int, int]:
         """Prompt tokens that others held beside this one have to compute, and how many they are. The tokens of what is
-        lost count only where its turn comes first: it fills no queue for what can be met.
+        lost count only where its turn would come before this one's objective: it fills no queue for what can be met.
         """
         its = self._held[request_id]
-        num_lost_tokens = sum([held.num_new_tokens for held in self._by_urgency.before(its) if held.is_lost])
-        return self._num_tokens - its.num_counted_tokens + num_lost_tokens, len(self._held) - 1
+        before = self._by_urgency.before(its, its.pending.arrival_s + its.length_s)
+        num_lost_tokens = sum([held.num_new_tokens for held in before if held.is_lost])
+        return self._dates.num_tokens - its.num_counted_tokens + num_lost_tokens, len(self._held) - 1
 
     def up_to(self, request_id: str, now: float) -> tuple[QueuePlace, ...]:
         """Who comes before a request, the most urgent first, and itself; nobody where it is not held."""
@@ -160,10 +157,16 @@ class PendingQueue:
         plan = self._standing.renew(view, present, weights, self._config.max_steps_ahead)
         if len(self._held) > 1 and not (self._has_unplanned or plan.num_open):
             return None
+        is_due = self._pace.is_due(now)
         is_new = self._pace.look(present, now)
         self._wait_s = plan.wait_at_most_s(self._pace.token_s)
         latest_s = now + self._wait_s
-        self._note_dates(plan, latest_s, is_new, now)
+        self._dates.renew(self._held.values(), plan, latest_s, is_new, now)
+        if is_due:
+            if len(self._held) > 1:
+                self._know_sizes(view, now)
+            wishes = view.wishes(now) if self._is_one_of_many else ()
+            self._dates.renew_together(self._held.values(), wishes, plan, present)
         if len(self._held) > self._config.max_considered:
             self._by_urgency.tell_apart(present.least_capacity())
         order = self._by_urgency.to_consider(now)
@@ -199,9 +202,9 @@ class PendingQueue:
             query = held.pending.query
             size = uncached_blocks(query, step.num_matched_blocks), uncached_tokens(query, step.num_matched_blocks)
             held.num_new_tokens = size[1]
-            self._note_times(held, latest_s)
+            self._dates.note(held, latest_s)
             if held.is_lost:
-                self._note_times(held, now + plan.wait_s(self._pace.token_s))
+                self._dates.note(held, now + plan.wait_s(self._pace.token_s))
             if considered[number].query is query and not (number and number in draws):
                 self._standing.note(number, held, considered[number], step, its, now)
             held.wish = (view.replica_ids[step.place], *size, step.num_matched_blocks, query.decode_steps)
@@ -243,7 +246,6 @@ class PendingQueue:
         return (
             not (self._is_one_of_many or self._pace.is_due(now))
             and now + self._wait_s < self._by_urgency.begins_by_s - EPSILON_S
-            and not any(now <= held.sooner_by_s for held in self._put_off)
             and self._standing.is_settled(self._by_urgency.to_consider(now), view, weights, now)
         )
 
@@ -276,6 +278,14 @@ class PendingQueue:
             considered.append(Considered(query, due_s, matched, tuple(before)))
             yield considered[-1]
 
+    def _know_sizes(self, view: ClusterView, now: float) -> None:
+        """What newcomers have to compute where they are cached best."""
+        for held in self._held.values():
+            if held.matched_s == -math.inf:
+                query = held.pending.query
+                held.num_new_tokens = uncached_tokens(query, int(self._matched(held, view, now).max(initial=0)))
+                self._dates.note(held, held.pending.arrival_s)
+
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
         """What is held and where it was planned last, by replica, the most urgent first: for other gateways."""
         if not self._is_one_of_many:
@@ -294,39 +304,3 @@ class PendingQueue:
             held.matched = view.match(held.pending.query.block_hashes)
             held.matched_s, held.matched_of = now, view.replica_ids
         return held.matched
-
-    def _note_dates(self, plan: Plan, latest_s: float, is_new: bool, now: float) -> None:
-        """Make due dates such that can be met. ``latest_s``: no later does a replica begin with something more; when
-        exactly is found where it matters. ``is_new``: so is the pace.
-        """
-        self._put_off = {held for held in self._put_off if now <= held.sooner_by_s}
-        if not (is_new or self._put_off) and latest_s < self._by_urgency.begins_by_s - EPSILON_S:
-            return
-        begins_s = now + plan.wait_s(self._pace.token_s)
-        if is_new:
-            others = list(self._held.values())
-        else:
-            late = self._by_urgency.that_begin_by(begins_s + EPSILON_S)
-            others = [held for held in late if held.due_s < begins_s + held.takes_s]
-            others += self._put_off.difference(others)
-        for held in others:
-            self._note_times(held, begins_s)
-
-    def _note_times(self, held: Held, begins_s: float) -> None:
-        """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
-        num_tokens = held.num_new_tokens
-        num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
-        alone_s, takes_s = self._pace.seconds(num_cached_tokens, num_tokens)
-        held.length_s = self._config.objective.due_in_s(alone_s)
-        arrival_s = held.pending.arrival_s
-        due_s = self._config.objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)
-        held.is_lost = due_s > arrival_s + held.length_s
-        if held.is_lost:
-            held.sooner_by_s = arrival_s + (due_s - arrival_s) / RENEWAL - takes_s
-            self._put_off.add(held)
-        else:
-            self._put_off.discard(held)
-        num_counted_tokens = 0 if held.is_lost else num_tokens
-        self._num_tokens += num_counted_tokens - held.num_counted_tokens
-        held.due_s, held.takes_s, held.num_counted_tokens = due_s, takes_s, num_counted_tokens
-        self._by_urgency.put(held)

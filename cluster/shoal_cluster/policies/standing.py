@@ -222,8 +222,6 @@ class StandingPlan:
         """A look has planned ``held``. What is not certain to be decided in the same way again is not kept."""
         if not self._is_lasting:
             return
-        if held.is_lost and now <= held.sooner_by_s:
-            return
         place = bisect_left(DUE_WITHIN_S, considered.due_s - now)
         until_s = math.inf if number == 0 else held.matched_s + MAX_MATCH_AGE_S
         if place:

@@ -1,0 +1,104 @@
+"""When the requests that a gateway holds are due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.held import Held
+from shoal_cluster.policies.held_order import HeldOrder
+from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.overload import Backlog, Claim, met_together
+from shoal_cluster.policies.pace import PACE_AGE_S, Pace
+from shoal_cluster.policies.plan import Plan
+from shoal_cluster.policies.standing import EPSILON_S
+from shoal_cluster.policies.wishes import PlacedWish
+
+NUM_HELD_AT_ONCE = 1000  # with so many times as many, dates are made for all together so many times as seldom
+
+
+class DueDates:
+    """A due date that can no longer be met, alone or together with the others, is put off
+    (``LatencyObjective.next_due_s``): what is lost does not cost others theirs, and nobody gives way for ever
+    (``MOST_LENGTHS``). Owner: a queue, whose order it keeps.
+
+    Attributes:
+        pace: how long prompts take.
+        num_tokens: to compute for those that are not lost.
+    """
+
+    def __init__(self, objective: LatencyObjective, prefill: PrefillTime, by_urgency: HeldOrder) -> None:
+        self.pace = Pace(prefill)
+        self.num_tokens = 0
+        self._objective = objective
+        self._by_urgency = by_urgency
+        self._together_s = -math.inf  # when dates were made for all together
+
+    def forget(self, held: Held) -> None:
+        """It is no longer held."""
+        self.num_tokens -= held.num_counted_tokens
+
+    def renew(self, everybody: Collection[Held], plan: Plan, latest_s: float, is_new: bool, now: float) -> None:
+        """Make due dates such that each can be met. ``latest_s``: no later does a replica begin with something more;
+        when exactly is found where it matters. ``is_new``: so is the pace. What is lost gets no sooner date here.
+        """
+        if not is_new and latest_s < self._by_urgency.begins_by_s - EPSILON_S:
+            return
+        begins_s = now + plan.wait_s(self.pace.token_s)
+        others = list(everybody) if is_new else self._by_urgency.that_begin_by(begins_s + EPSILON_S)
+        for held in others:
+            if is_new or held.due_s < begins_s + held.takes_s:
+                self.note(held, begins_s)
+                if held.is_lost:
+                    held.not_before_s = held.due_s
+
+    def renew_together(
+        self, everybody: Collection[Held], wishes: Sequence[PlacedWish], plan: Plan, replicas: Candidates
+    ) -> None:
+        """Make such as can be met together, and with what other gateways wish for. Called as often as the pace."""
+        now, num_held = replicas.now, len(everybody)
+        if num_held == 1 and not next(iter(everybody)).is_lost:
+            return
+        if now - self._together_s < PACE_AGE_S * num_held / NUM_HELD_AT_ONCE:
+            return
+        self._together_s = now
+        backlog = Backlog.of(replicas, self.pace.token_s)
+        if not backlog.levels:
+            return
+        begins_s = now + plan.wait_s(self.pace.token_s)
+        claims = [self._claim(held, begins_s) for held in everybody]
+        claims += [self._wished(other) for other in wishes]
+        for held, claim, due_s in zip(everybody, claims, met_together(claims, backlog), strict=False):
+            if due_s != held.due_s:
+                is_lost = due_s > claim.arrival_s + claim.length_s
+                held.not_before_s = due_s if is_lost else -math.inf
+                self.note(held, begins_s)
+
+    def note(self, held: Held, begins_s: float) -> None:
+        """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
+        num_tokens = held.num_new_tokens
+        num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
+        alone_s, takes_s = self.pace.seconds(num_cached_tokens, num_tokens)
+        held.length_s = self._objective.due_in_s(alone_s)
+        arrival_s = held.pending.arrival_s
+        due_s = self._objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)
+        held.due_s, held.takes_s = max(due_s, held.not_before_s), takes_s
+        held.is_lost = held.due_s > arrival_s + held.length_s
+        num_counted_tokens = 0 if held.is_lost else num_tokens
+        self.num_tokens += num_counted_tokens - held.num_counted_tokens
+        held.num_counted_tokens = num_counted_tokens
+        self._by_urgency.put(held)
+
+    def _claim(self, held: Held, begins_s: float) -> Claim:
+        arrival_s, length_s, due_s = held.pending.arrival_s, held.length_s, held.due_s
+        if held.is_lost:
+            due_s = self._objective.renewed_s(arrival_s, length_s, begins_s + held.takes_s)
+        return Claim(self._by_urgency.rank(held)[:2], due_s, held.takes_s, arrival_s, length_s)
+
+    def _wished(self, other: PlacedWish) -> Claim:
+        """Another gateway puts it off as this one would, as if its date were its first."""
+        *group, due_s = other.wish.rank
+        alone_s, takes_s = self.pace.seconds(0, other.wish.num_tokens)
+        length_s = self._objective.due_in_s(alone_s)
+        return Claim((group[0], group[1]), due_s, takes_s, due_s - length_s, length_s)

@@ -1,0 +1,137 @@
+"""Which due dates can be met together, and what is put off where not all can.
+
+Each date may be in reach by itself while all of them are not. By due date alone everybody is then computed just too
+late. The fewest are late if, where somebody would be, the longest prompt up to there is put off (Moore, "An n job, one
+machine sequencing algorithm for minimizing the number of late jobs", Management Science 15, 1968). Here all replicas
+that take requests are one machine: each prompt begins when the first of them gets to it, and takes as long as at one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import CAPACITY, DUE, OPEN_SLOTS, PER_CENT, SLOWER
+from shoal_cluster.policies.objective import RENEWAL
+from shoal_replica.stats import DUE_WITHIN_S
+
+MOST_LENGTHS = RENEWAL**4  # of its objective: then a request gives way to nobody any more
+EPSILON_S = 1e-6
+
+Group = tuple[int, int]
+
+
+class Claim(NamedTuple):
+    """What one request wants: ``takes_s`` of a replica, and its first token by ``due_s``, the soonest date that it can
+    meet by itself. Who is of a lower ``group`` goes first, and is put off for its own alone; whose ``length_s``, of its
+    objective, is 0 is not put off at all.
+    """
+
+    group: Group
+    due_s: float
+    takes_s: float
+    arrival_s: float
+    length_s: float
+
+
+class Level(NamedTuple):
+    """Of the replicas in order of when they begin with something more: ``works_s`` that makes the next one the soonest;
+    how fast those up to it are together, in times the fastest; and the sum of their waits, so weighed.
+    """
+
+    works_s: list[float]
+    speeds: list[float]
+    waits_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What the replicas that take requests have to do before a newcomer.
+
+    Attributes:
+        now: as of when.
+        step_s: of a full step. Where others wait a prompt begins and ends anywhere in one, and its first token comes at
+            the end: half of one later in the mean.
+        levels: for a newcomer that is due within each of ``DUE_WITHIN_S``; empty where nobody takes requests.
+    """
+
+    now: float
+    step_s: float
+    levels: tuple[Level, ...]
+
+    @classmethod
+    def of(cls, replicas: Candidates, token_s: float) -> Backlog:
+        """With ``token_s`` seconds for each prompt token at the fastest."""
+        told, columns = replicas.told, replicas.columns
+        takes = (columns[CAPACITY] >= 0) & (columns[OPEN_SLOTS] > 0)
+        if not takes.any():
+            return cls(replicas.now, 0.0, ())
+        times = 1.0 + columns[SLOWER][takes] * PER_CENT
+        steps_s = (told["step_s"] * (told["num_running"] > 0))[takes]
+        num_promised = replicas.num_reserved_tokens[takes]
+        levels: list[Level] = []
+        for due in DUE:
+            waits_s = steps_s + (told[due][takes] + num_promised) * times * token_s
+            order = waits_s.argsort(kind="stable")
+            waits_s, speeds = waits_s[order], 1.0 / times[order]
+            speed, weighed_s = speeds.cumsum(), (speeds * waits_s).cumsum()
+            levels.append(Level((speed * waits_s - weighed_s).tolist(), speed.tolist(), weighed_s.tolist()))
+        step_s = float(told["max_num_batched_tokens"][takes].max()) * token_s
+        return cls(replicas.now, step_s, tuple(levels))
+
+    def first_token_s(self, claim: Claim, before_s: float) -> float:
+        """When the first token of ``claim`` comes, behind others that take ``before_s`` of the fastest replica."""
+        level = self.levels[bisect_left(DUE_WITHIN_S, claim.due_s - self.now)]
+        place = max(0, bisect_right(level.works_s, before_s) - 1)
+        wait_s = (before_s + level.waits_s[place]) / level.speeds[place]
+        return self.now + wait_s + claim.takes_s + (self.step_s / 2 if wait_s > 0 else 0.0)
+
+
+def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
+    """The date of each, such that all can be met: its own, or a later one as in ``LatencyObjective.next_due_s``. What
+    is lost is put off before what is not, until ``MOST_LENGTHS`` of its objective are over.
+    """
+    dates = [claim.due_s for claim in claims]
+    order = sorted(range(len(claims)), key=lambda number: claims[number][:2])
+    if _are_met(claims, order, backlog):
+        return dates
+    left = [(claims[number].group, dates[number], number) for number in order]
+    group: Group | None = None
+    lost: list[tuple[float, int]] = []  # the longest first, the last of equals, of one group and so far
+    others: list[tuple[float, int]] = []
+    work_s = 0.0
+    heapify(left)
+    while left:
+        its_group, due_s, number = heappop(left)
+        if its_group != group:
+            group, lost, others = its_group, [], []
+        claim = claims[number]._replace(due_s=due_s)
+        age_s = due_s - claim.arrival_s
+        if age_s < claim.length_s * MOST_LENGTHS - EPSILON_S:
+            heappush(lost if age_s > claim.length_s + EPSILON_S else others, (-claim.takes_s, -number))
+        before_s, work_s = work_s, work_s + claim.takes_s
+        while (lost or others) and backlog.first_token_s(claim, before_s) > due_s:
+            takes_s, longest = heappop(lost or others)
+            longest = -longest
+            arrival_s = claims[longest].arrival_s
+            dates[longest] = arrival_s + (dates[longest] - arrival_s) * RENEWAL
+            heappush(left, (its_group, dates[longest], longest))
+            work_s += takes_s
+            if longest == number:
+                break
+            before_s += takes_s
+    return dates
+
+
+def _are_met(claims: Sequence[Claim], order: Sequence[int], backlog: Backlog) -> bool:
+    before_s = 0.0
+    for number in order:
+        claim = claims[number]
+        if backlog.first_token_s(claim, before_s) > claim.due_s:
+            return False
+        before_s += claim.takes_s
+    return True

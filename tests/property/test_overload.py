@@ -1,0 +1,135 @@
+"""Dates that are met together, against every choice of whom to put off and a level found by bisection."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from fixtures.cluster_views import make_row, make_stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.objective import RENEWAL
+from shoal_cluster.policies.overload import EPSILON_S, MOST_LENGTHS, Backlog, Claim, met_together
+
+TOKEN_S = 0.001
+LENGTH_S = 3.0
+
+seconds = st.integers(0, 30).map(lambda tenths: tenths / 10)
+newcomers = st.builds(
+    lambda arrival_s, takes_s: Claim((0, 0), arrival_s + LENGTH_S, takes_s, arrival_s, LENGTH_S),
+    arrival_s=seconds.map(lambda ago_s: -ago_s),
+    takes_s=st.integers(1, 30).map(lambda tenths: tenths / 10),
+)
+rows = st.lists(
+    st.builds(
+        lambda waiting, step_s, slots, slowness: (waiting, step_s, slots, slowness),
+        waiting=st.integers(0, 3000),
+        step_s=st.sampled_from([0.0, 0.2, 1.0]),
+        slots=st.integers(0, 2),
+        slowness=st.sampled_from([1.0, 2.0]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def one_machine() -> Backlog:
+    return Backlog.of(Candidates.of([make_row("only", stats=make_stats())]), TOKEN_S)
+
+
+def are_met(claims: list[Claim], backlog: Backlog) -> bool:
+    before_s = 0.0
+    for claim in sorted(claims):
+        if backlog.first_token_s(claim, before_s) > claim.due_s + EPSILON_S:
+            return False
+        before_s += claim.takes_s
+    return True
+
+
+@given(st.lists(newcomers, max_size=7))
+def test_one_machine_meets_as_many_dates_as_can_be(claims: list[Claim]) -> None:
+    """Steps take no time here: what others fill of them is known of no choice."""
+    backlog = Backlog(0.0, 0.0, one_machine().levels)
+    claims = [claim for claim in claims if claim.takes_s <= claim.due_s]
+    dates = met_together(claims, backlog)
+    most = next(
+        size
+        for size in range(len(claims), -1, -1)
+        if any(are_met(list(chosen), backlog) for chosen in combinations(claims, size))
+    )
+    assert sum(date == claim.due_s for date, claim in zip(dates, claims, strict=True)) == most
+
+
+@given(st.lists(newcomers, max_size=30), rows, st.lists(st.tuples(seconds, seconds), max_size=3), st.integers(0, 1))
+def test_dates_are_put_off_by_whole_renewals_until_all_are_met(
+    claims: list[Claim], replicas: list[tuple[int, float, int, float]], wished: list[tuple[float, float]], group: int
+) -> None:
+    """But for wishes and who gives way no more, which stay where they are; lower groups know nothing of higher ones."""
+    backlog = Backlog.of(candidates(replicas), TOKEN_S)
+    if not backlog.levels:
+        return
+    wishes = [Claim((0, 0), due_s, takes_s, due_s, 0.0) for due_s, takes_s in wished]
+    others = [claim._replace(group=(1, 0)) for claim in claims] if group else []
+    dates = met_together([*claims, *wishes, *others], backlog)
+    assert dates[: len(claims)] == met_together([*claims, *wishes], backlog)[: len(claims)]
+    assert dates[len(claims) :][: len(wishes)] == [wish.due_s for wish in wishes]
+    for claim, date in zip(claims, dates, strict=False):
+        lengths, num_renewals = (date - claim.arrival_s) / LENGTH_S, 0
+        while RENEWAL**num_renewals < lengths * 0.999:
+            num_renewals += 1
+        assert lengths == pytest.approx(RENEWAL**num_renewals)
+        assert lengths <= MOST_LENGTHS * 1.001
+    dated = [claim._replace(due_s=date) for claim, date in zip(claims, dates, strict=False)]
+    if not wishes and all(claim.due_s - claim.arrival_s < LENGTH_S * MOST_LENGTHS * 0.999 for claim in dated):
+        assert are_met(dated, backlog)
+
+
+@given(st.lists(newcomers, min_size=1, max_size=12))
+def test_what_is_lost_is_put_off_first_and_not_for_ever(claims: list[Claim]) -> None:
+    """Whoever has lost its objective keeps no newcomer from meeting its own."""
+    backlog = one_machine()
+    lost = Claim((0, 0), -9.0 + LENGTH_S * RENEWAL, 2.0, -9.0, LENGTH_S)
+    with_it, without = met_together([*claims, lost], backlog), met_together(claims, backlog)
+    for claim, date, date_without in zip(claims, with_it, without, strict=False):
+        assert (date == claim.due_s) == (date_without == claim.due_s)
+    last = lost._replace(arrival_s=lost.due_s - LENGTH_S * MOST_LENGTHS)
+    assert met_together([*claims, last], backlog)[-1] == last.due_s
+
+
+@given(rows, st.integers(0, 100).map(lambda tenths: tenths / 10))
+def test_who_comes_next_begins_when_what_is_before_is_shared_out(
+    replicas: list[tuple[int, float, int, float]], before_s: float
+) -> None:
+    backlog = Backlog.of(candidates(replicas), TOKEN_S)
+    usable = [row for row in replicas if row[2]]
+    assert bool(backlog.levels) == bool(usable)
+    if not usable:
+        return
+    waits = [(step_s + waiting * TOKEN_S * slowness, slowness) for waiting, step_s, _, slowness in usable]
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        done = sum(max(0.0, middle - wait_s) / slowness for wait_s, slowness in waits)
+        low, high = (middle, high) if done < before_s else (low, middle)
+    begins_s = max(high, min(wait_s for wait_s, _ in waits))
+    claim = Claim((0, 0), 50.0, 0.5, 0.0, LENGTH_S)
+    assert backlog.first_token_s(claim, before_s) == pytest.approx(
+        begins_s + 0.5 + (backlog.step_s / 2 if begins_s > 1e-9 else 0.0), abs=1e-6
+    )
+
+
+def candidates(replicas: list[tuple[int, float, int, float]]) -> Candidates:
+    return Candidates.of(
+        [
+            make_row(
+                f"r{number}",
+                slowness=slowness,
+                stats=make_stats(
+                    num_waiting_tokens=waiting, step_s=step_s, num_running=8 - slots, num_waiting=0, max_num_seqs=8
+                ),
+            )
+            for number, (waiting, step_s, slots, slowness) in enumerate(replicas)
+        ]
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from shoal_cluster.policies.candidates import Candidates
@@ -83,12 +83,14 @@ class Backlog:
         step_s = float(told["max_num_batched_tokens"][takes].max()) * token_s
         return cls(replicas.now, step_s, tuple(levels))
 
-    def first_token_s(self, claim: Claim, before_s: float) -> float:
-        """When the first token of ``claim`` comes, behind others that take ``before_s`` of the fastest replica."""
-        level = self.levels[bisect_left(DUE_WITHIN_S, claim.due_s - self.now)]
+    def first_token_s(self, due_s: float, takes_s: float, before_s: float) -> float:
+        """When the first token comes of a prompt that is due then and takes so long, behind others that take
+        ``before_s`` of the fastest replica.
+        """
+        level = self.levels[bisect_left(DUE_WITHIN_S, due_s - self.now)]
         place = max(0, bisect_right(level.works_s, before_s) - 1)
         wait_s = (before_s + level.waits_s[place]) / level.speeds[place]
-        return self.now + wait_s + claim.takes_s + (self.step_s / 2 if wait_s > 0 else 0.0)
+        return self.now + wait_s + takes_s + (self.step_s / 2 if wait_s > 0 else 0.0)
 
 
 def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
@@ -96,25 +98,23 @@ def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
     is lost is put off before what is not, until ``MOST_LENGTHS`` of its objective are over.
     """
     dates = [claim.due_s for claim in claims]
-    order = sorted(range(len(claims)), key=lambda number: claims[number][:2])
-    if _are_met(claims, order, backlog):
+    left = sorted([(claim.group, claim.due_s, number) for number, claim in enumerate(claims)])  # a heap
+    if _are_met(claims, left, backlog):
         return dates
-    left = [(claims[number].group, dates[number], number) for number in order]
     group: Group | None = None
     lost: list[tuple[float, int]] = []  # the longest first, the last of equals, of one group and so far
     others: list[tuple[float, int]] = []
     work_s = 0.0
-    heapify(left)
     while left:
         its_group, due_s, number = heappop(left)
         if its_group != group:
             group, lost, others = its_group, [], []
-        claim = claims[number]._replace(due_s=due_s)
-        age_s = due_s - claim.arrival_s
-        if age_s < claim.length_s * MOST_LENGTHS - EPSILON_S:
-            heappush(lost if age_s > claim.length_s + EPSILON_S else others, (-claim.takes_s, -number))
-        before_s, work_s = work_s, work_s + claim.takes_s
-        while (lost or others) and backlog.first_token_s(claim, before_s) > due_s:
+        _, _, its_takes_s, its_arrival_s, its_length_s = claims[number]
+        age_s = due_s - its_arrival_s
+        if age_s < its_length_s * MOST_LENGTHS - EPSILON_S:
+            heappush(lost if age_s > its_length_s + EPSILON_S else others, (-its_takes_s, -number))
+        before_s, work_s = work_s, work_s + its_takes_s
+        while (lost or others) and backlog.first_token_s(due_s, its_takes_s, before_s) > due_s + EPSILON_S:
             takes_s, longest = heappop(lost or others)
             longest = -longest
             arrival_s = claims[longest].arrival_s
@@ -127,11 +127,11 @@ def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
     return dates
 
 
-def _are_met(claims: Sequence[Claim], order: Sequence[int], backlog: Backlog) -> bool:
+def _are_met(claims: Sequence[Claim], order: Sequence[tuple[Group, float, int]], backlog: Backlog) -> bool:
     before_s = 0.0
-    for number in order:
-        claim = claims[number]
-        if backlog.first_token_s(claim, before_s) > claim.due_s:
+    for _, due_s, number in order:
+        takes_s = claims[number].takes_s
+        if backlog.first_token_s(due_s, takes_s, before_s) > due_s + EPSILON_S:
             return False
-        before_s += claim.takes_s
+        before_s += takes_s
     return True

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 from fixtures.cluster_views import make_row, make_stats
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal_cluster.policies.candidates import Candidates
@@ -41,13 +41,14 @@ def one_machine() -> Backlog:
 
 def are_met(claims: list[Claim], backlog: Backlog) -> bool:
     before_s = 0.0
-    for claim in sorted(claims):
+    for claim in sorted(claims, key=lambda claim: claim[:2]):
         if backlog.first_token_s(claim.due_s, claim.takes_s, before_s) > claim.due_s + EPSILON_S:
             return False
         before_s += claim.takes_s
     return True
 
 
+@example([Claim((0, 0), LENGTH_S, takes_s, 0.0, LENGTH_S) for takes_s in (0.1, 0.1, 2.4, 0.2, 0.2)])
 @given(st.lists(newcomers, max_size=7))
 def test_one_machine_meets_as_many_dates_as_can_be(claims: list[Claim]) -> None:
     """Steps take no time here: what others fill of them is known of no choice."""
@@ -62,19 +63,23 @@ def test_one_machine_meets_as_many_dates_as_can_be(claims: list[Claim]) -> None:
     assert sum(date == claim.due_s for date, claim in zip(dates, claims, strict=True)) == most
 
 
+@example(
+    [Claim((0, 0), LENGTH_S, takes_s, 0.0, LENGTH_S) for takes_s in (0.1, 0.1, 0.1, 0.1, 1.2, 0.7)],
+    [(390, 0.2, 1, 1.0), (655, 1.0, 1, 1.0)],
+    [],
+    0,
+)
 @given(st.lists(newcomers, max_size=30), rows, st.lists(st.tuples(seconds, seconds), max_size=3), st.integers(0, 1))
 def test_dates_are_put_off_by_whole_renewals_until_all_are_met(
-    claims: list[Claim], replicas: list[tuple[int, float, int, float]], wished: list[tuple[float, float]], group: int
+    claims: list[Claim], replicas: list[tuple[int, float, int, float]], late: list[tuple[float, float]], group: int
 ) -> None:
-    """But for wishes and who gives way no more, which stay where they are; lower groups know nothing of higher ones."""
+    """But for who gives way no more; lower groups know nothing of higher ones."""
     backlog = Backlog.of(candidates(replicas), TOKEN_S)
-    if not backlog.levels:
-        return
-    wishes = [Claim((0, 0), due_s, takes_s, due_s, 0.0) for due_s, takes_s in wished]
+    lost = [Claim((0, 0), due_s, takes_s, due_s - LENGTH_S * RENEWAL, LENGTH_S) for due_s, takes_s in late]
+    claims = [*claims, *lost]
     others = [claim._replace(group=(1, 0)) for claim in claims] if group else []
-    dates = met_together([*claims, *wishes, *others], backlog)
-    assert dates[: len(claims)] == met_together([*claims, *wishes], backlog)[: len(claims)]
-    assert dates[len(claims) :][: len(wishes)] == [wish.due_s for wish in wishes]
+    dates = met_together([*claims, *others], backlog)
+    assert dates[: len(claims)] == met_together(claims, backlog)
     for claim, date in zip(claims, dates, strict=False):
         lengths, num_renewals = (date - claim.arrival_s) / LENGTH_S, 0
         while RENEWAL**num_renewals < lengths * 0.999:
@@ -82,7 +87,7 @@ def test_dates_are_put_off_by_whole_renewals_until_all_are_met(
         assert lengths == pytest.approx(RENEWAL**num_renewals)
         assert lengths <= MOST_LENGTHS * 1.001
     dated = [claim._replace(due_s=date) for claim, date in zip(claims, dates, strict=False)]
-    if not wishes and all(claim.due_s - claim.arrival_s < LENGTH_S * MOST_LENGTHS * 0.999 for claim in dated):
+    if all(claim.due_s - claim.arrival_s < LENGTH_S * MOST_LENGTHS * 0.999 for claim in dated):
         assert are_met(dated, backlog)
 
 
@@ -103,20 +108,15 @@ def test_who_comes_next_begins_when_what_is_before_is_shared_out(
     replicas: list[tuple[int, float, int, float]], before_s: float
 ) -> None:
     backlog = Backlog.of(candidates(replicas), TOKEN_S)
-    usable = [row for row in replicas if row[2]]
-    assert bool(backlog.levels) == bool(usable)
-    if not usable:
-        return
-    waits = [(step_s + waiting * TOKEN_S * slowness, slowness) for waiting, step_s, _, slowness in usable]
+    waits = [(step_s + waiting * TOKEN_S * slowness, slowness) for waiting, step_s, _, slowness in replicas]
     low, high = 0.0, 100.0
     for _ in range(60):
         middle = (low + high) / 2
         done = sum(max(0.0, middle - wait_s) / slowness for wait_s, slowness in waits)
         low, high = (middle, high) if done < before_s else (low, middle)
     begins_s = max(high, min(wait_s for wait_s, _ in waits))
-    assert backlog.first_token_s(50.0, 0.5, before_s) == pytest.approx(
-        begins_s + 0.5 + (backlog.step_s / 2 if begins_s > 1e-9 else 0.0), abs=1e-6
-    )
+    last_step_s = min(backlog.step_s, begins_s + 0.5) if begins_s > 1e-9 else 0.0
+    assert backlog.first_token_s(50.0, 0.5, before_s) == pytest.approx(begins_s + 0.5 + last_step_s / 2, abs=1e-6)
 
 
 def candidates(replicas: list[tuple[int, float, int, float]]) -> Candidates:

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, DUE, OPEN_SLOTS, PER_CENT, SLOWER
+from shoal_cluster.policies.columns import CAPACITY, DUE, PER_CENT, SLOWER
 from shoal_cluster.policies.objective import RENEWAL
 from shoal_replica.stats import DUE_WITHIN_S
 
@@ -27,8 +27,8 @@ Group = tuple[int, int]
 
 class Claim(NamedTuple):
     """What one request wants: ``takes_s`` of a replica, and its first token by ``due_s``, the soonest date that it can
-    meet by itself. Who is of a lower ``group`` goes first, and is put off for its own alone; whose ``length_s``, of its
-    objective, is 0 is not put off at all.
+    meet by itself. Who is of a lower ``group`` goes first, and is put off for its own alone. ``length_s`` is
+    its objective's.
     """
 
     group: Group
@@ -54,8 +54,8 @@ class Backlog:
 
     Attributes:
         now: as of when.
-        step_s: of a full step. Where others wait a prompt begins and ends anywhere in one, and its first token comes at
-            the end: half of one later in the mean.
+        step_s: of a full step. Where others wait a prompt begins and ends anywhere in one, or in a shorter one of all
+            that waits, and its first token comes at the end: half of it later in the mean.
         levels: for a newcomer that is due within each of ``DUE_WITHIN_S``; empty where nobody takes requests.
     """
 
@@ -67,7 +67,7 @@ class Backlog:
     def of(cls, replicas: Candidates, token_s: float) -> Backlog:
         """With ``token_s`` seconds for each prompt token at the fastest."""
         told, columns = replicas.told, replicas.columns
-        takes = (columns[CAPACITY] >= 0) & (columns[OPEN_SLOTS] > 0)
+        takes = columns[CAPACITY] >= 0  # who has no free slot now will have one
         if not takes.any():
             return cls(replicas.now, 0.0, ())
         times = 1.0 + columns[SLOWER][takes] * PER_CENT
@@ -90,7 +90,8 @@ class Backlog:
         level = self.levels[bisect_left(DUE_WITHIN_S, due_s - self.now)]
         place = max(0, bisect_right(level.works_s, before_s) - 1)
         wait_s = (before_s + level.waits_s[place]) / level.speeds[place]
-        return self.now + wait_s + takes_s + (self.step_s / 2 if wait_s > 0 else 0.0)
+        last_step_s = min(self.step_s, wait_s + takes_s) if wait_s > 0 else 0.0
+        return self.now + wait_s + takes_s + last_step_s / 2
 
 
 def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
@@ -102,8 +103,8 @@ def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
     if _are_met(claims, left, backlog):
         return dates
     group: Group | None = None
-    lost: list[tuple[float, int]] = []  # the longest first, the last of equals, of one group and so far
-    others: list[tuple[float, int]] = []
+    lost: list[tuple[float, float, int]] = []  # the longest first, of equals who was due last, of one group and so far
+    others: list[tuple[float, float, int]] = []  # so that several gateways choose the same
     work_s = 0.0
     while left:
         its_group, due_s, number = heappop(left)
@@ -112,10 +113,11 @@ def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
         _, _, its_takes_s, its_arrival_s, its_length_s = claims[number]
         age_s = due_s - its_arrival_s
         if age_s < its_length_s * MOST_LENGTHS - EPSILON_S:
-            heappush(lost if age_s > its_length_s + EPSILON_S else others, (-its_takes_s, -number))
+            is_lost = age_s > its_length_s + EPSILON_S
+            heappush(lost if is_lost else others, (-its_takes_s, -its_arrival_s - its_length_s, -number))
         before_s, work_s = work_s, work_s + its_takes_s
         while (lost or others) and backlog.first_token_s(due_s, its_takes_s, before_s) > due_s + EPSILON_S:
-            takes_s, longest = heappop(lost or others)
+            takes_s, _, longest = heappop(lost or others)
             longest = -longest
             arrival_s = claims[longest].arrival_s
             dates[longest] = arrival_s + (dates[longest] - arrival_s) * RENEWAL

@@ -6,20 +6,20 @@ free first, and to the best of them. Replicas therefore get only what they can s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from random import Random
 
-from shoal_cluster.policies.columns import Ints
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import CAPACITY, Ints
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.due_dates import DueDates
 from shoal_cluster.policies.held import Held, PendingRequest, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.look import Considered, Draw, Look, look
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
-from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
+from shoal_cluster.policies.ranking import is_eligible, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.standing import EPSILON_S, MAX_MATCH_AGE_S, Planned, StandingPlan
 from shoal_cluster.policies.tenants import FairShares
@@ -31,6 +31,7 @@ from shoal_replica.errors import ConfigError
 __all__ = ["HoldConfig", "PendingQueue", "PendingRequest"]
 
 TURN_DELAYS = 2.4  # feed delays for each gateway that may want a turn
+MAX_SIZE_AGE_S = 1.0  # of what a request has to compute, which is looked up for all that is held
 URGENCY = 0.75  # what of a turn's place is urgency; the rest is chance
 
 
@@ -164,7 +165,7 @@ class PendingQueue:
         self._dates.renew(self._held.values(), plan, latest_s, is_new, now)
         if is_due:
             if len(self._held) > 1:
-                self._know_sizes(view, now)
+                self._know_sizes(view, present, now)
             wishes = view.wishes(now) if self._is_one_of_many else ()
             self._dates.renew_together(self._held.values(), wishes, plan, present)
         if len(self._held) > self._config.max_considered:
@@ -278,13 +279,16 @@ class PendingQueue:
             considered.append(Considered(query, due_s, matched, tuple(before)))
             yield considered[-1]
 
-    def _know_sizes(self, view: ClusterView, now: float) -> None:
-        """What newcomers have to compute where they are cached best."""
+    def _know_sizes(self, view: ClusterView, present: Candidates, now: float) -> None:
+        """What newcomers have to compute where they are cached best, and who was not looked at for long."""
+        takes = present.columns[CAPACITY] >= 0
         for held in self._held.values():
-            if held.matched_s == -math.inf:
-                query = held.pending.query
-                held.num_new_tokens = uncached_tokens(query, int(self._matched(held, view, now).max(initial=0)))
-                self._dates.note(held, held.pending.arrival_s)
+            if held.matched_s >= now - MAX_SIZE_AGE_S:
+                continue
+            query, matched = held.pending.query, self._matched(held, view, now)
+            its = takes & is_eligible(query, present) if query.excluded else takes
+            held.num_new_tokens = uncached_tokens(query, int(matched[its].max(initial=0)))
+            self._dates.note(held, now)
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
         """What is held and where it was planned last, by replica, the most urgent first: for other gateways."""

@@ -1,0 +1,142 @@
+"""Dates of what a gateway holds, made for all of it together."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from fixtures.cluster_views import make_query, make_stats
+from msgspec import structs
+
+from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.policies.view import ClusterView
+from shoal_replica.prefix_cache import hash_blocks
+
+CONFIG = HoldConfig(objective=LatencyObjective(), prefill=PrefillTime(tokens_per_s=1000.0, pair_s=0.0))
+BUSY = make_stats(
+    num_total_blocks=4000, num_running=1, step_s=0.1, num_waiting_tokens=600, token_s=0.001, max_num_seqs=64
+)
+PREFIX = hash_blocks(range(3200), 16)
+
+
+def view_of(**stats: Any) -> ClusterView:
+    view = ClusterView(max_index_entries=4096)
+    for replica_id, its_stats in stats.items():
+        view.join(replica_id)
+        view.apply_snapshot(replica_id, its_stats, (), 0.0)
+    return view
+
+
+def pending(request_id: str, num_tokens: int, arrival_s: float = 0.0, **more: Any) -> PendingRequest:
+    query = make_query(
+        num_tokens,
+        request_id=request_id,
+        block_hashes=more.pop("hashes", ()),
+        excluded=more.pop("excluded", frozenset()),
+    )
+    return PendingRequest(query=query, arrival_s=arrival_s, **more)
+
+
+def look(queue: PendingQueue, view: ClusterView, now: float) -> None:
+    """At all of it, though no replica may start anything."""
+    queue._has_unplanned = True
+    assert queue.next(view, RouteWeights(), now, Random(0)) is None
+
+
+def in_time(queue: PendingQueue, now: float = 0.0) -> set[str]:
+    """Who is due within its objective."""
+    return {
+        one.query.request_id
+        for one in queue
+        if now + queue.up_to(one.query.request_id, now)[-1].due_in_s
+        <= one.arrival_s + CONFIG.objective.due_in_s(one.query.num_prompt_tokens / 1000) + 1e-6
+    }
+
+
+def test_gateways_put_off_the_same_requests() -> None:
+    """Of equal prompts those that came last, whoever holds them."""
+    alone, view = PendingQueue(CONFIG), view_of(only=BUSY)
+    queues, views = (
+        [PendingQueue(CONFIG, is_one_of_many=True) for _ in range(2)],
+        [view_of(only=BUSY) for _ in range(2)],
+    )
+    for number in range(12):
+        request = pending(f"r{number:02}", 500, arrival_s=-0.01 * (11 - number))
+        alone.push(request)
+        queues[number % 2].push(request)
+    look(alone, view, 0.0)
+    for turn in range(4):
+        for queue, its_view in zip(queues, views, strict=True):
+            look(queue, its_view, 0.11 * turn)
+        for its_view, other in zip(views, reversed(queues), strict=True):
+            its_view.set_wishes("only", other.wishes().get("only", ()))
+    kept = in_time(queues[0], 0.33) | in_time(queues[1], 0.33)
+    assert kept == {f"r{number:02}" for number in range(len(kept))}
+    assert 0 < len(kept) <= len(in_time(alone)) < 12
+
+
+def test_a_newcomer_counts_with_what_it_has_to_compute() -> None:
+    """3 200 tokens of which all but a block are cached are no long prompt; nor where what has them may not take it."""
+    for excluded, expected in ((frozenset[str](), {"cached", "c"}), (frozenset({"owner"}), {"b", "c"})):
+        view = view_of(owner=BUSY, other=BUSY)
+        view.apply_snapshot("owner", BUSY, PREFIX, 0.0)
+        queue = PendingQueue(HoldConfig(objective=CONFIG.objective, prefill=CONFIG.prefill, max_considered=1))
+        queue.push(pending("cached", 3200, hashes=PREFIX, excluded=excluded))
+        for name, num_tokens in (("a", 2600), ("b", 2500), ("c", 400)):
+            queue.push(pending(name, num_tokens))
+        look(queue, view, 0.0)
+        assert expected <= in_time(queue), excluded
+
+
+def test_what_is_cached_meanwhile_makes_a_prompt_shorter() -> None:
+    """Though it is put off and not among those that are considered."""
+    view = view_of(only=BUSY)
+    queue = PendingQueue(HoldConfig(objective=CONFIG.objective, prefill=CONFIG.prefill, max_considered=1))
+    for number in range(4):
+        queue.push(pending(f"short{number}", 500))
+    queue.push(pending("long", 3200, arrival_s=-3.5, hashes=PREFIX))
+    dues_s = []
+    for now in (0.0, 0.5, 1.1):
+        look(queue, view, now)
+        dues_s.append(now + queue.up_to("long", now)[-1].due_in_s)
+        view.apply_update("only", BUSY, PREFIX, (), now)
+    assert dues_s[0] == dues_s[1] == 4 * 8.4 - 3.5, "sizes are looked up every second"
+    assert dues_s[2] < 4 * 2.1 - 3.5
+
+
+def test_who_is_left_alone_gets_its_date_back() -> None:
+    view, queue = view_of(only=BUSY), PendingQueue(CONFIG)
+    queue.push(pending("long", 1500, arrival_s=-2.0))
+    for number in range(5):
+        queue.push(pending(f"short{number}", 400))
+    look(queue, view, 0.0)
+    assert "long" not in in_time(queue)
+    for number in range(5):
+        queue.remove(f"short{number}")
+    view.apply_update("only", structs.replace(BUSY, num_waiting_tokens=510), (), (), 0.1)
+    look(queue, view, 0.11)
+    assert in_time(queue, 0.11) == {"long"}
+
+
+def test_nobody_is_put_off_for_those_of_less_priority() -> None:
+    view, queue = view_of(only=BUSY), PendingQueue(CONFIG)
+    queue.push(pending("first", 2000, arrival_s=-2.9, priority=-1))
+    for number in range(8):
+        queue.push(pending(f"other{number}", 400))
+    look(queue, view, 0.0)
+    assert "first" in in_time(queue)
+    assert len(in_time(queue)) < 9
+
+
+def test_what_is_put_off_is_admitted_by_what_comes_before_its_objective() -> None:
+    """Not by what is due before the date that it has now: that is lost, too, and fills no queue."""
+    view, queue = view_of(only=BUSY), PendingQueue(CONFIG)
+    for number in range(20):
+        queue.push(pending(f"old{number}", 1000, arrival_s=-10.0))
+    for number in range(6):
+        queue.push(pending(f"new{number}", 500))
+    look(queue, view, 0.0)
+    assert "new5" not in in_time(queue)
+    assert queue.before("new5")[0] <= 6 * 500

@@ -36,19 +36,16 @@ def prompts(requests_per_s: float, seed: int = 1) -> list[SimRequest]:
 
 
 def test_what_cannot_be_in_time_leaves_its_place_to_what_can() -> None:
-    """At the edge and in an overload more are in time than where nobody is refused, all loads together, and nobody
-    waits long. It is not by much: what is put off costs the others nothing either.
+    """At the edge and in an overload more are in time than where nobody is refused, far beyond it about as many, for
+    what is put off costs the others nothing either. Nobody waits long.
     """
-    gained = 0.0
     for requests_per_s in (5.0, 6.0, 8.0, 12.0):
         requests = prompts(requests_per_s)
         plain, shedding = simulate(CONFIG, requests), simulate(SHEDDING, requests)
         assert plain.num_shed == 0
         assert shedding.num_shed > 0
-        assert shedding.goodput > plain.goodput - 0.01
-        gained += shedding.goodput - plain.goodput
+        assert shedding.goodput > plain.goodput or (requests_per_s > 8.0 and shedding.goodput > plain.goodput - 0.01)
         assert shedding.ttft_s.p99 < 0.1 * plain.ttft_s.p99
-    assert gained > 0
 
 
 def test_next_to_nobody_is_refused_where_there_is_room() -> None:

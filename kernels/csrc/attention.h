@@ -87,8 +87,10 @@ void attend(const AttentionCall& call, const AttentionUnit* units, int count, in
     const bool streams = units[0].tokens * group <= kRowsAtOnce<T>;
     const int tile_keys = streams ? kStreamedKeys : kTileKeys;
     int begin = units[0].key_begin / kPanel * kPanel;
+    tile.of_prompt = false;
     if (count > 1) begin = attend_shared<T>(call, units, count, shared_end, tile_keys, tile, state);
     tile.streams = streams;
+    tile.of_prompt = !streams && units[0].tokens > 1;
     for (int u = 0, row = 0; u < count; ++u) {
         const AttentionUnit& unit = units[u];
         const int end = row + unit.tokens * group;

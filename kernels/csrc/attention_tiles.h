@@ -3,6 +3,7 @@
 
 #if defined(__AMX_BF16__)
 
+#include "attention_prompts.h"
 #include "attention_rows.h"
 #include "tiles.h"
 
@@ -13,6 +14,16 @@ namespace SHOAL_ISA {
 // 16, and a page 16 tokens.
 constexpr int kHalfWords = kTileWords / 2;
 constexpr int kMostSums = 4;
+// Pages that a page is asked for ahead, in the order in which they are read. What is read once stays out of the first-level
+// cache, as far as loads can say so.
+constexpr int kPagesAhead = 4;
+
+// What a tile's pages are read as: the keys of all, the values of all, then the keys of the next tile's.
+SHOAL_INLINE const Word* chunk_of(const KeyTile& tile, int chunk) {
+    const int page = chunk < kStreamedPages ? chunk : chunk - kStreamedPages;
+    const bool is_values = chunk >= kStreamedPages && page < kStreamedPages;
+    return tile.pages[page] + (is_values ? tile.page : 0);
+}
 
 SHOAL_INLINE void fetch_lines(const Word* words, int lines) {
     for (int i = 0; i < lines; ++i) __builtin_prefetch(words + i * kPanel, 0, 2);
@@ -44,10 +55,10 @@ SHOAL_INLINE void store_sums(float* to, int64_t row_bytes) {
 
 // Sum `sum`, if it is one of N, += the left side times the right side that begins at right(sum). The compiler wants the
 // numbers of registers as they stand.
-#define SHOAL_ADD_PRODUCT(sum, left_tile, right_tile)           \
-    if constexpr (N > sum) {                                    \
-        _tile_loadd(right_tile, right(sum), right_bytes);       \
-        _tile_dpbf16ps(sum, left_tile, right_tile);             \
+#define SHOAL_ADD_PRODUCT(sum, left_tile, right_tile)            \
+    if constexpr (N > sum) {                                     \
+        _tile_stream_loadd(right_tile, right(sum), right_bytes); \
+        _tile_dpbf16ps(sum, left_tile, right_tile);              \
     }
 
 template <int N, class Right>
@@ -77,12 +88,12 @@ void score_pages_by_tiles(const Word* queries, int steps, const KeyTile& tile, i
     const auto keys = [&](int j) { return tile.pages[p + j] + s * kPanel; };
     for (; s + kTileWords <= steps; s += kTileWords) {
         if (tile.streams)
-            for (int j = 0; j < N; ++j) fetch_lines(tile.pages[p + j + kStreamedPages] + s * kPanel, kTileWords);
+            for (int j = 0; j < N; ++j) fetch_lines(chunk_of(tile, p + j + kPagesAhead) + s * kPanel, kTileWords);
         add_products<N>(queries + s, row_bytes, keys, panel_bytes);
     }
     if (s < steps) {
         if (tile.streams)
-            for (int j = 0; j < N; ++j) fetch_lines(tile.pages[p + j + kStreamedPages] + s * kPanel, kHalfWords);
+            for (int j = 0; j < N; ++j) fetch_lines(chunk_of(tile, p + j + kPagesAhead) + s * kPanel, kHalfWords);
         add_half_products<N>(queries + s, row_bytes, keys, panel_bytes);
     }
     store_sums<N>(&scores[0][p * kPanel], sizeof scores[0]);
@@ -95,7 +106,7 @@ void sum_values_by_tiles(const KeyWeights<Bf16>& weights, const KeyTile& tile, c
     load_sums<N>(sums + column, row_bytes);
     for (int p = pages.first; p < pages.end; ++p) {
         if (tile.streams) {
-            const Word* const later = tile.pages[p + kStreamedPages] + tile.page + column;
+            const Word* const later = chunk_of(tile, kStreamedPages + p + kPagesAhead) + column;
             for (int row = 0; row < kHalfWords; ++row) fetch_lines(later + row * head_size, N);
         }
         const Word* const values = tile.pages[p] + tile.page + column;
@@ -138,6 +149,7 @@ constexpr int kRowsAtOnce<Bf16> = kTileHeight;
 template <>
 inline void attend_tile<Bf16>(const AttentionCall& call, const Word* queries, const KeyTile& tile, int row, int end,
                               AttentionState& state) {
+    if (tile.of_prompt && call.head_size % kBlockColumns == 0) return attend_prompt(call, queries, tile, row, end, state);
     const int steps = call.head_size / Bf16::kPack;
     for (int count; row < end; row += count, queries += count * steps) {
         count = std::min(end - row, kTileHeight);

@@ -22,6 +22,11 @@ constexpr int kLeastHeldRows = 128;
 constexpr int kMostHeldRows = 512;
 
 constexpr int kMostTileRows = 2 * kTileHeight;
+// So few rows wait for weights alone, which then come as fast as memory gives them: each line asked for half a step ahead, so
+// that the first ones of a new page have come when its others are asked for, and kept out of the first-level cache, where
+// rows and sums would otherwise wait behind what comes from memory. With more rows, finishing them takes what that gains.
+constexpr int kStreamedTileRows = 8;
+constexpr int kStreamedAhead = kLinesOfStep / 2 * kPanel;  // words
 using TileSums = float[kMostTileRows][kBlockColumns];
 
 // Complete sums of a tile, whose rows are finished while those of the next are being summed.
@@ -43,9 +48,16 @@ struct Part {
     int block, first, end;
 };
 
+enum class Rights { Streamed, Held };  // whether a block of the weight is met by one tile of a few rows, or by more
+
+SHOAL_INLINE void fetch_step(const Word* words) {
+#pragma GCC unroll 32
+    for (int i = 0; i < kLinesOfStep; ++i) __builtin_prefetch(words + i * kPanel, 0, 2);
+}
+
 // The sums of the first `upper` rows from `row` on, and of those after them if there are any, go on by a part, from zero at
 // the first. Meanwhile those before are finished.
-template <bool HasLower>
+template <bool HasLower, Rights kRights>
 SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part& part, TileSums& sums, const Ahead& ahead,
                            Unfinished& before) {
     const Word* right = call.linear->block(part.block) + int64_t{part.first} * kTileWords * kBlockColumns;
@@ -68,17 +80,24 @@ SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part&
     }
     const Word* fetched = ahead.words;
     for (int s = part.first; s < part.end; ++s, right += kTileWords * kBlockColumns) {
-        _tile_loadd(6, right, right_bytes);
+        if constexpr (kRights == Rights::Streamed) {
+            fetch_step(right + kStreamedAhead);
+            _tile_stream_loadd(6, right, right_bytes);
+            _tile_stream_loadd(7, right + kPanel, right_bytes);
+        } else {
+            _tile_loadd(6, right, right_bytes);
+            _tile_loadd(7, right + kPanel, right_bytes);
+        }
         _tile_stream_loadd(4, left + s * kTileWords, left_bytes);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, right + kPanel, right_bytes);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (HasLower) {
             _tile_stream_loadd(5, lower + s * kTileWords, left_bytes);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        for (int i = 0; i < ahead.lines; ++i, fetched += kPanel) __builtin_prefetch(fetched, 0, 2);
+        if constexpr (kRights == Rights::Held)
+            for (int i = 0; i < ahead.lines; ++i, fetched += kPanel) __builtin_prefetch(fetched, 0, 2);
         before.finish(call, each);
     }
     before.finish(call, before.end);
@@ -99,7 +118,7 @@ SHOAL_INLINE Ahead what_follows(const Linear& linear, const Part& part, int bloc
     return {next + int64_t{tile} * share * (part.end - part.first) * kPanel, lines};
 }
 
-template <bool HasLower>
+template <bool HasLower, Rights kRights>
 void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const int rows = row_end - row_begin, tiles = static_cast<int>(divide_up(rows, kMostTileRows));
     const int height = static_cast<int>(divide_up(rows, tiles));
@@ -118,7 +137,8 @@ void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_
                 // All are equally high. So the last may begin among rows of the one before, which are not finished again.
                 const int first = row_begin + tile * height, row = std::min(first, row_end - height);
                 TileSums& mine = sums[parts == 1 ? 0 : tile];
-                sum_tile<HasLower>(call, row, upper, part, mine, what_follows(*call.linear, part, block_end, tile, tiles), before);
+                const Ahead ahead = what_follows(*call.linear, part, block_end, tile, tiles);
+                sum_tile<HasLower, kRights>(call, row, upper, part, mine, ahead, before);
                 if (p + 1 == parts) before = {&mine, row, block, first - row, height};
             }
         }
@@ -136,7 +156,10 @@ void gemm_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_b
     const int held = static_cast<int>(std::clamp<int64_t>(fitting, kLeastHeldRows, kMostHeldRows));
     for (int row = row_begin, end; row < row_end; row = end) {
         end = row + static_cast<int>(divide_up(row_end - row, divide_up(row_end - row, held)));
-        const auto multiply = end - row <= kTileHeight ? multiply_tiles<false> : multiply_tiles<true>;
+        const int rows = end - row;
+        const auto multiply = rows <= kStreamedTileRows ? multiply_tiles<false, Rights::Streamed>
+                              : rows <= kTileHeight     ? multiply_tiles<false, Rights::Held>
+                                                        : multiply_tiles<true, Rights::Held>;
         multiply(call, row, end, block_begin, block_end);
     }
 }

@@ -90,8 +90,8 @@ SHOAL_INLINE void multiply_integer_tile(const GemmCall& call, const SplitRows& s
         _tile_zero(3);
         _tile_loadd(4, left, left_bytes);
         _tile_loadd(5, left + kGroupRows, left_bytes);
-        _tile_loadd(6, words, right_bytes);
-        _tile_loadd(7, words + kPanel, right_bytes);
+        _tile_stream_loadd(6, words, right_bytes);
+        _tile_stream_loadd(7, words + kPanel, right_bytes);
         _tile_dpbssd(0, 4, 6);
         _tile_dpbssd(1, 4, 7);
         _tile_dpbusd(2, 5, 6);

@@ -26,8 +26,8 @@ using KeyWeights = typename T::Left[kMostAtOnce][kTileKeys];  // of which those 
 // Rows, the keys that each one sees, and its softmax so far.
 struct AttentionState {
     alignas(64) float sums[kAttentionRows * kMaxHeadSize];
-    float maximum[kAttentionRows];
-    float denominator[kAttentionRows];
+    float maximum[kAttentionRows + kLanes];  // read and written a vector at a time, too
+    float denominator[kAttentionRows + kLanes];
     int low[kAttentionRows], high[kAttentionRows];
 };
 
@@ -37,6 +37,7 @@ struct KeyTile {
     int first_key;
     int count;
     bool streams;  // each page is read once: the unit has no more rows than meet it at once
+    bool of_prompt;  // several tokens' rows meet it, more than at once
     int64_t page;  // words of the keys of a page; its values follow
 };
 
@@ -71,8 +72,8 @@ struct Visible {
     }
 };
 
-// The largest of a row's visible scores; what is not visible becomes -inf.
-SHOAL_INLINE float row_top(float* scores, const Visible& visible) {
+// The largest of a row's visible scores, lane by lane; what is not visible becomes -inf.
+SHOAL_INLINE F32 row_tops(float* scores, const Visible& visible) {
     F32 top = splat(kMinusInfinity);
     visible.each([&](int c, auto is_whole) {
         F32 s = load(scores + c);
@@ -83,13 +84,13 @@ SHOAL_INLINE float row_top(float* scores, const Visible& visible) {
         }
         top = max(top, s);
     });
-    return horizontal_max(top);
+    return top;
 }
 
-// Turns a row's scores into weights 2^(score * scale - maximum), and gives their sum.
+// Turns a row's scores into weights 2^(score * scale - maximum), and gives their sums, lane by lane.
 template <class T>
-SHOAL_INLINE float weigh_row(const float* scores, typename T::Left* weights, const Visible& visible, float scale,
-                             float maximum) {
+SHOAL_INLINE F32 weigh_row(const float* scores, typename T::Left* weights, const Visible& visible, float scale,
+                           float maximum) {
     F32 sum{};
     visible.each([&](int c, auto is_whole) {
         const F32 s = load(scores + c);
@@ -98,7 +99,7 @@ SHOAL_INLINE float weigh_row(const float* scores, typename T::Left* weights, con
         sum += w;
         store_lefts<T>(weights, c, w);
     });
-    return horizontal_sum(sum);
+    return sum;
 }
 
 // Turns the scores of rows [row, row + count) over columns [begin, end) into weights. `shrink` is what their earlier sums
@@ -111,13 +112,13 @@ SHOAL_INLINE void weigh_rows(KeyScores& scores, KeyWeights<T>& weights, int begi
         return Visible(begin, end, state.low[row + i] - tile.first_key, state.high[row + i] - tile.first_key);
     };
     // All of them first: a maximum comes late, and nothing waits for it meanwhile.
-    for (int i = 0; i < count; ++i) top[i] = row_top(scores[i], visible(i));
+    for (int i = 0; i < count; ++i) top[i] = horizontal_max(row_tops(scores[i], visible(i)));
     for (int i = 0; i < count; ++i) {
         const float before = state.maximum[row + i], maximum = std::max(before, top[i] * scale);
         state.maximum[row + i] = maximum;
         // Without any visible key so far, the scores are all -inf and so are the weights 0, whatever the maximum.
         const float finite = maximum == kMinusInfinity ? 0.0f : maximum;
-        const float sum = weigh_row<T>(scores[i], weights[i], visible(i), scale, finite);
+        const float sum = horizontal_sum(weigh_row<T>(scores[i], weights[i], visible(i), scale, finite));
         shrink[i] = before == kMinusInfinity ? 0.0f : exp2<true>(splat(before - maximum))[0];
         state.denominator[row + i] = state.denominator[row + i] * shrink[i] + sum;
     }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import statistics
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -306,6 +307,7 @@ def _receive(connection: Connection) -> Sample:
 
 def _run_engine(config: ClusterConfig, connection: Connection) -> None:
     """Answers each batch with a sample until the other end closes; the first sample only says that it is up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it: by closing its side
 
     async def main() -> None:
         llm = await AsyncLLM.start(engine_config(config))
@@ -329,4 +331,5 @@ def _run_engine(config: ClusterConfig, connection: Connection) -> None:
             connection.send(replace(sample, in_engine_s=statistics.mean(map(sum, starts))))
         await llm.stop()
 
-    asyncio.run(main())
+    with suppress(ConnectionError):  # closed amid a batch
+        asyncio.run(main())

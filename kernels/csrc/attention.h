@@ -35,6 +35,7 @@ SHOAL_INLINE void fill_tile(KeyTile& tile, const AttentionCall& call, const Atte
     const int last = (unit.key_end - 1) / kPanel, next_last = (next.key_end - 1) / kPanel;
     tile.first_key = key;
     tile.count = std::min(count, unit.key_end - key);
+    tile.num_pages = static_cast<int>(divide_up(tile.count, kPanel));
     for (int p = 0; p < kTilePages; ++p) {
         const int number = key / kPanel + p, beyond = number - last - 1;
         tile.pages[p] = beyond < 0 ? find_page(call, unit, number, tile.page)
@@ -87,10 +88,9 @@ void attend(const AttentionCall& call, const AttentionUnit* units, int count, in
     const bool streams = units[0].tokens * group <= kRowsAtOnce<T>;
     const int tile_keys = streams ? kStreamedKeys : kTileKeys;
     int begin = units[0].key_begin / kPanel * kPanel;
-    tile.of_prompt = false;
+    tile.of_prompt = !streams && units[0].tokens > 1;  // of several units each has one token
     if (count > 1) begin = attend_shared<T>(call, units, count, shared_end, tile_keys, tile, state);
     tile.streams = streams;
-    tile.of_prompt = !streams && units[0].tokens > 1;
     for (int u = 0, row = 0; u < count; ++u) {
         const AttentionUnit& unit = units[u];
         const int end = row + unit.tokens * group;

@@ -32,12 +32,12 @@ inline void gather_values(const KeyTile& tile, int first, int end, int head_size
     }
 }
 
-// One vector of what combine() makes of the lanes of each of sixteen, in their order: two of them are halved at a time.
+// One vector of what combine() makes of the lanes of each of sixteen, in their order: two of them are halved at a time, in
+// their places.
 template <class Combine, int... Lane>
-SHOAL_INLINE void halve_pairs(F32 (&rows)[kLanes], int count, int group, const Combine& combine,
-                              std::integer_sequence<int, Lane...>) {
-    const int half = group / 2;
-    const I32 low{(Lane / half * group + Lane % half)...}, high = low + half;
+SHOAL_INLINE void halve_pairs(F32 (&rows)[kLanes], int count, const Combine& combine, std::integer_sequence<int, Lane...>) {
+    const int half = count / 2;  // of the lanes of one row, of which there are as many as rows
+    const I32 low{(Lane / half * count + Lane % half)...}, high = low + half;
     for (int i = 0; i < count; i += 2)
         rows[i / 2] = combine(__builtin_shuffle(rows[i], rows[i + 1], low), __builtin_shuffle(rows[i], rows[i + 1], high));
 }
@@ -45,8 +45,8 @@ SHOAL_INLINE void halve_pairs(F32 (&rows)[kLanes], int count, int group, const C
 template <class Combine>
 SHOAL_INLINE F32 across_lanes(F32 (&rows)[kLanes], const Combine& combine) {
 #pragma GCC unroll 4
-    for (int group = kLanes; group > 1; group /= 2)
-        halve_pairs(rows, group, group, combine, std::make_integer_sequence<int, kLanes>{});
+    for (int count = kLanes; count > 1; count /= 2)
+        halve_pairs(rows, count, combine, std::make_integer_sequence<int, kLanes>{});
     return rows[0];
 }
 
@@ -167,18 +167,18 @@ inline void attend_prompt(const AttentionCall& call, const Word* queries, const 
     if (pages.first >= pages.end) return;
     alignas(64) Word values[kTileKeys / Bf16::kPack * kMaxHeadSize];
     gather_values(tile, pages.first / 2 * 2, static_cast<int>(divide_up(pages.end, 2)) * 2, call.head_size, values);
-    const auto attend = [&](auto has_lower, int count, int last) {
+    const auto meet = [&](auto has_lower, int count, int last) {
         const TileShapes::Shape upper{std::min(count, kTileHeight), kTileWords}, right{kTileHeight, kTileWords};
         const TileShapes::Shape lower = has_lower ? TileShapes::Shape{count - kTileHeight, kTileWords} : upper;
         const TileShapes shapes({upper, upper, lower, lower, upper, lower, right, right});
         for (; row + count <= last; row += count, queries += count * steps)
             attend_prompt_rows<decltype(has_lower)::value>(call, queries, tile, values, row, count, state);
     };
-    if (row + kPromptRows <= end) attend(std::true_type{}, kPromptRows, end);
+    if (row + kPromptRows <= end) meet(std::true_type{}, kPromptRows, end);
     if (end - row > kTileHeight)
-        attend(std::true_type{}, end - row, end);
+        meet(std::true_type{}, end - row, end);
     else if (row < end)
-        attend(std::false_type{}, end - row, end);
+        meet(std::false_type{}, end - row, end);
 }
 
 }  // namespace SHOAL_ISA

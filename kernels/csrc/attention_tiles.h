@@ -14,14 +14,14 @@ namespace SHOAL_ISA {
 // 16, and a page 16 tokens.
 constexpr int kHalfWords = kTileWords / 2;
 constexpr int kMostSums = 4;
-// Pages that a page is asked for ahead, in the order in which they are read. What is read once stays out of the first-level
-// cache, as far as loads can say so.
-constexpr int kPagesAhead = 4;
+// Half pages that one is asked for ahead, in the order in which they are read.
+constexpr int kHalvesAhead = 4;
+static_assert(kStreamedPages + kHalvesAhead <= kTilePages);
 
-// What a tile's pages are read as: the keys of all, the values of all, then the keys of the next tile's.
-SHOAL_INLINE const Word* chunk_of(const KeyTile& tile, int chunk) {
-    const int page = chunk < kStreamedPages ? chunk : chunk - kStreamedPages;
-    const bool is_values = chunk >= kStreamedPages && page < kStreamedPages;
+// What is read of a tile that streams: the keys of all its pages, their values, then keys of what comes after it.
+SHOAL_INLINE const Word* half_page(const KeyTile& tile, int number) {
+    const int page = number < tile.num_pages ? number : number - tile.num_pages;
+    const bool is_values = number >= tile.num_pages && page < tile.num_pages;
     return tile.pages[page] + (is_values ? tile.page : 0);
 }
 
@@ -53,8 +53,8 @@ SHOAL_INLINE void store_sums(float* to, int64_t row_bytes) {
     if constexpr (N > 3) _tile_stored(3, to + 3 * kPanel, row_bytes);
 }
 
-// Sum `sum`, if it is one of N, += the left side times the right side that begins at right(sum). The compiler wants the
-// numbers of registers as they stand.
+// Sum `sum`, if it is one of N, += the left side times the right side that begins at right(sum), which mostly is read once and
+// stays out of the first-level cache, as far as a load can say so. The compiler wants the numbers of registers as they stand.
 #define SHOAL_ADD_PRODUCT(sum, left_tile, right_tile)            \
     if constexpr (N > sum) {                                     \
         _tile_stream_loadd(right_tile, right(sum), right_bytes); \
@@ -88,12 +88,12 @@ void score_pages_by_tiles(const Word* queries, int steps, const KeyTile& tile, i
     const auto keys = [&](int j) { return tile.pages[p + j] + s * kPanel; };
     for (; s + kTileWords <= steps; s += kTileWords) {
         if (tile.streams)
-            for (int j = 0; j < N; ++j) fetch_lines(chunk_of(tile, p + j + kPagesAhead) + s * kPanel, kTileWords);
+            for (int j = 0; j < N; ++j) fetch_lines(half_page(tile, p + j + kHalvesAhead) + s * kPanel, kTileWords);
         add_products<N>(queries + s, row_bytes, keys, panel_bytes);
     }
     if (s < steps) {
         if (tile.streams)
-            for (int j = 0; j < N; ++j) fetch_lines(chunk_of(tile, p + j + kPagesAhead) + s * kPanel, kHalfWords);
+            for (int j = 0; j < N; ++j) fetch_lines(half_page(tile, p + j + kHalvesAhead) + s * kPanel, kHalfWords);
         add_half_products<N>(queries + s, row_bytes, keys, panel_bytes);
     }
     store_sums<N>(&scores[0][p * kPanel], sizeof scores[0]);
@@ -106,7 +106,7 @@ void sum_values_by_tiles(const KeyWeights<Bf16>& weights, const KeyTile& tile, c
     load_sums<N>(sums + column, row_bytes);
     for (int p = pages.first; p < pages.end; ++p) {
         if (tile.streams) {
-            const Word* const later = chunk_of(tile, kStreamedPages + p + kPagesAhead) + column;
+            const Word* const later = half_page(tile, tile.num_pages + p + kHalvesAhead) + column;
             for (int row = 0; row < kHalfWords; ++row) fetch_lines(later + row * head_size, N);
         }
         const Word* const values = tile.pages[p] + tile.page + column;

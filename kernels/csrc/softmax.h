@@ -36,8 +36,9 @@ struct KeyTile {
     const Word* pages[kTilePages];
     int first_key;
     int count;
-    bool streams;  // each page is read once: the unit has no more rows than meet it at once
-    bool of_prompt;  // several tokens' rows meet it, more than at once
+    int num_pages;   // that hold the unit's keys
+    bool streams;    // each page is read once: the unit has no more rows than meet it at once
+    bool of_prompt;  // the unit has several tokens, and more rows than meet it at once
     int64_t page;  // words of the keys of a page; its values follow
 };
 

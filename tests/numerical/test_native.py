@@ -535,9 +535,10 @@ def test_nothing_of_an_earlier_sequence_shows_in_a_reused_block() -> None:
         assert torch.equal(run(used, part)[:, keep], run(fresh, part)[:, keep])
 
 
-@pytest.mark.parametrize("length", [17, 40, 300])  # pages of 16 that are odd in number, and a tile of keys and a part
+# Pages of 16 that are odd in number, of one tile of keys or more, in a part that no other of its head comes after.
+@pytest.mark.parametrize(("length", "part_begin"), [(10, 0), (40, 0), (300, 272)])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_nothing_of_a_neighbour_shows(kernels: str, length: int) -> None:
+def test_nothing_of_a_neighbour_shows(kernels: str, length: int, part_begin: int) -> None:
     """Not even that it is NaN: pages that are asked for ahead, or to fill up a register, are the next sequence's."""
     shape = make_shape(dtype=torch.bfloat16)
     weights = make_weights(shape)
@@ -546,11 +547,14 @@ def test_nothing_of_a_neighbour_shows(kernels: str, length: int) -> None:
     weights = {**weights, "embed_tokens.weight": poisoned, "lm_head.weight": poisoned}
     beside, alone = (NativeDecoder(shape, weights.items(), rotary_table(shape), kernels) for _ in range(2))
     clean = [t if t != 3 else 4 for t in tokens(shape, length)]
-    part = Part(clean, 0, list(range(20)))
-    keep = [t for t in range(shape.vocab_size) if t != 3]  # its own logit is NaN by its row of the head
+    blocks, keep = list(range(20)), [t for t in range(shape.vocab_size) if t != 3]  # whose row of the head is NaN
+    if part_begin > 0:
+        for decoder in (beside, alone):
+            run(decoder, Part(clean[:part_begin], 0, blocks))
+    part = Part(clean[part_begin:], part_begin, blocks)
     logits = run(beside, part, Part([3] * 40, 0, [20, 21, 22]))
-    assert logits[length:].isnan().all()
-    assert torch.equal(logits[:length, keep], run(alone, part)[:, keep])
+    assert logits[len(part.token_ids) :].isnan().all()
+    assert torch.equal(logits[: len(part.token_ids), keep], run(alone, part)[:, keep])
 
 
 def test_copied_blocks_take_what_their_sources_were() -> None:

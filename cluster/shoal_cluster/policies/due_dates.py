@@ -13,7 +13,7 @@ from shoal_cluster.policies.overload import Backlog, Claim, met_together
 from shoal_cluster.policies.pace import PACE_AGE_S, Pace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.standing import EPSILON_S
-from shoal_cluster.policies.wishes import PlacedWish
+from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
 
 NUM_HELD_AT_ONCE = 1000  # with so many times as many, dates are made for all together so many times as seldom
 
@@ -68,7 +68,8 @@ class DueDates:
             return
         begins_s = now + plan.wait_s(self.pace.token_s)
         claims = [self._claim(held, begins_s) for held in everybody]
-        claims += [self._wished(other) for other in wishes]
+        block_size = next(iter(everybody)).pending.query.block_size
+        claims += [self._wished(other.wish, begins_s, block_size) for other in wishes]
         for held, claim, due_s in zip(everybody, claims, met_together(claims, backlog), strict=False):
             if due_s != held.due_s:
                 is_lost = due_s > claim.arrival_s + claim.length_s
@@ -91,14 +92,16 @@ class DueDates:
         self._by_urgency.put(held)
 
     def _claim(self, held: Held, begins_s: float) -> Claim:
-        arrival_s, length_s, due_s = held.pending.arrival_s, held.length_s, held.due_s
-        if held.is_lost:
-            due_s = self._objective.renewed_s(arrival_s, length_s, begins_s + held.takes_s)
-        return Claim(self._by_urgency.rank(held)[:2], due_s, held.takes_s, arrival_s, length_s)
+        return self._as_of(begins_s, self._by_urgency.rank(held), held.takes_s, held.pending.arrival_s, held.length_s)
 
-    def _wished(self, other: PlacedWish) -> Claim:
-        """Another gateway puts it off as this one would, as if its date were its first."""
-        *group, due_s = other.wish.rank
-        alone_s, takes_s = self.pace.seconds(0, other.wish.num_tokens)
-        length_s = self._objective.due_in_s(alone_s)
-        return Claim((group[0], group[1]), due_s, takes_s, due_s - length_s, length_s)
+    def _wished(self, wish: Wish, begins_s: float, block_size: int) -> Claim:
+        """Another gateway's: it puts it off as this one would."""
+        _, takes_s = self.pace.seconds(wish.num_cached_blocks * block_size, wish.num_tokens)
+        return self._as_of(begins_s, wish.rank, takes_s, wish.arrival_s, wish.length_s)
+
+    def _as_of(self, begins_s: float, rank: Rank, takes_s: float, arrival_s: float, length_s: float) -> Claim:
+        """What is lost may be due as soon as it can be."""
+        *group, due_s = rank
+        if due_s > arrival_s + length_s + EPSILON_S:
+            due_s = self._objective.renewed_s(arrival_s, length_s, begins_s + takes_s)
+        return Claim((group[0], group[1]), due_s, takes_s, arrival_s, length_s)

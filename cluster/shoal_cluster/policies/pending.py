@@ -299,7 +299,8 @@ class PendingQueue:
         for held in nsmallest(self._config.max_considered, planned, key=self._by_urgency.rank):
             if held.wish is not None:
                 replica_id, *size = held.wish
-                wishes.setdefault(replica_id, []).append(Wish(self._by_urgency.rank(held), *size))
+                objective = held.pending.arrival_s, held.length_s
+                wishes.setdefault(replica_id, []).append(Wish(self._by_urgency.rank(held), *size, *objective))
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
 
     def _matched(self, held: Held, view: ClusterView, now: float) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ class Wish:
 
     ``rank`` is its place in the order of ``PendingQueue``: priority, bursts beyond its tenant's share, and when its
     first token is due, on the reader's clock. Blocks and tokens are what it will take there, as in ``Reservation``,
-    beside the blocks of its prompt that are cached there. ``decode_steps`` as in ``RouteQuery``.
+    beside the blocks of its prompt that are cached there. ``decode_steps`` as in ``RouteQuery``. It came at
+    ``arrival_s``, on the reader's clock, with an objective of ``length_s``: what is due later than that is lost.
     """
 
     rank: Rank
@@ -24,6 +26,8 @@ class Wish:
     num_tokens: int
     num_cached_blocks: int = 0
     decode_steps: int = PRICED_STEPS
+    arrival_s: float = 0.0
+    length_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -64,7 +65,9 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class ToldWish(msgspec.Struct, frozen=True, array_like=True):
-    """A Wish on its way: clocks of hosts differ, so its first token is due in seconds from when it is told."""
+    """A Wish on its way: clocks of hosts differ, so its first token is due in seconds from when it is told, and it came
+    so many before.
+    """
 
     priority: int
     excess: int
@@ -73,16 +76,19 @@ class ToldWish(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     num_cached_blocks: int = 0
     decode_steps: int = PRICED_STEPS
+    age_s: float = 0.0
+    length_s: float = math.inf
 
     @classmethod
     def at(cls, wish: Wish, now: float) -> ToldWish:
         priority, excess, due_s = wish.rank
         size = wish.num_blocks, wish.num_tokens, wish.num_cached_blocks
-        return cls(priority, excess, due_s - now, *size, wish.decode_steps)
+        return cls(priority, excess, due_s - now, *size, wish.decode_steps, now - wish.arrival_s, wish.length_s)
 
     def wish(self, now: float) -> Wish:
         rank = self.priority, self.excess, now + self.due_in_s
-        return Wish(rank, self.num_blocks, self.num_tokens, self.num_cached_blocks, self.decode_steps)
+        size = self.num_blocks, self.num_tokens, self.num_cached_blocks
+        return Wish(rank, *size, self.decode_steps, now - self.age_s, self.length_s)
 
 
 class Wishes(msgspec.Struct, frozen=True, tag="wishes"):

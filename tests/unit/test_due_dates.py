@@ -5,13 +5,16 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import pytest
 from fixtures.cluster_views import make_query, make_stats
 from msgspec import structs
 
-from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.policies.wishes import Wish
+from shoal_cluster.serve.feed_messages import ToldWish
 from shoal_replica.prefix_cache import hash_blocks
 
 CONFIG = HoldConfig(objective=LatencyObjective(), prefill=PrefillTime(tokens_per_s=1000.0, pair_s=0.0))
@@ -75,6 +78,42 @@ def test_gateways_put_off_the_same_requests() -> None:
     kept = in_time(queues[0], 0.33) | in_time(queues[1], 0.33)
     assert kept == {f"r{number:02}" for number in range(len(kept))}
     assert 0 < len(kept) <= len(in_time(alone)) < 12
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_what_another_gateway_has_lost_is_put_off_first(is_lost: bool) -> None:
+    """Three prompts of 800 tokens and this one cannot all be computed by 3.8 s."""
+    view, queue = view_of(only=BUSY), PendingQueue(CONFIG, is_one_of_many=True)
+    queue.push(pending("mine", 900))
+    queue.push(pending("last", 100))
+    length_s = 3.6
+    ago_s = length_s * RENEWAL if is_lost else length_s
+    dues_s = (1.9, 2.7, 3.5)
+    view.set_wishes("only", [Wish((0, 0, d), 50, 800, arrival_s=d - ago_s, length_s=length_s) for d in dues_s])
+    look(queue, view, 0.0)
+    assert ("mine" in in_time(queue)) == is_lost
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gateways_make_the_dates_that_one_would_make(seed: int) -> None:
+    """Of what is lost and what is not, each knowing the other's by what it is told."""
+    rng = Random(seed)
+    alone, view = PendingQueue(CONFIG), view_of(only=BUSY)
+    queues = [PendingQueue(CONFIG, is_one_of_many=True) for _ in range(2)]
+    views = [view_of(only=BUSY) for _ in range(2)]
+    for number in range(16):
+        arrival_s = -rng.choice([rng.random(), 10.0 * rng.random()])
+        request = pending(f"r{number:02}", rng.randrange(1, 40) * 50, arrival_s=arrival_s)
+        alone.push(request)
+        queues[number % 2].push(request)
+    for turn in range(6):
+        now = 0.11 * turn
+        for queue, its_view in zip(queues, views, strict=True):
+            look(queue, its_view, now)
+        for its_view, other in zip(views, reversed(queues), strict=True):
+            its_view.set_wishes("only", [ToldWish.at(wish, now).wish(now) for wish in other.wishes().get("only", ())])
+        look(alone, view, now)
+    assert in_time(queues[0], now) | in_time(queues[1], now) == in_time(alone, now)
 
 
 def test_a_newcomer_counts_with_what_it_has_to_compute() -> None:

@@ -424,7 +424,8 @@ def test_gateways_that_know_each_others_wishes_keep_one_order() -> None:
     view.set_wishes("only", [Wish((0, 0, 1.5), 10, 160)])
     queue = queue_of(pending("mine"), is_one_of_many=True)
     assert send(queue, view) == [], "another gateway's is due at 1.5 s, this one at 2.3 s"
-    assert queue.wishes() == {"only": (Wish((0, 0, pytest.approx(2.32)), 11, 160, 0, PRICED_STEPS),)}
+    due_s = pytest.approx(2.32)
+    assert queue.wishes() == {"only": (Wish((0, 0, due_s), 11, 160, 0, PRICED_STEPS, 0.0, due_s),)}
     view.set_wishes("only", [Wish((0, 0, 3.0), 10, 160)])
     assert send(queue, view) == [("mine", "only")]
     assert queue.wishes() == {}

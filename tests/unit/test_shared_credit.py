@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -263,8 +264,8 @@ async def test_gateways_that_share_credit_do_not_all_choose_the_same() -> None:
 
 
 def test_a_wish_comes_as_it_was_told() -> None:
-    wish = Wish((1, 2, 7.5), 4, 40, 3, 20)
-    assert ToldWish.at(wish, 5.0).wish(6.0) == replace(wish, rank=(1, 2, 8.5))
+    wish = Wish((1, 2, 7.5), 4, 40, 3, 20, 4.5, 3.0)
+    assert ToldWish.at(wish, 5.0).wish(6.0) == replace(wish, rank=(1, 2, 8.5), arrival_s=5.5)
 
 
 async def test_what_one_gateway_holds_the_other_knows_until_it_is_gone(no_beats: dict[str, float]) -> None:
@@ -272,11 +273,14 @@ async def test_what_one_gateway_holds_the_other_knows_until_it_is_gone(no_beats:
         for name, made in replicas.items():  # a report, before all else
             await made.run(f"first-{name}", "left", prompt_token_ids=range(300, 303), max_tokens=1)
         now = time.monotonic()
-        left.wish({"one": (Wish((0, 1, now + 3.0), 4, 40), Wish((0, 0, now + 5.0), 2, 20))})
+        lost = Wish((0, 0, now + 5.0), 2, 20, arrival_s=now - 3.0, length_s=2.0)
+        left.wish({"one": (Wish((0, 1, now + 3.0), 4, 40), lost)})
         await until(lambda: len(right.view.wishes(now)) == 2)
         sooner, later = (placed.wish for placed in right.view.wishes(now))
         assert (sooner.rank[:2], sooner.num_blocks, sooner.num_tokens) == ((0, 0), 2, 20)
         assert sooner.rank[2] == pytest.approx(now + 5.0, abs=1.0), "the way there takes a little"
+        assert sooner.rank[2] - sooner.arrival_s == pytest.approx(8.0)
+        assert (sooner.length_s, later.length_s) == (2.0, math.inf)
         assert later.rank[:2] == (0, 1)
         assert not left.view.wishes(now), "its own are known to its queue"
         left.wish({"two": (Wish((0, 0, now + 3.0), 4, 40),)})

@@ -298,9 +298,8 @@ class PendingQueue:
         planned = [held for held in self._held.values() if held.wish is not None]
         for held in nsmallest(self._config.max_considered, planned, key=self._by_urgency.rank):
             if held.wish is not None:
-                replica_id, *size = held.wish
-                objective = held.pending.arrival_s, held.length_s
-                wishes.setdefault(replica_id, []).append(Wish(self._by_urgency.rank(held), *size, *objective))
+                rank, objective = self._by_urgency.rank(held), (held.pending.arrival_s, held.length_s)
+                wishes.setdefault(held.wish[0], []).append(Wish(rank, *held.wish[1:], *objective))
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
 
     def _matched(self, held: Held, view: ClusterView, now: float) -> Ints:

@@ -270,7 +270,7 @@ def test_integer_weights_of_ragged_shapes(hidden: int, vocab: int, tied: bool, b
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 128])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 160, 256])
 def test_head_sizes_groups_and_blocks(head_size: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     shape = make_shape(
         dtype=dtype, head_size=head_size, num_heads=2 * group, block_size=block_size, num_layers=1, num_blocks=20
@@ -372,7 +372,7 @@ def test_a_prompt_does_not_depend_on_its_company(kernels: str, bits: int | None,
 
 
 @pytest.mark.parametrize("window", [None, 40, 650])
-@pytest.mark.parametrize("group", [1, 3, 13])  # 13 rows are more than one register tile
+@pytest.mark.parametrize("group", [1, 3, 13, 20])  # 13 rows are more than one tile of vectors, 20 than one of registers
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_sequences_that_share_blocks_decode_as_if_alone(

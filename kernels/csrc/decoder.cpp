@@ -92,7 +92,9 @@ Decoder::Matrix Decoder::matrix(ShoalParameter parameter, int layer) {
 void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count) {
     if (const Matrix m = matrix(parameter, layer); m.linear != nullptr) {
         expect(count, int64_t{m.outputs} * m.inputs);
-        *m.linear = pack_linear(arena_, dtype_, data, m.outputs, m.inputs, m.gated);
+        const bool codes = kernels_.codes && dtype_ == Dtype::Bf16 && m.inputs % kGroup == 0;
+        *m.linear = codes ? code_linear(arena_, data, m.outputs, m.inputs, m.gated)
+                          : pack_linear(arena_, dtype_, data, m.outputs, m.inputs, m.gated);
         if (parameter == SHOAL_HEAD && shape_.is_last_stage && exchange_ == nullptr && dtype_ == Dtype::Bf16 &&
             kernels_.screened_rows > 0)
             screen_ = make_screen(arena_, data, m.outputs, m.inputs);
@@ -145,7 +147,7 @@ void Decoder::list_first_read() {
     int64_t left = kFirstRead;
     for (const Layer& layer : layers_)
         for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-            const int64_t bytes = std::min(left, linear->blocks * linear->block_words() * int64_t{sizeof(Word)});
+            const int64_t bytes = std::min(left, linear->start(linear->blocks) * int64_t{sizeof(Word)});
             first_read_.push_back({reinterpret_cast<const char*>(linear->words), bytes});
             left -= bytes;
         }

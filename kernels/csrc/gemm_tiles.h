@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "coded_tiles.h"
 #include "gemm.h"
 #include "integer_tiles.h"
 #include "tiles.h"
@@ -12,7 +13,10 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-constexpr int kLinesOfStep = kTileWords * kBlockColumns / kPanel;  // of a weight block: what one step of a tile reads
+// Of a weight block: what one step of a tile is decoded from, and a little for tiles that are held as they are.
+constexpr int kLinesOfStep = 2 * kCodedBytes / kLineBytes + 1;
+// Steps between decoding and use: tile registers are loaded from what has left the store buffer.
+constexpr int kDecodedAhead = 2;
 // Steps of a part of a block that the first-level cache keeps for all rows, while their own values pass by it.
 constexpr int kPartSteps = 18;
 // Left sides that are met by all of a call's blocks, one after the other: the second-level cache holds them. The first is
@@ -22,11 +26,6 @@ constexpr int kLeastHeldRows = 128;
 constexpr int kMostHeldRows = 512;
 
 constexpr int kMostTileRows = 2 * kTileHeight;
-// So few rows wait for weights alone, which then come as fast as memory gives them: each line asked for half a step ahead, so
-// that the first ones of a new page have come when its others are asked for, and kept out of the first-level cache, where
-// rows and sums would otherwise wait behind what comes from memory. With more rows, finishing them takes what that gains.
-constexpr int kStreamedTileRows = 8;
-constexpr int kStreamedAhead = kLinesOfStep / 2 * kPanel;  // words
 using TileSums = float[kMostTileRows][kBlockColumns];
 
 // Complete sums of a tile, whose rows are finished while those of the next are being summed.
@@ -48,22 +47,52 @@ struct Part {
     int block, first, end;
 };
 
-enum class Rights { Streamed, Held };  // whether a block of the weight is met by one tile of a few rows, or by more
+// The steps of a call's blocks, decoded while those before them are multiplied: of rows that one tile holds. A row's sums wait
+// for memory: what is decoded is asked for far ahead.
+class StreamedRights {
+public:
+    StreamedRights(const Linear& linear, int block_begin, int block_end) : codes_(linear, block_begin, block_end) {
+        for (int s = 0; s < kDecodedAhead; ++s) codes_.decode<true>(steps_[s]);
+    }
+    SHOAL_INLINE const StepTiles& step(int) const { return steps_[number_ % kHeldSteps]; }
+    SHOAL_INLINE void go_on(int) { codes_.decode<true>(steps_[(number_++ + kDecodedAhead) % kHeldSteps]); }
 
-SHOAL_INLINE void fetch_step(const Word* words) {
-#pragma GCC unroll 32
-    for (int i = 0; i < kLinesOfStep; ++i) __builtin_prefetch(words + i * kPanel, 0, 2);
-}
+private:
+    static constexpr unsigned kHeldSteps = 4;
+    Codes codes_;
+    unsigned number_ = 0;
+    StepTiles steps_[kHeldSteps];
+};
+
+// A part's steps, decoded by its first tile and kept for the others. Each asks for a share of what the next part is made of.
+template <bool kDecodes>
+struct HeldRights {
+    Codes& codes;
+    StepTiles* steps;
+    int count;
+    const uint8_t* asked;
+    int lines;  // that are asked for at a step
+
+    SHOAL_INLINE const StepTiles& step(int s) {
+        if (kDecodes && s == 0)
+            for (int i = 0; i < std::min(count, kDecodedAhead); ++i) codes.decode<false>(steps[i]);
+        return steps[s];
+    }
+    SHOAL_INLINE void go_on(int s) {
+        for (int i = 0; i < lines; ++i, asked += kLineBytes) __builtin_prefetch(asked, 0, 2);
+        if (kDecodes && s + kDecodedAhead < count) codes.decode<false>(steps[s + kDecodedAhead]);
+    }
+};
 
 // The sums of the first `upper` rows from `row` on, and of those after them if there are any, go on by a part, from zero at
 // the first. Meanwhile those before are finished.
-template <bool HasLower, Rights kRights>
-SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part& part, TileSums& sums, const Ahead& ahead,
+template <bool HasLower, class Rights>
+SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part& part, TileSums& sums, Rights& rights,
                            Unfinished& before) {
-    const Word* right = call.linear->block(part.block) + int64_t{part.first} * kTileWords * kBlockColumns;
     const Word* const left = call.x + row * call.x_stride;
     const Word* const lower = left + upper * call.x_stride;
-    const int64_t left_bytes = call.x_stride * kWordBytes, right_bytes = kBlockColumns * kWordBytes;
+    const int64_t left_bytes = call.x_stride * kWordBytes;
+    constexpr int64_t right_bytes = kPanel * kWordBytes;
     const int each = static_cast<int>(divide_up(before.end - before.next, part.end - part.first));
     if (part.first == 0) {
         _tile_zero(0);
@@ -78,16 +107,11 @@ SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part&
             _tile_loadd(3, &sums[upper][kPanel], sizeof sums[0]);
         }
     }
-    const Word* fetched = ahead.words;
-    for (int s = part.first; s < part.end; ++s, right += kTileWords * kBlockColumns) {
-        if constexpr (kRights == Rights::Streamed) {
-            fetch_step(right + kStreamedAhead);
-            _tile_stream_loadd(6, right, right_bytes);
-            _tile_stream_loadd(7, right + kPanel, right_bytes);
-        } else {
-            _tile_loadd(6, right, right_bytes);
-            _tile_loadd(7, right + kPanel, right_bytes);
-        }
+    for (int s = part.first; s < part.end; ++s) {
+        const StepTiles& right = rights.step(s - part.first);
+        make_stores();
+        _tile_loadd(6, right.tiles[0], right_bytes);
+        _tile_loadd(7, right.tiles[1], right_bytes);
         _tile_stream_loadd(4, left + s * kTileWords, left_bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -96,8 +120,7 @@ SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part&
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        if constexpr (kRights == Rights::Held)
-            for (int i = 0; i < ahead.lines; ++i, fetched += kPanel) __builtin_prefetch(fetched, 0, 2);
+        rights.go_on(s - part.first);
         before.finish(call, each);
     }
     before.finish(call, before.end);
@@ -109,36 +132,58 @@ SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part&
     }
 }
 
-// What a tile fetches, a few lines a step, of as much as all of a part's tiles read: what follows the part, if anything does.
-SHOAL_INLINE Ahead what_follows(const Linear& linear, const Part& part, int block_end, int tile, int tiles) {
-    const int share = static_cast<int>(divide_up(kLinesOfStep, tiles)), lines = std::min(share, kLinesOfStep - tile * share);
-    const bool is_last = part.block + 1 == block_end && (part.end == linear.steps() / kTileWords);
-    if (is_last || lines <= 0) return {};
-    const Word* const next = linear.block(part.block) + int64_t{part.end} * kTileWords * kBlockColumns;
-    return {next + int64_t{tile} * share * (part.end - part.first) * kPanel, lines};
-}
-
-template <bool HasLower, Rights kRights>
-void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
-    const int rows = row_end - row_begin, tiles = static_cast<int>(divide_up(rows, kMostTileRows));
-    const int height = static_cast<int>(divide_up(rows, tiles));
-    const int upper = HasLower ? static_cast<int>(divide_up(height, 2)) : height;
+// Two by two registers of `height` rows, or two of as many.
+template <bool HasLower>
+TileShapes shapes_of(int upper, int height) {
     const TileShapes::Shape above{upper, kTileWords}, right{kTileWords, kTileWords};
     const TileShapes::Shape below = HasLower ? TileShapes::Shape{height - upper, kTileWords} : above;
-    const TileShapes shapes({above, above, below, below, above, below, right, right});
-    const int steps = call.linear->steps() / kTileWords;
-    const int parts = tiles == 1 ? 1 : static_cast<int>(divide_up(steps, kPartSteps));
+    return TileShapes({above, above, below, below, above, below, right, right});
+}
+
+// Rows of one tile.
+template <bool HasLower>
+void multiply_tile(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
+    const int height = row_end - row_begin, upper = HasLower ? static_cast<int>(divide_up(height, 2)) : height;
+    const TileShapes shapes = shapes_of<HasLower>(upper, height);
+    alignas(64) TileSums sums;
+    StreamedRights rights(*call.linear, block_begin, block_end);
+    Unfinished before;
+    for (int block = block_begin; block < block_end; ++block) {
+        sum_tile<HasLower>(call, row_begin, upper, {block, 0, call.linear->groups()}, sums, rights, before);
+        before = {&sums, row_begin, block, 0, height};
+    }
+    before.finish(call, before.end);
+}
+
+// Rows of several: a part of a block is decoded once for all.
+void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
+    const int rows = row_end - row_begin, tiles = static_cast<int>(divide_up(rows, kMostTileRows));
+    const int height = static_cast<int>(divide_up(rows, tiles)), upper = static_cast<int>(divide_up(height, 2));
+    const TileShapes shapes = shapes_of<true>(upper, height);
+    const int steps = call.linear->groups(), parts = static_cast<int>(divide_up(steps, kPartSteps));
+    const int share = static_cast<int>(divide_up(kLinesOfStep, tiles));
     alignas(64) TileSums sums[kMostHeldRows / kMostTileRows];
+    StepTiles decoded[kPartSteps];
+    Codes codes(*call.linear, block_begin, block_end);
     Unfinished before;
     for (int block = block_begin; block < block_end; ++block)
         for (int p = 0; p < parts; ++p) {
             const Part part{block, steps * p / parts, steps * (p + 1) / parts};
+            const int count = part.end - part.first;
+            const uint8_t* const following = codes.next() + int64_t{kLinesOfStep} * count * kLineBytes;
             for (int tile = 0; tile < tiles; ++tile) {
                 // All are equally high. So the last may begin among rows of the one before, which are not finished again.
                 const int first = row_begin + tile * height, row = std::min(first, row_end - height);
                 TileSums& mine = sums[parts == 1 ? 0 : tile];
-                const Ahead ahead = what_follows(*call.linear, part, block_end, tile, tiles);
-                sum_tile<HasLower, kRights>(call, row, upper, part, mine, ahead, before);
+                const int skipped = tile * share, lines = std::min(share, kLinesOfStep - skipped);
+                const uint8_t* const asked = following + int64_t{skipped} * count * kLineBytes;
+                if (tile == 0) {
+                    HeldRights<true> rights{codes, decoded, count, asked, lines};
+                    sum_tile<true>(call, row, upper, part, mine, rights, before);
+                } else {
+                    HeldRights<false> rights{codes, decoded, count, asked, lines};
+                    sum_tile<true>(call, row, upper, part, mine, rights, before);
+                }
                 if (p + 1 == parts) before = {&mine, row, block, first - row, height};
             }
         }
@@ -149,17 +194,16 @@ void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_
 void gemm_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const Linear& linear = *call.linear;
     if (linear.format == Format::Int8) return integers_by_tiles(call, row_begin, row_end, block_begin, block_end);
-    if (linear.format != Format::Plain || linear.dtype != Dtype::Bf16 || linear.steps() % kTileWords != 0)
-        return gemm(call, row_begin, row_end, block_begin, block_end);
+    if (linear.format != Format::Coded) return gemm(call, row_begin, row_end, block_begin, block_end);
     if (block_begin == block_end) return;
     const int64_t fitting = kHeldBytes / (int64_t{linear.steps()} * kWordBytes);
     const int held = static_cast<int>(std::clamp<int64_t>(fitting, kLeastHeldRows, kMostHeldRows));
     for (int row = row_begin, end; row < row_end; row = end) {
         end = row + static_cast<int>(divide_up(row_end - row, divide_up(row_end - row, held)));
         const int rows = end - row;
-        const auto multiply = rows <= kStreamedTileRows ? multiply_tiles<false, Rights::Streamed>
-                              : rows <= kTileHeight     ? multiply_tiles<false, Rights::Held>
-                                                        : multiply_tiles<true, Rights::Held>;
+        const auto multiply = rows <= kTileHeight     ? multiply_tile<false>
+                              : rows <= kMostTileRows ? multiply_tile<true>
+                                                      : multiply_tiles;
         multiply(call, row, end, block_begin, block_end);
     }
 }

@@ -15,9 +15,11 @@ namespace SHOAL_ISA {
 #if defined(__AMX_BF16__)
 constexpr auto kGemm = gemm_by_tiles;
 constexpr int kRowChunk = 512, kLeastRows = 40, kScreenedRows = 8;
+constexpr bool kCodes = true;
 #else
 constexpr auto kGemm = gemm;
 constexpr int kRowChunk = 120, kLeastRows = 16;
+constexpr bool kCodes = false;
 #if defined(__AVX512BF16__)
 constexpr int kScreenedRows = 4;
 #elif defined(__AVX512F__)
@@ -31,7 +33,7 @@ constexpr int kScreenedRows = 0;
 
 extern const Kernels table;
 const Kernels table{SHOAL_TEXT(SHOAL_ISA), kGemm, round_row, rms_norm,   rotary,       attention, row_maximum,
-                    merge,                 kRowChunk, kLeastRows, kScreenedRows};
+                    merge,                 kRowChunk, kLeastRows, kScreenedRows, kCodes};
 
 }  // namespace SHOAL_ISA
 }  // namespace shoal

@@ -14,9 +14,12 @@ using Word = uint32_t;
 
 enum class Dtype : int32_t { Bf16 = 0, Float32 = 1 };
 
-// How a weight is held: in the dtype, or as integers of which kGroup inputs of an output share a scale. Activations that
-// meet integers are 16-bit integers, which hold a group of bf16 values with all but no loss: only weights are rounded.
-enum class Format : int32_t { Plain = 0, Int8 = 8, Int4 = 4 };
+// How a weight is held: in the dtype; in bf16 coded in 12 bits without loss (coded.h); or as integers of which kGroup inputs
+// of an output share a scale. Activations that meet integers are 16-bit integers, which hold a group of bf16 values with all
+// but no loss: only weights are rounded.
+enum class Format : int32_t { Plain = 0, Coded = 12, Int8 = 8, Int4 = 4 };
+
+inline bool is_integer(Format format) { return format == Format::Int8 || format == Format::Int4; }
 
 inline int values_per_word(Dtype dtype) { return dtype == Dtype::Bf16 ? 2 : 1; }
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -32,6 +35,7 @@ constexpr int kSharedRows = 48;     // of units that read pages together: enough
 // Plain: words [inputs / pack][32]. Integers: for each group, words [bits][32], then words [16] of the scales of columns
 // c (lower half) and c + 16, in bf16, and of Int4 as many of their minimums. A word holds pairs that follow one another
 // along the inputs, each in the lower and the upper 16 bits: of Int8 two pairs, by signed bytes; of Int4 four, by nibbles.
+// Coded: for each 32 inputs the tile of 16 columns and that of the 16 others, as in coded.h.
 // A gated pair interleaves panels: block b holds 16 gate columns, then the 16 up columns of the same outputs.
 struct Linear {
     Dtype dtype = Dtype::Bf16;
@@ -41,6 +45,8 @@ struct Linear {
     int blocks = 0;
     bool gated = false;
     Word* words = nullptr;    // in the arena it was packed to
+    std::vector<int64_t> starts;  // of Coded: the word at which each block begins, and the end of the last
+    std::vector<uint8_t> tops;    // of Coded: of each tile
     std::vector<float> bias;  // in packed column order; empty without bias
 
     int bits() const { return static_cast<int>(format); }
@@ -49,10 +55,12 @@ struct Linear {
     int64_t group_words() const {
         return int64_t{bits()} * kBlockColumns + (format == Format::Int4 ? 2 : 1) * kPanel;
     }
-    int64_t block_words() const {
+    int64_t block_words() const {  // of all formats but Coded, whose blocks differ
         return format == Format::Plain ? int64_t{steps()} * kBlockColumns : groups() * group_words();
     }
-    Word* block(int64_t b) const { return words + b * block_words(); }
+    int64_t start(int64_t b) const { return format == Format::Coded ? starts[b] : b * block_words(); }
+    Word* block(int64_t b) const { return words + start(b); }
+    const uint8_t* tops_of(int64_t b) const { return tops.data() + b * 2 * groups(); }
 };
 
 // Rows as 16-bit integers, for weights that are integers.
@@ -147,6 +155,7 @@ struct Kernels {
     int least_rows;
     // Of a step, for which a product of 8 bits and what it leaves in question take less than the head of bf16; 0: none do.
     int screened_rows;
+    bool codes;  // bf16 weights whose inputs are whole groups are Coded
 };
 
 // The best set that this machine runs, or the named one; null when it is not built or not supported here.
@@ -155,6 +164,8 @@ const Kernels* find_kernels(const char* name);
 const char* supported_kernels();
 
 Linear pack_linear(Arena& arena, Dtype dtype, const void* weight, int outputs, int inputs, bool gated);
+// Of bf16, whose inputs are whole groups.
+Linear code_linear(Arena& arena, const void* weight, int outputs, int inputs, bool gated);
 // A matrix as value * scale + minimum. Values are signed of Int8, which has no minimums, and unsigned of Int4.
 struct Integers {
     Format format;

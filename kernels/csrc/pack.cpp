@@ -1,7 +1,8 @@
 // Weights to their packed layout, once, when the model is loaded.
+#include <algorithm>
 #include <cstring>
 
-#include "kernels.h"
+#include "coded.h"
 
 namespace shoal {
 
@@ -24,7 +25,7 @@ int output_at(const Linear& linear, int64_t column) {
     return static_cast<int>(column % kBlockColumns < kPanel ? unit : half + unit);
 }
 
-Linear make_linear(Arena& arena, Dtype dtype, Format format, int outputs, int inputs, bool gated) {
+Linear describe_linear(Dtype dtype, Format format, int outputs, int inputs, bool gated) {
     Linear linear;
     linear.dtype = dtype;
     linear.format = format;
@@ -32,18 +33,31 @@ Linear make_linear(Arena& arena, Dtype dtype, Format format, int outputs, int in
     linear.inputs = inputs;
     linear.gated = gated;
     linear.blocks = static_cast<int>(gated ? divide_up(outputs / 2, kPanel) : divide_up(outputs, kBlockColumns));
+    return linear;
+}
+
+Linear make_linear(Arena& arena, Dtype dtype, Format format, int outputs, int inputs, bool gated) {
+    Linear linear = describe_linear(dtype, format, outputs, inputs, gated);
     linear.words = arena.words(linear.blocks * linear.block_words());
     return linear;
 }
 
-// Calls place(block, column of the block, output) for every packed column that has an output.
+// Calls place(column of the block, output) for every column of a block that has an output.
 template <class Place>
-void for_each_column(const Linear& linear, const Place& place) {
-    for (int b = 0; b < linear.blocks; ++b)
-        for (int c = 0; c < kBlockColumns; ++c) {
-            const int output = output_at(linear, static_cast<int64_t>(b) * kBlockColumns + c);
-            if (output >= 0) place(linear.block(b), c, output);
-        }
+void for_each_column(const Linear& linear, int64_t block, const Place& place) {
+    for (int c = 0; c < kBlockColumns; ++c) {
+        const int output = output_at(linear, block * kBlockColumns + c);
+        if (output >= 0) place(c, output);
+    }
+}
+
+// A block as words [inputs / pack][32], from a weight whose rows are made of such words.
+void pack_block(const Linear& linear, const Word* weight, int64_t number, Word* block) {
+    const int steps = linear.steps();
+    for_each_column(linear, number, [&](int column, int output) {
+        const Word* row = weight + static_cast<int64_t>(output) * steps;
+        for (int s = 0; s < steps; ++s) block[s * kBlockColumns + column] = row[s];
+    });
 }
 
 // Where input k of a group lies: its word, and the first bit of its 8 or 4.
@@ -56,16 +70,41 @@ Place place_of(Format format, int k) {
     return {k / per_word, in_word % 2 * 16 + in_word / 2 * bits};
 }
 
+void unpack_coded(const Linear& linear, int output, float* out) {
+    const int64_t block = output / kBlockColumns;
+    const int column = output % kBlockColumns, half = column / kPanel;
+    const auto* tile = reinterpret_cast<const uint8_t*>(linear.block(block));
+    const uint8_t* top = linear.tops_of(block);
+    for (int i = 0; i < 2 * linear.groups(); tile += tile_bytes(top[i]), ++i) {
+        if (i % 2 != half) continue;
+        uint16_t values[kGroup];
+        decode_column(tile, top[i], column % kPanel, values);
+        for (int k = 0; k < kGroup; ++k) *out++ = widen(Dtype::Bf16, values, k);
+    }
+}
+
 }  // namespace
 
 Linear pack_linear(Arena& arena, Dtype dtype, const void* weight, int outputs, int inputs, bool gated) {
     const Linear linear = make_linear(arena, dtype, Format::Plain, outputs, inputs, gated);
-    const int steps = linear.steps();
-    const auto* source = static_cast<const Word*>(weight);  // a word of a row is a word of the summed dimension
-    for_each_column(linear, [&](Word* block, int column, int output) {
-        const Word* row = source + static_cast<int64_t>(output) * steps;
-        for (int s = 0; s < steps; ++s) block[s * kBlockColumns + column] = row[s];
-    });
+    for (int b = 0; b < linear.blocks; ++b) pack_block(linear, static_cast<const Word*>(weight), b, linear.block(b));
+    return linear;
+}
+
+Linear code_linear(Arena& arena, const void* weight, int outputs, int inputs, bool gated) {
+    Linear linear = describe_linear(Dtype::Bf16, Format::Coded, outputs, inputs, gated);
+    std::vector<Word> plain(static_cast<size_t>(linear.steps()) * kBlockColumns);
+    std::vector<uint8_t> bytes;
+    bytes.reserve(static_cast<size_t>(linear.blocks) * linear.groups() * 2 * kCodedBytes);
+    for (int b = 0; b < linear.blocks; ++b) {
+        std::fill(plain.begin(), plain.end(), 0);
+        pack_block(linear, static_cast<const Word*>(weight), b, plain.data());
+        linear.starts.push_back(static_cast<int64_t>(bytes.size() / sizeof(Word)));
+        code_block(plain.data(), linear.groups(), bytes, linear.tops);
+    }
+    linear.starts.push_back(static_cast<int64_t>(bytes.size() / sizeof(Word)));
+    linear.words = arena.words(linear.starts.back());
+    std::memcpy(linear.words, bytes.data(), bytes.size());
     return linear;
 }
 
@@ -91,11 +130,12 @@ void pack_output(const Linear& linear, Word* block, int column, const uint8_t* v
 Linear pack_integers(Arena& arena, const Integers& integers, int outputs, int inputs, bool gated) {
     const Linear linear = make_integers(arena, integers.format, outputs, inputs, gated);
     const int64_t groups = linear.groups();
-    for_each_column(linear, [&](Word* block, int column, int output) {
-        const int64_t row = output;
-        pack_output(linear, block, column, integers.values + row * inputs, integers.scales + row * groups,
-                    integers.minimums != nullptr ? integers.minimums + row * groups : nullptr);
-    });
+    for (int b = 0; b < linear.blocks; ++b)
+        for_each_column(linear, b, [&](int column, int output) {
+            const int64_t row = output;
+            pack_output(linear, linear.block(b), column, integers.values + row * inputs, integers.scales + row * groups,
+                        integers.minimums != nullptr ? integers.minimums + row * groups : nullptr);
+        });
     return linear;
 }
 
@@ -117,6 +157,7 @@ void unpack_row(const Linear& linear, int output, float* out) {
             for (int i = 0; i < pack; ++i) out[s * pack + i] = widen(linear.dtype, words + s * kBlockColumns + column, i);
         return;
     }
+    if (linear.format == Format::Coded) return unpack_coded(linear, output, out);
     const int bits = linear.bits(), half = column / kPanel;
     for (int g = 0; g < linear.groups(); ++g, words += linear.group_words()) {
         const Word* scales = words + int64_t{bits} * kBlockColumns + column % kPanel;

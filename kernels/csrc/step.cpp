@@ -78,7 +78,7 @@ int64_t Decoder::widest_inputs() const {
 
 GemmCall Decoder::product(const Linear& linear, const Word* x, int64_t x_values, int first_row, void* out,
                           int64_t out_stride, Finish finish) const {
-    if (linear.format == Format::Plain)
+    if (!is_integer(linear.format))
         return {&linear, x, {}, x_values / values_per_word(dtype_), out, out_stride, finish};
     // Others may be at another product, with rows of another length: these begin where the longest would.
     const int64_t skipped = first_row * (widest_inputs() - linear.inputs);
@@ -88,7 +88,7 @@ GemmCall Decoder::product(const Linear& linear, const Word* x, int64_t x_values,
 }
 
 void Decoder::round_rows(const GemmCall& call, const Word* x, int64_t x_values, int begin, int end) {
-    if (call.linear->format == Format::Plain) return;
+    if (!is_integer(call.linear->format)) return;
     for (int row = begin; row < end; ++row)
         kernels_.round_row(x + row * (x_values / values_per_word(dtype_)), call.integers, row, call.linear->inputs);
 }
@@ -103,7 +103,7 @@ void Decoder::multiply_rows(const Linear& linear, const Word* x, int64_t x_value
 void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
                        int64_t out_stride, Finish finish) {
     const GemmCall call = product(linear, x, x_values, 0, out, out_stride, finish);
-    if (linear.format != Format::Plain)
+    if (is_integer(linear.format))
         for_chunks(member, rows, [&](int begin, int end) { round_rows(call, x, x_values, begin, end); });
     const int row_chunks = static_cast<int>(divide_up(rows, kernels_.row_chunk));
     // A multiple of the threads, and not so many that taking a unit shows.
@@ -121,7 +121,7 @@ void Decoder::read_ahead(Team::Member& member, const Linear& linear, int rows) {
     if (rows > kStreamedRows) return;
     const int64_t first = int64_t{linear.blocks} * member.number() / team_.size();
     const int64_t end = int64_t{linear.blocks} * (member.number() + 1) / team_.size();
-    const int64_t bytes = (end - first) * linear.block_words() * int64_t{sizeof(Word)};
+    const int64_t bytes = (linear.start(end) - linear.start(first)) * int64_t{sizeof(Word)};
     member.read_ahead({reinterpret_cast<const char*>(linear.block(first)), std::min(kMostAhead, bytes)});
 }
 

@@ -351,6 +351,67 @@ def test_a_decoding_row_does_not_depend_on_its_company_or_the_threads(
     assert torch.equal(run(together, *last), torch.cat([run(alone, part) for part in last]))
 
 
+def wide_rows() -> dict[str, Tensor]:
+    """Rows of weights whose exponents lie as near and as far from one another as any may."""
+    generator = torch.Generator().manual_seed(5)
+
+    def spread(low: float, high: float) -> Tensor:
+        exponents = torch.rand(96, generator=generator) * (high - low) + low
+        return torch.randn(96, generator=generator).sign() * 2**exponents
+
+    near = spread(-8, 0)
+    return {
+        "near": near,
+        "half zeros": near * (torch.arange(96) % 2),
+        "all zeros": torch.zeros(96),
+        "minus zeros": -torch.zeros(96),
+        "within 13 octaves": spread(-13.5, -0.5),
+        "within 20 octaves": spread(-20, 0),
+        "subnormal beside large": torch.where(torch.arange(96) % 3 == 0, 2.0**-130, near),
+        "subnormal alone": spread(-132, -127),
+        "least normal": spread(-126, -119),
+        "all there are": spread(-126, 60),
+    }
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_weight_is_what_it_was_beside_any_others(kernels: str) -> None:
+    """How weights are held depends on those near them. Their products do not: other columns have the same bits, and the
+    one that differs what the reference computes.
+    """
+    shape = make_shape(dtype=torch.bfloat16, tied_embeddings=False)
+    weights, token_ids, odd = make_weights(shape), tokens(shape, 40), 5
+    others = torch.arange(shape.vocab_size) != odd
+    expected = None
+    for name, row in wide_rows().items():
+        head = weights["lm_head.weight"].clone()
+        head[odd] = row.bfloat16()
+        decoder = NativeDecoder(shape, {**weights, "lm_head.weight": head}.items(), rotary_table(shape), kernels)
+        logits = torch.cat(
+            [run(decoder, Part(ids, start, [7, 2, 3])) for ids, start in [(token_ids[:1], 0), (token_ids[1:], 1)]]
+        )
+        decoder.close()
+        expected = logits if expected is None else expected
+        torch.testing.assert_close(logits[:, others], expected[:, others], rtol=0, atol=0, msg=name)
+        oracle = oracle_logits(shape, {**weights, "lm_head.weight": head}, torch.tensor(token_ids))[:, odd]
+        scale = oracle.std().clamp_min(2.0**-120)  # products of bf16 pairs take subnormals for 0
+        assert float((logits[:, odd] - oracle).abs().max() / scale) < 10 * MAX_ERROR[torch.bfloat16], name
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_token_is_looked_up_as_it_was(kernels: str) -> None:
+    """A tied head is also the table of the embedding."""
+    shape = make_shape(dtype=torch.bfloat16)
+    weights = make_weights(shape)
+    for number, row in enumerate(wide_rows().values()):
+        weights["embed_tokens.weight"][number * 8] = row.bfloat16()
+    token_ids = [number * 8 for number in range(len(wide_rows()))] * 4
+    decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels)
+    logits = run(decoder, Part(token_ids, 0, [7, 2, 3]))
+    decoder.close()
+    assert error(logits, oracle_logits(shape, weights, torch.tensor(token_ids))) < MAX_ERROR[torch.bfloat16]
+
+
 @pytest.mark.parametrize(("bits", "size"), [(None, 1216), (None, 2752), (8, 1216), (4, 1216)])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_prompt_does_not_depend_on_its_company(kernels: str, bits: int | None, size: int) -> None:

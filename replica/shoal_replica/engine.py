@@ -6,16 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
+from shoal_replica.burst import Burst
 from shoal_replica.errors import EngineDead, Unavailable
-from shoal_replica.executor import Executor, SchedulerOutput, StepResult
+from shoal_replica.executor import Executor
 from shoal_replica.prefill_pace import PrefillPace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.scheduler import Scheduler
 from shoal_replica.stats import ReplicaStats
+from shoal_replica.step_thread import Flight, StepThread
 
 HEARTBEAT_S = 1.0
 BEAT_S = 0.03
@@ -37,24 +39,6 @@ class StepReport:
     removed: tuple[BlockHash, ...]
     stats: ReplicaStats
     step_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Landed:
-    """A step that was executed, as it was: one planned ahead may have lost sequences on the way."""
-
-    output: SchedulerOutput
-    result: StepResult
-    step_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step in the worker thread's hands. ``future`` gives None when it was planned ahead and was not executed."""
-
-    planned: SchedulerOutput
-    future: Future[_Landed | None]
-    is_ahead: bool
 
 
 Subscriber = Callable[[StepReport], None]
@@ -88,11 +72,12 @@ class Engine:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-step")
+        self._thread = StepThread(executor, scheduler.lookahead)
         self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._draining = False
-        self._flight: _Flight | None = None  # the step that follows the one that runs
+        self._burst = Burst()
+        self._flight: Flight | None = None  # the step that follows the one that runs
         self._is_checked = False  # the books, since the last step
         self._step_s = self._busy_s = 0.0
         self._pace = PrefillPace(scheduler.config.max_num_batched_tokens)
@@ -122,6 +107,7 @@ class Engine:
         if self._draining:
             raise Unavailable("the replica is draining")
         self._scheduler.add(request)
+        self._burst.note(time.monotonic(), is_first=not self._finished)
         self._is_changed = True
         finished = asyncio.get_running_loop().create_future()
         self._finished[request.request_id] = finished
@@ -200,12 +186,9 @@ class Engine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
-        except TimeoutError:
+        if not await self._thread.stop(STOP_TIMEOUT_S):
             logger.error("a step still runs %g s after the engine was stopped", STOP_TIMEOUT_S)
-            return  # its thread still uses the executor
+            return
         await asyncio.to_thread(self._executor.close)  # ranks may take a moment to end
 
     async def _run(self) -> None:
@@ -217,6 +200,9 @@ class Engine:
 
     async def _step(self) -> None:
         """See one step to its end. The next one follows it at once, in the worker thread, if it could be planned."""
+        if self._flight is None and (left_s := self._burst.left_s(time.monotonic())) > 0.0:
+            await self._gather(left_s)
+            return
         flight = self._flight or self._depart()
         if flight is None:
             await self._rest()
@@ -227,7 +213,7 @@ class Engine:
         self._flight = self._depart_after(flight)
         await self._land(flight)
 
-    def _take_in(self, flight: _Flight) -> None:
+    def _take_in(self, flight: Flight) -> None:
         """A step has ended: enter what came of it into the books, and tell of it. Raises what the step raised."""
         landed = flight.future.result()
         if landed is None:  # it was planned ahead, and something has come between
@@ -242,31 +228,15 @@ class Engine:
         self._is_changed = True
         self._publish(self._scheduler.update(landed.output, landed.result, time.monotonic()), landed.step_s)
 
-    def _depart(self) -> _Flight | None:
+    def _depart(self) -> Flight | None:
         output = self._scheduler.schedule(time.monotonic())
-        if output is None:
-            return None
-        return _Flight(output, self._thread.submit(self._execute, output), is_ahead=False)
+        return None if output is None else self._thread.depart(output)
 
-    def _depart_after(self, flight: _Flight) -> _Flight | None:
+    def _depart_after(self, flight: Flight) -> Flight | None:
         output = self._scheduler.lookahead.plan(flight.planned)
-        if output is None:
-            return None
-        return _Flight(output, self._thread.submit(self._execute_after, flight.future, output), is_ahead=True)
+        return None if output is None else self._thread.depart_after(flight, output)
 
-    def _execute(self, output: SchedulerOutput) -> _Landed:
-        """In the worker thread."""
-        started = time.perf_counter()
-        result = self._executor.execute(output)
-        return _Landed(output, result, time.perf_counter() - started)
-
-    def _execute_after(self, before: Future[_Landed | None], planned: SchedulerOutput) -> _Landed | None:
-        """In the worker thread, right after ``before``. None: not as planned, and nothing was executed."""
-        landed = before.result(0.0)
-        output = self._scheduler.lookahead.confirm(planned, landed.result) if landed is not None else None
-        return None if output is None else self._execute(output)
-
-    async def _land(self, flight: _Flight) -> None:
+    async def _land(self, flight: Flight) -> None:
         """Wait for the end of a step, with signs of life until then. The step is taken in where the loop hears of it,
         not when this task's turn has come: clients wait for its tokens.
         """
@@ -292,6 +262,13 @@ class Engine:
         finally:
             taken.cancel()
         taken.result()
+
+    async def _gather(self, left_s: float) -> None:
+        """Wait for the next request of a burst, if it comes by then."""
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._wake.wait()
 
     async def _rest(self) -> None:
         """Wait for work; after each beat without any say that we live, after a heartbeat's time look the books over."""

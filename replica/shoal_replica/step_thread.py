@@ -1,0 +1,65 @@
+"""The thread that executes an engine's steps, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shoal_replica.executor import Executor, SchedulerOutput, StepResult
+from shoal_replica.lookahead import Lookahead
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A step that was executed, as it was: one planned ahead may have lost sequences on the way."""
+
+    output: SchedulerOutput
+    result: StepResult
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step in the thread's hands. ``future`` gives None when it was planned ahead and was not executed."""
+
+    planned: SchedulerOutput
+    future: Future[Landed | None]
+    is_ahead: bool
+
+
+class StepThread:
+    """Executes what it is given; one step that was planned ahead follows the one before it at once."""
+
+    def __init__(self, executor: Executor, lookahead: Lookahead) -> None:
+        self._executor = executor
+        self._lookahead = lookahead
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-step")
+
+    def depart(self, output: SchedulerOutput) -> Flight:
+        return Flight(output, self._thread.submit(self._execute, output), is_ahead=False)
+
+    def depart_after(self, flight: Flight, planned: SchedulerOutput) -> Flight:
+        """Right after ``flight``, if that ends as was planned."""
+        return Flight(planned, self._thread.submit(self._execute_after, flight.future, planned), is_ahead=True)
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Drop what has not begun. False if a step still runs after ``timeout_s``: it still uses the executor."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        except TimeoutError:
+            return False
+        return True
+
+    def _execute(self, output: SchedulerOutput) -> Landed:
+        started = time.perf_counter()
+        result = self._executor.execute(output)
+        return Landed(output, result, time.perf_counter() - started)
+
+    def _execute_after(self, before: Future[Landed | None], planned: SchedulerOutput) -> Landed | None:
+        """None: not as planned, and nothing was executed."""
+        landed = before.result(0.0)
+        output = self._lookahead.confirm(planned, landed.result) if landed is not None else None
+        return None if output is None else self._execute(output)

@@ -161,6 +161,13 @@ void gemm_tile(const GemmCall& call, int row, int block, const Ahead& ahead) {
     sum_by_columns<T, MR, vectors>(call, row, block, sum, ColumnsOf<vectors>{});
 }
 
+// Words that integer weights are asked for ahead, where that was timed and pays; 0: nowhere else.
+#if defined(__AMX_INT8__)
+constexpr int kIntegersAhead = 512;
+#else
+constexpr int kIntegersAhead = 0;
+#endif
+
 // Of two vectors of columns from number Column on: exact sums within a group, then one scale of the weight and one of the
 // row.
 template <int Bits, int MR, int Column>
@@ -177,6 +184,8 @@ SHOAL_INLINE void sum_integers(const GemmCall& call, int row, int block, F32 (&t
         for (int i = 0; i < MR; ++i) total[i][j] = bias;
     }
     for (int g = 0; g < groups; ++g, words += group_words, x += kGroup / 2) {
+        if constexpr (kIntegersAhead > 0 && Column == 0)
+            for (int64_t i = 0; i < group_words; i += kPanel) __builtin_prefetch(words + kIntegersAhead + i, 0, 2);
         I32 acc[MR][2] = {};
 #pragma GCC unroll 8
         for (int w = 0; w < Bits; ++w) {

@@ -16,7 +16,7 @@ typedef uint8_t Bytes __attribute__((vector_size(64)));
 
 constexpr int kGroupRows = kGroup / 4;       // of a right side: words of four inputs
 constexpr int kSplitWords = 2 * kGroupRows;  // of a row of a group, split
-constexpr int kLeastSplitRows = 3;
+constexpr int kLeastSplitRows = kIntegerTileRows + 1;  // fewer are one tile of vectors, which takes less
 constexpr int kSplitTiles = 4;               // that meet a block one after the other, once they are split
 
 // The 16-bit integers of rows, split into upper bytes, signed, and lower ones, not signed: value = 256 upper + lower. Of a
@@ -109,7 +109,7 @@ SHOAL_INLINE void multiply_integer_tile(const GemmCall& call, const SplitRows& s
     }
 }
 
-// Same bits as by vectors, which are faster for very few rows.
+// Same bits as by vectors, which are faster for few rows.
 void integers_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     if (row_end - row_begin < kLeastSplitRows) return gemm(call, row_begin, row_end, block_begin, block_end);
     for (int first = row_begin; first < row_end; first += kSplitTiles * kTileHeight) {

@@ -23,7 +23,7 @@ constexpr int kPartSteps = 18;
 // worth more than the second: with fewer rows, weights do not come fast enough.
 constexpr int64_t kHeldBytes = 1 << 20;
 constexpr int kLeastHeldRows = 128;
-constexpr int kMostHeldRows = 512;
+constexpr int kMostHeldRows = 640;
 
 constexpr int kMostTileRows = 2 * kTileHeight;
 using TileSums = float[kMostTileRows][kBlockColumns];

@@ -14,7 +14,7 @@ namespace SHOAL_ISA {
 // screened_rows: timed on a head of 49 152 columns of 576; sets that were not timed have none.
 #if defined(__AMX_BF16__)
 constexpr auto kGemm = gemm_by_tiles;
-constexpr int kRowChunk = 512, kLeastRows = 40, kScreenedRows = 8;
+constexpr int kRowChunk = 640, kLeastRows = 40, kScreenedRows = 8;
 constexpr bool kCodes = true;
 #else
 constexpr auto kGemm = gemm;

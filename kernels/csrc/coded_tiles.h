@@ -14,7 +14,7 @@ struct alignas(kLineBytes) StepTiles {
     Word tiles[2][kTileRowsHeld * kPanel];
 };
 
-// Each line is asked for twice before it is decoded: for the second-level cache, and then for the first.
+// What waits for memory is asked for twice before it is decoded: for the second-level cache, and then for the first.
 constexpr int kAskedFar = 8192, kAskedNear = 512;  // bytes
 
 SHOAL_INLINE void ask_for(const uint8_t* line) {

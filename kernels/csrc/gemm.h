@@ -161,7 +161,7 @@ void gemm_tile(const GemmCall& call, int row, int block, const Ahead& ahead) {
     sum_by_columns<T, MR, vectors>(call, row, block, sum, ColumnsOf<vectors>{});
 }
 
-// Words that integer weights are asked for ahead, where that was timed and pays; 0: nowhere else.
+// Words that 8-bit weights of few rows are asked for ahead, where that was timed and pays; 0: nowhere else.
 #if defined(__AMX_INT8__)
 constexpr int kIntegersAhead = 512;
 #else
@@ -184,7 +184,7 @@ SHOAL_INLINE void sum_integers(const GemmCall& call, int row, int block, F32 (&t
         for (int i = 0; i < MR; ++i) total[i][j] = bias;
     }
     for (int g = 0; g < groups; ++g, words += group_words, x += kGroup / 2) {
-        if constexpr (kIntegersAhead > 0 && Column == 0)
+        if constexpr (kIntegersAhead > 0 && Bits == 8 && Column == 0)
             for (int64_t i = 0; i < group_words; i += kPanel) __builtin_prefetch(words + kIntegersAhead + i, 0, 2);
         I32 acc[MR][2] = {};
 #pragma GCC unroll 8

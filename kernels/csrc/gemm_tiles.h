@@ -26,6 +26,7 @@ constexpr int kLeastHeldRows = 128;
 constexpr int kMostHeldRows = 640;
 
 constexpr int kMostTileRows = 2 * kTileHeight;
+static_assert(kMostHeldRows % kMostTileRows == 0);
 using TileSums = float[kMostTileRows][kBlockColumns];
 
 // Complete sums of a tile, whose rows are finished while those of the next are being summed.
@@ -48,7 +49,7 @@ struct Part {
 };
 
 // The steps of a call's blocks, decoded while those before them are multiplied: of rows that one tile holds. A row's sums wait
-// for memory: what is decoded is asked for far ahead.
+// for memory: what is decoded is asked for far ahead, past the call's last block, too, for there the thread mostly goes on.
 class StreamedRights {
 public:
     StreamedRights(const Linear& linear, int block_begin, int block_end) : codes_(linear, block_begin, block_end) {

@@ -95,7 +95,7 @@ Linear code_linear(Arena& arena, const void* weight, int outputs, int inputs, bo
     Linear linear = describe_linear(Dtype::Bf16, Format::Coded, outputs, inputs, gated);
     std::vector<Word> plain(static_cast<size_t>(linear.steps()) * kBlockColumns);
     std::vector<uint8_t> bytes;
-    bytes.reserve(static_cast<size_t>(linear.blocks) * linear.groups() * 2 * kCodedBytes);
+    bytes.reserve(static_cast<size_t>(linear.blocks) * linear.groups() * 2 * kPlainBytes);  // of which most stays untouched
     for (int b = 0; b < linear.blocks; ++b) {
         std::fill(plain.begin(), plain.end(), 0);
         pack_block(linear, static_cast<const Word*>(weight), b, plain.data());
@@ -104,7 +104,7 @@ Linear code_linear(Arena& arena, const void* weight, int outputs, int inputs, bo
     }
     linear.starts.push_back(static_cast<int64_t>(bytes.size() / sizeof(Word)));
     linear.words = arena.words(linear.starts.back());
-    std::memcpy(linear.words, bytes.data(), bytes.size());
+    std::copy(bytes.begin(), bytes.end(), reinterpret_cast<uint8_t*>(linear.words));
     return linear;
 }
 

@@ -1,7 +1,7 @@
 // Tile registers (Intel AMX: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18).
 //
 // One holds up to 16 rows of 64 bytes: as a left side rows of 32 bf16 values, as a right side 16 columns of 32 inputs in
-// pairs, which is how a weight panel and a KV page lie; as sums 16 float32 a row. A row's sums come in one order, whatever
+// pairs, which is how a KV page lies and a coded weight once it is decoded; as sums 16 float32 a row. A row's sums come in one order, whatever
 // rows it shares its registers with.
 #pragma once
 

@@ -6,15 +6,17 @@ import math
 
 WITHIN_S = 0.02
 SLACK = 2.0
+SHARE_OF_STEP = 0.5
 
 
 class Burst:
     """How long an idle engine's first step waits for company.
 
     A step that begins with the first of some requests that come together, as of clients who were answered together,
-    keeps the others waiting until it ends. Requests within ``WITHIN_S`` of the first one of an idle engine are a burst.
-    Where the last two bursts were several, the next one's step waits until as many have come as the smaller of them
-    had, at most ``SLACK`` times as long as the longer took. Who is mostly alone never waits.
+    keeps the others waiting until it ends. Requests within ``WITHIN_S`` of the first one of an idle engine are a burst,
+    of as many as were there at once. Where the last two bursts were several, the next one's step waits until as many
+    have come as the smaller of them was, at most ``SLACK`` times as long as the longer took, and ``SHARE_OF_STEP`` of
+    a step: the others have a step to lose, and whoever is there loses the wait.
 
     Times are seconds on any one clock.
     """
@@ -24,20 +26,18 @@ class Burst:
         self._count = self._before = self._expected = 0  # of the last burst, of that before, of this one
         self._lasted_s = self._lasted_before_s = self._until_s = 0.0
 
-    def note(self, now: float, is_first: bool) -> None:
-        """A request has come; ``is_first``: there was none in the engine."""
-        if is_first:
+    def note(self, now: float, num_present: int, step_s: float) -> None:
+        """A request has come, to ``num_present`` others; the engine's last step took ``step_s``."""
+        if num_present == 0:
             self._expected = min(self._count, self._before)
-            self._until_s = now + min(WITHIN_S, SLACK * max(self._lasted_s, self._lasted_before_s))
+            lasted_s = max(self._lasted_s, self._lasted_before_s)
+            self._until_s = now + min(WITHIN_S, SLACK * lasted_s, SHARE_OF_STEP * step_s)
             self._before, self._lasted_before_s = self._count, self._lasted_s
             self._first_s, self._count, self._lasted_s = now, 1, 0.0
-        elif now - self._first_s <= WITHIN_S:
-            self._count += 1
+        elif now - self._first_s <= WITHIN_S and num_present >= self._count:
+            self._count = num_present + 1
             self._lasted_s = now - self._first_s
 
     def left_s(self, now: float) -> float:
         """How long the engine, about to begin a step, waits yet: 0, it begins, and others find it at work."""
-        if self._count >= self._expected or now >= self._until_s:
-            self._expected = 0
-            return 0.0
-        return self._until_s - now
+        return 0.0 if self._count >= self._expected else max(0.0, self._until_s - now)

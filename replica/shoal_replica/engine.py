@@ -107,7 +107,7 @@ class Engine:
         if self._draining:
             raise Unavailable("the replica is draining")
         self._scheduler.add(request)
-        self._burst.note(time.monotonic(), is_first=not self._finished)
+        self._burst.note(time.monotonic(), len(self._finished), self._step_s)
         self._is_changed = True
         finished = asyncio.get_running_loop().create_future()
         self._finished[request.request_id] = finished
@@ -200,7 +200,7 @@ class Engine:
 
     async def _step(self) -> None:
         """See one step to its end. The next one follows it at once, in the worker thread, if it could be planned."""
-        if self._flight is None and (left_s := self._burst.left_s(time.monotonic())) > 0.0:
+        if self._flight is None and (left_s := self._gathers_s()) > 0.0:
             await self._gather(left_s)
             return
         flight = self._flight or self._depart()
@@ -262,6 +262,11 @@ class Engine:
         finally:
             taken.cancel()
         taken.result()
+
+    def _gathers_s(self) -> float:
+        """How long to wait for company yet."""
+        is_worth_it = self._finished and not self._draining
+        return self._burst.left_s(time.monotonic()) if is_worth_it else 0.0
 
     async def _gather(self, left_s: float) -> None:
         """Wait for the next request of a burst, if it comes by then."""

@@ -12,32 +12,32 @@ from shoal_replica import burst as burst_module
 from shoal_replica.burst import SLACK, WITHIN_S, Burst
 from shoal_replica.testing import expected_tokens, make_request
 
-GAP_S = 0.002
+GAP_S, STEP_S = 0.002, 1.0
 
 
-def come(burst: Burst, start_s: float, *after_s: float) -> None:
-    """Requests to an idle engine, the first at ``start_s``."""
-    burst.note(start_s, is_first=True)
-    for gap_s in after_s:
-        burst.note(start_s + gap_s, is_first=False)
+def come(burst: Burst, start_s: float, *after_s: float) -> float:
+    """Requests to an idle engine, the first at ``start_s``; how long that one is to wait."""
+    burst.note(start_s, 0, STEP_S)
+    left_s = burst.left_s(start_s)
+    for number, gap_s in enumerate(after_s):
+        burst.note(start_s + gap_s, number + 1, STEP_S)
+    return left_s
 
 
 def test_nobody_waits_before_two_bursts_have_come() -> None:
     burst = Burst()
     for start_s in (0.0, 1.0):
-        come(burst, start_s)
-        assert burst.left_s(start_s) == 0.0
-        come(burst, start_s + 0.5, GAP_S, 2 * GAP_S)
-        assert burst.left_s(start_s + 0.5) == 0.0
+        assert come(burst, start_s) == 0.0
+        assert come(burst, start_s + 0.5, GAP_S, 2 * GAP_S) == 0.0
 
 
 def test_a_third_burst_waits_for_as_many_as_the_smaller_of_the_last_two_had() -> None:
     burst = Burst()
     come(burst, 0.0, GAP_S, 2 * GAP_S)
     come(burst, 1.0, GAP_S)
-    burst.note(2.0, is_first=True)
+    burst.note(2.0, 0, STEP_S)
     assert burst.left_s(2.0) == pytest.approx(SLACK * 2 * GAP_S)
-    burst.note(2.001, is_first=False)
+    burst.note(2.001, 1, STEP_S)
     assert burst.left_s(2.001) == 0.0
 
 
@@ -45,18 +45,37 @@ def test_it_waits_no_longer_than_they_took_with_some_slack() -> None:
     burst = Burst()
     for start_s in (0.0, 1.0):
         come(burst, start_s, GAP_S)
-    burst.note(2.0, is_first=True)
+    burst.note(2.0, 0, STEP_S)
     assert burst.left_s(2.0 + SLACK * GAP_S / 2) == pytest.approx(SLACK * GAP_S / 2)
     assert burst.left_s(2.0 + SLACK * GAP_S + 1e-6) == 0.0
-    burst.note(2.0 + SLACK * GAP_S + 2e-6, is_first=False)  # the step has begun
-    assert burst.left_s(2.0 + SLACK * GAP_S + 3e-6) == 0.0
+
+
+def test_it_waits_no_longer_than_half_a_step() -> None:
+    burst = Burst()
+    for start_s in (0.0, 1.0):
+        come(burst, start_s, GAP_S)
+    burst.note(2.0, 0, GAP_S)
+    assert burst.left_s(2.0) == pytest.approx(GAP_S / 2)
+
+
+def test_one_who_comes_again_is_no_company_of_its_own() -> None:
+    """Two clients whose answers are short."""
+    burst = Burst()
+    for start_s in (0.0, 1.0):
+        come(burst, start_s, GAP_S)
+        for number in range(2, 5):
+            burst.note(start_s + number * GAP_S, 1, STEP_S)
+    burst.note(2.0, 0, STEP_S)
+    assert burst.left_s(2.0) == pytest.approx(SLACK * GAP_S)
+    burst.note(2.0 + GAP_S, 1, STEP_S)
+    assert burst.left_s(2.0 + GAP_S) == 0.0
 
 
 def test_the_longest_wait() -> None:
     burst = Burst()
     for start_s in (0.0, 1.0):
         come(burst, start_s, 0.9 * WITHIN_S)
-    burst.note(2.0, is_first=True)
+    burst.note(2.0, 0, STEP_S)
     assert burst.left_s(2.0) == pytest.approx(WITHIN_S)
 
 
@@ -64,7 +83,7 @@ def test_who_comes_later_is_no_company() -> None:
     burst = Burst()
     for start_s in (0.0, 1.0):
         come(burst, start_s, WITHIN_S + 0.001)
-    burst.note(2.0, is_first=True)
+    burst.note(2.0, 0, STEP_S)
     assert burst.left_s(2.0) == 0.0
 
 
@@ -72,16 +91,17 @@ def test_one_alone_after_bursts_waits_once() -> None:
     burst = Burst()
     for start_s in (0.0, 1.0):
         come(burst, start_s, GAP_S)
-    burst.note(2.0, is_first=True)
+    burst.note(2.0, 0, STEP_S)
     assert burst.left_s(2.0) > 0.0
     for start_s in (3.0, 4.0):
-        burst.note(start_s, is_first=True)
+        burst.note(start_s, 0, STEP_S)
         assert burst.left_s(start_s) == 0.0
 
 
 async def test_an_engine_begins_with_all_of_a_third_burst(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(burst_module, "WITHIN_S", 60.0)
     monkeypatch.setattr(burst_module, "SLACK", 1000.0)
+    monkeypatch.setattr(burst_module, "SHARE_OF_STEP", 1e6)
     async with running_engine() as (engine, executor, recorder):
         for number in range(3):
             executor.gate.clear()
@@ -103,6 +123,7 @@ async def test_an_engine_begins_with_all_of_a_third_burst(monkeypatch: pytest.Mo
 async def test_whoever_leaves_while_an_engine_waits_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(burst_module, "WITHIN_S", 0.05)
     monkeypatch.setattr(burst_module, "SLACK", 1000.0)
+    monkeypatch.setattr(burst_module, "SHARE_OF_STEP", 1e6)
     async with running_engine() as (engine, executor, _):
         for number in range(2):
             executor.gate.clear()

@@ -15,6 +15,7 @@ from fixtures.fake_gateway import ADMIN_KEY
 from fixtures.live_cluster import free_address
 from fixtures.page_probes import LOW_CONTRAST, OVERFLOWING, OVERLAPPING, UNNAMED
 from fixtures.served_core import serving
+from fixtures.waiting import DEADLINE_S
 from playwright.async_api import Page, Route, expect
 
 
@@ -175,6 +176,7 @@ async def test_the_charts_go_back_six_hours(core: FakeCore, url: str) -> None:
             await ranges.nth(number).press("Enter")
             await expect(ranges.nth(number)).to_have_attribute("aria-pressed", "true")
             await expect(page.locator("#ranges [aria-pressed=true]")).to_have_count(1)
+            await expect(page.locator("#scaling-charts")).to_have_attribute("aria-busy", "false")
             await chart.focus()
             await page.keyboard.press("Home")
             await expect(chart.locator("time")).not_to_be_empty()
@@ -184,6 +186,39 @@ async def test_the_charts_go_back_six_hours(core: FakeCore, url: str) -> None:
         assert ages_s[0] <= 600
         assert 600 < ages_s[1] <= 3600
         assert 4.5 * 3600 < ages_s[2] <= 6 * 3600, "what the replicas of this scripted cluster remember"
+        assert watched.errors == []
+
+
+async def test_a_range_that_was_left_before_its_past_came_is_not_shown(core: FakeCore, url: str) -> None:
+    stand_still(core)
+    async with browser_page(url) as watched:
+        page = watched.page
+        await is_live(page)
+        charts = page.locator("#scaling-charts")
+        await expect(charts).to_have_attribute("aria-busy", "false")
+        is_asked, may_answer, has_answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def answer_late(route: Route) -> None:
+            is_asked.set()
+            async with asyncio.timeout(DEADLINE_S):
+                await may_answer.wait()
+            await route.continue_()
+
+        await page.route("**/history?seconds=3600", answer_late)
+        page.on("requestfinished", lambda request: has_answered.set() if "seconds=3600" in request.url else None)
+        async with asyncio.timeout(DEADLINE_S):
+            await page.get_by_role("button", name="1 h").press("Enter")
+            await is_asked.wait()
+            await page.get_by_role("button", name="6 h").press("Enter")
+            await expect(charts).to_have_attribute("aria-busy", "false")
+            may_answer.set()
+            await has_answered.wait()
+        chart = page.get_by_role("group", name="Replicas over time")
+        await chart.focus()
+        await page.keyboard.press("Home")
+        await expect(chart.locator("time")).not_to_be_empty()
+        moment = await chart.locator("time").get_attribute("datetime")
+        assert core.clock() - datetime.fromisoformat(moment or "").timestamp() > 4.5 * 3600
         assert watched.errors == []
 
 

@@ -57,11 +57,19 @@ function show(update) {
   timelines.add(update.sample);
 }
 
+let loads = 0;
+
 async function loadHistory() {
+  const number = ++loads;
+  const charts = [$("scaling-charts"), $("service-charts")];
+  for (const root of charts) root.setAttribute("aria-busy", "true");
   try {
-    timelines.load(await fetchJson(`history?seconds=${timelines.range}`));
+    const columns = await fetchJson(`history?seconds=${timelines.range}`);
+    if (number === loads) timelines.load(columns); // else of a range that was left meanwhile
   } catch {
     // The stream says that the gateway is away; when it is back, this is called again.
+  } finally {
+    if (number === loads) for (const root of charts) root.setAttribute("aria-busy", "false");
   }
 }
 

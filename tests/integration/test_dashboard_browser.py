@@ -39,7 +39,9 @@ def stand_still(core: FakeCore) -> None:
 
 
 async def is_live(page: Page) -> None:
+    """It follows the cluster, and the past that it shows has come."""
     await expect(page.locator("#connection")).to_have_text("live")
+    await expect(page.locator("#scaling-charts")).to_have_attribute("aria-busy", "false")
 
 
 async def texts(page: Page, selector: str) -> list[str]:
@@ -85,7 +87,7 @@ async def test_what_the_page_shows_is_what_the_cluster_says(core: FakeCore, url:
         assert await texts(page, "#scaling-reason") == [scaling.current.reason]
         decisions = await texts(page, "#decisions .step")
         assert decisions == [f"{r.num_before} → {r.num_after}" for r in reversed(scaling.records)][:5]
-        assert await page.locator(".lane button").count() == len(scaling.records)
+        await expect(page.locator(".lane button")).to_have_count(len(scaling.records))
         assert (await texts(page, "#event-list .kind"))[0].split()[0] == core.events(1)[0].kind
         requests = await texts(page, "#routes td.request")
         assert requests == [record.query.request_id for record in core.recent_routes(8)]
@@ -195,7 +197,6 @@ async def test_a_range_that_was_left_before_its_past_came_is_not_shown(core: Fak
         page = watched.page
         await is_live(page)
         charts = page.locator("#scaling-charts")
-        await expect(charts).to_have_attribute("aria-busy", "false")
         is_asked, may_answer, has_answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def answer_late(route: Route) -> None:

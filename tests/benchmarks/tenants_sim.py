@@ -1,18 +1,21 @@
 """Two tenants, one with ten times the other's requests and more than the cluster can do: what the light one feels.
+Or many that ask alike: what fairness among them costs.
 
 python tests/benchmarks/tenants_sim.py
+python tests/benchmarks/tenants_sim.py --alike 5 20 500
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from random import Random
 
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.report import Distribution
-from shoal_cluster.sim.run import report, run
+from shoal_cluster.sim.run import report, run, simulate
 from shoal_cluster.sim.workload import SimRequest, poisson
 from shoal_replica.config import CacheConfig, SchedulerConfig
 
@@ -76,11 +79,39 @@ def first_tokens(cluster: SimCluster, name: str) -> Distribution:
     return Distribution.of([o.first_token_s - o.arrival_s for o in outcomes if o.first_token_s is not None])
 
 
+def alike(num_tenants: int, requests_per_s: float, num_requests: int, seed: int) -> tuple[float, float]:
+    """Shares in the objective of the same requests, of lengths like those of chats: of one tenant, and of so many."""
+    rng, now = Random(seed), 0.0
+    requests = []
+    for number in range(num_requests):
+        now += rng.expovariate(requests_per_s)
+        num_tokens = int(min(12_000, max(64, rng.lognormvariate(7.2, 0.9))))
+        name = f"tenant-{rng.randrange(num_tenants)}"
+        requests.append(SimRequest(f"r{number}", now, ((2**30 + number, num_tokens),), 20, tenant=name))
+    alone = simulate(CONFIG, [replace(request, tenant="") for request in requests])
+    return alone.goodput, simulate(CONFIG, requests).goodput
+
+
+def show_alike(numbers: list[int], seeds: list[int]) -> None:
+    for num_tenants in numbers:
+        for rate in (14.0, 16.0):
+            shares = [alike(num_tenants, rate, 800, seed) for seed in seeds]
+            text = "; ".join(f"{one:.3f} and {many:.3f}" for one, many in shares)
+            print(
+                f"{num_tenants} tenants, {rate:g} requests/s: in the objective as one tenant and as many {text}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=200.0, help="of arrivals")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--alike", type=int, nargs="+", metavar="N", help="so many tenants that ask alike")
     options = parser.parse_args()
+    if options.alike:
+        show_alike(options.alike, options.seeds)
+        return
     for seed in options.seeds:
         result = felt(options.seconds, seed)
         light, heavy = result.light, result.heavy

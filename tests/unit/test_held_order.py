@@ -26,7 +26,7 @@ def test_the_order_is_that_of_sorting_anew(num_tenants: int) -> None:
             tenant, priority = f"tenant-{rng.randrange(num_tenants)}", int(rng.random() < 0.1)
             held = Held(PendingRequest(query=make_query(10), arrival_s=now, tenant=tenant, priority=priority))
             here.append(held)
-            shares.enter(tenant)
+            shares.enter(tenant, now)
         elif event < 0.6:
             held = here.pop(rng.randrange(len(here)))
             order.remove(held)

@@ -98,7 +98,7 @@ class PendingQueue:
         held = self._held[request_id] = Held(pending)
         held.num_new_tokens = pending.query.num_prompt_tokens
         self._dates.note(held, pending.arrival_s)
-        self._shares.enter(pending.tenant, pending.priority)
+        self._shares.enter(pending.tenant, pending.arrival_s)
         self._has_unplanned = self._is_one_of_many
 
     def remove(self, request_id: str) -> PendingRequest | None:
@@ -108,7 +108,7 @@ class PendingQueue:
             return None
         self._by_urgency.remove(held)
         self._dates.forget(held)
-        self._shares.leave(held.pending.tenant, held.pending.priority)
+        self._shares.leave(held.pending.tenant)
         return held.pending
 
     def before(self, request_id: str) -> tuple[int, int]:
@@ -225,9 +225,10 @@ class PendingQueue:
         if yields:
             self._sent.note(query.request_id, view)
         num_new_tokens = uncached_tokens(query, steps[-1].num_matched_blocks)
-        self._shares.charge(pending.tenant, num_new_tokens, now, pending.priority)
-        if self._shares.are_several:  # who goes before whom, and passes what, may be another
-            self._standing.forget()
+        num_changes = self._shares.num_changes
+        self._shares.charge(pending.tenant, num_new_tokens, now)
+        if not self._shares.are_even or self._shares.num_changes != num_changes:
+            self._standing.forget()  # who goes before whom, and passes what, may be another
         record = Look(view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, seen, draws, steps)
         if seen[-1].query is not query:
             pending = replace(pending, query=seen[-1].query)

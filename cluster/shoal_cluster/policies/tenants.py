@@ -1,113 +1,130 @@
-"""Who has had more than a fair share of the service, so that others go first."""
+"""Who has had far more than a fair share of the service, so that others go first."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
-BURST_TOKENS = 2048.0
-MAX_EXCESS_TOKENS = 2.0**17  # the longest of prompts
-MEMORY_S = 10.0  # of who was served lately
-FORGOTTEN_TOKENS = 1.0
-AFTER_OTHERS = 2**20
+MEMORY_S = 10.0  # of who was served lately;
+MEMORY_REQUESTS = 16  # and of who waits of as many requests: a slow cluster does not forget sooner than a fast one
+FORGOTTEN_TOKENS = 16.0
+HEAVY = 3.0  # times the fair level
+MAX_PLACE = 16
+COUNTED_ANEW = 8  # as many changes as an eighth of the tenants: a change costs the same however many there are
 
 
 class FairShares:
-    """Each tenant's service beyond its share, in prompt tokens computed. While ``num_changes`` is the same, so is every
-    tenant's ``place``.
+    """Each tenant's service of late, in prompt tokens computed.
 
-    What one tenant is sent counts against it and is paid back by all who want such service at that moment, in equal
-    parts: a deficit, as in deficit round robin (Shreedhar and Varghese, 1995). Nothing is saved up: a tenant that
-    wanted nothing begins with nothing. Nor is much held against anybody for long: of who wants nothing it fades.
+    The fair level is what those have had on average who have had no more than the average of all; who waits and has
+    had nothing counts. A tenant is heavy that has had more than ``HEAVY`` times as much, its largest request aside:
+    requests come whole and at random, and among tenants that ask alike due dates alone are to decide who goes first.
+
+    Attributes:
+        num_changes: while it is the same, so is every tenant's ``place``.
     """
 
     def __init__(self) -> None:
         self.num_changes = 0
-        self._num_held: dict[tuple[str, int], int] = {}  # by tenant and priority
-        self._excess: dict[str, float] = {}
-        self._served: dict[str, float] = {}  # tokens, those of long ago counting less
-        self._num_served = 0.0  # their sum
-        self._served_s = 0.0
+        self._num_held = Counter[str]()
+        self._num_unserved = 0  # of who waits, those that are not in ``_served``
+        self._served: dict[str, float] = {}  # tokens as of ``_age`` 0, those of before counting less
+        self._largest: dict[str, float] = {}  # what one request had of these
+        self._age = 0.0  # since all was counted, in memories
+        self._time_s = -math.inf
+        self._num_since = 0  # changes since then
+        self._places: dict[str, int] = {}  # of who is heavy
 
-    def enter(self, tenant: str, priority: int = 0) -> None:
-        """The tenant holds one more request of that priority, the lower the more urgent."""
-        self._num_held[tenant, priority] = self._num_held.get((tenant, priority), 0) + 1
+    def enter(self, tenant: str, now: float) -> None:
+        """The tenant holds one more request from ``now`` on, seconds."""
+        if tenant not in self._num_held:
+            self._pass_time(now)  # as it did while the tenant wanted nothing
+        self._num_held[tenant] += 1
+        if self._num_held[tenant] == 1 and tenant not in self._served:
+            self._num_unserved += 1
+            self._note_change()
 
-    def leave(self, tenant: str, priority: int = 0) -> None:
+    def leave(self, tenant: str) -> None:
         """And one less."""
-        self._num_held[tenant, priority] -= 1
-        if not self._num_held[tenant, priority]:
-            del self._num_held[tenant, priority]
+        self._num_held[tenant] -= 1
+        if not self._num_held[tenant]:
+            del self._num_held[tenant]
+            if tenant not in self._served:
+                self._num_unserved -= 1
+                self._note_change()
+
+    def charge(self, tenant: str, num_tokens: float, now: float) -> None:
+        """``tenant`` gets service of ``num_tokens`` at ``now``, seconds."""
+        self._pass_time(now)
+        if tenant not in self._served and tenant in self._num_held:
+            self._num_unserved -= 1
+        weighed = num_tokens * math.exp(self._age)
+        self._served[tenant] = self._served.get(tenant, 0.0) + weighed
+        self._largest[tenant] = max(self._largest.get(tenant, 0.0), weighed)
+        self._note_change()
 
     def fade(self, now: float) -> bool:
         """Nobody may have been served for long: what was then counts no more. Whether that changes anybody's place."""
-        if now - self._served_s < MEMORY_S or not (self._served or self._excess):
+        if not self._served or now - self._time_s < MEMORY_S:
             return False
-        did_differ = self._may_differ
-        self._fade(now)
-        self.num_changes += did_differ
-        return did_differ
-
-    def charge(self, tenant: str, num_tokens: float, now: float, priority: int = 0) -> None:
-        """``tenant`` gets service of ``num_tokens`` at ``now``, seconds, for a request of that priority: those who
-        wait with lower ones do not want such.
-        """
-        if not (self._num_held or self._excess) and self._served.keys() <= {tenant}:  # nobody to share with
-            before = self._served.get(tenant, 0.0) * self._faded(now)
-            self._num_served = (before if before > FORGOTTEN_TOKENS else 0.0) + num_tokens
-            self._served[tenant], self._served_s = self._num_served, now
-            return
-        did_differ = self._may_differ
-        self._fade(now)
-        self._served[tenant] = self._served.get(tenant, 0.0) + num_tokens
-        self._num_served = sum(self._served.values())
-        self._excess[tenant] = min(self._excess.get(tenant, 0.0) + num_tokens, MAX_EXCESS_TOKENS)
-        sharers = self._excess.keys() | {name for name, its in self._num_held if its <= priority}
-        part = num_tokens / len(sharers)
-        self._excess = {name: left for name, excess in self._excess.items() if (left := excess - part) > 0}
-        self.num_changes += did_differ or self._may_differ
-
-    def excess(self, tenant: str) -> int:
-        """How many bursts the tenant is over its share; 0 for all that are not."""
-        return int(self._excess.get(tenant, 0.0) / BURST_TOKENS)
+        num_changes = self.num_changes
+        self._pass_time(now)
+        return self.num_changes != num_changes
 
     def place(self, tenant: str) -> int:
-        """In the order of tenants, from 0: by excess; who had more than others lately comes after all who had not."""
-        if not self._excess and len(self._served) < 2:
-            return 0
-        return self.excess(tenant) + AFTER_OTHERS * self.had_more(tenant)
+        """In the order of tenants: 0, but of who is heavy one more for each doubling of what it has had."""
+        return self._places.get(tenant, 0)
 
     def had_more(self, tenant: str) -> bool:
-        """Whether of those served lately it had more than an equal part."""
-        return self._served.get(tenant, 0.0) * len(self._served) > self._num_served
+        """Whether it is heavy."""
+        return tenant in self._places
+
+    def had_less(self, tenant: str) -> bool:
+        """Whether others are, and it is not."""
+        return bool(self._places) and tenant not in self._places
 
     @property
     def are_even(self) -> bool:
-        """Whether nobody had more than others."""
-        return len(self._served) < 2
+        """Whether nobody is heavy."""
+        return not self._places
 
-    @property
-    def are_several(self) -> bool:
-        """Whether more than one was served lately or waits."""
-        return len(self._served.keys() | {name for name, _ in self._num_held}) > 1
+    def _pass_time(self, now: float) -> None:
+        passed = (now - self._time_s) / MEMORY_S
+        if passed <= 0:
+            return
+        self._time_s = now
+        if passed > 1 / MEMORY_REQUESTS:
+            self._count_anew(passed)
+        else:
+            self._age += passed
 
-    def had_less(self, tenant: str) -> bool:
-        """Whether others had more than it."""
-        return self._served.get(tenant, 0.0) * len(self._served) < self._num_served
+    def _note_change(self) -> None:
+        self._num_since += 1
+        if self._num_since * COUNTED_ANEW >= len(self._served) + self._num_unserved:
+            self._count_anew()
 
-    @property
-    def _may_differ(self) -> bool:
-        """Whether places may differ."""
-        return bool(self._excess) or len(self._served) > 1
+    def _count_anew(self, passed: float = 0.0) -> None:
+        """Forget what is long ago, and find out who is heavy. ``passed``: memories in which nothing changed."""
+        its_share = {name: math.exp(-self._age - self._passed_for(name, passed)) for name in self._served}
+        self._age, self._num_since = 0.0, 0
+        left = {name: its * its_share[name] for name, its in self._served.items()}
+        self._served = {name: its for name, its in left.items() if its > FORGOTTEN_TOKENS}
+        self._largest = {name: self._largest[name] * its_share[name] for name in self._served}
+        self._num_unserved = sum(name not in self._served for name in self._num_held)
+        places = self._find_places()
+        self.num_changes += places != self._places
+        self._places = places
 
-    def _faded(self, now: float) -> float:
-        return math.exp(min(0.0, self._served_s - now) / MEMORY_S)
+    def _passed_for(self, tenant: str, passed: float) -> float:
+        """Who waits has gone on wanting service: that it was slow to come is no pause."""
+        return min(passed, 1 / MEMORY_REQUESTS) if tenant in self._num_held else passed
 
-    def _fade(self, now: float) -> None:
-        faded = self._faded(now)
-        self._served = {n: left for n, served in self._served.items() if (left := served * faded) > FORGOTTEN_TOKENS}
-        if self._excess:
-            here = {name for name, _ in self._num_held}
-            its_left = {name: excess if name in here else excess * faded for name, excess in self._excess.items()}
-            self._excess = {name: left for name, left in its_left.items() if left > FORGOTTEN_TOKENS}
-        self._num_served = sum(self._served.values())
-        self._served_s = now
+    def _find_places(self) -> dict[str, int]:
+        num_all = len(self._served) + self._num_unserved
+        if num_all < 2:
+            return {}
+        average = sum(self._served.values()) / num_all
+        least = [its for its in self._served.values() if its <= average]
+        level = max(1.0, HEAVY * sum(least) / (len(least) + self._num_unserved))
+        over = {name: (its - self._largest[name]) / level for name, its in self._served.items() if its > average}
+        return {name: min(MAX_PLACE, 1 + int(math.log2(times))) for name, times in over.items() if times > 1}

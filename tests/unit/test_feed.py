@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,7 @@ from fixtures.waiting import DEADLINE_S, until
 from shoal_cluster.serve import feed as feed_module
 from shoal_cluster.serve import feed_messages
 from shoal_cluster.serve.feed_client import FeedClient
-from shoal_cluster.serve.feed_messages import Abort, Snapshot, Subscribe, Update, frame
+from shoal_cluster.serve.feed_messages import Abort, Promise, Snapshot, Subscribe, Update, frame
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.request import FinishReason
 from shoal_replica.testing import expected_tokens, make_request
@@ -344,6 +345,20 @@ async def test_a_gateway_that_does_not_read_is_cut_off(monkeypatch: pytest.Monke
         await one.run("other", "reads")
         await until(lambda: reads.reasons)
         assert reads.num_lost == 0
+
+
+async def test_a_gateway_whose_host_takes_nothing_more_in_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that has vanished does not: its requests end, and the others hear no more of its promises."""
+    monkeypatch.setattr(feed_messages, "SILENCE_S", 0.3)
+    async with replica() as one, gateway("reads", one) as reads:
+        with socket.socket() as vanished:
+            vanished.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            vanished.connect(one.address)
+            vanished.sendall(frame(Subscribe("vanishes")) + frame(Promise("r", 7, 25)))
+            await until(lambda: reads.updates and reads.updates[-1].promised.num_blocks == 7)
+            one.feed._subscribers["vanishes"].transport.write(b"\x00" * 2**23)
+            await until(lambda: "vanishes" not in one.feed._subscribers)
+            await until(lambda: reads.updates[-1].promised.num_blocks == 0)
 
 
 class TestClient:

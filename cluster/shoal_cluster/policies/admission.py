@@ -38,14 +38,16 @@ NO_LIMITS = AdmissionLimits()
 class Admission:
     """The answer.
 
-    ``retry_after_s`` is when a refused request may try again; None when it was admitted or ``never_fits``: it needs
-    more blocks than any replica has, so the request itself is wrong.
+    ``retry_after_s`` is when a refused request may try again; None when it was admitted, and where that is of no use:
+    it ``never_fits`` (it needs more blocks than any replica has), or is ``never_in_time`` (its deadline is sooner than
+    an idle replica could begin the answer).
     """
 
     admitted: bool
     reason: str
     retry_after_s: float | None = None
     never_fits: bool = False
+    never_in_time: bool = False
 
 
 def admit(
@@ -95,6 +97,11 @@ def stay(
     """
     if lateness_s(query, candidates, limits, waited_s, deadline_in_s) <= 0:
         return Admission(True, f"it has waited {waited_s:.1f} s and may go on")
+    allowed_s = waited_s + deadline_in_s
+    if (short_s := lateness_s(query, candidates, NO_LIMITS, 0, allowed_s)) > 0:
+        takes = f"its prompt alone takes {allowed_s + short_s:.3g} s where it takes least"
+        reason = f"{takes}, and its deadline is {allowed_s:.3g} s"
+        return Admission(False, reason, never_in_time=True)
     what = "objective or its deadline"  # one of them at each replica
     if lateness_s(query, candidates, limits, waited_s) > 0:
         what = "objective"
@@ -125,10 +132,10 @@ class AdmissionRecord(NamedTuple):
 
 
 def misfit(query: RouteQuery, candidates: Candidates) -> str:
-    """Why no replica can ever hold ``query``; empty while one might, or while none is known."""
+    """Why no replica can ever hold ``query``; empty while one might, as one can of which nothing is known yet."""
     told = candidates.told
     largest = int(told["num_total_blocks"].max(initial=0))
-    if not told["known"].any() or query.num_blocks_needed <= largest:
+    if not (len(candidates) and told["known"].all()) or query.num_blocks_needed <= largest:
         return ""
     return f"the request needs {query.num_blocks_needed} blocks and the largest replica has {largest}"
 

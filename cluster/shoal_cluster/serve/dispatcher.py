@@ -27,7 +27,7 @@ from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequ
 from shoal_cluster.policies.ranking import uncached_tokens
 from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
-from shoal_replica.errors import InvalidArgument, ResourceExhausted, ShoalError, Unavailable
+from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
 
 MIN_WAKE_S = 0.001
 """How far past a date to look whether it is past."""
@@ -114,8 +114,10 @@ class Dispatcher:
         """``wait`` for a request that has entered; whoever let it enter lets it ``leave`` afterwards.
 
         Raises:
+            InvalidArgument: the replicas that had blocks enough have left; not for one that is resumed, nor are these:
             ResourceExhausted: none could start it within the objective, where the limits have one, or before its
-                deadline; not for one that is resumed.
+                deadline.
+            DeadlineExceeded: nor could any before its deadline, had it been idle.
             Unavailable: there was no replica for ``patience_s``, and none was starting; or those that were to start
                 have failed to.
         """
@@ -228,6 +230,8 @@ class Dispatcher:
         error: ShoalError = ResourceExhausted(admission.reason, admission.retry_after_s)
         if admission.never_fits:
             error = InvalidArgument("prompt", f"{pending.query.num_prompt_tokens} tokens", admission.reason)
+        elif admission.never_in_time:
+            error = DeadlineExceeded(admission.reason)
         raise self._refused(pending, record.replicas, error, record)
 
     def _check_fits(self, pending: PendingRequest) -> None:
@@ -238,18 +242,24 @@ class Dispatcher:
                 AdmissionRecord(pending.query, candidates, self.limits, 0, 0, None, math.inf, admission), pending
             )
 
+    def _is_misfit(self, pending: PendingRequest) -> bool:
+        return bool(misfit(pending.query, self._ledger.view.candidates((), time.monotonic())))
+
     async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
         """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
         excluded, loop = pending.query.excluded, asyncio.get_running_loop()
+        is_resumed = pending.priority == RESUMED_PRIORITY
         alone_since_s = math.inf
         is_checked = True
         while True:
             left_s = self._time_left_s(pending)
             is_alone = not self._ledger.can_place(excluded)
-            alone_since_s = min(alone_since_s, loop.time()) if is_alone else math.inf
-            if not (is_alone or is_checked) and pending.priority != RESUMED_PRIORITY:
+            if not (is_alone or is_checked) and is_resumed:
+                is_alone = self._is_misfit(pending)  # nothing is wrong with it: who could hold it may come back
+            elif not (is_alone or is_checked):
                 self._check_fits(pending)
-            is_checked = not is_alone  # what came while nobody was there could not be
+            is_checked = False  # it was as it entered, but not against who came since, nor without who has left
+            alone_since_s = min(alone_since_s, loop.time()) if is_alone else math.inf
             if is_alone and (failure := self._start_failure()):
                 raise self._unavailable(pending, f"no replica could be started: {failure}")
             if alone_since_s + self._patience_s <= loop.time():

@@ -32,7 +32,7 @@ _HELD_SCALARS = ("time_s", "request_id", "waited_s", "number", "num_held")  # un
 _REFUSAL_SCALARS = ("time_s", "request_id", "reason", "retry_after_s")
 _LIMIT_SCALARS = ("max_waiting_tokens", "max_waiting_requests", "pair_s")
 _HELD_BESIDE = ("num_held_tokens", "num_held", "deadline_in_s")
-_ADMISSION_SCALARS = ("admitted", "reason", "never_fits")
+_ADMISSION_SCALARS = ("admitted", "reason", "never_fits", "never_in_time")
 
 
 def explanation_to_proto(explanation: Explanation) -> pb.ExplainRouteResponse:

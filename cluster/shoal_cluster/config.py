@@ -146,7 +146,9 @@ class ScalingSettings(_Settings):
 
 
 class ObjectiveSettings(_Settings):
-    """What clients should not have to wait longer for. A request is within the objective when it meets both."""
+    """What clients should not have to wait longer for. A request is within the objective when it meets both. For its
+    turn and for ``shed_late`` a first token is due twice its own prefill later, as long prompts cannot be sooner.
+    """
 
     ttft_s: float = Field(2.0, gt=0, description="from a request's arrival to its first token")
     inter_token_s: float = Field(0.2, gt=0, description="between two tokens of a sequence, its mean")
@@ -161,7 +163,7 @@ class GatewaySettings(_Settings):
     num_cpus: float = Field(0.5, ge=0)
     resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     request_timeout_s: float = Field(600.0, gt=0, description="longest life of a request without a deadline of its own")
-    placement_timeout_s: float = Field(30.0, gt=0, description="longest wait for a replica that can take a request")
+    placement_timeout_s: float = Field(30.0, gt=0, description="longest wait while no replica takes requests or starts")
     max_request_bytes: int = Field(8 * 2**20, ge=1024)
     max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
     shed_late: bool = Field(False, description="refuse calls whose first token could not come within the objective")

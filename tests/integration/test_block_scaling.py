@@ -131,6 +131,15 @@ def test_gateways_that_are_silent_hold_the_count(controller: Controller, change:
     assert controller.last.reason == "hold: a gateway does not report"
 
 
+def test_a_gateway_whose_clock_is_behind_counts_once_its_reports_go_on(controller: Controller) -> None:
+    ledger, behind_s = ledger_metrics(make_stats()), time.time() - 3600
+    for reserved, reason in ((5, "hold: a gateway does not report"), (6, ""), (7, "")):
+        controller.report(time_s=behind_s + reserved, reserved_tokens={"r0": reserved})
+        controller.ask(ledger)
+        assert controller.last.reason.startswith(reason)
+        assert controller.last.replicas[0].num_reserved_tokens == (reserved if not reason else 0)
+
+
 def test_all_gateways_count(controller: Controller) -> None:
     for name in ("g", "h"):
         controller.report(name, num_gateways=2, reserved_tokens={"r0": 20})

@@ -153,6 +153,22 @@ async def test_a_replica_that_is_away_for_a_moment_costs_nobody_the_place_in_the
         await running
 
 
+@pytest.mark.parametrize("limits", [{"max_waiting_requests": 2}, {"max_waiting_tokens": 20}])
+async def test_no_more_waits_for_a_first_replica_than_its_queue_may_hold(limits: dict[str, int]) -> None:
+    async with serving() as serve:
+        dispatcher = serve.hold(AdmissionLimits(**limits))
+        asked = [asyncio.create_task(ask(serve, f"early{i}", prompt_token_ids=range(9))) for i in range(2)]
+        await until(lambda: dispatcher.num_held == 2)
+        with pytest.raises(ResourceExhausted, match="no replica can take requests now, and 2 wait already") as refused:
+            await ask(serve, "late", prompt_token_ids=range(9))
+        assert refused.value.retry_after_s
+        check_replay(dispatcher, "late", "2 wait already")
+        async with serving("first") as other:
+            serve.join("first", other.replicas["first"])
+            assert [answer.tokens for answer in await asyncio.gather(*asked)] == [[expected_tokens(range(9), 4)]] * 2
+            serve.leave("first")
+
+
 async def test_what_no_replica_can_hold_is_refused_when_the_first_one_comes() -> None:
     """Before that nobody knows."""
     async with serving() as serve:

@@ -23,17 +23,18 @@ async def test_where_a_request_goes_that_nobody_took_is_priced_by_what_waits_now
     ledger.view.join("one")
     ledger.view.apply_snapshot("one", YIELDING, (), 0.0)
     queue = PendingQueue(CONFIG)
-    for tenant, num_tokens in (("heavy", 800), ("light", 160)):
-        query = make_query(num_tokens, request_id=tenant, num_blocks_needed=11)
-        queue.push(PendingRequest(query=query, arrival_s=0.0, tenant=tenant))
-        ledger.follow(tenant, Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None))
+    for request_id, num_tokens in (("heavy", 800), ("heavy2", 800), ("light", 160)):
+        query = make_query(num_tokens, request_id=request_id, num_blocks_needed=11)
+        queue.push(PendingRequest(query=query, arrival_s=0.0, tenant=request_id.rstrip("2")))
+        ledger.follow(request_id, Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None))
         dispatch = queue.next(ledger.view, ledger.weights, 0.0, Random(0))
         assert dispatch is not None
         ledger.commit(dispatch)
     assert dict(dispatch.pending.query.passed)["one"] >= 10_000
     assert ledger.ranks("light") == ("one",)
     ledger.view.apply_snapshot("one", make_stats(), (), time.monotonic())
-    ledger.unfollow("heavy")
+    for request_id in ("heavy", "heavy2"):
+        ledger.unfollow(request_id)
     assert ledger.ranks("light") == ("one",), "asked again"
     *_, record = ledger.routes.of_call("light")
     (candidate,) = record.decision.candidates

@@ -30,10 +30,10 @@ def view_of(**stats: ReplicaStats) -> ClusterView:
     return view
 
 
-def pending(request_id: str, num_tokens: int, arrival_s: float = 0.0) -> PendingRequest:
-    """Of a tenant of its own."""
+def pending(request_id: str, num_tokens: int, arrival_s: float = 0.0, tenant: str = "") -> PendingRequest:
+    """Of a tenant of its own, if of no other."""
     query = make_query(num_tokens, request_id=request_id)
-    return PendingRequest(query=query, arrival_s=arrival_s, tenant=request_id)
+    return PendingRequest(query=query, arrival_s=arrival_s, tenant=tenant or request_id)
 
 
 def look(queue: PendingQueue, view: ClusterView, now: float) -> Dispatch | None:
@@ -41,9 +41,11 @@ def look(queue: PendingQueue, view: ClusterView, now: float) -> Dispatch | None:
 
 
 def test_who_waits_goes_before_what_yields_once_another_tenant_was_served() -> None:
-    """Nobody was served before: that first service leaves one tenant that had more and one that had less."""
+    """That second service leaves one tenant that has had far more than the other."""
     view = view_of(busy=BUSY, later=make_stats(num_waiting_tokens=500, due_tokens=(*[0] * 5, 500, 500)))
     queue = PendingQueue(HoldConfig())
+    queue.push(pending("before", 160, tenant="second"))
+    assert look(queue, view_of(gone=make_stats()), 0.0) is not None
     queue.push(pending("first", 640))
     queue.push(pending("second", 160, arrival_s=0.5))
     sent = look(queue, view, 0.5)

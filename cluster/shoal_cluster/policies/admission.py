@@ -68,7 +68,7 @@ def admit(
         return Admission(False, reason, never_fits=True)
     eligible = is_eligible(query, candidates).nonzero()[0]
     if not eligible.size:
-        return Admission(False, "no replica can take requests now", NO_REPLICA_RETRY_S)
+        return Admission(False, f"no replica can take requests now, and {num_held} wait already", NO_REPLICA_RETRY_S)
     sent = told["num_waiting_tokens"] + candidates.num_reserved_tokens
     queued = sent + np.float64(num_held_tokens / eligible.size)
     excess = _excess_tokens(candidates, queued, num_held / eligible.size, limits)[eligible]

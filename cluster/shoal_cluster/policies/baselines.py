@@ -156,7 +156,9 @@ def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recoll
     high, low = loads.max(initial=0), loads.min(initial=np.iinfo(np.int64).max)
     if high - low > SGLANG_BALANCE_ABS_THRESHOLD and high > SGLANG_BALANCE_REL_THRESHOLD * low:
         return sum_of(requests=load)
-    return _match_or_smallest_tree(query, candidates, memory, SGLANG_CACHE_THRESHOLD)
+    return _match_or_smallest_tree(
+        query, candidates, memory, math.nextafter(SGLANG_CACHE_THRESHOLD, 1.0)
+    )  # only above it
 
 
 def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:

@@ -17,7 +17,7 @@ DEFAULT_MAX_ENTRIES = 2**21
 class PrefixIndex:
     """Block hash → the replicas that hold it; beside it, ``expected``: what they will hold.
 
-    A hash covers every token before it, and its salt and adapter, so a flat map is a prefix tree: a prefix is held as
+    A hash covers every token before it, and its salt, so a flat map is a prefix tree: a prefix is held as
     far as its hashes are. A replica's memories count as one, whose blocks cost a transfer at most; memories apart would
     be holders of their own.
     The map is a ``Table`` of halves of the hashes, from which what was used least recently goes when there is no

@@ -18,6 +18,7 @@ from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_state import ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord, ScaleView
 from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.serve.freshness import Freshness
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.ray_store import RayStore
@@ -61,11 +62,13 @@ class BlockScaling:
         self._link: BoardLink | None = None
         self._metrics = AutoscalerMetrics()
         self._export = RayExport()
+        self._freshness = Freshness(MAX_REPORT_AGE_S)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         link = self._meet(context)
         now = time.time()
-        reports = [r for r in link.inbox.reports if now - r.time_s <= MAX_REPORT_AGE_S]
+        fresh = self._freshness.look({r.gateway_id: r.time_s for r in link.inbox.reports}, now, time.monotonic())
+        reports = [r for r in link.inbox.reports if r.gateway_id in fresh]
         config = self._config(context, reports)
         reserved = Counter[str]()
         for report in reports:

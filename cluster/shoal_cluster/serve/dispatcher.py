@@ -142,14 +142,15 @@ class Dispatcher:
 
         Raises:
             InvalidArgument: no replica has blocks enough.
-            ResourceExhausted: every replica has too much to do; not for one that is resumed.
+            ResourceExhausted: every replica has too much to do, or too much waits for a first one; not for one that is
+                resumed.
         """
         waiter = Waiter(pending, asyncio.get_running_loop().create_future(), pending.query.num_prompt_tokens)
         self._queue.push(pending)
         self._waiters[pending.query.request_id] = waiter
         self.take_turn()
         is_new = pending.priority != RESUMED_PRIORITY
-        if is_new and not waiter.turn.done() and self._ledger.can_place(pending.query.excluded):
+        if is_new and not waiter.turn.done() and (self._ledger.can_place(pending.query.excluded) or self._is_full()):
             self._admit(pending, waiter)
         return waiter
 
@@ -212,6 +213,11 @@ class Dispatcher:
                 self._queue.remove(request_id)
                 ledger.commit(dispatch)
                 self._waiters.pop(request_id).turn.set_result(dispatch)
+
+    def _is_full(self) -> bool:
+        """Whether more is held than one replica's queue may: that many wait for the first to come, and no more."""
+        limits = self.limits
+        return self.num_held > limits.max_waiting_requests or self.num_held_tokens > limits.max_waiting_tokens
 
     def _admit(self, pending: PendingRequest, waiter: Waiter) -> None:
         """Whether to hold it at all, where it cannot start at once."""

@@ -161,10 +161,7 @@ def _http_error(error: HTTPException) -> Response:
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
-    return Response(
-        # goes before the body's `user`
-        status_code=CLIENT_CLOSED_REQUEST
-    )
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def _refusal(status: int, kind: str, code: str, message: str, field: str | None) -> Response:

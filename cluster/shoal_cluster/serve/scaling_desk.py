@@ -13,6 +13,7 @@ from shoal_cluster.policies.autoscaling_config import ScaleConfig, tunable
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
 from shoal_cluster.serve.call import ScalingRow
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
+from shoal_cluster.serve.freshness import Freshness
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
 from shoal_cluster.serve.metrics.tally import Point
@@ -68,6 +69,7 @@ class ScalingDesk:
         self._metrics = AutoscalerMetrics()
         self._records: deque[ScaleRecord] = deque(maxlen=RECORDS_KEPT)
         self._hurry = asyncio.Event()
+        self._freshness = Freshness(MAX_CURRENT_AGE_S)
         self._meeting = asyncio.Lock()  # what a meeting has read does not undo a change made meanwhile
         self._task = asyncio.get_running_loop().create_task(self._run(), name="shoal-scaling")
 
@@ -88,9 +90,13 @@ class ScalingDesk:
     def is_growing(self) -> bool:
         """Whether replicas are starting, by a decision that is not old."""
         current = self._current
-        if current is None or time.time() - current.time_s > MAX_CURRENT_AGE_S:
+        if current is None or not self._is_current():
             return False
         return current.num_after > current.num_running
+
+    def _is_current(self) -> bool:
+        written_s = {} if self._current is None else {"policy": self._current.time_s}
+        return bool(self._freshness.look(written_s, time.time(), time.monotonic()))
 
     @contextmanager
     def holding(self, num_prompt_tokens: int) -> Iterator[None]:
@@ -166,6 +172,7 @@ class ScalingDesk:
         last_seq = self._records[-1].seq if self._records else 0
         current, records, tuning = await asyncio.to_thread(self._exchange, report, last_seq)
         self._current = current
+        self._is_current()  # that it has advanced is seen when it comes
         self._records.extend(records)
         for record in records:
             self._metrics.take(record.num_before, record.num_after, record.num_running)

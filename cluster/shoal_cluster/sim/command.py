@@ -39,13 +39,15 @@ MAX_GATEWAYS = 256
 
 Name = TypeVar("Name", bound=str)
 
+MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_STEP_TOKENS = 10**7, 2**20, 2**24
+
 
 def sim(
     trace: Annotated[Path, typer.Option(help="Trace file, plain or .gz.")],
     trace_format: Annotated[str, typer.Option("--format", help=", ".join(TRACE_FORMATS))] = "mooncake",
     replicas: Annotated[int, typer.Option(min=1, max=MAX_REPLICAS)] = 8,
-    blocks_per_replica: Annotated[int, typer.Option(min=1)] = 1000,
-    block_size: Annotated[int, typer.Option(min=1)] = 512,
+    blocks_per_replica: Annotated[int, typer.Option(min=1, max=MAX_BLOCKS)] = 1000,
+    block_size: Annotated[int, typer.Option(min=1, max=MAX_BLOCK_SIZE)] = 512,
     routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = "predicted_ttft",
     hold: Annotated[
         bool | None,
@@ -64,7 +66,7 @@ def sim(
     ] = None,
     rounds: Annotated[int, typer.Option("--repeat", min=1, help="So many rounds of it, each of other users.")] = 1,
     max_num_seqs: Annotated[int, typer.Option(min=1)] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, max=MAX_STEP_TOKENS, help="Tokens of a step.")] = 2048,
     model_rate: Annotated[
         str | None,
         typer.Option(help="Prefill tokens/s, seconds per token pair, seconds of a decode step: '8000,2.5e-9,0.03'."),

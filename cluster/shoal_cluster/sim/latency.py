@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from shoal_cluster.policies.objective import PrefillTime
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import SchedulerOutput
+
+LEAST_TOKENS_PER_S = 1.0  # slower ones are seconds per token by mistake: a run would not end
+MOST_PAIR_S = 1e-5
+MOST_STEP_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +31,16 @@ class StepTime:
     decode_context_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.prefill.tokens_per_s < LEAST_TOKENS_PER_S:
+            raise ConfigError(
+                f"tokens_per_s: got {self.prefill.tokens_per_s!r}; must be at least {LEAST_TOKENS_PER_S:g}"
+            )
+        if self.prefill.pair_s > MOST_PAIR_S:
+            raise ConfigError(f"pair_s: got {self.prefill.pair_s!r}; must be at most {MOST_PAIR_S:g}")
         for name in ("step_s", "decode_s", "decode_sequence_s", "decode_context_s"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}: got {value!r}; must be a finite number of at least 0")
+            if not 0 <= value <= MOST_STEP_S:
+                raise ConfigError(f"{name}: got {value!r}; must be between 0 and {MOST_STEP_S:g}")
 
     def of(self, output: SchedulerOutput, num_decodes: int = 0, num_context_tokens: int = 0) -> float:
         """Seconds of one step: its prompts' chunks and its decodes (shares of one token that samples), and of so many

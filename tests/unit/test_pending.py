@@ -312,7 +312,25 @@ def test_a_light_tenant_does_not_queue_behind_a_heavy_one() -> None:
         ((request_id, _),) = send(queue, view_of(only=make_stats(max_num_batched_tokens=8)), 0.5)
         order.append(request_id)
     assert order.index("light") <= 2
-    assert order.index("light") < 25
+
+
+def test_who_comes_may_change_who_is_heavy_and_so_what_was_planned() -> None:
+    """Two that wait behind what yields would pass it, once two newcomers have had nothing."""
+    busy = make_stats(num_waiting_tokens=300)
+    later = make_stats(num_waiting_tokens=500, due_tokens=(*[0] * 5, 500, 500))
+    queue, view = PendingQueue(HoldConfig()), view_of(busy=busy, later=later)
+    weights = RouteWeights(decode_price=0.0)
+    for number, (tenant, num_tokens) in enumerate([("heavy", 400), ("heavy", 400), ("light", 350)]):
+        queue.push(pending(f"before{number}", num_tokens, tenant=tenant))
+        assert queue.next(view_of(gone=make_stats()), weights, 0.0, Random(0)) is not None
+    for number in range(2):
+        queue.push(pending(f"light{number}", 160, tenant="light", arrival_s=0.5))
+    assert queue.next(view, weights, 0.5, Random(0)) is None
+    for number in range(2):
+        queue.push(pending(f"new{number}", 9000, tenant=f"new{number}", arrival_s=0.5))
+    dispatch = queue.next(view, weights, 0.5, Random(0))
+    assert dispatch is not None
+    assert (dispatch.pending.query.request_id, dispatch.replica_id) == ("light0", "later")
 
 
 def test_an_old_debt_does_not_starve_who_comes_back() -> None:

@@ -75,6 +75,7 @@ class PendingQueue:
         self._held: dict[str, Held] = {}
         self._standing = StandingPlan()
         self._shares = FairShares()
+        self._num_changes = 0  # of places, when what stands was planned
         self._by_urgency = HeldOrder(self._shares, config.max_considered)
         self._dates = DueDates(config.objective, config.prefill, self._by_urgency)
         self._pace = self._dates.pace
@@ -98,7 +99,7 @@ class PendingQueue:
         held = self._held[request_id] = Held(pending)
         held.num_new_tokens = pending.query.num_prompt_tokens
         self._dates.note(held, pending.arrival_s)
-        self._shares.enter(pending.tenant, pending.arrival_s)
+        self._shares.enter(pending.tenant, pending.arrival_s, pending.priority)
         self._has_unplanned = self._is_one_of_many
 
     def remove(self, request_id: str) -> PendingRequest | None:
@@ -108,7 +109,7 @@ class PendingQueue:
             return None
         self._by_urgency.remove(held)
         self._dates.forget(held)
-        self._shares.leave(held.pending.tenant)
+        self._shares.leave(held.pending.tenant, held.pending.priority)
         return held.pending
 
     def before(self, request_id: str) -> tuple[int, int]:
@@ -148,7 +149,9 @@ class PendingQueue:
         elsewhere meanwhile, and many that want one replica spread as soon as waiting for it costs more than computing
         their prefix again. The caller reserves what it sends, and asks again until None.
         """
-        if self._shares.fade(now):
+        self._shares.fade(now)
+        if self._shares.num_changes != self._num_changes:  # by who came or left, too
+            self._num_changes = self._shares.num_changes
             self._standing.forget()
         if not (self._held and len(view)) or (self._standing.was_settled and self._is_settled(view, weights, now)):
             return None
@@ -220,15 +223,14 @@ class PendingQueue:
         self._has_unplanned = plans_all
         pending, seen = order[len(steps) - 1][0].pending, tuple(considered[: len(steps)])
         query = pending.query
-        self.remove(query.request_id)
         yields = self._shares.had_more(pending.tenant)
         if yields:
             self._sent.note(query.request_id, view)
         num_new_tokens = uncached_tokens(query, steps[-1].num_matched_blocks)
-        num_changes = self._shares.num_changes
-        self._shares.charge(pending.tenant, num_new_tokens, now)
-        if not self._shares.are_even or self._shares.num_changes != num_changes:
-            self._standing.forget()  # who goes before whom, and passes what, may be another
+        self._shares.charge(pending.tenant, num_new_tokens, now, pending.priority)
+        self.remove(query.request_id)
+        if not self._shares.are_even:
+            self._standing.forget()  # who passes what may be another
         record = Look(view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, seen, draws, steps)
         if seen[-1].query is not query:
             pending = replace(pending, query=seen[-1].query)

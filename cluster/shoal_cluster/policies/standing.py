@@ -43,8 +43,8 @@ class StandingPlan:
     with looks that begin anew. Both go by matches of prompts that were looked up within ``MAX_MATCH_AGE_S``, not at one
     moment; the first one's is as of now.
 
-    It lasts where the gateway is the only one: of several, each look begins anew. Where several tenants were served
-    lately or wait, each look after a request that was sent does, and who had less is never planned.
+    It lasts where the gateway is the only one: of several, each look begins anew. Where a tenant is
+    heavy, each look after a request that was sent does, and who had less is never planned.
 
     Attributes:
         was_settled: at the last look all was planned; ``is_settled`` says whether it still is.

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 
-MEMORY_S = 10.0  # of who was served lately;
-MEMORY_REQUESTS = 16  # and of who waits of as many requests: a slow cluster does not forget sooner than a fast one
-FORGOTTEN_TOKENS = 16.0
+MEMORY_S = 10.0  # of who was served lately
+MOST_UNSERVED = 1 / 16  # memories that pass for who waits until the next is served: to be slow is no pause
+FORGOTTEN_S = 4 * MEMORY_S  # since its last service, of who does not wait
 HEAVY = 3.0  # times the fair level
 MAX_PLACE = 16
 COUNTED_ANEW = 8  # as many changes as an eighth of the tenants: a change costs the same however many there are
 
 
+@dataclass(slots=True)
+class _Service:
+    """Of one tenant; tokens as of age 0, those of before counting less."""
+
+    num_tokens: float = 0.0
+    largest: float = 0.0  # what one request had of these
+    last_s: float = 0.0
+
+
 class FairShares:
     """Each tenant's service of late, in prompt tokens computed.
 
-    The fair level is what those have had on average who have had no more than the average of all; who waits and has
-    had nothing counts. A tenant is heavy that has had more than ``HEAVY`` times as much, its largest request aside:
-    requests come whole and at random, and among tenants that ask alike due dates alone are to decide who goes first.
+    The fair level is what those have had on average who have had no more than the average of all; who waits, no less
+    urgently than who was served last, and has had nothing counts. A tenant is heavy that has had more than ``HEAVY``
+    times as much, its largest request aside: requests come whole and at random, and among tenants that ask alike due
+    dates alone are to decide who goes first. All that ask for far more than another are heavy, alike or not.
 
     Attributes:
         num_changes: while it is the same, so is every tenant's ``place``.
@@ -26,50 +37,49 @@ class FairShares:
 
     def __init__(self) -> None:
         self.num_changes = 0
-        self._num_held = Counter[str]()
-        self._num_unserved = 0  # of who waits, those that are not in ``_served``
-        self._served: dict[str, float] = {}  # tokens as of ``_age`` 0, those of before counting less
-        self._largest: dict[str, float] = {}  # what one request had of these
-        self._age = 0.0  # since all was counted, in memories
+        self._num_held = Counter[tuple[str, int]]()  # by tenant and priority
+        self._held_by = Counter[str]()
+        self._priority = 0  # of who was served last
+        self._served: dict[str, _Service] = {}
+        self._age = 0.0  # memories since all was counted
+        self._left = MOST_UNSERVED  # of them for who waits
         self._time_s = -math.inf
-        self._num_since = 0  # changes since then
+        self._num_since = 0  # changes since all was counted
         self._places: dict[str, int] = {}  # of who is heavy
 
-    def enter(self, tenant: str, now: float) -> None:
-        """The tenant holds one more request from ``now`` on, seconds."""
-        if tenant not in self._num_held:
-            self._pass_time(now)  # as it did while the tenant wanted nothing
-        self._num_held[tenant] += 1
-        if self._num_held[tenant] == 1 and tenant not in self._served:
-            self._num_unserved += 1
+    def enter(self, tenant: str, now: float, priority: int = 0) -> None:
+        """The tenant holds one more request of that priority, the lower the more urgent, from ``now`` on, seconds."""
+        self._pass_time(now)
+        self._held_by[tenant] += 1
+        self._num_held[tenant, priority] += 1
+        if self._num_held[tenant, priority] == 1 and tenant not in self._served:
             self._note_change()
 
-    def leave(self, tenant: str) -> None:
+    def leave(self, tenant: str, priority: int = 0) -> None:
         """And one less."""
-        self._num_held[tenant] -= 1
-        if not self._num_held[tenant]:
-            del self._num_held[tenant]
+        self._held_by[tenant] -= 1
+        self._num_held[tenant, priority] -= 1
+        if not self._held_by[tenant]:
+            del self._held_by[tenant]
+        if not self._num_held[tenant, priority]:
+            del self._num_held[tenant, priority]
             if tenant not in self._served:
-                self._num_unserved -= 1
                 self._note_change()
 
-    def charge(self, tenant: str, num_tokens: float, now: float) -> None:
-        """``tenant`` gets service of ``num_tokens`` at ``now``, seconds."""
+    def charge(self, tenant: str, num_tokens: float, now: float, priority: int = 0) -> None:
+        """``tenant``, which holds the request still, gets service of ``num_tokens`` at ``now``."""
         self._pass_time(now)
-        if tenant not in self._served and tenant in self._num_held:
-            self._num_unserved -= 1
+        self._age += max(0.0, now - self._time_s) / MEMORY_S
+        self._time_s, self._left, self._priority = max(now, self._time_s), MOST_UNSERVED, priority
         weighed = num_tokens * math.exp(self._age)
-        self._served[tenant] = self._served.get(tenant, 0.0) + weighed
-        self._largest[tenant] = max(self._largest.get(tenant, 0.0), weighed)
+        its = self._served.setdefault(tenant, _Service())
+        its.num_tokens, its.largest, its.last_s = its.num_tokens + weighed, max(its.largest, weighed), now
         self._note_change()
 
-    def fade(self, now: float) -> bool:
-        """Nobody may have been served for long: what was then counts no more. Whether that changes anybody's place."""
-        if not self._served or now - self._time_s < MEMORY_S:
-            return False
-        num_changes = self.num_changes
-        self._pass_time(now)
-        return self.num_changes != num_changes
+    def fade(self, now: float) -> None:
+        """Nobody may have been served for long: what was then counts no more."""
+        if self._served and now - self._time_s >= MEMORY_S:
+            self._pass_time(now)
 
     def place(self, tenant: str) -> int:
         """In the order of tenants: 0, but of who is heavy one more for each doubling of what it has had."""
@@ -89,42 +99,42 @@ class FairShares:
         return not self._places
 
     def _pass_time(self, now: float) -> None:
+        """Little of it waits for the next service, or until it is more."""
         passed = (now - self._time_s) / MEMORY_S
-        if passed <= 0:
-            return
-        self._time_s = now
-        if passed > 1 / MEMORY_REQUESTS:
-            self._count_anew(passed)
-        else:
-            self._age += passed
+        if passed > MOST_UNSERVED or self._age > 1:
+            self._time_s = max(now, self._time_s)
+            self._count_anew(max(0.0, passed))
 
     def _note_change(self) -> None:
         self._num_since += 1
-        if self._num_since * COUNTED_ANEW >= len(self._served) + self._num_unserved:
-            self._count_anew()
+        if self._num_since * COUNTED_ANEW >= len(self._served) + len(self._held_by):
+            self._count_anew(0.0)
 
-    def _count_anew(self, passed: float = 0.0) -> None:
-        """Forget what is long ago, and find out who is heavy. ``passed``: memories in which nothing changed."""
-        its_share = {name: math.exp(-self._age - self._passed_for(name, passed)) for name in self._served}
+    def _count_anew(self, passed: float) -> None:
+        """Forget what is long ago, and find out who is heavy. ``passed``: memories in which nobody was served."""
+        for_waiting = min(passed, self._left)
+        self._left -= for_waiting
+        faded, faded_waiting = math.exp(-self._age - passed), math.exp(-self._age - for_waiting)
         self._age, self._num_since = 0.0, 0
-        left = {name: its * its_share[name] for name, its in self._served.items()}
-        self._served = {name: its for name, its in left.items() if its > FORGOTTEN_TOKENS}
-        self._largest = {name: self._largest[name] * its_share[name] for name in self._served}
-        self._num_unserved = sum(name not in self._served for name in self._num_held)
+        last_s = self._time_s - FORGOTTEN_S
+        self._served = {n: its for n, its in self._served.items() if its.last_s > last_s or n in self._held_by}
+        for name, its in self._served.items():
+            part = faded_waiting if name in self._held_by else faded
+            its.num_tokens, its.largest = its.num_tokens * part, its.largest * part
         places = self._find_places()
         self.num_changes += places != self._places
         self._places = places
 
-    def _passed_for(self, tenant: str, passed: float) -> float:
-        """Who waits has gone on wanting service: that it was slow to come is no pause."""
-        return min(passed, 1 / MEMORY_REQUESTS) if tenant in self._num_held else passed
-
     def _find_places(self) -> dict[str, int]:
-        num_all = len(self._served) + self._num_unserved
+        unserved = {name for name, priority in self._num_held if priority <= self._priority} - self._served.keys()
+        num_all = len(self._served) + len(unserved)
         if num_all < 2:
             return {}
-        average = sum(self._served.values()) / num_all
-        least = [its for its in self._served.values() if its <= average]
-        level = max(1.0, HEAVY * sum(least) / (len(least) + self._num_unserved))
-        over = {name: (its - self._largest[name]) / level for name, its in self._served.items() if its > average}
+        average = sum([its.num_tokens for its in self._served.values()]) / num_all
+        least = [its.num_tokens for its in self._served.values() if its.num_tokens <= average]
+        if not (least or unserved):  # by rounding: all have had the same
+            return {}
+        level = max(1.0, HEAVY * sum(least) / (len(least) + len(unserved)))
+        more = {name: its for name, its in self._served.items() if its.num_tokens > average}
+        over = {name: (its.num_tokens - its.largest) / level for name, its in more.items()}
         return {name: min(MAX_PLACE, 1 + int(math.log2(times))) for name, times in over.items() if times > 1}

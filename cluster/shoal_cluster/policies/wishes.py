@@ -15,7 +15,7 @@ Rank = tuple[int, int, float]
 class Wish:
     """A request that some gateway holds and means to send to a certain replica, when its turn comes.
 
-    ``rank`` is its place in the order of ``PendingQueue``: priority, bursts beyond its tenant's share, and when its
+    ``rank`` is its place in the order of ``PendingQueue``: priority, the ``place`` of its tenant, and when its
     first token is due, on the reader's clock. Blocks and tokens are what it will take there, as in ``Reservation``,
     beside the blocks of its prompt that are cached there. ``decode_steps`` as in ``RouteQuery``. It came at
     ``arrival_s``, on the reader's clock, with an objective of ``length_s``: what is due later than that is lost.

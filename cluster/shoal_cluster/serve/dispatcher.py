@@ -217,7 +217,8 @@ class Dispatcher:
     def _is_full(self) -> bool:
         """Whether more is held than one replica's queue may: that many wait for the first to come, and no more."""
         limits = self.limits
-        return self.num_held > limits.max_waiting_requests or self.num_held_tokens > limits.max_waiting_tokens
+        is_full = self.num_held > limits.max_waiting_requests or self.num_held_tokens > limits.max_waiting_tokens
+        return is_full and self.num_held > 1  # the newcomer itself is among them
 
     def _admit(self, pending: PendingRequest, waiter: Waiter) -> None:
         """Whether to hold it at all, where it cannot start at once."""
@@ -278,7 +279,7 @@ class Dispatcher:
                 return turn.result()
 
     def _time_left_s(self, pending: PendingRequest) -> float:
-        """Until the request's objective is lost, or its deadline; raises ResourceExhausted when one is."""
+        """Until the request's objective is lost, or its deadline; raises what a refused client is told when one is."""
         if (self.limits.objective is None and pending.deadline_s == math.inf) or pending.priority == RESUMED_PRIORITY:
             return math.inf
         now = time.monotonic()

@@ -272,7 +272,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        # A host that vanishes leaves what it is sent unacknowledged: its requests and promises are not to outlive it.
+        # Who takes nothing in, as a host that has vanished does not: its requests and promises are not to outlive it.
         silence_ms = int(feed_messages.SILENCE_S * 1000)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
         self._patience = asyncio.get_running_loop().call_later(feed_messages.SILENCE_S, self.hang_up)

@@ -70,7 +70,7 @@ class ToldWish(msgspec.Struct, frozen=True, array_like=True):
     """
 
     priority: int
-    excess: int
+    place: int
     due_in_s: float
     num_blocks: int
     num_tokens: int
@@ -81,12 +81,12 @@ class ToldWish(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def at(cls, wish: Wish, now: float) -> ToldWish:
-        priority, excess, due_s = wish.rank
+        priority, place, due_s = wish.rank
         size = wish.num_blocks, wish.num_tokens, wish.num_cached_blocks
-        return cls(priority, excess, due_s - now, *size, wish.decode_steps, now - wish.arrival_s, wish.length_s)
+        return cls(priority, place, due_s - now, *size, wish.decode_steps, now - wish.arrival_s, wish.length_s)
 
     def wish(self, now: float) -> Wish:
-        rank = self.priority, self.excess, now + self.due_in_s
+        rank = self.priority, self.place, now + self.due_in_s
         size = self.num_blocks, self.num_tokens, self.num_cached_blocks
         return Wish(rank, *size, self.decode_steps, now - self.age_s, self.length_s)
 

@@ -143,7 +143,7 @@ async def test_decisions_reach_the_desk(desk: ScalingDesk, link: BoardLink) -> N
 
 
 async def test_the_desk_knows_when_replicas_start(desk: ScalingDesk, link: BoardLink) -> None:
-    fresh_s, old_s = time.time() + 3600, time.time() - 3600
+    fresh_s, old_s = time.time(), time.time() - 3600
     starting = replace(example_scale_record(0, 3, 3), num_running=1, time_s=fresh_s)
     ready, old = replace(starting, num_running=3), replace(starting, time_s=old_s)
     assert not desk.is_growing()

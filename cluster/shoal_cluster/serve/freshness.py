@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 class Freshness:
-    """By each writer's clock, and where that is behind the reader's by the reader's: what goes on advancing is of now.
+    """By each writer's clock, and where that differs by the reader's: what goes on advancing is of now.
 
     Args:
-        max_age_s: how old a time may be, and how long ago it may have advanced.
+        max_age_s: how far from now a time may be, and how long ago it may have advanced.
     """
 
     def __init__(self, max_age_s: float) -> None:
@@ -31,5 +31,6 @@ class Freshness:
         return frozenset(
             writer
             for writer, (time_s, advanced_s) in self._advanced.items()
-            if unix_s - time_s <= self._max_age_s or (advanced_s is not None and now_s - advanced_s <= self._max_age_s)
+            if abs(unix_s - time_s) <= self._max_age_s
+            or (advanced_s is not None and now_s - advanced_s <= self._max_age_s)
         )

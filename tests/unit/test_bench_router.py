@@ -12,11 +12,11 @@ MAX_BYTES_PER_ENTRY = 110
 
 
 def test_reports_times_and_memory() -> None:
-    options = ["--replicas", "8", "--blocks", "200000", "--requests", "50", "--json"]
+    options = ["--replicas", "8", "--blocks", "200000", "--requests", "50", "--tenants", "7", "--json"]
     run = CliRunner().invoke(app, ["bench", "router", *options])
     assert run.exit_code == 0, run.output
     cost = json.loads(run.output)
-    assert (cost["num_replicas"], cost["num_requests"]) == (8, 50)
+    assert (cost["num_replicas"], cost["num_requests"], cost["num_tenants"]) == (8, 50, 7)
     assert cost["num_updates"] >= 50
     assert 0 < cost["decision_p50_us"] <= cost["decision_p99_us"] <= cost["decision_max_us"]
     assert cost["matched_blocks_mean"] > 20

@@ -32,12 +32,13 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLoad:
-    """The cluster and the traffic: conversations of 125 blocks, 20 of each prompt's blocks new."""
+    """The cluster and the traffic: conversations of 125 blocks, 20 of each prompt's blocks new, of tenants in turn."""
 
     num_replicas: int = 64
     num_blocks: int = 1_000_000
     num_requests: int = 20_000
     requests_per_s: float = 2_000.0
+    num_tenants: int = 1
     seed: int = 0
 
     @property
@@ -56,6 +57,7 @@ class RouterCost:
     num_blocks: int
     num_requests: int
     requests_per_s: float
+    num_tenants: int
     num_updates: int
     matched_blocks_mean: float
     decision_p50_us: float
@@ -95,6 +97,7 @@ async def _measure(load: RouterLoad) -> RouterCost:
         num_blocks=load.num_blocks,
         num_requests=load.num_requests,
         requests_per_s=load.requests_per_s,
+        num_tenants=load.num_tenants,
         num_updates=len(updates),
         matched_blocks_mean=bench.num_matched / load.num_requests,
         decision_p50_us=float(np.percentile(decisions, 50)),
@@ -166,9 +169,10 @@ class _Bench:
             num_blocks_needed=len(hashes) + 1,
             block_size=BLOCK_SIZE,
         )
+        tenant = f"tenant-{number % self._load.num_tenants}"
         self.ledger.follow(query.request_id, self._follower)
         started = time.thread_time()
-        waiter = self._dispatcher.enter(PendingRequest(query=query, arrival_s=time.monotonic()))
+        waiter = self._dispatcher.enter(PendingRequest(query=query, arrival_s=time.monotonic(), tenant=tenant))
         self.decisions_s.append(time.thread_time() - started)
         if not waiter.turn.done():
             raise RuntimeError("the load does not fit the cluster: a request would have to wait")

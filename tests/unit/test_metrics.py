@@ -14,6 +14,7 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal_cluster.policies.candidates import Candidates, ReplicaView
+from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.policies.routing import RouteDecision, RouteRecord
 from shoal_cluster.serve.call import GenerateCall, ReplicaRow, Usage
 from shoal_cluster.serve.call_observer import CallObserver
@@ -37,6 +38,7 @@ from shoal_replica.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 from shoal_replica.sampling_params import SamplingParams
 
 MAX_SERIES_PER_GATEWAY, MAX_SERIES_PER_REPLICA = 200, 100
@@ -77,7 +79,7 @@ def test_names_follow_the_rules() -> None:
 
 def test_every_definition_is_told_with_its_labels() -> None:
     told = [
-        *gateway_metrics().points(CLUSTER.replicas, ViewQuality()),
+        *gateway_metrics().points(CLUSTER.replicas, ViewQuality(), PrefixIndex()),
         *replica_metrics().points(STATS),
         *AutoscalerMetrics().points(),
     ]
@@ -100,7 +102,11 @@ async def test_a_gateways_page_has_every_metric_with_its_type() -> None:
 
     told = await replica_points(CLUSTER.replicas, ask)
     assert _still(series(told)) == _still(series(replica.points(STATS)))
-    page = [*gateway_metrics().points(CLUSTER.replicas, ViewQuality()), *told, *AutoscalerMetrics().points()]
+    page = [
+        *gateway_metrics().points(CLUSTER.replicas, ViewQuality(), PrefixIndex()),
+        *told,
+        *AutoscalerMetrics().points(),
+    ]
     types = {family.name: family.type for family in text_string_to_metric_families(render(page).decode())}
     assert types == {f.name.removesuffix("_total"): f.kind for f in d.FAMILIES}
 
@@ -131,7 +137,11 @@ def test_what_the_view_predicted_and_its_age_are_told() -> None:
     metrics = gateway_metrics()
     metrics.add_decision(example_record())
     quality = ViewQuality(num_requests=2, num_prompt_tokens=90, num_predicted_tokens=48, num_cached_tokens=32)
-    told = series(metrics.points((), quality))
+    index = PrefixIndex(max_entries=4096)
+    index.store("r0", [BlockHash(Random(number).randbytes(DIGEST_BYTES)) for number in range(19_999)])
+    told = series(metrics.points((), quality, index))
+    assert told["shoal_gateway_index_entries", ("g0",)] == len(index) == 4096
+    assert told["shoal_gateway_index_evicted_total", ("g0",)] == index.num_evicted == 19_999 - 4096
     assert told["shoal_gateway_view_age_seconds_count", ("g0",)] == 1
     age_s = example_record().replicas.age_s[0]
     assert told["shoal_gateway_view_age_seconds_sum", ("g0",)] == pytest.approx(age_s)
@@ -166,7 +176,7 @@ def test_series_are_bounded_whatever_clients_and_replicas_do() -> None:
         )
         living = [ReplicaRow(replica_id=f"replica-{number}-{i}", stats=STATS) for i in range(3)]
         if number % 100 == 0:
-            assert len(series(metrics.points(living, ViewQuality()))) <= MAX_SERIES_PER_GATEWAY
+            assert len(series(metrics.points(living, ViewQuality(), PrefixIndex()))) <= MAX_SERIES_PER_GATEWAY
     assert len(series(replica_metrics().points(STATS))) <= MAX_SERIES_PER_REPLICA
 
 
@@ -241,7 +251,7 @@ def test_each_end_of_a_call_is_counted_once(error: BaseException | None, outcome
     else:
         with pytest.raises(type(error)):
             run()
-    counted = series(metrics.points((), ViewQuality()))
+    counted = series(metrics.points((), ViewQuality(), PrefixIndex()))
     assert counted["shoal_gateway_requests_total", ("g0", outcome)] == 1
     assert metrics.tally.count(d.REQUESTS) == metrics.num_requests == 1
     assert metrics.num_active == 0

@@ -7,7 +7,7 @@ import gc
 import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -96,7 +96,7 @@ class Gateway:
         self._tracer = open_tracer(config.traces, config.name, self._ledger.gateway_id)
         listeners = (self._scaling.meter.take, log_call, *([self._tracer.take] if self._tracer is not None else ()))
         self._observer = CallObserver(self._metrics, self._ledger.journal, listeners)
-        export = RayExport().run(lambda: self._metrics.points(self._rows(), self._ledger.tally.quality()))
+        export = RayExport().run(lambda: self._own_points(self._rows()))
         self._export_task = loop.create_task(export, name="shoal-metrics")
         hold = HoldConfig(objective=DueDates(ttft_s=config.objective.ttft_s))
         limits = AdmissionLimits(
@@ -221,7 +221,10 @@ class Gateway:
     async def metrics(self) -> Iterable[Point]:
         rows = self._rows()
         told = await replica_points(rows, lambda replica_id: self._ledger.ask(replica_id, METRICS))
-        return [*self._metrics.points(rows, self._ledger.tally.quality()), *told, *self._scaling.points()]
+        return [*self._own_points(rows), *told, *self._scaling.points()]
+
+    def _own_points(self, rows: tuple[ReplicaRow, ...]) -> Iterator[Point]:
+        return self._metrics.points(rows, self._ledger.tally.quality(), self._ledger.view.index)
 
     def refuse_unread(self) -> None:
         self._metrics.add_unread()

@@ -157,6 +157,10 @@ PREDICTED_TOKENS = _gateway(
 FOUND_TOKENS = _gateway(
     "found_cached_tokens_total", _C, "tokens", "Of those, tokens that the replica found cached, in whole blocks"
 )
+INDEX_ENTRIES = _gateway("index_entries", _G, "blocks", "Cached blocks that the prefix index knows a holder of")
+INDEX_EVICTED = _gateway(
+    "index_evicted_total", _C, "blocks", "Blocks that it forgot for want of room: only a predicted hit is lost"
+)
 CONNECTED = _gateway("feed_connected", _G, "0 or 1", "1 when the replica's feed is open", REPLICA_ID)
 SLOWNESS = _gateway(
     "replica_slowness",
@@ -221,6 +225,6 @@ SCALINGS = _autoscaler(
     "decisions_total", _C, "decisions", "Changes of the desired count", Label("direction", ("up", "down"))
 )
 
-BY_VIEW = (PLACED_TOKENS, PREDICTED_TOKENS, FOUND_TOKENS)  # what a gateway's ViewTally counts
+BY_VIEW = (PLACED_TOKENS, PREDICTED_TOKENS, FOUND_TOKENS, INDEX_EVICTED)  # what a gateway's view of replicas counts
 
 FAMILIES: tuple[Family, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Family))

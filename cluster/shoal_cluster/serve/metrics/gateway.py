@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import psutil
 
+from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.call import ReplicaRow
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
@@ -89,13 +90,15 @@ class GatewayMetrics:
             age_s = record.replicas.age_s[record.replicas.replica_ids.index(best)]
             self.tally.histogram(d.VIEW_AGE).observe(float(age_s))
 
-    def points(self, replicas: Iterable[ReplicaRow], quality: ViewQuality) -> Iterator[Point]:
+    def points(self, replicas: Iterable[ReplicaRow], quality: ViewQuality, index: PrefixIndex) -> Iterator[Point]:
         """The gateway's own series, those of its view of the replicas included."""
         own = (self._gateway_id,)
         yield from self.tally.points()
         yield Point(d.PLACED_TOKENS, own, quality.num_prompt_tokens)
         yield Point(d.PREDICTED_TOKENS, own, quality.num_predicted_tokens)
         yield Point(d.FOUND_TOKENS, own, quality.num_cached_tokens)
+        yield Point(d.INDEX_ENTRIES, own, len(index))
+        yield Point(d.INDEX_EVICTED, own, index.num_evicted)
         yield Point(d.ACTIVE, own, self.num_active)
         yield Point(d.GATEWAY_MEMORY, own, self._process.memory_info().rss)
         for row in replicas:

@@ -86,6 +86,14 @@ def test_ray_sends_what_it_has_not_seen_to_the_smallest_tree() -> None:
     assert best("ray_prefix_affinity", busy("known"), busy("new", 5), memory=memory) == "new"
 
 
+@pytest.mark.parametrize(("num_sent", "winner"), [(3, "small"), (4, "owner")])
+def test_sglang_follows_a_match_of_more_than_three_tenths(num_sent: int, winner: str) -> None:
+    """And not one of so much: its rule says above."""
+    memory = remembering("owner", query=make_query(16 * num_sent, block_hashes=PROMPT.block_hashes[:num_sent]))
+    assert len(PROMPT.block_hashes) == 10
+    assert best("sglang_cache_aware", busy("owner"), busy("small"), memory=memory) == winner
+
+
 def test_sglang_leaves_affinity_only_far_out_of_balance() -> None:
     memory = remembering("owner")
     assert best("sglang_cache_aware", busy("owner", 64), busy("other"), memory=memory) == "owner"

@@ -38,7 +38,7 @@ RAY_IMBALANCED_THRESHOLD = math.inf  # requests
 RAY_MATCH_RATE_THRESHOLD = 0.1
 SGLANG_BALANCE_ABS_THRESHOLD = 64  # requests
 SGLANG_BALANCE_REL_THRESHOLD = 1.5
-SGLANG_CACHE_THRESHOLD = 0.3
+SGLANG_CACHE_THRESHOLD = math.nextafter(0.3, 1.0)  # a match has to be above 0.3
 LLMD_PREFIX_WEIGHT, LLMD_KV_WEIGHT, LLMD_QUEUE_WEIGHT = 2.0, 1.0, 1.0
 DYNAMO_OVERLAP_CREDIT, DYNAMO_PREFILL_LOAD_SCALE = 1.0, 1.0
 
@@ -156,9 +156,7 @@ def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recoll
     high, low = loads.max(initial=0), loads.min(initial=np.iinfo(np.int64).max)
     if high - low > SGLANG_BALANCE_ABS_THRESHOLD and high > SGLANG_BALANCE_REL_THRESHOLD * low:
         return sum_of(requests=load)
-    return _match_or_smallest_tree(
-        query, candidates, memory, math.nextafter(SGLANG_CACHE_THRESHOLD, 1.0)
-    )  # only above it
+    return _match_or_smallest_tree(query, candidates, memory, SGLANG_CACHE_THRESHOLD)
 
 
 def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:

@@ -148,8 +148,8 @@ class HeldOrder:
         return bool(query.excluded) or query.num_blocks_needed > self._least_capacity
 
     def _due_there_s(self, held: Held, now: float) -> float:
-        """When it is due at the replica: of a heavy tenant, not before others' that may
-        come while it waits for the step that runs.
+        """When it is due at the replica: of a heavy tenant, not before others' that may come while it waits for the
+        step that runs.
         """
         if not self._shares.had_more(held.pending.tenant):
             return held.due_s

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <utility>
 
 #include "simd.h"
 
@@ -11,7 +12,10 @@ namespace SHOAL_ISA {
 SHOAL_INLINE float inverse_rms(const float* x, float eps, int size) {
     F32 squares{};
     int i = 0;
-    for (; i + kLanes <= size; i += kLanes) squares += load(x + i) * load(x + i);
+    for (; i + kLanes <= size; i += kLanes) {
+        __builtin_prefetch(x + size + i);  // the next row
+        squares += load(x + i) * load(x + i);
+    }
     float sum = horizontal_sum(squares);
     for (; i < size; ++i) sum += x[i] * x[i];
     return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
@@ -56,6 +60,19 @@ SHOAL_INLINE void rotate(const float* x, const float* norm, float eps, const flo
     }
 }
 
+// Where a token's keys and values of a head lie: in a lane of a page of each.
+struct PagePlace {
+    Word* keys;
+    int lane;
+};
+
+SHOAL_INLINE PagePlace find_place(const RotaryCall& call, int token, int head, int64_t page) {
+    const int64_t slot = call.slots[token], block = slot / call.block_size;
+    const int offset = static_cast<int>(slot % call.block_size);
+    const int64_t number = (block * call.kv_heads + head) * (call.block_size / kPanel) + offset / kPanel;
+    return {call.pool + number * 2 * page, offset % kPanel};
+}
+
 // How many tokens of this step, from `token` on, fill its page. They may be other threads' to write.
 SHOAL_INLINE int tokens_ahead(const RotaryCall& call, int token) {
     int ahead = 1;
@@ -72,42 +89,99 @@ SHOAL_INLINE void clear_values(Word* values, int kept, int size) {
         for (int i = 0; i < size; ++i) v[((lane / T::kPack) * size + i) * T::kPack + lane % T::kPack] = 0;
 }
 
-// `size` values, a multiple of 16, in the dtype.
+// Vectors become their transpose.
+template <int... Lane>
+SHOAL_INLINE void transpose(U32 (&rows)[kLanes], std::integer_sequence<int, Lane...>) {
+#pragma GCC unroll 4
+    for (int width = 1; width < kLanes; width *= 2) {
+        // Of two rows that differ in a bit of their number, what differs in that bit of its lane changes places.
+        const I32 even{(Lane & width ? Lane - width + kLanes : Lane)...}, odd{(Lane & width ? Lane + kLanes : Lane + width)...};
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+            if (i & width) continue;
+            const U32 first = rows[i], second = rows[i + width];
+            rows[i] = __builtin_shuffle(first, second, even);
+            rows[i + width] = __builtin_shuffle(first, second, odd);
+        }
+    }
+}
+
+// `words` of each of a page's tokens, one token's after the other's, into lanes of their own.
+SHOAL_INLINE void store_lanes(const Word* tokens, int words, Word* page) {
+    for (int i = 0; i < words; i += kLanes)
+        for (int lane = 0; lane < kPanel; lane += kLanes) {
+            U32 rows[kLanes];
+#pragma GCC unroll 16
+            for (int r = 0; r < kLanes; ++r) rows[r] = load(tokens + int64_t{lane + r} * words + i);
+            transpose(rows, std::make_integer_sequence<int, kLanes>{});
+#pragma GCC unroll 16
+            for (int r = 0; r < kLanes; ++r) store(page + int64_t{i + r} * kPanel + lane, rows[r]);
+        }
+}
+
+// Keys and values of the tokens that fill a page, from `token` on.
 template <class T>
-SHOAL_INLINE void narrow_row(const float* x, typename T::Scalar* out, int size) {
-    for (int i = 0; i < size; i += kLanes) T::store_row(out + i, load(x + i));
+SHOAL_INLINE void fill_page(const RotaryCall& call, const float* rows, int64_t row_values, int token, int64_t page) {
+    const int size = call.head_size, words = size / T::kPack;
+    alignas(64) Word turned[kPanel * kMaxHeadSize / T::kPack];
+    for (int head = 0; head < call.kv_heads; ++head) {
+        const float* key = rows + head * size;
+        const float* value = key + call.kv_heads * size;
+        Word* const keys = find_place(call, token, head, page).keys;
+        for (int t = 0; t < kPanel; ++t)
+            rotate<T>(key + t * row_values, call.key_norm, call.eps, call.cos_sin + call.positions[token + t] * size,
+                      reinterpret_cast<typename T::Scalar*>(turned + t * words), size);
+        store_lanes(turned, words, keys);
+        for (int t = 0; t < kPanel; t += T::kPack)
+            for (int i = 0; i < size; i += kLanes)
+                T::store_side_by_side(keys + page + t * words + i, value + t * row_values + i, row_values);
+    }
+}
+
+// Keys and values of one token.
+template <class T>
+SHOAL_INLINE void fill_lane(const RotaryCall& call, const float* row, int token, int64_t page) {
+    constexpr int pack = T::kPack;
+    using Scalar = typename T::Scalar;
+    const int size = call.head_size;
+    const float* cos_sin = call.cos_sin + call.positions[token] * size;
+    alignas(Word) Scalar narrowed[kMaxHeadSize];
+    for (int head = 0; head < call.kv_heads; ++head) {
+        const float* key = row + head * size;
+        const float* value = key + call.kv_heads * size;
+        const auto [keys, lane] = find_place(call, token, head, page);
+        Word* const values = keys + page;
+        if (lane == 0) clear_values<T>(values, tokens_ahead(call, token), size);
+        rotate<T>(key, call.key_norm, call.eps, cos_sin, narrowed, size);
+        for (int i = 0; i < size / pack; ++i) std::memcpy(keys + i * kPanel + lane, narrowed + i * pack, sizeof(Word));
+        for (int i = 0; i < size; i += kLanes) T::store_row(narrowed + i, load(value + i));
+        auto* v = reinterpret_cast<Scalar*>(values) + (lane / pack) * size * pack + lane % pack;
+        for (int i = 0; i < size; ++i) v[i * pack] = narrowed[i];
+    }
 }
 
 template <class T>
 void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
-    constexpr int pack = T::kPack;
-    using Scalar = typename T::Scalar;
     const int size = call.head_size, group = call.heads / call.kv_heads;
-    const int64_t page = static_cast<int64_t>(size) * kPanel / pack;
-    const int pages_per_block = call.block_size / kPanel;
-    alignas(Word) Scalar narrowed[kMaxHeadSize];
-    for (int token = token_begin; token < token_end; ++token) {
-        const float* row = call.qkv + static_cast<int64_t>(token) * (call.heads + 2 * call.kv_heads) * size;
-        const float* cos_sin = call.cos_sin + call.positions[token] * size;
-        auto* queries = reinterpret_cast<Scalar*>(call.queries);
+    const int64_t page = static_cast<int64_t>(size) * kPanel / T::kPack;
+    const int64_t row_values = int64_t{call.heads + 2 * call.kv_heads} * size;
+    auto* queries = reinterpret_cast<typename T::Scalar*>(call.queries);
+    for (int token = token_begin, filled = token_begin; token < token_end; ++token) {
+        const float* row = call.qkv + token * row_values;
+        const float* keys = row + call.heads * size;
         for (int head = 0; head < call.heads; ++head) {
             const int64_t at = (static_cast<int64_t>(head / group) * call.tokens + token) * group + head % group;
-            rotate<T>(row + head * size, call.query_norm, call.eps, cos_sin, queries + at * size, size);
+            rotate<T>(row + head * size, call.query_norm, call.eps, call.cos_sin + call.positions[token] * size,
+                      queries + at * size, size);
         }
-        const int64_t slot = call.slots[token], block = slot / call.block_size;
-        const int offset = static_cast<int>(slot % call.block_size), lane = offset % kPanel;
-        for (int head = 0; head < call.kv_heads; ++head) {
-            const float* key = row + (call.heads + head) * size;
-            const float* value = key + call.kv_heads * size;
-            Word* keys = call.pool + ((block * call.kv_heads + head) * pages_per_block + offset / kPanel) * 2 * page;
-            Word* values = keys + page;
-            if (lane == 0) clear_values<T>(values, tokens_ahead(call, token), size);
-            rotate<T>(key, call.key_norm, call.eps, cos_sin, narrowed, size);
-            for (int i = 0; i < size / pack; ++i) std::memcpy(keys + i * kPanel + lane, narrowed + i * pack, sizeof(Word));
-            narrow_row<T>(value, narrowed, size);
-            auto* v = reinterpret_cast<Scalar*>(values) + (lane / pack) * size * pack + lane % pack;
-            for (int i = 0; i < size; ++i) v[i * pack] = narrowed[i];
-        }
+        if (token < filled) continue;
+        const bool is_whole = call.slots[token] % kPanel == 0 && token + kPanel <= token_end && size % (T::kPack * kLanes) == 0 &&
+                              tokens_ahead(call, token) == kPanel;
+        if (is_whole)
+            fill_page<T>(call, keys, row_values, token, page);
+        else
+            fill_lane<T>(call, keys, token, page);
+        filled = token + (is_whole ? kPanel : 1);
     }
 }
 

@@ -191,6 +191,16 @@ struct Bf16 {
         std::memcpy(p, &half, sizeof half);
 #endif
     }
+    // Of two rows, `row_values` apart, pairs of values of the same column: a word for each of a vector's columns.
+    static SHOAL_INLINE void store_side_by_side(Word* p, const float* row, int64_t row_values) {
+        const F32 first = load(row), second = load(row + row_values);
+#if defined(__AVX512BF16__)
+        const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+        store(p, (U32)_mm512_permutexvar_epi16((__m512i)(lane_index() * 0x10001 + 0x100000), halves));
+#else
+        store(p, round_bf16(first) | round_bf16(second) << 16);
+#endif
+    }
 };
 
 struct Float32 {
@@ -204,6 +214,7 @@ struct Float32 {
     static SHOAL_INLINE float widen(Scalar x) { return x; }
     static SHOAL_INLINE Scalar narrow(float x) { return x; }
     static SHOAL_INLINE void store_row(Scalar* p, F32 v) { store(p, v); }
+    static SHOAL_INLINE void store_side_by_side(Word* p, const float* row, int64_t) { store(p, (U32)load(row)); }
 };
 
 // Whether left-hand sides are made of float32 from words of another dtype.

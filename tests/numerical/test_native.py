@@ -622,6 +622,22 @@ def test_nothing_of_a_neighbour_shows(kernels: str, length: int, part_begin: int
     assert torch.equal(logits[: len(part.token_ids), keep], run(alone, part)[:, keep])
 
 
+@pytest.mark.parametrize("head_size", [64, 48])  # of whole vectors, and not
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_pages_that_fill_at_once_hold_what_they_do_token_by_token(kernels: str, dtype: torch.dtype, head_size: int) -> None:
+    """By the logits of what follows: the same to the bit, in blocks of two pages that lie in no order."""
+    shape = make_shape(dtype=dtype, head_size=head_size, block_size=32)
+    weights, blocks = make_weights(shape), [5, 2, 7]
+    at_once, by_token = (NativeDecoder(shape, weights.items(), rotary_table(shape), kernels) for _ in range(2))
+    prompt = tokens(shape, 75)
+    run(at_once, Part(prompt[:70], 0, blocks))
+    for i in range(70):
+        run(by_token, Part(prompt[i : i + 1], i, blocks))
+    rest = Part(prompt[70:], 70, blocks)
+    assert torch.equal(run(at_once, rest), run(by_token, rest))
+
+
 def test_copied_blocks_take_what_their_sources_were() -> None:
     shape = make_shape(dtype=torch.bfloat16)
     decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))

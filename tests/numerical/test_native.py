@@ -625,7 +625,9 @@ def test_nothing_of_a_neighbour_shows(kernels: str, length: int, part_begin: int
 @pytest.mark.parametrize("head_size", [64, 48])  # of whole vectors, and not
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_pages_that_fill_at_once_hold_what_they_do_token_by_token(kernels: str, dtype: torch.dtype, head_size: int) -> None:
+def test_pages_that_fill_at_once_hold_what_they_do_token_by_token(
+    kernels: str, dtype: torch.dtype, head_size: int
+) -> None:
     """By the logits of what follows: the same to the bit, in blocks of two pages that lie in no order."""
     shape = make_shape(dtype=dtype, head_size=head_size, block_size=32)
     weights, blocks = make_weights(shape), [5, 2, 7]

@@ -41,3 +41,25 @@ async def test_where_a_request_goes_that_nobody_took_is_priced_by_what_waits_now
     assert candidate.score > 0
     assert record.replay() == record.decision
     await ledger.close()
+
+
+async def test_where_a_rule_is_named_it_places_again_what_nobody_took() -> None:
+    ledger = GatewayLedger("gateway", RouteWeights())
+    ledger.use_rule("round_robin")
+    assert ledger.named is not None
+    for replica_id in ("one", "two", "three"):
+        ledger.view.join(replica_id)
+        ledger.view.apply_snapshot(replica_id, make_stats(), (), time.monotonic())
+    ledger.follow("r", Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None))
+    pending = PendingRequest(query=make_query(100, request_id="r", num_blocks_needed=7), arrival_s=0.0)
+    dispatch = ledger.named.dispatch(pending, ledger.view, ledger.weights, time.monotonic(), Random(0))
+    assert dispatch is not None
+    ledger.commit(dispatch)
+    asked = [ledger.ranks("r")[0] for _ in range(4)]
+    assert sorted(asked[:3]) == ["one", "three", "two"], "each in its turn"
+    assert asked[3] == asked[0]
+    records = ledger.routes.of_call("r")
+    assert len(records) == 4
+    assert all(record.rule is not None and record.rule.routing == "round_robin" for record in records)
+    assert all(record.replay() == record.decision for record in records)
+    await ledger.close()

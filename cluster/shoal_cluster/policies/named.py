@@ -6,10 +6,11 @@ import math
 from random import Random
 
 from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS, USE_SENT_BLOCKS, NamedRule, Routing
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.memory import RoutingMemory
 from shoal_cluster.policies.pending import PendingRequest
-from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.policies.routing import RouteQuery, RouteWeights
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.errors import ConfigError
 
@@ -29,20 +30,26 @@ class NamedPlacement:
         self.routing = routing
         self._memory = RoutingMemory()
 
+    def rule_for(self, query: RouteQuery, candidates: Candidates) -> NamedRule:
+        """The rule with what it remembers of such requests."""
+        return NamedRule(self.routing, self._memory.recall(query, candidates))
+
+    def note(self, query: RouteQuery, replica_id: str) -> None:
+        """``query`` goes to ``replica_id``: the rule remembers."""
+        self._memory.note(query, replica_id, with_blocks=self.routing in USE_SENT_BLOCKS)
+
     def dispatch(
         self, pending: PendingRequest, view: ClusterView, weights: RouteWeights, now: float, rng: Random
     ) -> Dispatch | None:
         """Where ``pending`` goes now; None while no replica could ever take it."""
         query = pending.query
         candidates = view.candidates(query.block_hashes, now)
-        rule = NamedRule(self.routing, self._memory.recall(query, candidates))
-        seed = rng.getrandbits(32)
+        rule, seed = self.rule_for(query, candidates), rng.getrandbits(32)
         decision = rule.decide(query, candidates, weights, Random(seed))
         if not decision.ranked:
             return None
-        best = decision.ranked[0]
-        self._memory.note(query, best, with_blocks=self.routing in USE_SENT_BLOCKS)
-        return Dispatch(pending, best, math.inf, candidates, seed, decision, None, rule)
+        self.note(query, decision.best)
+        return Dispatch(pending, decision.best, math.inf, candidates, seed, decision, None, rule)
 
     def forget(self, replica_id: str) -> None:
         """A replica has gone."""

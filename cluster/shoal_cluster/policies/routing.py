@@ -258,8 +258,17 @@ class RouteRecord(NamedTuple):
 
 
 def decide(
-    query: RouteQuery, candidates: Candidates, weights: RouteWeights, *, seed: int, time_s: float
+    query: RouteQuery,
+    candidates: Candidates,
+    weights: RouteWeights,
+    *,
+    seed: int,
+    time_s: float,
+    rule: Rule | None = None,
 ) -> RouteRecord:
-    """``route`` with a fresh generator of ``seed``, recorded."""
-    _, decision = choose(query, candidates, weights, seed)
-    return RouteRecord(time_s, query, candidates, weights, seed, decision)
+    """``route``, or a ``rule`` in its place, with a fresh generator of ``seed``, recorded."""
+    if rule is None:
+        _, decision = choose(query, candidates, weights, seed)
+    else:
+        decision = rule.decide(query, candidates, weights, Random(seed))
+    return RouteRecord(time_s, query, candidates, weights, seed, decision, rule)

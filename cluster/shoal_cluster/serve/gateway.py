@@ -33,10 +33,11 @@ from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.explainer import Explainer
 from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST
-from shoal_cluster.serve.gateway_ledger import GatewayLedger, install
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import SHUTDOWN_S, http_config
+from shoal_cluster.serve.installed_ledger import install
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.logs import log_call, set_up_logs

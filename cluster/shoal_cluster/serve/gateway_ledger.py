@@ -1,8 +1,4 @@
-"""The gateway's books: the view of every replica, the feeds that keep it, and the decisions taken on it.
-
-One per gateway process. Serve pickles a request router's module by value, so the router finds the ledger through this
-module, which both import by name.
-"""
+"""A gateway's books: the view of every replica, the feeds that keep it, and the decisions taken on it. One each."""
 
 from __future__ import annotations
 
@@ -119,8 +115,11 @@ class GatewayLedger:
     def decide(self, query: RouteQuery) -> RouteDecision:
         """Route a request, reserve its blocks on the best replica and keep the record."""
         candidates = self.view.candidates(query.block_hashes, time.monotonic())
+        rule = self.named.rule_for(query, candidates) if self.named is not None else None
         seed = self._seeds.getrandbits(32)
-        record = decide(query, candidates, self.weights, seed=seed, time_s=time.time())
+        record = decide(query, candidates, self.weights, seed=seed, time_s=time.time(), rule=rule)
+        if self.named is not None and record.decision.best:
+            self.named.note(query, record.decision.best)
         self._commit(record)
         return record.decision
 
@@ -331,19 +330,3 @@ class GatewayLedger:
         else:
             text = f"Serve took it away after its feed had broken; {num_left} requests were there"
             self.journal.note(EventKind.DIED, text, replica_id=replica_id)
-
-
-_installed: GatewayLedger | None = None
-
-
-def install(ledger: GatewayLedger) -> None:
-    """Make ``ledger`` this process's."""
-    global _installed
-    _installed = ledger
-
-
-def current() -> GatewayLedger:
-    """This process's ledger."""
-    if _installed is None:
-        raise RuntimeError("no ledger: only a gateway routes to replicas")
-    return _installed

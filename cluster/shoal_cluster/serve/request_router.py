@@ -12,7 +12,8 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
     """Adapter only. Serve runs a by-value copy of this module, so the ledger is imported where it is used."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        from shoal_cluster.serve.gateway_ledger import Member, current
+        from shoal_cluster.serve.gateway_ledger import Member
+        from shoal_cluster.serve.installed_ledger import current
 
         super().update_replicas(replicas)
         members = []
@@ -26,7 +27,7 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        from shoal_cluster.serve.gateway_ledger import current
+        from shoal_cluster.serve.installed_ledger import current
 
         if pending_request is not None:  # else Serve asks again at once, and this loop does nothing else any more
             pending_request.routing_context.should_backoff = True
@@ -38,7 +39,7 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
         return [[candidates[replica_id]] for replica_id in ranked if replica_id in candidates]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        from shoal_cluster.serve.gateway_ledger import current
+        from shoal_cluster.serve.installed_ledger import current
 
         request_id = _request_id(pending_request)
         if request_id is not None:

@@ -166,6 +166,9 @@ class GatewaySettings(_Settings):
     placement_timeout_s: float = Field(30.0, gt=0, description="longest wait while no replica takes requests or starts")
     max_request_bytes: int = Field(8 * 2**20, ge=1024)
     max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
+    max_index_entries: int = Field(
+        2**21, ge=1024, le=2**28, description="cached blocks known to the gateway, 20 bytes each"
+    )
     shed_late: bool = Field(False, description="refuse calls whose first token could not come within the objective")
     admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")
 

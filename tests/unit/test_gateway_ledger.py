@@ -9,6 +9,7 @@ from fixtures.cluster_views import make_query, make_stats
 
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.sent import Follower
@@ -63,3 +64,14 @@ async def test_where_a_rule_is_named_it_places_again_what_nobody_took() -> None:
     assert all(record.rule is not None and record.rule.routing == "round_robin" for record in records)
     assert all(record.replay() == record.decision for record in records)
     await ledger.close()
+
+
+async def test_the_index_has_room_for_what_was_asked() -> None:
+    small, usual = (
+        GatewayLedger("small", RouteWeights(), max_index_entries=5000),
+        GatewayLedger("usual", RouteWeights()),
+    )
+    assert 5000 <= small.view.index.max_entries < 10_000
+    assert usual.view.index.max_entries == DEFAULT_MAX_ENTRIES
+    for ledger in (small, usual):
+        await ledger.close()

@@ -74,7 +74,8 @@ class Gateway:
         self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len, replica.quantization)
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         self._created_s = int(time.time())
-        self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), self._settings.num_replicas)
+        num_gateways, max_entries = self._settings.num_replicas, self._settings.max_index_entries
+        self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), num_gateways, max_entries)
         install(self._ledger)
         self._replicas = replicas
         self._call_delay = CallDelay()

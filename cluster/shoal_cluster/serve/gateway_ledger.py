@@ -13,6 +13,7 @@ from functools import partial
 from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named import NamedPlacement, placement_by
+from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteRecord, RouteWeights, decide
 from shoal_cluster.policies.slowness import Slowness
@@ -47,14 +48,21 @@ class GatewayLedger:
 
     Args:
         num_gateways: how many place requests on the same replicas; several share what they promise and hold.
+        max_index_entries: of cached blocks known, of all replicas together; see ``PrefixIndex``.
     """
 
-    def __init__(self, gateway_id: str, weights: RouteWeights, num_gateways: int = 1) -> None:
+    def __init__(
+        self,
+        gateway_id: str,
+        weights: RouteWeights,
+        num_gateways: int = 1,
+        max_index_entries: int = DEFAULT_MAX_ENTRIES,
+    ) -> None:
         self.gateway_id = gateway_id
         self.weights = weights
         self.named: NamedPlacement | None = None  # places by another system's rule
         self.num_gateways = num_gateways
-        self.view = ClusterView()
+        self.view = ClusterView(max_index_entries)
         self.journal = Journal()
         self.on_decision: Callable[[RouteRecord], None] = lambda record: None
         self._seeds = random.Random()

@@ -1,8 +1,11 @@
 """Two tenants, one with ten times the other's requests and more than the cluster can do: what the light one feels.
-Or many that ask alike: what fairness among them costs.
+Or many that ask alike, or each less than the one before: what fairness among them costs. Or nine that ask for less than
+half of what there is, beside one that asks for three times as much: what the nine feel.
 
 python tests/benchmarks/tenants_sim.py
 python tests/benchmarks/tenants_sim.py --alike 5 20 500
+python tests/benchmarks/tenants_sim.py --zipf 5 20 200
+python tests/benchmarks/tenants_sim.py --flood
 """
 
 from __future__ import annotations
@@ -79,24 +82,39 @@ def first_tokens(cluster: SimCluster, name: str) -> Distribution:
     return Distribution.of([o.first_token_s - o.arrival_s for o in outcomes if o.first_token_s is not None])
 
 
-def alike(num_tenants: int, requests_per_s: float, num_requests: int, seed: int) -> tuple[float, float]:
-    """Shares in the objective of the same requests, of lengths like those of chats: of one tenant, and of so many."""
+def many(
+    num_tenants: int, requests_per_s: float, num_requests: int, seed: int, exponent: float = 0.0
+) -> tuple[float, float]:
+    """Shares in the objective of the same requests, of lengths like those of chats: of one tenant, and of so many, the
+    k-th of which asks ``k ** -exponent`` times as often as the first.
+    """
     rng, now = Random(seed), 0.0
+    weights = [number**-exponent for number in range(1, num_tenants + 1)]
     requests = []
     for number in range(num_requests):
         now += rng.expovariate(requests_per_s)
         num_tokens = int(min(12_000, max(64, rng.lognormvariate(7.2, 0.9))))
-        name = f"tenant-{rng.randrange(num_tenants)}"
-        requests.append(SimRequest(f"r{number}", now, ((2**30 + number, num_tokens),), 20, tenant=name))
+        (number_of_tenant,) = rng.choices(range(num_tenants), weights)
+        requests.append(
+            SimRequest(f"r{number}", now, ((2**30 + number, num_tokens),), 20, tenant=f"tenant-{number_of_tenant}")
+        )
     alone = simulate(CONFIG, [replace(request, tenant="") for request in requests])
     return alone.goodput, simulate(CONFIG, requests).goodput
 
 
-def show_alike(numbers: list[int], seeds: list[int]) -> None:
+def flood(duration_s: float, seed: int) -> tuple[Distribution, Distribution]:
+    """Times to first token of nine tenants that ask for 45 % of what there is, and of one that asks for 285 %."""
+    modest = [r for n in range(9) for r in tenant(f"modest-{n}", 0.7, duration_s, 10 * seed + n + 1)]
+    flooding = tenant("flood", 40.0, duration_s, 10 * seed + 10)
+    cluster = run(SimCluster(CONFIG), sorted(modest + flooding, key=lambda r: r.arrival_s))
+    return first_tokens(cluster, "modest"), first_tokens(cluster, "flood")
+
+
+def show_many(numbers: list[int], seeds: list[int], exponent: float) -> None:
     for num_tenants in numbers:
-        for rate in (14.0, 16.0):
-            shares = [alike(num_tenants, rate, 800, seed) for seed in seeds]
-            text = "; ".join(f"{one:.3f} and {many:.3f}" for one, many in shares)
+        for rate in (12.0, 14.0, 16.0):
+            shares = [many(num_tenants, rate, 800, seed, exponent) for seed in seeds]
+            text = "; ".join(f"{as_one:.3f} and {as_many:.3f}" for as_one, as_many in shares)
             print(
                 f"{num_tenants} tenants, {rate:g} requests/s: in the objective as one tenant and as many {text}",
                 flush=True,
@@ -108,9 +126,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0, help="of arrivals")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--alike", type=int, nargs="+", metavar="N", help="so many tenants that ask alike")
+    parser.add_argument(
+        "--zipf", type=int, nargs="+", metavar="N", help="so many, the k-th a k-th as often as the first"
+    )
+    parser.add_argument("--flood", action="store_true", help="nine modest ones beside one that floods, for 60 s")
     options = parser.parse_args()
-    if options.alike:
-        show_alike(options.alike, options.seeds)
+    if options.alike or options.zipf:
+        show_many(options.alike or options.zipf, options.seeds, 0.0 if options.alike else 1.0)
+        return
+    if options.flood:
+        for seed in options.seeds:
+            modest, flooding = flood(60.0, seed)
+            print(
+                f"seed {seed}: modest p50 {modest.p50:.2f} p99 {modest.p99:.2f} s; flood p50 {flooding.p50:.1f} "
+                f"max {flooding.max:.1f} s",
+                flush=True,
+            )
         return
     for seed in options.seeds:
         result = felt(options.seconds, seed)

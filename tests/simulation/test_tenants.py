@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.tenants_sim import alike, felt
+from benchmarks.tenants_sim import CONFIG, felt, flood, many
 
 
 def test_a_light_tenant_hardly_feels_a_heavy_one() -> None:
@@ -19,5 +19,22 @@ def test_fairness_among_tenants_that_ask_alike_costs_next_to_nothing(num_tenants
     """Somewhat more is asked than can be in time: 20 such tenants had 0.74 in the objective where one has 0.96, when
     each debt put a request behind all that were due.
     """
-    one, many = alike(num_tenants, 16.0, 400, seed=3)
-    assert many >= one - 0.03
+    as_one, as_many = many(num_tenants, 16.0, 400, seed=3)
+    assert as_many >= as_one - 0.03
+
+
+@pytest.mark.parametrize("num_tenants", [5, 20, 200])
+def test_among_many_of_all_sizes_it_costs_little(num_tenants: int) -> None:
+    """The k-th asks a k-th as often as the first. 20 such had 0.79 in the objective where one tenant has 0.95, when
+    whoever had had three times the fair level went after all the others.
+    """
+    as_one, as_many = many(num_tenants, 16.0, 400, seed=3, exponent=1.0)
+    assert as_many >= as_one - 0.08
+
+
+def test_modest_tenants_are_in_time_beside_one_that_floods() -> None:
+    modest, flooding = flood(40.0, seed=1)
+    assert CONFIG.hold is not None
+    assert modest.p99 <= CONFIG.hold.objective.due_in_s(0.25)
+    assert modest.p50 <= 0.5
+    assert flooding.max >= 60.0, "what it wants takes as long"

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from shoal_cluster.policies.tenants import FORGOTTEN_S, MAX_PLACE, MEMORY_S, MOST_UNSERVED, FairShares
+from shoal_cluster.policies.tenants import FLOOD, FORGOTTEN_S, MAX_PLACE, MEMORY_S, MOST_UNSERVED, FairShares
 
 LONG_S = 30 * MEMORY_S
 MEMORY_REQUESTS = round(1 / MOST_UNSERVED)
@@ -85,6 +85,55 @@ def test_who_has_had_the_same_to_a_token_is_even(num_tenants: int) -> None:
             shares.charge(f"{number}", num_tokens, 0.0)
         shares.fade(MEMORY_S * rng.uniform(1.0, 4.0))
         assert shares.are_even
+
+
+def many_sizes() -> FairShares:
+    """Of 3 360 tokens three tenants have had 33, 13 and 13 %, and 14 alike the rest: a third of it is 11 times the fair
+    level.
+    """
+    alike = {f"t{number}": [10.0] * 10 for number in range(14)}
+    return served(first=[10.0] * 110, second=[10.0] * 43, third=[10.0] * 43, **alike)
+
+
+def test_where_the_others_have_most_of_the_service_nobody_is_heavy() -> None:
+    shares = many_sizes()
+    assert shares.are_even
+    for _ in range(60):
+        shares.charge("first", 10.0, 0.0)
+    assert places(shares, "first", "second", "third", "t0") == [3, 1, 1, 0], "now they have less than two fifths"
+
+
+def test_but_who_asks_for_far_more_than_there_is_for_it() -> None:
+    shares, asked = many_sizes(), 0
+    for tenant, num_tokens in {"second": 430, "third": 430, **{f"t{number}": 100 for number in range(14)}}.items():
+        shares.ask(tenant, num_tokens)
+    while shares.are_even and asked < 10_000:
+        shares.enter("first", 0.0)
+        shares.ask("first", 10)
+        asked += 10
+        count_anew(shares)
+    assert places(shares, "first", "second") == [2, 0]
+    level = water_level([asked, 430.0, 430.0, *[100.0] * 14], 3360.0)
+    assert FLOOD * level < asked < FLOOD * level + 10.1
+    shares.ask("first", -100)
+    count_anew(shares)
+    assert shares.are_even, "it was less than was thought"
+
+
+def count_anew(shares: FairShares) -> None:
+    for _ in range(3):
+        shares.charge("t0", 0.0, 0.0)
+
+
+def water_level(wanted: list[float], there_is: float) -> float:
+    """How high what is there stands, poured over all, so that nobody has more than it wants; by halving."""
+    low, high = 0.0, max(wanted)
+    if sum(wanted) <= there_is:
+        return high
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(min(want, middle) for want in wanted) < there_is else (low, middle)
+    return high
 
 
 def test_who_waits_less_urgently_than_who_was_served_is_passed_over_by_nobody() -> None:

@@ -48,7 +48,7 @@ class Held:
     """``num_new_tokens`` to compute where it is cached best, as far as known: ``takes_s`` and ``due_s`` follow."""
 
     pending: PendingRequest
-    num_new_tokens: int = 1
+    num_new_tokens: int = 0
     takes_s: float = 0.0
     is_lost: bool = False  # its objective: ``due_s`` is a later date;
     not_before_s: float = -math.inf  # no sooner one, until dates are made for all together

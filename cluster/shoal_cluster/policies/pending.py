@@ -97,9 +97,9 @@ class PendingQueue:
         if request_id in self._held:
             raise ValueError(f"request {request_id!r} is held already")
         held = self._held[request_id] = Held(pending)
-        held.num_new_tokens = pending.query.num_prompt_tokens
-        self._dates.note(held, pending.arrival_s)
         self._shares.enter(pending.tenant, pending.arrival_s, pending.priority)
+        self._resize(held, pending.query.num_prompt_tokens)
+        self._dates.note(held, pending.arrival_s)
         self._has_unplanned = self._is_one_of_many
 
     def remove(self, request_id: str) -> PendingRequest | None:
@@ -205,7 +205,7 @@ class PendingQueue:
                 continue
             query = held.pending.query
             size = uncached_blocks(query, step.num_matched_blocks), uncached_tokens(query, step.num_matched_blocks)
-            held.num_new_tokens = size[1]
+            self._resize(held, size[1])
             self._dates.note(held, latest_s)
             if held.is_lost:
                 self._dates.note(held, now + plan.wait_s(self._pace.token_s))
@@ -290,8 +290,13 @@ class PendingQueue:
                 continue
             query, matched = held.pending.query, self._matched(held, view, now)
             its = takes & is_eligible(query, present) if query.excluded else takes
-            held.num_new_tokens = uncached_tokens(query, int(matched[its].max(initial=0)))
+            self._resize(held, uncached_tokens(query, int(matched[its].max(initial=0))))
             self._dates.note(held, now)
+
+    def _resize(self, held: Held, num_new_tokens: int) -> None:
+        """So many tokens it has to compute."""
+        self._shares.ask(held.pending.tenant, num_new_tokens - held.num_new_tokens)
+        held.num_new_tokens = num_new_tokens
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
         """What is held and where it was planned last, by replica, the most urgent first: for other gateways."""

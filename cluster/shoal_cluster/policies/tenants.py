@@ -10,6 +10,8 @@ MEMORY_S = 10.0  # of who was served lately
 MOST_UNSERVED = 1 / 16  # memories that pass for who waits until the next is served: to be slow is no pause
 FORGOTTEN_S = 4 * MEMORY_S  # since its last service, of who does not wait
 HEAVY = 3.0  # times the fair level
+MOST_BEFORE = 0.4  # of the service, of all who are not: to go before others costs these the more, the more it is
+FLOOD = 3.0  # times what is left for each, of what one asks for
 MAX_PLACE = 16
 COUNTED_ANEW = 8  # as many changes as an eighth of the tenants: a change costs the same however many there are
 
@@ -29,7 +31,9 @@ class FairShares:
     The fair level is what those have had on average who have had no more than the average of all; who waits, no less
     urgently than who was served last, and has had nothing counts. A tenant is heavy that has had more than ``HEAVY``
     times as much, its largest request aside: requests come whole and at random, and among tenants that ask alike due
-    dates alone are to decide who goes first. All that ask for far more than another are heavy, alike or not.
+    dates alone are to decide who goes first. All that ask for far more than another are heavy, alike or not. Where the
+    others have had much of the service together (many of all sizes), only those are heavy that ask for far more than
+    there is for them: who lets so many go first is late.
 
     Attributes:
         num_changes: while it is the same, so is every tenant's ``place``.
@@ -39,6 +43,7 @@ class FairShares:
         self.num_changes = 0
         self._num_held = Counter[tuple[str, int]]()  # by tenant and priority
         self._held_by = Counter[str]()
+        self._asked: dict[str, float] = {}  # tokens of late, as of age 0
         self._priority = 0  # of who was served last
         self._served: dict[str, _Service] = {}
         self._age = 0.0  # memories since all was counted
@@ -54,6 +59,10 @@ class FairShares:
         self._num_held[tenant, priority] += 1
         if self._num_held[tenant, priority] == 1 and tenant not in self._served:
             self._note_change()
+
+    def ask(self, tenant: str, num_tokens: int) -> None:
+        """A request that it holds has so many tokens more to compute, or fewer, than was known."""
+        self._asked[tenant] = self._asked.get(tenant, 0.0) + num_tokens * math.exp(self._age)
 
     def leave(self, tenant: str, priority: int = 0) -> None:
         """And one less."""
@@ -118,9 +127,12 @@ class FairShares:
         self._age, self._num_since = 0.0, 0
         last_s = self._time_s - FORGOTTEN_S
         self._served = {n: its for n, its in self._served.items() if its.last_s > last_s or n in self._held_by}
+        parts = {
+            name: faded_waiting if name in self._held_by else faded for name in self._served.keys() | self._held_by
+        }
+        self._asked = {name: self._asked.get(name, 0.0) * part for name, part in parts.items()}
         for name, its in self._served.items():
-            part = faded_waiting if name in self._held_by else faded
-            its.num_tokens, its.largest = its.num_tokens * part, its.largest * part
+            its.num_tokens, its.largest = its.num_tokens * parts[name], its.largest * parts[name]
         places = self._find_places()
         self.num_changes += places != self._places
         self._places = places
@@ -137,4 +149,19 @@ class FairShares:
         level = max(1.0, HEAVY * sum(least) / (len(least) + len(unserved)))
         more = {name: its for name, its in self._served.items() if its.num_tokens > average}
         over = {name: (its.num_tokens - its.largest) / level for name, its in more.items()}
-        return {name: min(MAX_PLACE, 1 + int(math.log2(times))) for name, times in over.items() if times > 1}
+        heavy = {name: min(MAX_PLACE, 1 + int(math.log2(times))) for name, times in over.items() if times > 1}
+        num_tokens = average * num_all
+        if not heavy or num_tokens - sum([self._served[name].num_tokens for name in heavy]) <= MOST_BEFORE * num_tokens:
+            return heavy
+        most = FLOOD * self._even_level(num_tokens)
+        return {name: place for name, place in heavy.items() if self._asked[name] > most}
+
+    def _even_level(self, num_tokens: float) -> float:
+        """The most that one has of ``num_tokens`` where they are shared evenly and nobody has more than it asks for."""
+        asked = sorted(self._asked.values())
+        for number, least in enumerate(asked):
+            num_left = len(asked) - number
+            if least * num_left >= num_tokens:
+                return num_tokens / num_left
+            num_tokens -= least
+        return math.inf

@@ -23,6 +23,16 @@ def test_reports_times_and_memory() -> None:
     assert cost["index_forgotten_share"] == 0
 
 
+def test_places_one_after_the_other_of_those_that_are_held() -> None:
+    options = ["--replicas", "4", "--blocks", "20000", "--requests", "60", "--held", "40", "--json"]
+    run = CliRunner().invoke(app, ["bench", "router", *options])
+    assert run.exit_code == 0, run.output
+    cost = json.loads(run.output)
+    assert cost["num_held"] == 40
+    assert cost["num_updates"] >= 60
+    assert 0 < cost["decision_p50_us"] <= cost["decision_p99_us"]
+
+
 def test_a_million_entries_take_what_is_promised() -> None:
     from shoal_cluster.policies.prefix_index import PrefixIndex
 

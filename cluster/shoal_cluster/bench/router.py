@@ -16,7 +16,7 @@ import psutil
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.pending import HoldConfig, PendingRequest
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
-from shoal_cluster.serve.dispatcher import Dispatcher
+from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
 from shoal_cluster.serve.feed_messages import Update
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.sent import Follower
@@ -32,13 +32,17 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLoad:
-    """The cluster and the traffic: conversations of 125 blocks, 20 of each prompt's blocks new, of tenants in turn."""
+    """The cluster and the traffic: conversations of 125 blocks, 20 of each prompt's blocks new, of tenants in turn.
+
+    ``num_held`` requests wait at the gateway all the while: no replica has room but the one that has just reported it.
+    """
 
     num_replicas: int = 64
     num_blocks: int = 1_000_000
     num_requests: int = 20_000
     requests_per_s: float = 2_000.0
     num_tenants: int = 1
+    num_held: int = 0
     seed: int = 0
 
     @property
@@ -49,6 +53,7 @@ class RouterLoad:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterCost:
     """Processor times in microseconds; a decision is a request's way through the queue, its record and reservation.
+    With requests held it is one's that comes and stays, and another's that goes, with the report of room that it had.
 
     ``core_share`` is the share of one core that decisions and updates take at the load's rate.
     """
@@ -58,6 +63,7 @@ class RouterCost:
     num_requests: int
     requests_per_s: float
     num_tenants: int
+    num_held: int
     num_updates: int
     matched_blocks_mean: float
     decision_p50_us: float
@@ -81,6 +87,8 @@ def measure_router(load: RouterLoad) -> RouterCost:
 async def _measure(load: RouterLoad) -> RouterCost:
     bench = _Bench(load)
     bench.fill()
+    for number in range(load.num_held):
+        bench.hold(-1 - number)
     bytes_per_entry = bench.num_index_bytes / len(bench.ledger.view.index)
     num_filled = bench.ledger.view.index.num_evicted + len(bench.ledger.view.index)
     forgotten = bench.ledger.view.index.num_evicted / num_filled
@@ -98,6 +106,7 @@ async def _measure(load: RouterLoad) -> RouterCost:
         num_requests=load.num_requests,
         requests_per_s=load.requests_per_s,
         num_tenants=load.num_tenants,
+        num_held=load.num_held,
         num_updates=len(updates),
         matched_blocks_mean=bench.num_matched / load.num_requests,
         decision_p50_us=float(np.percentile(decisions, 50)),
@@ -109,6 +118,16 @@ async def _measure(load: RouterLoad) -> RouterCost:
         index_bytes_per_entry=bytes_per_entry,
         index_forgotten_share=forgotten,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Came:
+    """A request: its conversation's replica, how many blocks of it that has, and those that are new."""
+
+    waiter: Waiter
+    owner: str
+    num_kept: int
+    new: tuple[BlockHash, ...]
 
 
 class _Bench:
@@ -131,6 +150,7 @@ class _Bench:
         self._conversations: dict[str, deque[list[BlockHash]]] = {}
         self._seq = 0
         self._follower = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
+        self._came: dict[str, _Came] = {}  # and were not sent yet
         self.num_index_bytes = 0
         self.num_matched = 0
         self.decisions_s: list[float] = []
@@ -154,13 +174,42 @@ class _Bench:
         for replica_id in self.replica_ids:  # the first was filled seconds ago: it is to live
             self.ledger.hear(replica_id, Update(0, None, (), (), (), ()))
 
+    def hold(self, number: int) -> None:
+        """A turn of a conversation comes, and waits."""
+        self._come(number)
+
     def request(self, number: int) -> None:
-        """One turn of a conversation: placed, then accepted and cached by the chosen replica, which evicts another."""
+        """One comes, and one is placed: then accepted and cached by the chosen replica, which evicts another."""
+        took_s = self._come(number)
+        while (came := self._first_sent()) is None:
+            if not self._load.num_held:
+                raise RuntimeError("the load does not fit the cluster: a request would have to wait")
+            self._step(self._rng.choice(self.replica_ids), (), (), (), has_room=True)
+            if self._first_sent() is not None:
+                took_s += self.updates_s.pop()
+        self.decisions_s.append(took_s)
+        dispatch = came.waiter.turn.result()
+        request_id, chosen = dispatch.pending.query.request_id, dispatch.replica_id
+        del self._came[request_id]
+        self._dispatcher.leave(dispatch.pending)
+        self.num_matched += came.num_kept if chosen == came.owner else 0
+        self.ledger.routed(request_id, chosen)
+        oldest = self._conversations[chosen].popleft()
+        removed, left = oldest[-BLOCKS_PER_TURN:], oldest[:-BLOCKS_PER_TURN]
+        self._conversations[chosen].append(left if len(left) > BLOCKS_PER_TURN else [*came.new, *left])
+        self._step(chosen, came.new, tuple(removed), (request_id,))
+        self.ledger.unfollow(request_id)
+
+    def _first_sent(self) -> _Came | None:
+        return next((came for came in self._came.values() if came.waiter.turn.done()), None)
+
+    def _come(self, number: int) -> float:
+        """Seconds of letting one in."""
         owner = self._rng.choice(self.replica_ids)
         rows = self._conversations[owner]
         conversation = rows[self._rng.randrange(len(rows))]
         kept = conversation[: self._rng.randrange(len(conversation) - BLOCKS_PER_TURN)]
-        new = self._hashes(BLOCKS_PER_TURN)
+        new = tuple(self._hashes(BLOCKS_PER_TURN))
         hashes = (*kept, *new)
         query = RouteQuery(
             request_id=f"request-{number}",
@@ -173,17 +222,9 @@ class _Bench:
         self.ledger.follow(query.request_id, self._follower)
         started = time.thread_time()
         waiter = self._dispatcher.enter(PendingRequest(query=query, arrival_s=time.monotonic(), tenant=tenant))
-        self.decisions_s.append(time.thread_time() - started)
-        if not waiter.turn.done():
-            raise RuntimeError("the load does not fit the cluster: a request would have to wait")
-        chosen = waiter.turn.result().replica_id
-        self.num_matched += len(kept) if chosen == owner else 0
-        self.ledger.routed(query.request_id, chosen)
-        oldest = self._conversations[chosen].popleft()
-        removed, left = oldest[-BLOCKS_PER_TURN:], oldest[:-BLOCKS_PER_TURN]
-        self._conversations[chosen].append(left if len(left) > BLOCKS_PER_TURN else self._hashes(0) + new + left)
-        self._step(chosen, tuple(new), tuple(removed), (query.request_id,))
-        self.ledger.unfollow(query.request_id)
+        took_s = time.thread_time() - started
+        self._came[query.request_id] = _Came(waiter, owner, len(kept), new)
+        return took_s
 
     def quiet_step(self) -> None:
         """A replica's step that caches nothing new."""
@@ -195,9 +236,10 @@ class _Bench:
         stored: tuple[BlockHash, ...],
         removed: tuple[BlockHash, ...],
         accepted: tuple[str, ...],
+        has_room: bool = False,
     ) -> None:
         self._seq += 1
-        message = Update(self._seq, self._stats(), stored, removed, (), accepted)
+        message = Update(self._seq, self._stats(has_room), stored, removed, (), accepted)
         started = time.thread_time()
         self.ledger.hear(replica_id, message)
         self.updates_s.append(time.thread_time() - started)
@@ -205,7 +247,7 @@ class _Bench:
     def _hashes(self, count: int) -> list[BlockHash]:
         return [BlockHash(self._rng.randbytes(DIGEST_BYTES)) for _ in range(count)]
 
-    def _stats(self) -> ReplicaStats:
+    def _stats(self, has_room: bool = False) -> ReplicaStats:
         total = 2 * self._load.num_blocks // self._load.num_replicas + BLOCKS_PER_CONVERSATION
         allocated = self._rng.randrange(total // 4)
         return ReplicaStats(
@@ -217,7 +259,7 @@ class _Bench:
             num_cached_blocks=total // 2,
             num_running=8,
             num_waiting=0,
-            num_waiting_tokens=self._rng.randrange(512),
+            num_waiting_tokens=self._rng.randrange(512) if has_room or not self._load.num_held else 4 * 512,
             max_num_seqs=64,
             max_num_batched_tokens=512,
             step_s=1 / STEPS_PER_S,

@@ -36,13 +36,19 @@ def router(
     requests: Annotated[int, typer.Option(min=1, help="Requests to place.")] = 20_000,
     rate: Annotated[float, typer.Option(min=1, help="Requests a second that the core's share is given for.")] = 2_000.0,
     tenants: Annotated[int, typer.Option(min=1, help="Whose requests they are, in turn.")] = 1,
+    held: Annotated[int, typer.Option(min=0, help="Requests that wait all the while.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Place requests while every replica reports its steps: times of decisions and updates, memory of the index."""
     from shoal_cluster.bench.router import RouterLoad, measure_router
 
     load = RouterLoad(
-        num_replicas=replicas, num_blocks=blocks, num_requests=requests, requests_per_s=rate, num_tenants=tenants
+        num_replicas=replicas,
+        num_blocks=blocks,
+        num_requests=requests,
+        requests_per_s=rate,
+        num_tenants=tenants,
+        num_held=held,
     )
     _say(asdict(measure_router(load)), as_json)
 

@@ -94,7 +94,7 @@ private:
     void gather_sampled(Team::Member& member, const ShoalStep& step);
     // work(begin, end) for a few pieces of the rows a thread, or for such as a product likes.
     template <class Work>
-    void for_chunks(Team::Member& member, int rows, const Work& work);
+    void for_chunks(Team::Member& member, int rows, const Work& work, int multiple = 1);
     template <class Work>
     void for_row_chunks(Team::Member& member, int rows, const Work& work);
     void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows);

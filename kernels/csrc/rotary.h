@@ -138,7 +138,7 @@ SHOAL_INLINE void fill_page(const RotaryCall& call, const float* rows, int64_t r
     }
 }
 
-// Keys and values of one token.
+// Keys and values of one token, of heads of a multiple of 16 values.
 template <class T>
 SHOAL_INLINE void fill_lane(const RotaryCall& call, const float* row, int token, int64_t page) {
     constexpr int pack = T::kPack;

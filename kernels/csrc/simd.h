@@ -1,8 +1,8 @@
 // Vectors of one instruction set, by compiler vector extensions.
 //
 // isa.cpp is compiled once for each instruction set with its own flags; everything that includes this header lands in
-// the namespace of that set. The only intrinsics here are the dot products, a maximum and two steps of 2^x, and two lines of
-// assembly keep an order: the rest is plain vector arithmetic that the compiler lowers to AVX-512, AVX2, NEON or SSE2.
+// the namespace of that set. The only intrinsics here are the dot products, conversions to bf16, a maximum and two steps of
+// 2^x, and two lines of assembly keep an order: the rest is plain vector arithmetic that the compiler lowers to AVX-512, AVX2, NEON or SSE2.
 //
 // Packed data is made of 32-bit words: two bf16 values that follow one another along the summed dimension, or one
 // float32. A word, or where there is no product of bf16 pairs each value of it, is what a matrix product broadcasts, so

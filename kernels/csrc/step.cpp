@@ -20,8 +20,8 @@ constexpr int64_t kSumChunk = 4096;   // floats of a unit of a sum: the first-le
 }  // namespace
 
 template <class Work>
-void Decoder::for_chunks(Team::Member& member, int rows, const Work& work) {
-    const int chunk = static_cast<int>(divide_up(rows, team_.size() * 4));
+void Decoder::for_chunks(Team::Member& member, int rows, const Work& work, int multiple) {
+    const int chunk = static_cast<int>(divide_up(divide_up(rows, team_.size() * 4), multiple)) * multiple;
     member.parallel_for(static_cast<int>(divide_up(rows, chunk)),
                         [&](int i) { work(i * chunk, std::min(rows, (i + 1) * chunk)); });
 }
@@ -211,7 +211,8 @@ void Decoder::project(Team::Member& member, const ShoalStep& step, int index) {
     read_ahead(member, layer.output, rows);
     multiply(member, layer.qkv, normed_.data(), normed_stride_, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
     const RotaryCall rotary = rotary_call(step, index);
-    for_chunks(member, rows, [&](int begin, int end) { kernels_.rotary(dtype_, rotary, begin, end); });
+    const int together = rows < 4 * kPanel * team_.size() ? 1 : kPanel;  // tokens of a page go faster so
+    for_chunks(member, rows, [&](int begin, int end) { kernels_.rotary(dtype_, rotary, begin, end); }, together);
 }
 
 void Decoder::complete(Team::Member& member, int index, float* stream, const Word* attended, int rows) {

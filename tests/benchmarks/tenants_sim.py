@@ -1,11 +1,13 @@
 """Two tenants, one with ten times the other's requests and more than the cluster can do: what the light one feels.
-Or many that ask alike, or each less than the one before: what fairness among them costs. Or nine that ask for less than
-half of what there is, beside one that asks for three times as much: what the nine feel.
+Or many that ask alike, or each less than the one before, or beside one that asks for next to nothing: what fairness
+among them costs. Or nine that ask for less than half of what there is, beside one that asks for more: what the nine
+feel.
 
 python tests/benchmarks/tenants_sim.py
 python tests/benchmarks/tenants_sim.py --alike 5 20 500
 python tests/benchmarks/tenants_sim.py --zipf 5 20 200
-python tests/benchmarks/tenants_sim.py --flood
+python tests/benchmarks/tenants_sim.py --beside-tiny 2 5
+python tests/benchmarks/tenants_sim.py --flood 8 20 40
 """
 
 from __future__ import annotations
@@ -83,10 +85,15 @@ def first_tokens(cluster: SimCluster, name: str) -> Distribution:
 
 
 def many(
-    num_tenants: int, requests_per_s: float, num_requests: int, seed: int, exponent: float = 0.0
+    num_tenants: int,
+    requests_per_s: float,
+    num_requests: int,
+    seed: int,
+    exponent: float = 0.0,
+    is_beside_tiny: bool = False,
 ) -> tuple[float, float]:
     """Shares in the objective of the same requests, of lengths like those of chats: of one tenant, and of so many, the
-    k-th of which asks ``k ** -exponent`` times as often as the first.
+    k-th of which asks ``k ** -exponent`` times as often as the first; a tiny one beside them wants 40 tokens each 3 s.
     """
     rng, now = Random(seed), 0.0
     weights = [number**-exponent for number in range(1, num_tenants + 1)]
@@ -98,22 +105,25 @@ def many(
         requests.append(
             SimRequest(f"r{number}", now, ((2**30 + number, num_tokens),), 20, tenant=f"tenant-{number_of_tenant}")
         )
+    if is_beside_tiny:
+        tiny = [SimRequest(f"t{n}", 3.0 * n, ((2**29 + n, 40),), 20, tenant="tiny") for n in range(int(now / 3))]
+        requests = sorted(requests + tiny, key=lambda r: r.arrival_s)
     alone = simulate(CONFIG, [replace(request, tenant="") for request in requests])
     return alone.goodput, simulate(CONFIG, requests).goodput
 
 
-def flood(duration_s: float, seed: int) -> tuple[Distribution, Distribution]:
-    """Times to first token of nine tenants that ask for 45 % of what there is, and of one that asks for 285 %."""
+def flood(requests_per_s: float, duration_s: float, seed: int) -> tuple[Distribution, Distribution]:
+    """Times to first token of nine tenants that ask for 45 % of what there is, and of one beside them."""
     modest = [r for n in range(9) for r in tenant(f"modest-{n}", 0.7, duration_s, 10 * seed + n + 1)]
-    flooding = tenant("flood", 40.0, duration_s, 10 * seed + 10)
+    flooding = tenant("flood", requests_per_s, duration_s, 10 * seed + 10)
     cluster = run(SimCluster(CONFIG), sorted(modest + flooding, key=lambda r: r.arrival_s))
     return first_tokens(cluster, "modest"), first_tokens(cluster, "flood")
 
 
-def show_many(numbers: list[int], seeds: list[int], exponent: float) -> None:
+def show_many(numbers: list[int], seeds: list[int], exponent: float, is_beside_tiny: bool) -> None:
     for num_tenants in numbers:
         for rate in (12.0, 14.0, 16.0):
-            shares = [many(num_tenants, rate, 800, seed, exponent) for seed in seeds]
+            shares = [many(num_tenants, rate, 800, seed, exponent, is_beside_tiny) for seed in seeds]
             text = "; ".join(f"{as_one:.3f} and {as_many:.3f}" for as_one, as_many in shares)
             print(
                 f"{num_tenants} tenants, {rate:g} requests/s: in the objective as one tenant and as many {text}",
@@ -129,22 +139,33 @@ def main() -> None:
     parser.add_argument(
         "--zipf", type=int, nargs="+", metavar="N", help="so many, the k-th a k-th as often as the first"
     )
-    parser.add_argument("--flood", action="store_true", help="nine modest ones beside one that floods, for 60 s")
+    parser.add_argument("--beside-tiny", type=int, nargs="+", metavar="N", help="so many alike beside a tiny one")
+    parser.add_argument(
+        "--flood", type=float, nargs="+", metavar="RATE", help="of one beside nine modest ones, for 60 s"
+    )
     options = parser.parse_args()
-    if options.alike or options.zipf:
-        show_many(options.alike or options.zipf, options.seeds, 0.0 if options.alike else 1.0)
-        return
-    if options.flood:
-        for seed in options.seeds:
-            modest, flooding = flood(60.0, seed)
+    if numbers := options.alike or options.zipf or options.beside_tiny:
+        show_many(numbers, options.seeds, 1.0 if options.zipf else 0.0, bool(options.beside_tiny))
+    elif options.flood:
+        show_flood(options.flood, options.seeds)
+    else:
+        show_two(options.seconds, options.seeds)
+
+
+def show_flood(rates: list[float], seeds: list[int]) -> None:
+    for rate in rates:
+        for seed in seeds:
+            modest, flooding = flood(rate, 60.0, seed)
             print(
-                f"seed {seed}: modest p50 {modest.p50:.2f} p99 {modest.p99:.2f} s; flood p50 {flooding.p50:.1f} "
-                f"max {flooding.max:.1f} s",
+                f"{rate:g} requests/s, seed {seed}: modest p50 {modest.p50:.2f} p99 {modest.p99:.2f} s; "
+                f"the other p50 {flooding.p50:.1f} max {flooding.max:.1f} s",
                 flush=True,
             )
-        return
-    for seed in options.seeds:
-        result = felt(options.seconds, seed)
+
+
+def show_two(duration_s: float, seeds: list[int]) -> None:
+    for seed in seeds:
+        result = felt(duration_s, seed)
         light, heavy = result.light, result.heavy
         print(
             f"seed {seed}: light p50 {light.p50:.3f} p99 {light.p99:.3f} s, alone p99 {result.alone.p99:.3f} s "

@@ -132,3 +132,13 @@ def candidates(replicas: list[tuple[int, float, int, float]]) -> Candidates:
             for number, (waiting, step_s, slots, slowness) in enumerate(replicas)
         ]
     )
+
+
+@given(st.lists(st.tuples(newcomers, st.booleans()), min_size=1, max_size=8))
+def test_who_is_over_its_share_is_put_off_before_others(drawn: list[tuple[Claim, bool]]) -> None:
+    """As long as the others can all be met without them."""
+    backlog = Backlog(0.0, 0.0, one_machine().levels)
+    claims = [claim._replace(is_over=is_over) for claim, is_over in drawn if claim.takes_s <= claim.due_s]
+    dates = met_together(claims, backlog)
+    if are_met([claim for claim in claims if not claim.is_over], backlog):
+        assert all(claim.is_over or due_s == claim.due_s for claim, due_s in zip(claims, dates, strict=True))

@@ -23,18 +23,26 @@ def test_fairness_among_tenants_that_ask_alike_costs_next_to_nothing(num_tenants
     assert as_many >= as_one - 0.03
 
 
-@pytest.mark.parametrize("num_tenants", [5, 20, 200])
-def test_among_many_of_all_sizes_it_costs_little(num_tenants: int) -> None:
+@pytest.mark.parametrize(("num_tenants", "most_lost"), [(5, 0.05), (20, 0.08), (200, 0.11)])
+def test_among_many_of_all_sizes_it_costs_little(num_tenants: int, most_lost: float) -> None:
     """The k-th asks a k-th as often as the first. 20 such had 0.79 in the objective where one tenant has 0.95, when
     whoever had had three times the fair level went after all the others.
     """
     as_one, as_many = many(num_tenants, 16.0, 400, seed=3, exponent=1.0)
-    assert as_many >= as_one - 0.08
+    assert as_many >= as_one - most_lost
 
 
-def test_modest_tenants_are_in_time_beside_one_that_floods() -> None:
-    modest, flooding = flood(40.0, seed=1)
+@pytest.mark.parametrize("num_tenants", [2, 5])
+def test_a_tiny_tenant_costs_the_others_little(num_tenants: int) -> None:
+    """All of them yield to it, and stay in order among themselves."""
+    as_one, as_many = many(num_tenants, 16.0, 400, seed=3, is_beside_tiny=True)
+    assert as_many >= as_one - 0.03
+
+
+@pytest.mark.parametrize("requests_per_s", [8.0, 20.0, 40.0])
+def test_modest_tenants_are_in_time_beside_one_that_asks_for_more_than_its_share(requests_per_s: float) -> None:
+    """What cannot be in time is its: a hundredth of theirs waited for 39 s where it was anybody's."""
+    modest, other = flood(requests_per_s, 40.0, seed=1)
     assert CONFIG.hold is not None
     assert modest.p99 <= CONFIG.hold.objective.due_in_s(0.25)
-    assert modest.p50 <= 0.5
-    assert flooding.max >= 60.0, "what it wants takes as long"
+    assert other.max >= 10.0, "somebody has to wait"

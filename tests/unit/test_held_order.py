@@ -13,12 +13,13 @@ from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.tenants import FairShares
 
 NUM_CONSIDERED = 5
+LATER_S = 8.0
 
 
 @pytest.mark.parametrize("num_tenants", [1, 3])
 def test_the_order_is_that_of_sorting_anew(num_tenants: int) -> None:
     rng, shares = Random(num_tenants), FairShares()
-    order, here = HeldOrder(shares, NUM_CONSIDERED), []
+    order, here = HeldOrder(shares, NUM_CONSIDERED, LATER_S), []
     for number in range(600):
         now = number * 0.1
         event = rng.random() if here else 0.0
@@ -43,7 +44,7 @@ def test_the_order_is_that_of_sorting_anew(num_tenants: int) -> None:
             its = rng.choice(here)
             assert set(order.before(its, its.due_s)) == {one for one in here if order.rank(one) < order.rank(its)}
         ranked = sorted(here, key=order.rank)
-        considered = order.to_consider(now)
+        considered = order.to_consider()
         assert [one.due_s for one, _ in considered] == [one.due_s for one in ranked[:NUM_CONSIDERED]]
         assert sorted(map(order.rank, here))[:NUM_CONSIDERED] == [order.rank(one) for one, _ in considered]
         begins_s = [one.due_s - one.takes_s for one in here]
@@ -51,19 +52,21 @@ def test_the_order_is_that_of_sorting_anew(num_tenants: int) -> None:
         late = order.that_begin_by(now + 5.0)
         assert len(late) == sum(begin_s <= now + 5.0 for begin_s in begins_s)
         for number_after, (one, due_s) in enumerate(considered, 1):
-            yields = shares.had_more(one.pending.tenant)
-            assert yields or all(due_s <= other_s for _, other_s in considered[number_after:])
+            if shares.had_more(one.pending.tenant):
+                assert due_s == one.due_s + LATER_S
+            else:
+                assert due_s <= min([one.due_s, *(other_s for _, other_s in considered[number_after:])])
 
 
 def test_the_same_list_until_something_in_it_changes() -> None:
-    order = HeldOrder(FairShares(), NUM_CONSIDERED)
+    order = HeldOrder(FairShares(), NUM_CONSIDERED, LATER_S)
     here = [Held(PendingRequest(query=make_query(10), arrival_s=0.0), due_s=float(due)) for due in range(8)]
     for held in here:
         order.put(held)
-    before = order.to_consider(0.0)
+    before = order.to_consider()
     order.put(here[1])
     order.remove(here[7])
-    assert order.to_consider(1.0) is before
+    assert order.to_consider() is before
     here[2].due_s = 9.0
     order.put(here[2])
-    assert [held for held, _ in order.to_consider(1.0)] == [here[number] for number in (0, 1, 3, 4, 5)]
+    assert [held for held, _ in order.to_consider()] == [here[number] for number in (0, 1, 3, 4, 5)]

@@ -314,6 +314,35 @@ def test_a_light_tenant_does_not_queue_behind_a_heavy_one() -> None:
     assert order.index("light") <= 2
 
 
+def test_who_asks_for_what_is_cached_is_no_flood() -> None:
+    """A tenant of long prompts that are nearly all cached, beside as many of short ones as have most of the service."""
+    stats = make_stats(num_total_blocks=10_000, max_num_seqs=256, max_num_batched_tokens=2048)
+    view, queue = view_of(only=stats), PendingQueue(HoldConfig())
+    hashes = hash_blocks(range(14_400), 16)
+    view.apply_snapshot("only", stats, hashes, 0.0)
+    for number in range(1500):
+        now, is_chat = number * 0.02, number % 15 == 0
+        name = "chat" if is_chat else f"t{number % 15}"
+        size, cached = (16_000, hashes) if is_chat else (160, [])
+        queue.push(pending(f"r{number}", size, hashes=cached, tenant=name, arrival_s=now))
+        dispatch = queue.next(view, WEIGHTS, now, Random(0))
+        assert dispatch is not None
+        assert not dispatch.yields
+
+
+def test_who_is_refused_has_asked_for_nothing() -> None:
+    queue, view = PendingQueue(HoldConfig()), view_of(only=make_stats(max_num_batched_tokens=2048))
+    for number in range(600):
+        for attempt in range(20):
+            queue.push(pending("refused", 9_000, tenant="first", arrival_s=number * 0.02))
+            assert queue.remove("refused") is not None, attempt
+        name = "first" if number % 3 == 0 else f"t{number % 14}"
+        queue.push(pending(f"r{number}", 160, tenant=name, arrival_s=number * 0.02))
+        dispatch = queue.next(view, WEIGHTS, number * 0.02, Random(0))
+        assert dispatch is not None
+        assert not dispatch.yields
+
+
 def test_who_comes_may_change_who_is_heavy_and_so_what_was_planned() -> None:
     """Two that wait behind what yields would pass it, once two newcomers have had nothing."""
     busy = make_stats(num_waiting_tokens=300)

@@ -264,7 +264,7 @@ async def test_gateways_that_share_credit_do_not_all_choose_the_same() -> None:
 
 
 def test_a_wish_comes_as_it_was_told() -> None:
-    wish = Wish((1, 2, 7.5), 4, 40, 3, 20, 4.5, 3.0)
+    wish = Wish((1, 2, 7.5), 4, 40, 3, 20, 4.5, 3.0, is_over=True)
     assert ToldWish.at(wish, 5.0).wish(6.0) == replace(wish, rank=(1, 2, 8.5), arrival_s=5.5)
 
 

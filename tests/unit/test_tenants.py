@@ -106,23 +106,55 @@ def test_where_the_others_have_most_of_the_service_nobody_is_heavy() -> None:
 def test_but_who_asks_for_far_more_than_there_is_for_it() -> None:
     shares, asked = many_sizes(), 0
     for tenant, num_tokens in {"second": 430, "third": 430, **{f"t{number}": 100 for number in range(14)}}.items():
-        shares.ask(tenant, num_tokens)
+        shares.ask(tenant, num_tokens, shares.clock)
     while shares.are_even and asked < 10_000:
         shares.enter("first", 0.0)
-        shares.ask("first", 10)
+        shares.ask("first", 10, shares.clock)
         asked += 10
         count_anew(shares)
     assert places(shares, "first", "second") == [2, 0]
     level = water_level([asked, 430.0, 430.0, *[100.0] * 14], 3360.0)
     assert FLOOD * level < asked < FLOOD * level + 10.1
-    shares.ask("first", -100)
+    shares.ask("first", -100, shares.clock)
     count_anew(shares)
     assert shares.are_even, "it was less than was thought"
 
 
-def count_anew(shares: FairShares) -> None:
+def test_over_its_share_is_who_asks_for_more_than_is_left_for_each() -> None:
+    rng = Random(0)
+    for _ in range(200):
+        wanted = {f"t{number}": rng.randrange(1, 1000) for number in range(rng.randrange(2, 9))}
+        shares = FairShares()
+        for tenant, num_tokens in wanted.items():
+            shares.enter(tenant, 0.0)
+            shares.ask(tenant, num_tokens, shares.clock)
+        there_is = rng.random() * 1.2 * sum(wanted.values())
+        shares.charge("t0", there_is, 0.0)
+        level = water_level([float(num_tokens) for num_tokens in wanted.values()], there_is)
+        for tenant, num_tokens in wanted.items():
+            assert abs(num_tokens - level) < 1e-6 or shares.is_over(tenant) == (num_tokens > level)
+
+
+def test_what_was_asked_for_is_forgotten_as_it_was_weighed() -> None:
+    """However long ago, and who comes to know of it late takes away no more than there was."""
+    shares = FairShares()
+    shares.enter("a", 0.0)
+    since = shares.clock
+    shares.ask("a", 1000, since)
+    for second in range(1, 30):
+        shares.enter("b", float(second))
+        shares.ask("b", 100, shares.clock)
+        shares.charge("b", 100.0, float(second))
+        shares.leave("b")
+    assert shares.is_over("b"), "there is not enough for both"
+    shares.ask("a", -1000, since)
+    count_anew(shares, "b")
+    assert [shares.is_over(name) for name in ("a", "b")] == [False, False], "nothing is left of it"
+
+
+def count_anew(shares: FairShares, tenant: str = "t0") -> None:
     for _ in range(3):
-        shares.charge("t0", 0.0, 0.0)
+        shares.charge(tenant, 0.0, 0.0)
 
 
 def water_level(wanted: list[float], there_is: float) -> float:

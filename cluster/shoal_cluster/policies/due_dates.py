@@ -92,16 +92,19 @@ class DueDates:
         self._by_urgency.put(held)
 
     def _claim(self, held: Held, begins_s: float) -> Claim:
-        return self._as_of(begins_s, self._by_urgency.rank(held), held.takes_s, held.pending.arrival_s, held.length_s)
+        rank, is_over = self._by_urgency.rank(held), self._by_urgency.is_over(held)
+        return self._as_of(begins_s, rank, held.takes_s, held.pending.arrival_s, held.length_s, is_over)
 
     def _wished(self, wish: Wish, begins_s: float, block_size: int) -> Claim:
         """Another gateway's: it puts it off as this one would."""
         _, takes_s = self.pace.seconds(wish.num_cached_blocks * block_size, wish.num_tokens)
-        return self._as_of(begins_s, wish.rank, takes_s, wish.arrival_s, wish.length_s)
+        return self._as_of(begins_s, wish.rank, takes_s, wish.arrival_s, wish.length_s, wish.is_over)
 
-    def _as_of(self, begins_s: float, rank: Rank, takes_s: float, arrival_s: float, length_s: float) -> Claim:
+    def _as_of(
+        self, begins_s: float, rank: Rank, takes_s: float, arrival_s: float, length_s: float, is_over: bool
+    ) -> Claim:
         """What is lost may be due as soon as it can be."""
         *group, due_s = rank
         if due_s > arrival_s + length_s + EPSILON_S:
             due_s = self._objective.renewed_s(arrival_s, length_s, begins_s + takes_s)
-        return Claim((group[0], group[1]), due_s, takes_s, arrival_s, length_s)
+        return Claim((group[0], group[1]), due_s, takes_s, arrival_s, length_s, is_over)

@@ -49,6 +49,7 @@ class Held:
 
     pending: PendingRequest
     num_new_tokens: int = 0
+    asked_at: float = 0.0  # on the clock of ``FairShares``
     takes_s: float = 0.0
     is_lost: bool = False  # its objective: ``due_s`` is a later date;
     not_before_s: float = -math.inf  # no sooner one, until dates are made for all together

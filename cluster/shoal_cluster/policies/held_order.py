@@ -7,7 +7,6 @@ from bisect import bisect_left, insort
 from itertools import accumulate, islice
 
 from shoal_cluster.policies.held import Held
-from shoal_cluster.policies.objective import RENEWAL
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.wishes import Rank
 
@@ -21,10 +20,15 @@ class HeldOrder:
     """Sorted as they come, so that a look at hundreds moves the few that have changed. Owner: a queue, whose requests
     these are. Equals go by arrival here. A look considers the first ``num_considered``; for each of them that is
     particular, one more that is not: what only some replicas may take is not to keep others from the rest.
+
+    Args:
+        later_s: by how much a heavy tenant's requests are due later at a replica, so that all others' go before them,
+            those too that come while they wait for the step that runs. Among themselves they stay in order.
     """
 
-    def __init__(self, shares: FairShares, num_considered: int) -> None:
+    def __init__(self, shares: FairShares, num_considered: int, later_s: float) -> None:
         self._shares = shares
+        self._later_s = later_s
         self._num_considered = num_considered
         self._last_considered: float = num_considered  # no change beyond that place changes who is
         self._num_particular = 0
@@ -84,7 +88,7 @@ class HeldOrder:
             held.is_particular = self._is_particular(held)
         self._num_particular = sum(held.is_particular for _, _, held in self._ranked)
 
-    def to_consider(self, now: float) -> list[Due]:
+    def to_consider(self) -> list[Due]:
         """The most urgent, and when each is due: those before others that are due sooner, no later. The same list as
         long as it is the same.
         """
@@ -94,19 +98,18 @@ class HeldOrder:
             return self._to_consider
         if len(self._ranked) == 1:
             held = self._ranked[0][2]
-            return [(held, self._due_there_s(held, now))]
+            return [(held, self._due_there_s(held))]
         urgent = self._urgent()
         if self._shares.are_even:
             dues_s = list(accumulate([held.due_s for held in reversed(urgent)], min))[::-1]
             self._to_consider = list(zip(urgent, dues_s, strict=True))
             return self._to_consider
-        there_s = [self._due_there_s(held, now) for held in urgent]
+        there_s = [self._due_there_s(held) for held in urgent]
         before_others_s = list(accumulate(reversed(there_s), min))[::-1]
         yields = [self._shares.had_more(held.pending.tenant) for held in urgent]
         dues_s = [there_s[i] if yields[i] else before_others_s[i] for i in range(len(urgent))]
-        order = list(zip(urgent, dues_s, strict=True))
-        self._to_consider = None if any(yields) else order  # there, dates go by the time of the look
-        return order
+        self._to_consider = list(zip(urgent, dues_s, strict=True))
+        return self._to_consider
 
     def up_to(self, held: Held) -> list[Held]:
         """Who comes before it, and itself."""
@@ -130,6 +133,10 @@ class HeldOrder:
         pending = held.pending
         return pending.priority, self._shares.place(pending.tenant), held.due_s
 
+    def is_over(self, held: Held) -> bool:
+        """Whether its tenant asks for more than its even share."""
+        return self._shares.is_over(held.pending.tenant)
+
     def _urgent(self) -> list[Held]:
         """Who is considered."""
         size = self._num_considered
@@ -147,13 +154,9 @@ class HeldOrder:
         query = held.pending.query
         return bool(query.excluded) or query.num_blocks_needed > self._least_capacity
 
-    def _due_there_s(self, held: Held, now: float) -> float:
-        """When it is due at the replica: of a heavy tenant, not before others' that may come while it waits for the
-        step that runs.
-        """
-        if not self._shares.had_more(held.pending.tenant):
-            return held.due_s
-        return max(held.due_s, now + RENEWAL * held.length_s)
+    def _due_there_s(self, held: Held) -> float:
+        """When it is due at the replica."""
+        return held.due_s + self._later_s if self._shares.had_more(held.pending.tenant) else held.due_s
 
     def _rank_anew(self) -> None:
         """Somebody has had service that changes whose turn it is."""

@@ -23,12 +23,16 @@ MOST_LENGTHS = RENEWAL**4  # of its objective: then a request gives way to nobod
 EPSILON_S = 1e-6
 
 Group = tuple[int, int]
+_Order = tuple[bool, float, float, int]
+"""In which claims are put off: over their share first, then the longest, and of equals who was due last, so that
+several gateways choose the same.
+"""
 
 
 class Claim(NamedTuple):
     """What one request wants: ``takes_s`` of a replica, and its first token by ``due_s``, the soonest date that it can
     meet by itself. Who is of a lower ``group`` goes first, and is put off for its own alone. ``length_s`` is
-    its objective's.
+    its objective's. Who ``is_over`` its tenant's share is put off before others.
     """
 
     group: Group
@@ -36,6 +40,7 @@ class Claim(NamedTuple):
     takes_s: float
     arrival_s: float
     length_s: float
+    is_over: bool = False
 
 
 class Level(NamedTuple):
@@ -103,21 +108,21 @@ def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
     if _are_met(claims, left, backlog):
         return dates
     group: Group | None = None
-    lost: list[tuple[float, float, int]] = []  # the longest first, of equals who was due last, of one group and so far
-    others: list[tuple[float, float, int]] = []  # so that several gateways choose the same
+    lost: list[_Order] = []  # of one group and so far
+    others: list[_Order] = []
     work_s = 0.0
     while left:
         its_group, due_s, number = heappop(left)
         if its_group != group:
             group, lost, others = its_group, [], []
-        _, _, its_takes_s, its_arrival_s, its_length_s = claims[number]
+        _, _, its_takes_s, its_arrival_s, its_length_s, is_over = claims[number]
         age_s = due_s - its_arrival_s
         if age_s < its_length_s * MOST_LENGTHS - EPSILON_S:
             is_lost = age_s > its_length_s + EPSILON_S
-            heappush(lost if is_lost else others, (-its_takes_s, -its_arrival_s - its_length_s, -number))
+            heappush(lost if is_lost else others, (not is_over, -its_takes_s, -its_arrival_s - its_length_s, -number))
         before_s, work_s = work_s, work_s + its_takes_s
         while (lost or others) and backlog.first_token_s(due_s, its_takes_s, before_s) > due_s + EPSILON_S:
-            takes_s, _, longest = heappop(lost or others)
+            _, takes_s, _, longest = heappop(lost or others)
             longest = -longest
             arrival_s = claims[longest].arrival_s
             dates[longest] = arrival_s + (dates[longest] - arrival_s) * RENEWAL

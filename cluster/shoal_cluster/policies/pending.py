@@ -18,7 +18,7 @@ from shoal_cluster.policies.due_dates import DueDates
 from shoal_cluster.policies.held import Held, PendingRequest, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.look import Considered, Draw, Look, look
-from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
+from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.ranking import is_eligible, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.standing import EPSILON_S, MAX_MATCH_AGE_S, Planned, StandingPlan
@@ -76,7 +76,7 @@ class PendingQueue:
         self._standing = StandingPlan()
         self._shares = FairShares()
         self._num_changes = 0  # of places, when what stands was planned
-        self._by_urgency = HeldOrder(self._shares, config.max_considered)
+        self._by_urgency = HeldOrder(self._shares, config.max_considered, RENEWAL * config.objective.ttft_s)
         self._dates = DueDates(config.objective, config.prefill, self._by_urgency)
         self._pace = self._dates.pace
         self._sent = Yielding()
@@ -98,19 +98,25 @@ class PendingQueue:
             raise ValueError(f"request {request_id!r} is held already")
         held = self._held[request_id] = Held(pending)
         self._shares.enter(pending.tenant, pending.arrival_s, pending.priority)
+        held.asked_at = self._shares.clock
         self._resize(held, pending.query.num_prompt_tokens)
         self._dates.note(held, pending.arrival_s)
         self._has_unplanned = self._is_one_of_many
 
     def remove(self, request_id: str) -> PendingRequest | None:
         """Give a request up: its client has left or its deadline has passed. None if it is not held."""
-        held = self._held.pop(request_id, None)
+        held = self._held.get(request_id)
         if held is None:
             return None
+        self._resize(held, 0)  # it asks for nothing
+        self._take_out(held)
+        return held.pending
+
+    def _take_out(self, held: Held) -> None:
+        del self._held[held.pending.query.request_id]
         self._by_urgency.remove(held)
         self._dates.forget(held)
         self._shares.leave(held.pending.tenant, held.pending.priority)
-        return held.pending
 
     def before(self, request_id: str) -> tuple[int, int]:
         """Prompt tokens that others held beside this one have to compute, and how many they are. The tokens of what is
@@ -173,7 +179,7 @@ class PendingQueue:
             self._dates.renew_together(self._held.values(), wishes, plan, present)
         if len(self._held) > self._config.max_considered:
             self._by_urgency.tell_apart(present.least_capacity())
-        order = self._by_urgency.to_consider(now)
+        order = self._by_urgency.to_consider()
         num_kept = self._standing.keep(plan, order, now)
         if num_kept == len(order):
             self._standing.settle()
@@ -226,9 +232,10 @@ class PendingQueue:
         yields = self._shares.had_more(pending.tenant)
         if yields:
             self._sent.note(query.request_id, view)
-        num_new_tokens = uncached_tokens(query, steps[-1].num_matched_blocks)
-        self._shares.charge(pending.tenant, num_new_tokens, now, pending.priority)
-        self.remove(query.request_id)
+        its_held = self._held[query.request_id]
+        self._resize(its_held, uncached_tokens(query, steps[-1].num_matched_blocks))
+        self._shares.charge(pending.tenant, its_held.num_new_tokens, now, pending.priority)
+        self._take_out(its_held)
         if not self._shares.are_even:
             self._standing.forget()  # who passes what may be another
         record = Look(view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, seen, draws, steps)
@@ -250,7 +257,7 @@ class PendingQueue:
         return (
             not (self._is_one_of_many or self._pace.is_due(now))
             and now + self._wait_s < self._by_urgency.begins_by_s - EPSILON_S
-            and self._standing.is_settled(self._by_urgency.to_consider(now), view, weights, now)
+            and self._standing.is_settled(self._by_urgency.to_consider(), view, weights, now)
         )
 
     def _considered(
@@ -295,7 +302,7 @@ class PendingQueue:
 
     def _resize(self, held: Held, num_new_tokens: int) -> None:
         """So many tokens it has to compute."""
-        self._shares.ask(held.pending.tenant, num_new_tokens - held.num_new_tokens)
+        self._shares.ask(held.pending.tenant, num_new_tokens - held.num_new_tokens, held.asked_at)
         held.num_new_tokens = num_new_tokens
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
@@ -307,7 +314,8 @@ class PendingQueue:
         for held in nsmallest(self._config.max_considered, planned, key=self._by_urgency.rank):
             if held.wish is not None:
                 rank, objective = self._by_urgency.rank(held), (held.pending.arrival_s, held.length_s)
-                wishes.setdefault(held.wish[0], []).append(Wish(rank, *held.wish[1:], *objective))
+                its = Wish(rank, *held.wish[1:], *objective, self._by_urgency.is_over(held))
+                wishes.setdefault(held.wish[0], []).append(its)
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
 
     def _matched(self, held: Held, view: ClusterView, now: float) -> Ints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MEMORY_S = 10.0  # of who was served lately
@@ -11,8 +12,9 @@ MOST_UNSERVED = 1 / 16  # memories that pass for who waits until the next is ser
 FORGOTTEN_S = 4 * MEMORY_S  # since its last service, of who does not wait
 HEAVY = 3.0  # times the fair level
 MOST_BEFORE = 0.4  # of the service, of all who are not: to go before others costs these the more, the more it is
-FLOOD = 3.0  # times what is left for each, of what one asks for
+FLOOD = 2.5  # times what is left for each, of what one asks for
 MAX_PLACE = 16
+ROUNDING = 1e-9
 COUNTED_ANEW = 8  # as many changes as an eighth of the tenants: a change costs the same however many there are
 
 
@@ -44,6 +46,8 @@ class FairShares:
         self._num_held = Counter[tuple[str, int]]()  # by tenant and priority
         self._held_by = Counter[str]()
         self._asked: dict[str, float] = {}  # tokens of late, as of age 0
+        self._level: float | None = None  # of ``_even_level``, once it was asked for
+        self._clock = 0.0  # memories of who waits, until all was counted
         self._priority = 0  # of who was served last
         self._served: dict[str, _Service] = {}
         self._age = 0.0  # memories since all was counted
@@ -60,9 +64,14 @@ class FairShares:
         if self._num_held[tenant, priority] == 1 and tenant not in self._served:
             self._note_change()
 
-    def ask(self, tenant: str, num_tokens: int) -> None:
-        """A request that it holds has so many tokens more to compute, or fewer, than was known."""
-        self._asked[tenant] = self._asked.get(tenant, 0.0) + num_tokens * math.exp(self._age)
+    @property
+    def clock(self) -> float:
+        """What time it is, for ``ask``."""
+        return self._clock + self._age
+
+    def ask(self, tenant: str, num_tokens: int, asked_at: float) -> None:
+        """A request that it holds since the ``clock`` was so has so many tokens more to compute, or fewer."""
+        self._asked[tenant] = self._asked.get(tenant, 0.0) + num_tokens * math.exp(asked_at - self._clock)
 
     def leave(self, tenant: str, priority: int = 0) -> None:
         """And one less."""
@@ -102,6 +111,15 @@ class FairShares:
         """Whether others are, and it is not."""
         return bool(self._places) and tenant not in self._places
 
+    def is_over(self, tenant: str) -> bool:
+        """Whether it asks for more than there is for each where all is shared evenly and nobody has more than it asks
+        for (max-min fairness): nobody does where there is enough for all.
+        """
+        if self._level is None:
+            names = self._served.keys() | self._unserved()
+            self._level = self._even_level(names) if len(names) > 1 else math.inf
+        return self._asked.get(tenant, 0.0) > self._level * (1 + ROUNDING)
+
     @property
     def are_even(self) -> bool:
         """Whether nobody is heavy."""
@@ -124,25 +142,33 @@ class FairShares:
         for_waiting = min(passed, self._left)
         self._left -= for_waiting
         faded, faded_waiting = math.exp(-self._age - passed), math.exp(-self._age - for_waiting)
-        self._age, self._num_since = 0.0, 0
+        self._clock += self._age + for_waiting
+        self._age, self._num_since, self._level = 0.0, 0, None
         last_s = self._time_s - FORGOTTEN_S
         self._served = {n: its for n, its in self._served.items() if its.last_s > last_s or n in self._held_by}
-        parts = {
-            name: faded_waiting if name in self._held_by else faded for name in self._served.keys() | self._held_by
-        }
-        self._asked = {name: self._asked.get(name, 0.0) * part for name, part in parts.items()}
         for name, its in self._served.items():
-            its.num_tokens, its.largest = its.num_tokens * parts[name], its.largest * parts[name]
+            part = faded_waiting if name in self._held_by else faded
+            its.num_tokens, its.largest = its.num_tokens * part, its.largest * part
+        self._asked = {
+            name: asked * (faded_waiting if name in self._held_by else faded)
+            for name, asked in self._asked.items()
+            if name in self._served or name in self._held_by
+        }
         places = self._find_places()
         self.num_changes += places != self._places
         self._places = places
 
+    def _unserved(self) -> set[str]:
+        """Who waits no less urgently than who was served last, and has had nothing."""
+        return {name for name, priority in self._num_held if priority <= self._priority} - self._served.keys()
+
     def _find_places(self) -> dict[str, int]:
-        unserved = {name for name, priority in self._num_held if priority <= self._priority} - self._served.keys()
+        unserved = self._unserved()
         num_all = len(self._served) + len(unserved)
         if num_all < 2:
             return {}
-        average = sum([its.num_tokens for its in self._served.values()]) / num_all
+        num_tokens = sum([its.num_tokens for its in self._served.values()])
+        average = num_tokens / num_all
         least = [its.num_tokens for its in self._served.values() if its.num_tokens <= average]
         if not (least or unserved):  # by rounding: all have had the same
             return {}
@@ -150,15 +176,14 @@ class FairShares:
         more = {name: its for name, its in self._served.items() if its.num_tokens > average}
         over = {name: (its.num_tokens - its.largest) / level for name, its in more.items()}
         heavy = {name: min(MAX_PLACE, 1 + int(math.log2(times))) for name, times in over.items() if times > 1}
-        num_tokens = average * num_all
         if not heavy or num_tokens - sum([self._served[name].num_tokens for name in heavy]) <= MOST_BEFORE * num_tokens:
             return heavy
-        most = FLOOD * self._even_level(num_tokens)
-        return {name: place for name, place in heavy.items() if self._asked[name] > most}
+        most = FLOOD * self._even_level(self._served.keys() | unserved)
+        return {name: place for name, place in heavy.items() if self._asked.get(name, 0.0) > most}
 
-    def _even_level(self, num_tokens: float) -> float:
-        """The most that one has of ``num_tokens`` where they are shared evenly and nobody has more than it asks for."""
-        asked = sorted(self._asked.values())
+    def _even_level(self, names: Iterable[str]) -> float:
+        num_tokens = sum([its.num_tokens for its in self._served.values()])
+        asked = sorted([self._asked.get(name, 0.0) for name in names])
         for number, least in enumerate(asked):
             num_left = len(asked) - number
             if least * num_left >= num_tokens:

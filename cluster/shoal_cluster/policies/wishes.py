@@ -19,6 +19,7 @@ class Wish:
     first token is due, on the reader's clock. Blocks and tokens are what it will take there, as in ``Reservation``,
     beside the blocks of its prompt that are cached there. ``decode_steps`` as in ``RouteQuery``. It came at
     ``arrival_s``, on the reader's clock, with an objective of ``length_s``: what is due later than that is lost.
+    Its tenant ``is_over`` its even share.
     """
 
     rank: Rank
@@ -28,6 +29,7 @@ class Wish:
     decode_steps: int = PRICED_STEPS
     arrival_s: float = 0.0
     length_s: float = math.inf
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,17 +78,19 @@ class ToldWish(msgspec.Struct, frozen=True, array_like=True):
     decode_steps: int = PRICED_STEPS
     age_s: float = 0.0
     length_s: float = math.inf
+    is_over: bool = False
 
     @classmethod
     def at(cls, wish: Wish, now: float) -> ToldWish:
         priority, place, due_s = wish.rank
         size = wish.num_blocks, wish.num_tokens, wish.num_cached_blocks
-        return cls(priority, place, due_s - now, *size, wish.decode_steps, now - wish.arrival_s, wish.length_s)
+        objective = now - wish.arrival_s, wish.length_s
+        return cls(priority, place, due_s - now, *size, wish.decode_steps, *objective, wish.is_over)
 
     def wish(self, now: float) -> Wish:
         rank = self.priority, self.place, now + self.due_in_s
         size = self.num_blocks, self.num_tokens, self.num_cached_blocks
-        return Wish(rank, *size, self.decode_steps, now - self.age_s, self.length_s)
+        return Wish(rank, *size, self.decode_steps, now - self.age_s, self.length_s, self.is_over)
 
 
 class Wishes(msgspec.Struct, frozen=True, tag="wishes"):

@@ -126,9 +126,8 @@ class GatewayLedger:
         rule = self.named.rule_for(query, candidates) if self.named is not None else None
         seed = self._seeds.getrandbits(32)
         record = decide(query, candidates, self.weights, seed=seed, time_s=time.time(), rule=rule)
-        if self.named is not None and record.decision.best:
+        if self._commit(record) and self.named is not None:
             self.named.note(query, record.decision.best)
-        self._commit(record)
         return record.decision
 
     def commit(self, dispatch: Dispatch) -> None:
@@ -213,13 +212,14 @@ class GatewayLedger:
         """Whether a replica other than the ``excluded`` takes requests now."""
         return self.view.present(time.monotonic()).has_open(excluded)
 
-    def _commit(self, record: RouteRecord) -> None:
+    def _commit(self, record: RouteRecord) -> bool:
+        """Keep the record and reserve what it says; False: nothing is to be."""
         query, candidates, now = record.query, record.replicas, time.monotonic()
         self.routes.add(record)
         self.on_decision(record)
         best = record.decision.best
         if not best or query.request_id not in self._followers:  # its client has left
-            return
+            return False
         place = candidates.place(best)
         num_matched = candidates.num_matched_blocks.item(place)
         num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
@@ -228,6 +228,7 @@ class GatewayLedger:
         self.view.expect(query.request_id, best, query.block_hashes, num_matched)
         self.tally.expect(query, candidates, place)
         self._credit.promise(query.request_id)
+        return True
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return when a replica has joined, left, connected or been lost, or after ``timeout_s``."""

@@ -29,7 +29,7 @@ def test_places_one_after_the_other_of_those_that_are_held() -> None:
     assert run.exit_code == 0, run.output
     cost = json.loads(run.output)
     assert cost["num_held"] == 40
-    assert cost["num_updates"] >= 60
+    assert cost["num_updates"] >= 30
     assert 0 < cost["decision_p50_us"] <= cost["decision_p99_us"]
 
 

@@ -152,6 +152,21 @@ def test_what_was_asked_for_is_forgotten_as_it_was_weighed() -> None:
     assert [shares.is_over(name) for name in ("a", "b")] == [False, False], "nothing is left of it"
 
 
+def test_who_asks_steadily_for_less_than_its_share_is_never_over() -> None:
+    """Between two counts, too, which are far apart where tenants are many. One of these asks for more than it gets."""
+    rng, shares = Random(0), FairShares()
+    for number in range(4000):
+        now = number * 0.05
+        for name, num_tokens, served in (("most", 800, 200), ("middle", 185, 185), (f"t{rng.randrange(600)}", 60, 60)):
+            shares.enter(name, now)
+            shares.ask(name, num_tokens, shares.clock)
+            shares.charge(name, float(served), now)
+            shares.leave(name)
+        if number > 1000:
+            assert shares.is_over("most")
+            assert not shares.is_over("middle")
+
+
 def count_anew(shares: FairShares, tenant: str = "t0") -> None:
     for _ in range(3):
         shares.charge(tenant, 0.0, 0.0)

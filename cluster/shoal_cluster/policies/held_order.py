@@ -22,8 +22,9 @@ class HeldOrder:
     particular, one more that is not: what only some replicas may take is not to keep others from the rest.
 
     Args:
-        later_s: by how much a heavy tenant's requests are due later at a replica, so that all others' go before them,
-            those too that come while they wait for the step that runs. Among themselves they stay in order.
+        later_s: by how much a heavy tenant's requests are due later at a replica, so that others' go before them,
+            those too that come while they wait for the step that runs, unless they take very long. Among themselves
+            they stay in order.
     """
 
     def __init__(self, shares: FairShares, num_considered: int, later_s: float) -> None:

@@ -46,7 +46,8 @@ class FairShares:
         self._num_held = Counter[tuple[str, int]]()  # by tenant and priority
         self._held_by = Counter[str]()
         self._asked: dict[str, float] = {}  # tokens of late, as of age 0
-        self._level: float | None = None  # of ``_even_level``, once it was asked for
+        self._level: float | None = None  # the even one, once it was asked for, at
+        self._level_age = 0.0
         self._clock = 0.0  # memories of who waits, until all was counted
         self._priority = 0  # of who was served last
         self._served: dict[str, _Service] = {}
@@ -118,7 +119,9 @@ class FairShares:
         if self._level is None:
             names = self._served.keys() | self._unserved()
             self._level = self._even_level(names) if len(names) > 1 else math.inf
-        return self._asked.get(tenant, 0.0) > self._level * (1 + ROUNDING)
+            self._level_age = self._age
+        level = self._level * math.exp(self._age - self._level_age)  # who asks steadily has asked for more by now
+        return self._asked.get(tenant, 0.0) > level * (1 + ROUNDING)
 
     @property
     def are_even(self) -> bool:

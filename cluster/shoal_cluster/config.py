@@ -167,7 +167,7 @@ class GatewaySettings(_Settings):
     max_request_bytes: int = Field(8 * 2**20, ge=1024)
     max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
     max_index_entries: int = Field(
-        2**21, ge=1024, le=2**28, description="cached blocks known to the gateway, 20 bytes each"
+        2**21, ge=1024, le=2**25, description="cached blocks known to a gateway: the next power of two, 20 bytes each"
     )
     shed_late: bool = Field(False, description="refuse calls whose first token could not come within the objective")
     admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")

@@ -185,6 +185,7 @@ class FairShares:
         return {name: place for name, place in heavy.items() if self._asked.get(name, 0.0) > most}
 
     def _even_level(self, names: Iterable[str]) -> float:
+        """Tokens that each of them has at most where what was served is shared evenly; infinite where it is enough."""
         num_tokens = sum([its.num_tokens for its in self._served.values()])
         asked = sorted([self._asked.get(name, 0.0) for name in names])
         for number, least in enumerate(asked):

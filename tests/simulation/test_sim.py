@@ -87,6 +87,21 @@ def test_a_pool_under_pressure_preempts_and_conserves() -> None:
     assert report.num_output_tokens == 120 * 200
 
 
+def test_what_the_pool_gives_up_comes_back_from_host_memory() -> None:
+    """Sixteen prefixes of 16 blocks, of which 40 blocks a replica hold none for long."""
+    config = replace(CONFIG, cache=CacheConfig(num_blocks=40, block_size=64))
+    with_host = replace(config, cache=replace(config.cache, num_host_blocks=400))
+    slowly = replace(with_host, step_time=replace(config.step_time, move_s=0.05))
+    without, free, slow = (simulate(c, chats()) for c in (config, with_host, slowly))
+    assert without.host_hit_rate == 0 < free.host_hit_rate < free.hit_rate
+    assert free.hit_rate > 1.2 * without.hit_rate
+    assert free.predicted_hit_rate == pytest.approx(free.hit_rate, abs=0.02)
+    assert free.ttft_s.mean < without.ttft_s.mean
+    assert free.ttft_s.mean < slow.ttft_s.mean, "moves take their time"
+    assert "from host memory" in free.summary()
+    assert "from host memory" not in without.summary()
+
+
 def test_an_idle_replica_is_not_taken_for_a_silent_one() -> None:
     """Two lulls of a minute: every replica still gets its share of what comes after."""
     bursts = [
@@ -166,6 +181,10 @@ def test_step_time_adds_prefills_and_one_weight_read() -> None:
     decodes = tuple(ScheduledSequence(i, 10, 1, samples=True) for i in (1, 2))
     assert time.of(SchedulerOutput(1, decodes)) == pytest.approx(0.032)
     assert time.of(SchedulerOutput(1, (prompt, *decodes))) == pytest.approx(0.032 + 0.05 + (5000 + 1275) * 1e-6)
+    moving = replace(time, move_s=0.02)
+    assert moving.of(SchedulerOutput(1, decodes, moves_in=((0, 1), (1, 2)))) == pytest.approx(0.032 + 0.04), "first"
+    assert moving.of(SchedulerOutput(1, decodes, moves_out=((0, 1),))) == pytest.approx(0.032), "meanwhile"
+    assert moving.of(SchedulerOutput(1, decodes, moves_out=((0, 1), (1, 2)))) == pytest.approx(0.04)
     assert time.prefill.seconds(0, 150) == pytest.approx(time.prefill.seconds(0, 100) + time.prefill.seconds(100, 50))
 
 
@@ -257,6 +276,11 @@ def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
     for wrong in (["--routing", "x"], ["--format", "x"], ["--speed", "0"], ["--scale", "2"], ["--scale", "9:3"]):
         with pytest.raises(ConfigError, match=wrong[0].strip("-")):
             CliRunner().invoke(app, [*arguments, *wrong], catch_exceptions=False)
+    host = [*arguments, "--host-blocks", "7", "--host-rate", "5120", "--json"]
+    settings = json.loads(CliRunner().invoke(app, host, catch_exceptions=False).output)["settings"]
+    assert (settings["cache"]["num_host_blocks"], settings["step_time"]["move_s"]) == (7, 0.1)
+    with pytest.raises(ConfigError, match="host_rate: got it without host_blocks"):
+        CliRunner().invoke(app, [*arguments, "--host-rate", "1e6"], catch_exceptions=False)
     for wrong in (["--plot", "x"], ["--scale", "1:2"]):
         with pytest.raises(ConfigError, match=f"{wrong[0].strip('-')}: got it with a search"):
             CliRunner().invoke(app, [*arguments, *wrong, "--find-capacity"], catch_exceptions=False)

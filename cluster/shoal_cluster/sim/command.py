@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -35,6 +35,7 @@ from shoal_replica.errors import ConfigError
 PLOT_INTERVAL_S = 10.0
 WEIGHTS = RouteWeights()
 STARTUP_S = 30.0
+HOST_TOKENS_PER_S = 200_000.0  # 25 GB/s, and 128 KB a token
 MAX_GATEWAYS = 256
 
 Name = TypeVar("Name", bound=str)
@@ -48,6 +49,13 @@ def sim(
     replicas: Annotated[int, typer.Option(min=1, max=MAX_REPLICAS)] = 8,
     blocks_per_replica: Annotated[int, typer.Option(min=1, max=MAX_BLOCKS)] = 1000,
     block_size: Annotated[int, typer.Option(min=1, max=MAX_BLOCK_SIZE)] = 512,
+    host_blocks: Annotated[
+        int, typer.Option(min=0, max=MAX_BLOCKS, help="Of each replica in host memory, for what its pool gives up.")
+    ] = 0,
+    host_rate: Annotated[
+        float | None,
+        typer.Option(min=1.0, help=f"Tokens/s whose KV moves to host memory or back; default {HOST_TOKENS_PER_S:g}."),
+    ] = None,
     routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = "predicted_ttft",
     hold: Annotated[
         bool | None,
@@ -120,7 +128,9 @@ def sim(
         raise ConfigError("startup: got it without scale; only a cluster that is scaled starts replicas")
     if plot is not None:
         check_plot(plot)
-    step_time = _step_time(model_rate, model_from)
+    if host_rate is not None and not host_blocks:
+        raise ConfigError("host_rate: got it without host_blocks; nothing moves")
+    step_time = replace(_step_time(model_rate, model_from), move_s=block_size / (host_rate or HOST_TOKENS_PER_S))
     objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     rule = _one_of("routing", routing, ROUTINGS)
     is_held = rule == "predicted_ttft" if hold is None else hold
@@ -134,7 +144,12 @@ def sim(
     config = SimConfig(
         num_replicas=replicas,
         # Traces tell prompts apart by whole blocks.
-        cache=CacheConfig(num_blocks=blocks_per_replica, block_size=block_size, enable_partial_reuse=False),
+        cache=CacheConfig(
+            num_blocks=blocks_per_replica,
+            block_size=block_size,
+            num_host_blocks=host_blocks,
+            enable_partial_reuse=False,
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy
         ),

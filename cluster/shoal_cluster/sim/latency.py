@@ -22,6 +22,7 @@ class StepTime:
         step_s: of any step, whatever is in it.
         decode_s: what a step that decodes takes beside that however few sequences do: reading the weights once.
         decode_sequence_s, decode_context_s: what each decoding sequence adds, and each token of its context.
+        move_s: of each block that moves to host memory, while the step computes, or back, before it does.
     """
 
     prefill: PrefillTime = field(default_factory=PrefillTime)
@@ -29,6 +30,7 @@ class StepTime:
     decode_s: float = 0.030
     decode_sequence_s: float = 0.0
     decode_context_s: float = 0.0
+    move_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.prefill.tokens_per_s < LEAST_TOKENS_PER_S:
@@ -37,14 +39,14 @@ class StepTime:
             )
         if self.prefill.pair_s > MOST_PAIR_S:
             raise ConfigError(f"pair_s: got {self.prefill.pair_s!r}; must be at most {MOST_PAIR_S:g}")
-        for name in ("step_s", "decode_s", "decode_sequence_s", "decode_context_s"):
+        for name in ("step_s", "decode_s", "decode_sequence_s", "decode_context_s", "move_s"):
             value = getattr(self, name)
             if not 0 <= value <= MOST_STEP_S:
                 raise ConfigError(f"{name}: got {value!r}; must be between 0 and {MOST_STEP_S:g}")
 
     def of(self, output: SchedulerOutput, num_decodes: int = 0, num_context_tokens: int = 0) -> float:
         """Seconds of one step: its prompts' chunks and its decodes (shares of one token that samples), and of so many
-        decodes, with a context of so many tokens, beside it.
+        decodes, with a context of so many tokens, beside it; and its moves.
         """
         prefill_s = 0.0
         for share in output.scheduled:
@@ -53,7 +55,8 @@ class StepTime:
                 num_context_tokens += share.num_computed_tokens
             else:
                 prefill_s += self.prefill.seconds(share.num_computed_tokens, share.num_new_tokens)
-        return prefill_s + self.decode(num_decodes, num_context_tokens)
+        computing_s = prefill_s + self.decode(num_decodes, num_context_tokens)
+        return self.move_s * len(output.moves_in) + max(computing_s, self.move_s * len(output.moves_out))
 
     def decode(self, num_sequences: int, num_context_tokens: int) -> float:
         """Seconds of a step that does nothing but decode."""

@@ -39,6 +39,7 @@ class SimReport:
     Attributes:
         goodput: share of all requests, refused ones included, whose first token came within the objective.
         hit_rate, predicted_hit_rate: share of prompt tokens that the replicas found cached; that the gateway expected.
+        host_hit_rate: of ``hit_rate``, what came back from host memory; of prompts that began again, again.
         num_resumes: how often a request went on elsewhere, or was held for that, when its replica had crashed or
             drained too long.
         imbalance: busiest replica's busy time over the mean, of replicas that lived.
@@ -64,6 +65,7 @@ class SimReport:
     goodput: float
     hit_rate: float
     predicted_hit_rate: float
+    host_hit_rate: float
     imbalance: float
     utilization: float
     duration_s: float
@@ -77,12 +79,13 @@ class SimReport:
     def summary(self) -> str:
         """For people: a few lines."""
         ttft, latency = self.ttft_s, self.latency_s
+        from_host = f", {self.host_hit_rate:.1%} from host memory" if self.host_hit_rate else ""
         rows = (
             ("requests", f"{self.num_finished} finished, {self.num_shed} shed, of {self.num_requests}"),
             ("first token", f"p50 {ttft.p50:.2f} s, p90 {ttft.p90:.2f} s, p99 {ttft.p99:.2f} s"),
             ("latency", f"p50 {latency.p50:.2f} s, p90 {latency.p90:.2f} s, p99 {latency.p99:.2f} s"),
             ("goodput", f"{self.goodput:.1%} within the objective"),
-            ("hit rate", f"{self.hit_rate:.1%} ({self.predicted_hit_rate:.1%} predicted)"),
+            ("hit rate", f"{self.hit_rate:.1%} ({self.predicted_hit_rate:.1%} predicted){from_host}"),
             ("imbalance", f"{self.imbalance:.3f} busiest over mean; {self.utilization:.1%} busy"),
             ("preemptions", f"{self.num_preemptions}; {self.num_resumes} times resumed elsewhere"),
             ("decisions", f"{self.decisions_per_s:.1f} a second; {self.replica_s:.0f} replica-seconds"),

@@ -27,16 +27,33 @@ void finish_ragged(const GemmCall& call, int row, int block, int lane, const F32
         }
 }
 
-// What becomes of a tile's sums. Unrolled, so that they need not leave their registers first.
-template <class T, int MR>
-SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
-    if (call.finish == Finish::SwiGlu) {
+// What becomes of the sums of whole columns. Unrolled, so that they need not leave their registers first.
+template <class T, int MR, Finish kFinish>
+SHOAL_INLINE void finish_columns(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
+    if constexpr (kFinish == Finish::SwiGlu) {
         auto* out = static_cast<typename T::Scalar*>(call.out) + row * call.out_stride + block * kPanel + lane;
 #pragma GCC unroll 16
         for (int i = 0; i < MR; ++i) T::store_row(out + i * call.out_stride, silu(acc[i][0]) * acc[i][1]);
-        return;
+    } else {
+        float* out = static_cast<float*>(call.out) + row * call.out_stride + block * kBlockColumns + lane;
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i)
+            for (int j = 0; j < 2; ++j) {
+                float* const place = out + i * call.out_stride + j * kPanel;
+                store(place, kFinish == Finish::Add ? acc[i][j] + load(place) : acc[i][j]);
+            }
     }
-    if ((block + 1) * kBlockColumns > call.linear->outputs) {
+}
+
+// Whether the columns of the blocks before that one are all there, so that what is written is a whole vector.
+inline bool are_whole(const GemmCall& call, int block_end) {
+    return call.finish == Finish::SwiGlu || block_end * kBlockColumns <= call.linear->outputs;
+}
+
+// The same of any columns.
+template <class T, int MR>
+SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
+    if (!are_whole(call, block + 1)) {
         F32 kept[MR][2];
 #pragma GCC unroll 16
         for (int i = 0; i < MR; ++i) {
@@ -45,20 +62,9 @@ SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane
         }
         return finish_ragged<MR>(call, row, block, lane, kept);
     }
-    float* out = static_cast<float*>(call.out) + row * call.out_stride + block * kBlockColumns + lane;
-    if (call.finish == Finish::Add) {
-#pragma GCC unroll 16
-        for (int i = 0; i < MR; ++i) {
-            store(out + i * call.out_stride, acc[i][0] + load(out + i * call.out_stride));
-            store(out + i * call.out_stride + kPanel, acc[i][1] + load(out + i * call.out_stride + kPanel));
-        }
-        return;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < MR; ++i) {
-        store(out + i * call.out_stride, acc[i][0]);
-        store(out + i * call.out_stride + kPanel, acc[i][1]);
-    }
+    if (call.finish == Finish::SwiGlu) return finish_columns<T, MR, Finish::SwiGlu>(call, row, block, lane, acc);
+    if (call.finish == Finish::Add) return finish_columns<T, MR, Finish::Add>(call, row, block, lane, acc);
+    finish_columns<T, MR, Finish::Store>(call, row, block, lane, acc);
 }
 
 // What a tile asks for early, so many lines at a step: none; or one, by which the first two tiles of a block fetch the next

@@ -24,22 +24,43 @@ constexpr int kPartSteps = 18;
 constexpr int64_t kHeldBytes = 1 << 20;
 constexpr int kLeastHeldRows = 128;
 constexpr int kMostHeldRows = 640;
+// So many are worth code of their own.
+constexpr int kManyRows = 192;
 
 constexpr int kMostTileRows = 2 * kTileHeight;
 static_assert(kMostHeldRows % kMostTileRows == 0);
 using TileSums = float[kMostTileRows][kBlockColumns];
 
+// What becomes of a row of sums: of any weight,
+struct AnyColumns {
+    static constexpr bool kAreMany = false;
+    static SHOAL_INLINE void finish(const GemmCall& call, int row, int block, const float* sums) {
+        F32 acc[1][2];
+        for (int j = 0; j < 2; ++j) acc[0][j] = load(sums + j * kPanel) + bias_of(*call.linear, block, j * kPanel);
+        finish_tile<Bf16, 1>(call, row, block, 0, acc);
+    }
+};
+
+// and of many rows of whole columns without bias: looking that up for each shows. Zero is added as if it were
+// the bias, for the same bits; and rows that are stored as they are loaded take longer than those that something is added to.
+template <Finish kFinish>
+struct PlainColumns {
+    static constexpr bool kAreMany = true;
+    static SHOAL_INLINE void finish(const GemmCall& call, int row, int block, const float* sums) {
+        const F32 acc[1][2] = {{load(sums) + F32{}, load(sums + kPanel) + F32{}}};
+        finish_columns<Bf16, 1, kFinish>(call, row, block, 0, acc);
+    }
+};
+
 // Complete sums of a tile, whose rows are finished while those of the next are being summed.
+template <class Columns>
 struct Unfinished {
     const TileSums* sums = nullptr;
     int row = 0, block = 0, next = 0, end = 0;  // of the call's rows the one of the first sums; of sums those to be finished
 
     SHOAL_INLINE void finish(const GemmCall& call, int count) {
-        for (const int stop = std::min(end, next + count); next < stop; ++next) {
-            F32 acc[1][2];
-            for (int j = 0; j < 2; ++j) acc[0][j] = load(&(*sums)[next][j * kPanel]) + bias_of(*call.linear, block, j * kPanel);
-            finish_tile<Bf16, 1>(call, row + next, block, 0, acc);
-        }
+        for (const int stop = std::min(end, next + count); next < stop; ++next)
+            Columns::finish(call, row + next, block, (*sums)[next]);
     }
 };
 
@@ -87,9 +108,9 @@ struct HeldRights {
 
 // The sums of the first `upper` rows from `row` on, and of those after them if there are any, go on by a part, from zero at
 // the first. Meanwhile those before are finished.
-template <bool HasLower, class Rights>
+template <bool HasLower, class Rights, class Columns>
 SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part& part, TileSums& sums, Rights& rights,
-                           Unfinished& before) {
+                           Unfinished<Columns>& before) {
     const Word* const left = call.x + row * call.x_stride;
     const Word* const lower = left + upper * call.x_stride;
     const int64_t left_bytes = call.x_stride * kWordBytes;
@@ -114,15 +135,18 @@ SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part&
         _tile_loadd(6, right.tiles[0], right_bytes);
         _tile_loadd(7, right.tiles[1], right_bytes);
         _tile_stream_loadd(4, left + s * kTileWords, left_bytes);
+        constexpr bool amid = HasLower && Columns::kAreMany;  // so registers wait less; of few rows they would wait more
+        if constexpr (amid) _tile_stream_loadd(5, lower + s * kTileWords, left_bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
+        if constexpr (amid) before.finish(call, each);
         if constexpr (HasLower) {
-            _tile_stream_loadd(5, lower + s * kTileWords, left_bytes);
+            if constexpr (!amid) _tile_stream_loadd(5, lower + s * kTileWords, left_bytes);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
         rights.go_on(s - part.first);
-        before.finish(call, each);
+        if constexpr (!amid) before.finish(call, each);
     }
     before.finish(call, before.end);
     _tile_stored(0, &sums[0][0], sizeof sums[0]);
@@ -148,7 +172,7 @@ void multiply_tile(const GemmCall& call, int row_begin, int row_end, int block_b
     const TileShapes shapes = shapes_of<HasLower>(upper, height);
     alignas(64) TileSums sums;
     StreamedRights rights(*call.linear, block_begin, block_end);
-    Unfinished before;
+    Unfinished<AnyColumns> before;
     for (int block = block_begin; block < block_end; ++block) {
         sum_tile<HasLower>(call, row_begin, upper, {block, 0, call.linear->groups()}, sums, rights, before);
         before = {&sums, row_begin, block, 0, height};
@@ -157,6 +181,7 @@ void multiply_tile(const GemmCall& call, int row_begin, int row_end, int block_b
 }
 
 // Rows of several: a part of a block is decoded once for all.
+template <class Columns>
 void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const int rows = row_end - row_begin, tiles = static_cast<int>(divide_up(rows, kMostTileRows));
     const int height = static_cast<int>(divide_up(rows, tiles)), upper = static_cast<int>(divide_up(height, 2));
@@ -166,7 +191,7 @@ void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_
     alignas(64) TileSums sums[kMostHeldRows / kMostTileRows];
     StepTiles decoded[kPartSteps];
     Codes codes(*call.linear, block_begin, block_end);
-    Unfinished before;
+    Unfinished<Columns> before;
     for (int block = block_begin; block < block_end; ++block)
         for (int p = 0; p < parts; ++p) {
             const Part part{block, steps * p / parts, steps * (p + 1) / parts};
@@ -191,6 +216,17 @@ void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_
     before.finish(call, before.end);
 }
 
+using Multiply = void (*)(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end);
+
+Multiply multiply_of(const GemmCall& call, int rows, int block_end) {
+    if (rows <= kTileHeight) return multiply_tile<false>;
+    if (rows <= kMostTileRows) return multiply_tile<true>;
+    if (rows < kManyRows || !call.linear->bias.empty() || !are_whole(call, block_end)) return multiply_tiles<AnyColumns>;
+    if (call.finish == Finish::SwiGlu) return multiply_tiles<PlainColumns<Finish::SwiGlu>>;
+    if (call.finish == Finish::Add) return multiply_tiles<PlainColumns<Finish::Add>>;
+    return multiply_tiles<PlainColumns<Finish::Store>>;
+}
+
 // All rows of a bf16 weight go by tile registers, or none do: so a row's result is the same beside any others.
 void gemm_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const Linear& linear = *call.linear;
@@ -201,11 +237,7 @@ void gemm_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_b
     const int held = static_cast<int>(std::clamp<int64_t>(fitting, kLeastHeldRows, kMostHeldRows));
     for (int row = row_begin, end; row < row_end; row = end) {
         end = row + static_cast<int>(divide_up(row_end - row, divide_up(row_end - row, held)));
-        const int rows = end - row;
-        const auto multiply = rows <= kTileHeight     ? multiply_tile<false>
-                              : rows <= kMostTileRows ? multiply_tile<true>
-                                                      : multiply_tiles;
-        multiply(call, row, end, block_begin, block_end);
+        multiply_of(call, end - row, block_end)(call, row, end, block_begin, block_end);
     }
 }
 

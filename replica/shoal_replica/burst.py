@@ -16,7 +16,8 @@ class Burst:
     keeps the others waiting until it ends. Requests within ``WITHIN_S`` of the first one of an idle engine are a burst,
     of as many as were there at once. Where the last two bursts were several, the next one's step waits until as many
     have come as the smaller of them was, at most ``SLACK`` times as long as the longer took, and ``SHARE_OF_STEP`` of
-    a step: the others have a step to lose, and whoever is there loses the wait.
+    a step: the others have a step to lose, and whoever is there loses the wait. An engine whose step
+    would have no room for them does not ask.
 
     Times are seconds on any one clock.
     """

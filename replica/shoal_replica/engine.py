@@ -265,8 +265,14 @@ class Engine:
 
     def _gathers_s(self) -> float:
         """How long to wait for company yet."""
-        is_worth_it = self._finished and not self._draining
-        return self._burst.left_s(time.monotonic()) if is_worth_it else 0.0
+        left_s = 0.0 if self._draining else self._burst.left_s(time.monotonic())
+        return left_s if left_s > 0.0 and self._has_room_for_one_more() else 0.0
+
+    def _has_room_for_one_more(self) -> bool:
+        """Whether a request like those that wait would be computed with them, in one step."""
+        stats = self.stats()
+        num_tokens = stats.num_waiting_tokens * (stats.num_waiting + 1)
+        return 0 < num_tokens <= stats.max_num_batched_tokens * stats.num_waiting
 
     async def _gather(self, left_s: float) -> None:
         """Wait for the next request of a burst, if it comes by then."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 
 import pytest
-from fixtures.engines import finished, running_engine
+from fixtures.engines import GatedExecutor, finished, running_engine
 from fixtures.waiting import until
 
 from shoal_replica import burst as burst_module
 from shoal_replica.burst import SLACK, WITHIN_S, Burst
+from shoal_replica.engine import Engine
 from shoal_replica.testing import expected_tokens, make_request
 
 GAP_S, STEP_S = 0.002, 1.0
@@ -98,6 +100,17 @@ def test_one_alone_after_bursts_waits_once() -> None:
         assert burst.left_s(start_s) == 0.0
 
 
+async def two_bursts(engine: Engine, executor: GatedExecutor) -> None:
+    """Of two requests each."""
+    for _ in range(2):
+        executor.gate.clear()
+        futures = [engine.add(make_request(uuid.uuid4().hex, max_tokens=1))]
+        await until(lambda: executor.is_held)
+        futures.append(engine.add(make_request(uuid.uuid4().hex, max_tokens=1)))
+        executor.gate.set()
+        await asyncio.gather(*map(finished, futures))
+
+
 async def test_an_engine_begins_with_all_of_a_third_burst(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(burst_module, "WITHIN_S", 60.0)
     monkeypatch.setattr(burst_module, "SLACK", 1000.0)
@@ -125,13 +138,7 @@ async def test_whoever_leaves_while_an_engine_waits_leaves_nothing(monkeypatch: 
     monkeypatch.setattr(burst_module, "SLACK", 1000.0)
     monkeypatch.setattr(burst_module, "SHARE_OF_STEP", 1e6)
     async with running_engine() as (engine, executor, _):
-        for number in range(2):
-            executor.gate.clear()
-            futures = [engine.add(make_request(f"{number}-0", max_tokens=1))]
-            await asyncio.sleep(GAP_S)
-            futures.append(engine.add(make_request(f"{number}-1", max_tokens=1)))
-            executor.gate.set()
-            await asyncio.gather(*map(finished, futures))
+        await two_bursts(engine, executor)
         steps = executor.num_started
         gone = engine.add(make_request("gone"))
         await asyncio.sleep(0)
@@ -140,3 +147,21 @@ async def test_whoever_leaves_while_an_engine_waits_leaves_nothing(monkeypatch: 
         await finished(engine.add(make_request("next", max_tokens=1)))
         assert executor.num_started == steps + 1
         engine.check_invariants()
+
+
+async def test_a_step_that_the_first_one_fills_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 tokens a step: beside one of 16 there is room for another such, beside one of 17 there is none."""
+    monkeypatch.setattr(burst_module, "WITHIN_S", 60.0)
+    monkeypatch.setattr(burst_module, "SLACK", 1e6)
+    monkeypatch.setattr(burst_module, "SHARE_OF_STEP", 1e9)
+    async with running_engine(max_num_batched_tokens=32) as (engine, executor, _):
+        await two_bursts(engine, executor)
+        await finished(engine.add(make_request("long", tuple(range(17)), max_tokens=1)))
+        await two_bursts(engine, executor)
+        steps = executor.num_started
+        waits = engine.add(make_request("short", tuple(range(20, 36)), max_tokens=1))
+        await asyncio.sleep(0.1)
+        assert executor.num_started == steps
+        company = engine.add(make_request("company", (1,), max_tokens=1))
+        await asyncio.gather(finished(waits), finished(company))
+        assert executor.num_started == steps + 1

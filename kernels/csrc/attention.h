@@ -36,7 +36,8 @@ SHOAL_INLINE void fill_tile(KeyTile& tile, const AttentionCall& call, const Atte
     tile.first_key = key;
     tile.count = std::min(count, unit.key_end - key);
     tile.num_pages = static_cast<int>(divide_up(tile.count, kPanel));
-    for (int p = 0; p < kTilePages; ++p) {
+    const int pages = count <= kStreamedKeys ? 2 * kStreamedPages : kTilePages;
+    for (int p = 0; p < pages; ++p) {
         const int number = key / kPanel + p, beyond = number - last - 1;
         tile.pages[p] = beyond < 0 ? find_page(call, unit, number, tile.page)
                                    : find_page(call, next, std::min(next_page + beyond, next_last), tile.page);
@@ -82,7 +83,7 @@ void attend(const AttentionCall& call, const AttentionUnit* units, int count, in
     std::fill_n(state.sums, rows * size, 0.0f);
     std::fill_n(state.maximum, rows, kMinusInfinity);
     std::fill_n(state.denominator, rows, 0.0f);
-    alignas(64) typename T::Left widened[kWidensLeft<T> ? kAttentionRows * kMaxHeadSize : 1];
+    alignas(64) typename T::Left widened[kWidensLeft<T> ? kUnitRows * kMaxHeadSize : 1];
     KeyTile tile;
     tile.page = static_cast<int64_t>(size) * kPanel / T::kPack;
     const bool streams = units[0].tokens * group <= kRowsAtOnce<T>;

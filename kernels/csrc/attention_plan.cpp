@@ -8,11 +8,18 @@ namespace shoal {
 namespace {
 
 constexpr int kSplitKeys = 512;   // keys of one part of a long decode; fixed, so that results do not depend on threads
+constexpr int kUnitsOfThread = 8;  // of a step's prompts, for each thread, where they are long enough: all are done at about the same time
 constexpr int kLeastShared = 128;  // keys worth reading once for several sequences: a tile of them
 
 // The oldest key that a position sees.
 int oldest_key(const ShoalShape& shape, int position) {
     return shape.sliding_window > 0 ? std::max(0, position - shape.sliding_window + 1) : 0;
+}
+
+// Pieces of `tokens` that a prompt's unit has at most. The more, the less often keys are read; but each thread is to have some units.
+int pieces_of_unit(const ShoalShape& shape, const ShoalStep& step, int tokens, int most) {
+    if (shape.num_threads == 1) return most;
+    return std::clamp(step.num_tokens * shape.num_kv_heads / (kUnitsOfThread * shape.num_threads * tokens), 1, most);
 }
 
 // Where the part of a long decode ends that `key` is in.
@@ -27,7 +34,7 @@ int64_t common_blocks(const ShoalStep& step, int block_size, int a, int b) {
 
 }  // namespace
 
-void AttentionPlan::build(const ShoalShape& shape, const ShoalStep& step) {
+void AttentionPlan::build(const ShoalShape& shape, const ShoalStep& step, int most_rows) {
     units_.clear();
     split_.clear();
     parts_.clear();
@@ -39,7 +46,7 @@ void AttentionPlan::build(const ShoalShape& shape, const ShoalStep& step) {
         if (tokens == 1)
             find_sharers(shape, step, s);
         else
-            add_prompt(shape, step, s);
+            add_prompt(shape, step, s, most_rows);
     }
     for (const Sharers& sharers : sharers_) add_sharers(shape, step, sharers);
     // The longest first, so that no thread is left with one when the others are done; but those of a prompt head by head,
@@ -70,11 +77,18 @@ void AttentionPlan::choose_sampled(const ShoalStep& step) {
     }
 }
 
-void AttentionPlan::add_prompt(const ShoalShape& shape, const ShoalStep& step, int sequence) {
+void AttentionPlan::add_prompt(const ShoalShape& shape, const ShoalStep& step, int sequence, int most_rows) {
     const int begin = step.query_start_loc[sequence], end = step.query_start_loc[sequence + 1];
-    const int most = std::max(1, kAttentionRows / (shape.num_heads / shape.num_kv_heads));
-    for (int row = begin; row < end; row += most) {
-        const int tokens = std::min(most, end - row), position = step.seq_lens[sequence] - (end - row);
+    const int group = shape.num_heads / shape.num_kv_heads, piece = std::max(1, kAttentionRows / group);
+    // Where units may have several pieces, which depends on the threads, the rest of a prompt is never one of its own: few rows go
+    // another way, and would come to other bits. Where a window slides, a unit's first token decides with which key it begins.
+    const int most = shape.sliding_window > 0 || 2 * group > kAttentionRows ? 1 : most_rows / kAttentionRows - 1;
+    const bool joins_rest = most > 1;
+    const int pieces = std::max(1, joins_rest ? (end - begin) / piece : static_cast<int>(divide_up(end - begin, piece)));
+    const int units = joins_rest ? static_cast<int>(divide_up(pieces, pieces_of_unit(shape, step, piece, most))) : pieces;
+    for (int i = 0; i < units; ++i) {
+        const int row = begin + piece * (pieces * i / units), after = begin + piece * (pieces * (i + 1) / units);
+        const int tokens = (i + 1 == units ? end : after) - row, position = step.seq_lens[sequence] - (end - row);
         for (int head = 0; head < shape.num_kv_heads; ++head) {
             tasks_.push_back({static_cast<int>(units_.size()), 1, 0});
             units_.push_back({sequence, head, row, tokens, position, oldest_key(shape, position), position + tokens, -1});

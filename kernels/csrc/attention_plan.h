@@ -16,11 +16,12 @@ struct AttentionTask {
     int shared_end;  // a key
 };
 
-// Tasks, the longest first, and what is to be merged after them. Depends on the step alone, not on the threads; and how
-// units are put together changes no result, only how often a page is read.
+// Tasks, the longest first, and what is to be merged after them. No result depends on the number of threads: how units are cut
+// and put together changes none, only how often a page is read.
 class AttentionPlan {
 public:
-    void build(const ShoalShape& shape, const ShoalStep& step);
+    // With units of at most `most_rows`.
+    void build(const ShoalShape& shape, const ShoalStep& step, int most_rows);
     // The tasks without which the sampled rows would lack something: all that the last layer needs.
     void choose_sampled(const ShoalStep& step);
 
@@ -38,7 +39,7 @@ private:
         std::vector<int> sequences;
         int64_t blocks;
     };
-    void add_prompt(const ShoalShape& shape, const ShoalStep& step, int sequence);
+    void add_prompt(const ShoalShape& shape, const ShoalStep& step, int sequence, int most_rows);
     void find_sharers(const ShoalShape& shape, const ShoalStep& step, int sequence);
     void add_sharers(const ShoalShape& shape, const ShoalStep& step, const Sharers& sharers);
 

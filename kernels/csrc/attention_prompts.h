@@ -15,7 +15,6 @@ namespace SHOAL_ISA {
 constexpr int kPromptRows = 2 * kTileHeight;  // that meet a key at once
 // Rows an odd number of cache lines apart: else those of a register meet in few places of the caches.
 using PromptScores = float[kPromptRows][kTileKeys + kPanel];
-using PromptWeights = Bf16::Left[kPromptRows][kTileKeys / Bf16::kPack + kPanel];
 constexpr int kPairWords = kTileHeight * kPanel;  // of a column panel of two pages' values: one register
 
 // Values of pages [first, end), both even, for a prompt's rows. A page has 16 tokens, half of what a register sums over: two
@@ -50,8 +49,11 @@ SHOAL_INLINE F32 across_lanes(F32 (&rows)[kLanes], const Combine& combine) {
     return rows[0];
 }
 
-// As weigh_rows(), of up to sixteen rows, with one vector for what is found of all: their scores begin at number `at`.
-SHOAL_INLINE void weigh_prompt(PromptScores& scores, PromptWeights& weights, int at, int begin, int end, const KeyTile& tile,
+SHOAL_INLINE Bf16::Left* weights_of(float* scores) { return reinterpret_cast<Bf16::Left*>(scores); }
+
+// As weigh_rows(), of up to sixteen rows, with one vector for what is found of all: their scores begin at number `at`. Their
+// weights take the scores' place, half as long: the first-level cache is to hold them.
+SHOAL_INLINE void weigh_prompt(PromptScores& scores, int at, int begin, int end, const KeyTile& tile,
                                float scale, int row, int count, AttentionState& state, float* shrink) {
     const auto visible = [&](int i) {
         return Visible(begin, end, state.low[row + i] - tile.first_key, state.high[row + i] - tile.first_key);
@@ -64,7 +66,7 @@ SHOAL_INLINE void weigh_prompt(PromptScores& scores, PromptWeights& weights, int
     alignas(64) float finite[kLanes];
     store(finite, maximum == none ? F32{} : maximum);
     for (int i = 0; i < kLanes; ++i)
-        found[i] = i < count ? weigh_row<Bf16>(scores[at + i], weights[at + i], visible(i), scale, finite[i]) : F32{};
+        found[i] = i < count ? weigh_row<Bf16>(scores[at + i], weights_of(scores[at + i]), visible(i), scale, finite[i]) : F32{};
     const F32 sums = across_lanes(found, [](F32 a, F32 b) { return a + b; });
     const F32 shrinks = before == none ? F32{} : exp2<true>(before - maximum);
     store(shrink, shrinks);
@@ -83,9 +85,9 @@ template <bool HasLower>
 SHOAL_INLINE void add_two_by_two(const LeftRows& left, int word, const Word* first, const Word* second) {
     constexpr int64_t right_bytes = int64_t{kPanel} * kWordBytes;
     _tile_loadd(4, left.upper + word, left.row_bytes);
-    _tile_loadd(6, first, right_bytes);
+    _tile_stream_loadd(6, first, right_bytes);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, second, right_bytes);
+    _tile_stream_loadd(7, second, right_bytes);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (HasLower) {
         _tile_loadd(5, left.lower + word, left.row_bytes);
@@ -143,19 +145,18 @@ void attend_prompt_rows(const AttentionCall& call, const Word* queries, const Ke
     const int first = pages.first / 2 * 2, end = static_cast<int>(divide_up(pages.end, 2)) * 2;
     const int size = call.head_size, steps = size / Bf16::kPack, upper = std::min(count, kTileHeight);
     alignas(64) PromptScores scores;
-    alignas(64) PromptWeights weighed;
     float shrink[kPromptRows];
     const LeftRows left{queries, queries + upper * steps, int64_t{steps} * kWordBytes};
     for (int p = first; p < end; p += 2) score_prompt<HasLower>(left, steps, tile, p, scores);
     for (int at = 0; at < count; at += kLanes)
-        weigh_prompt(scores, weighed, at, first * kPanel, end * kPanel, tile, call.scale * kLog2E, row + at,
+        weigh_prompt(scores, at, first * kPanel, end * kPanel, tile, call.scale * kLog2E, row + at,
                      std::min(count - at, kLanes), state, shrink + at);
     float* const sums = state.sums + row * size;
     for (int i = 0; i < count; ++i)
         if (shrink[i] != 1.0f)
             for (int c = 0; c < size; c += kLanes) store(sums + i * size + c, load(sums + i * size + c) * shrink[i]);
     make_stores();
-    const LeftRows weights{weighed[0], weighed[kTileHeight], sizeof weighed[0]};
+    const LeftRows weights{weights_of(scores[0]), weights_of(scores[kTileHeight]), sizeof scores[0]};
     for (int c = 0; c < size; c += kBlockColumns) sum_prompt_values<HasLower>(weights, values, first, end, sums, size, c);
 }
 

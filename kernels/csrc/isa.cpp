@@ -33,7 +33,7 @@ constexpr int kScreenedRows = 0;
 
 extern const Kernels table;
 const Kernels table{SHOAL_TEXT(SHOAL_ISA), kGemm, round_row, rms_norm,   rotary,       attention, row_maximum,
-                    merge,                 kRowChunk, kLeastRows, kScreenedRows, kCodes};
+                    merge,                 kUnitRows, kRowChunk, kLeastRows, kScreenedRows, kCodes};
 
 }  // namespace SHOAL_ISA
 }  // namespace shoal

@@ -28,7 +28,7 @@ constexpr int kPanel = 16;          // columns of a weight panel; tokens of a KV
 constexpr int kBlockColumns = 32;   // a weight block: two panels, word s of all its columns contiguous
 constexpr int kGroup = 32;          // inputs that share a scale in integer formats
 constexpr int kMaxHeadSize = 256;
-constexpr int kAttentionRows = 96;  // query rows (token, head of the group) that one attention unit may hold
+constexpr int kAttentionRows = 96;  // query rows (token, head of the group) that an attention unit of any set may hold
 constexpr int kSharedRows = 48;     // of units that read pages together: enough to use each page often
 
 // y = x W^T + bias, packed for the matrix product: a block holds all inputs of 32 columns.
@@ -149,6 +149,7 @@ struct Kernels {
                       const AttentionUnit& next);
     Maximum (*row_maximum)(const float* row, int64_t size);  // of one number at least
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
+    int attention_rows;  // query rows that an attention unit may hold
     int row_chunk;   // rows of a product's unit: the second-level cache holds them, and they are worth reading weights for
     // Rows of a thread, for each of the threads, from which on they go by rows: what they then read of weights in a second,
     // all together, does not grow with their number.

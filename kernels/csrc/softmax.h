@@ -9,7 +9,14 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
+#if defined(__AMX_BF16__)
+// Tile registers are fast enough for what is done once for each tile of keys, or for each unit, to show.
+constexpr int kTileKeys = 512;
+constexpr int kUnitRows = 5 * kAttentionRows;
+#else
 constexpr int kTileKeys = 256;
+constexpr int kUnitRows = kAttentionRows;
+#endif
 constexpr int kStreamedKeys = 128;  // of a tile whose pages are read once, while those of the next are fetched
 constexpr int kTilePages = kTileKeys / kPanel;
 constexpr int kStreamedPages = kStreamedKeys / kPanel;
@@ -25,10 +32,10 @@ using KeyWeights = typename T::Left[kMostAtOnce][kTileKeys];  // of which those 
 
 // Rows, the keys that each one sees, and its softmax so far.
 struct AttentionState {
-    alignas(64) float sums[kAttentionRows * kMaxHeadSize];
-    float maximum[kAttentionRows + kLanes];  // read and written a vector at a time, too
-    float denominator[kAttentionRows + kLanes];
-    int low[kAttentionRows], high[kAttentionRows];
+    alignas(64) float sums[kUnitRows * kMaxHeadSize];
+    float maximum[kUnitRows + kLanes];  // read and written a vector at a time, too
+    float denominator[kUnitRows + kLanes];
+    int low[kUnitRows], high[kUnitRows];
 };
 
 // The pages of one tile of keys; where it streams, those of the next follow.

@@ -312,7 +312,7 @@ void Decoder::forward(const ShoalStep& step) {
     check(step);
     if (step.num_tokens == 0) return;
     const Prefault::Use use = pool_.use(*std::max_element(step.slots, step.slots + step.num_tokens) / shape_.block_size);
-    plan_.build(shape_, step);
+    plan_.build(shape_, step, kernels_.attention_rows);
     if (shape_.is_last_stage) plan_.choose_sampled(step);
     screens_ = screens(step) && --unscreened_steps_ < 0;
     reserve(step.num_tokens, step.num_samples);

@@ -436,6 +436,31 @@ def test_a_prompt_does_not_depend_on_its_company(kernels: str, bits: int | None,
     assert torch.equal(run(decoder, *parts), alone)
 
 
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("group", [1, 3, 20, 50])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_prompt_does_not_depend_on_the_threads(
+    kernels: str, dtype: torch.dtype, group: int, window: int | None
+) -> None:
+    """Which share its attention out in units, as large as their number says: of a piece or more, or with a rest."""
+    shape = make_shape(
+        dtype=dtype, num_layers=1, num_heads=2 * group, head_size=32, sliding_window=window, max_positions=1024,
+        num_blocks=100, num_threads=1,
+    )  # fmt: skip
+    weights, parts, first = make_weights(shape), [], 0
+    for length in (3, 31, 65, 97, 130, 700):
+        held = list(range(first, first + length // 16 + 1))
+        parts.append(Part(tokens(shape, length, seed=length), 0, held))
+        first += len(held)
+    logits = [
+        run(NativeDecoder(s, weights.items(), rotary_table(s), kernels=kernels), *parts)
+        for s in (shape, replace(shape, num_threads=2), replace(shape, num_threads=5))
+    ]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
 @pytest.mark.parametrize("window", [None, 40, 650])
 @pytest.mark.parametrize("group", [1, 3, 13, 20])  # 13 rows are more than one tile of vectors, 20 than one of registers
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

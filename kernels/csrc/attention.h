@@ -87,9 +87,9 @@ void attend(const AttentionCall& call, const AttentionUnit* units, int count, in
     KeyTile tile;
     tile.page = static_cast<int64_t>(size) * kPanel / T::kPack;
     const bool streams = units[0].tokens * group <= kRowsAtOnce<T>;
-    const int tile_keys = streams ? kStreamedKeys : kTileKeys;
     int begin = units[0].key_begin / kPanel * kPanel;
     tile.of_prompt = !streams && units[0].tokens > 1;  // of several units each has one token
+    const int tile_keys = streams ? kStreamedKeys : tile.of_prompt ? kTileKeys : kSharedKeys;
     if (count > 1) begin = attend_shared<T>(call, units, count, shared_end, tile_keys, tile, state);
     tile.streams = streams;
     for (int u = 0, row = 0; u < count; ++u) {

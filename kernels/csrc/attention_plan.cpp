@@ -87,7 +87,8 @@ void AttentionPlan::add_prompt(const ShoalShape& shape, const ShoalStep& step, i
     const int pieces = std::max(1, joins_rest ? (end - begin) / piece : static_cast<int>(divide_up(end - begin, piece)));
     const int units = joins_rest ? static_cast<int>(divide_up(pieces, pieces_of_unit(shape, step, piece, most))) : pieces;
     for (int i = 0; i < units; ++i) {
-        const int row = begin + piece * (pieces * i / units), after = begin + piece * (pieces * (i + 1) / units);
+        const auto row_of = [&](int64_t unit) { return begin + piece * static_cast<int>(pieces * unit / units); };
+        const int row = row_of(i), after = row_of(i + 1);
         const int tokens = (i + 1 == units ? end : after) - row, position = step.seq_lens[sequence] - (end - row);
         for (int head = 0; head < shape.num_kv_heads; ++head) {
             tasks_.push_back({static_cast<int>(units_.size()), 1, 0});

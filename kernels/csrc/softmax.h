@@ -17,6 +17,7 @@ constexpr int kUnitRows = 5 * kAttentionRows;
 constexpr int kTileKeys = 256;
 constexpr int kUnitRows = kAttentionRows;
 #endif
+constexpr int kSharedKeys = 256;    // of a tile that several rows of decodes meet
 constexpr int kStreamedKeys = 128;  // of a tile whose pages are read once, while those of the next are fetched
 constexpr int kTilePages = kTileKeys / kPanel;
 constexpr int kStreamedPages = kStreamedKeys / kPanel;

@@ -269,10 +269,11 @@ class Engine:
         return left_s if left_s > 0.0 and self._has_room_for_one_more() else 0.0
 
     def _has_room_for_one_more(self) -> bool:
-        """Whether a request like those that wait would be computed with them, in one step."""
+        """Whether the engine is idle, and a request like those that wait would be computed with them, in one step."""
         stats = self.stats()
         num_tokens = stats.num_waiting_tokens * (stats.num_waiting + 1)
-        return 0 < num_tokens <= stats.max_num_batched_tokens * stats.num_waiting
+        has_slot = stats.num_running == 0 and stats.num_waiting < stats.max_num_seqs
+        return has_slot and 0 < num_tokens <= stats.max_num_batched_tokens * stats.num_waiting
 
     async def _gather(self, left_s: float) -> None:
         """Wait for the next request of a burst, if it comes by then."""

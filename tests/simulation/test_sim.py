@@ -279,6 +279,8 @@ def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
     host = [*arguments, "--host-blocks", "7", "--host-rate", "5120", "--json"]
     settings = json.loads(CliRunner().invoke(app, host, catch_exceptions=False).output)["settings"]
     assert (settings["cache"]["num_host_blocks"], settings["step_time"]["move_s"]) == (7, 0.1)
+    with pytest.raises(ConfigError, match="host_blocks: got it with shared_pool"):
+        CliRunner().invoke(app, [*arguments, "--host-blocks", "7", "--shared-pool"], catch_exceptions=False)
     with pytest.raises(ConfigError, match="host_rate: got it without host_blocks"):
         CliRunner().invoke(app, [*arguments, "--host-rate", "1e6"], catch_exceptions=False)
     for wrong in (["--plot", "x"], ["--scale", "1:2"]):
@@ -364,9 +366,10 @@ def test_events_come_in_order_of_time_then_as_set_but_for_those_that_come_last()
         loop.at(1.5, event("too late"))
 
 
-def run(requests: list[SimRequest]) -> tuple[str, int]:
-    step_time = StepTime(step_s=0.001, decode_sequence_s=0.0005, decode_context_s=1e-6)
-    cluster = SimCluster(replace(CONFIG, step_time=step_time))
+def run(requests: list[SimRequest], num_host_blocks: int) -> tuple[str, int]:
+    step_time = StepTime(step_s=0.001, decode_sequence_s=0.0005, decode_context_s=1e-6, move_s=0.1)
+    cache = replace(CONFIG.cache, num_blocks=60, num_host_blocks=num_host_blocks)
+    cluster = SimCluster(replace(CONFIG, cache=cache, step_time=step_time))
     for request in requests:
         cluster.arrive(request)
     cluster.loop.run()
@@ -374,8 +377,9 @@ def run(requests: list[SimRequest]) -> tuple[str, int]:
     return report(cluster).to_json(), cluster.loop.num_events
 
 
-def test_stretches_of_decodes_are_many_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taking them one by one gives the same report, to the last bit."""
+@pytest.mark.parametrize("num_host_blocks", [0, 500])
+def test_stretches_of_decodes_are_many_steps_at_once(num_host_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking them one by one gives the same report, to the last bit; a move out takes longer than a decode."""
     requests = shared_prefixes(
         requests_per_s=2.0,
         num_requests=60,
@@ -385,9 +389,9 @@ def test_stretches_of_decodes_are_many_steps_at_once(monkeypatch: pytest.MonkeyP
         num_output_tokens=150,
         seed=3,
     )
-    at_once, num_events = run(requests)
+    at_once, num_events = run(requests, num_host_blocks)
     monkeypatch.setattr(SteadyScheduler, "num_steady_steps", lambda self, output, limit: 1)
-    one_by_one, num_single_events = run(requests)
+    one_by_one, num_single_events = run(requests, num_host_blocks)
     assert at_once == one_by_one
     assert num_events < 0.5 * num_single_events
 

@@ -130,6 +130,8 @@ def sim(
         check_plot(plot)
     if host_rate is not None and not host_blocks:
         raise ConfigError("host_rate: got it without host_blocks; nothing moves")
+    if host_blocks and shared_pool:
+        raise ConfigError("host_blocks: got it with shared_pool, the ceiling of what fits the devices")
     step_time = replace(_step_time(model_rate, model_from), move_s=block_size / (host_rate or HOST_TOKENS_PER_S))
     objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     rule = _one_of("routing", routing, ROUTINGS)

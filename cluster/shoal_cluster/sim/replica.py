@@ -266,7 +266,8 @@ class SimReplica:
             return
         changes_s = self._hindrances.next_s(now)
         contexts = [num_alike_tokens + i * num_alike for i in range(num_steps)]
-        steps_s = [factor * self._step_time.decode(num_alike, num_tokens) for num_tokens in contexts]
+        later_s = [factor * self._step_time.decode(num_alike, num_tokens) for num_tokens in contexts[1:]]
+        steps_s = [step_s, *later_s]  # what has to move, moves in the first
         ends_s = [now := now + step_s for step_s in steps_s]
         num_steps = min(num_steps, bisect_left(ends_s, changes_s) + 1)  # a step that begins later is not in it
         num_steps = max(1, min(num_steps, bisect_left(ends_s, self._crash_s)))  # nor is one that does not end

@@ -39,7 +39,8 @@ class SimReport:
     Attributes:
         goodput: share of all requests, refused ones included, whose first token came within the objective.
         hit_rate, predicted_hit_rate: share of prompt tokens that the replicas found cached; that the gateway expected.
-        host_hit_rate: of ``hit_rate``, what came back from host memory; of prompts that began again, again.
+        host_hit_rate: share of all prompt tokens that replicas began with, again after a restart, which came back
+            from host memory.
         num_resumes: how often a request went on elsewhere, or was held for that, when its replica had crashed or
             drained too long.
         imbalance: busiest replica's busy time over the mean, of replicas that lived.

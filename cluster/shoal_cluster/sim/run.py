@@ -84,7 +84,7 @@ def report(cluster: SimCluster) -> SimReport:
         goodput=sum(o.is_good for o in finished) / max(1, len(outcomes)),
         hit_rate=sum(o.num_cached_tokens for o in finished) / max(1, num_prompt),
         predicted_hit_rate=sum(o.num_predicted_tokens for o in finished) / max(1, num_prompt),
-        host_hit_rate=sum(s.num_host_cached_tokens for s in stats) / max(1, num_prompt),
+        host_hit_rate=sum(s.num_host_cached_tokens for s in stats) / max(1, sum(s.num_prompt_tokens for s in stats)),
         imbalance=max(busy_s.values()) / mean_busy_s if mean_busy_s else 1.0,
         utilization=sum(b / life for b, life in lives_s if life > 0) / max(1, len(lives_s)),
         duration_s=last_s - first_s,

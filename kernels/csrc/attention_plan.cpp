@@ -8,7 +8,7 @@ namespace shoal {
 namespace {
 
 constexpr int kSplitKeys = 512;   // keys of one part of a long decode; fixed, so that results do not depend on threads
-constexpr int kUnitsOfThread = 8;  // of a step's prompts, for each thread, where they are long enough: all are done at about the same time
+constexpr int64_t kUnitsOfThread = 8;  // of long prompts, for each thread: so all are done at about the same time
 constexpr int kLeastShared = 128;  // keys worth reading once for several sequences: a tile of them
 
 // The oldest key that a position sees.
@@ -16,10 +16,12 @@ int oldest_key(const ShoalShape& shape, int position) {
     return shape.sliding_window > 0 ? std::max(0, position - shape.sliding_window + 1) : 0;
 }
 
-// Pieces of `tokens` that a prompt's unit has at most. The more, the less often keys are read; but each thread is to have some units.
-int pieces_of_unit(const ShoalShape& shape, const ShoalStep& step, int tokens, int most) {
+// Pieces of `tokens` that a prompt's unit has at most. The more, the less often keys are read; but each thread is to have
+// some units.
+int64_t pieces_of_unit(const ShoalShape& shape, const ShoalStep& step, int tokens, int64_t most) {
     if (shape.num_threads == 1) return most;
-    return std::clamp(step.num_tokens * shape.num_kv_heads / (kUnitsOfThread * shape.num_threads * tokens), 1, most);
+    const int64_t pieces = int64_t{step.num_tokens} * shape.num_kv_heads / tokens;  // of all heads
+    return std::clamp<int64_t>(pieces / (kUnitsOfThread * shape.num_threads), 1, most);
 }
 
 // Where the part of a long decode ends that `key` is in.
@@ -80,8 +82,9 @@ void AttentionPlan::choose_sampled(const ShoalStep& step) {
 void AttentionPlan::add_prompt(const ShoalShape& shape, const ShoalStep& step, int sequence, int most_rows) {
     const int begin = step.query_start_loc[sequence], end = step.query_start_loc[sequence + 1];
     const int group = shape.num_heads / shape.num_kv_heads, piece = std::max(1, kAttentionRows / group);
-    // Where units may have several pieces, which depends on the threads, the rest of a prompt is never one of its own: few rows go
-    // another way, and would come to other bits. Where a window slides, a unit's first token decides with which key it begins.
+    // Where units may have several pieces, which depends on the threads, the rest of a prompt is never one of its own: few rows
+    // go another way, and would come to other bits. Where a window slides, a unit's first token decides with which key it
+    // begins.
     const int most = shape.sliding_window > 0 || 2 * group > kAttentionRows ? 1 : most_rows / kAttentionRows - 1;
     const bool joins_rest = most > 1;
     const int pieces = std::max(1, joins_rest ? (end - begin) / piece : static_cast<int>(divide_up(end - begin, piece)));

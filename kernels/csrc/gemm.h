@@ -37,11 +37,12 @@ SHOAL_INLINE void finish_columns(const GemmCall& call, int row, int block, int l
     } else {
         float* out = static_cast<float*>(call.out) + row * call.out_stride + block * kBlockColumns + lane;
 #pragma GCC unroll 16
-        for (int i = 0; i < MR; ++i)
-            for (int j = 0; j < 2; ++j) {
-                float* const place = out + i * call.out_stride + j * kPanel;
-                store(place, kFinish == Finish::Add ? acc[i][j] + load(place) : acc[i][j]);
-            }
+        for (int i = 0; i < MR; ++i) {
+            float* const left = out + i * call.out_stride;
+            float* const right = left + kPanel;
+            store(left, kFinish == Finish::Add ? acc[i][0] + load(left) : acc[i][0]);
+            store(right, kFinish == Finish::Add ? acc[i][1] + load(right) : acc[i][1]);
+        }
     }
 }
 

@@ -59,7 +59,7 @@ class AsyncLLM:
         )
         if request.request_id in self._queues:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
-        texts = [TextStream(self.tokenizer, params.stop) for _ in range(params.n)] if params.stop else []
+        texts = [TextStream(self.tokenizer, params.stop, token_ids) for _ in range(params.n * bool(params.stop))]
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._queues[request.request_id] = queue
         try:
@@ -71,7 +71,7 @@ class AsyncLLM:
                     continue  # what came after its stop string
                 if delta.finish_reason is FinishReason.ERROR:
                     self.engine.check_health()
-                if texts and texts[delta.index].push(delta.token_ids)[1]:
+                if texts and texts[delta.index].push(delta.text_token_ids)[1]:
                     delta = msgspec.structs.replace(delta, finish_reason=FinishReason.STOP)
                     self.engine.abort(request.request_id, delta.index)
                 if delta.finish_reason is not None:

@@ -209,8 +209,8 @@ class _Collector:
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         params = request.sampling_params
         self.result = RequestOutput(tuple(request.prompt_token_ids), [SequenceOutput() for _ in range(params.n)])
-        self._tokenizer = tokenizer
-        self._texts = [TextStream(tokenizer, params.stop) for _ in range(params.n)] if params.stop else []
+        self._has_stop = bool(params.stop)
+        self._texts = [TextStream(tokenizer, params.stop, request.prompt_token_ids) for _ in range(params.n)]
 
     def take(self, delta: TokenDelta) -> bool:
         """Add a delta; True when its text has just met a stop string and the sequence should be aborted."""
@@ -219,15 +219,17 @@ class _Collector:
         output.logprobs.extend(delta.logprobs)
         output.finish_reason = delta.finish_reason
         self.result.num_cached_tokens = max(self.result.num_cached_tokens, delta.num_cached_tokens)
-        if self._texts:
-            return self._follow(output, self._texts[delta.index], delta)
+        text = self._texts[delta.index]
+        if self._has_stop:
+            return self._follow(output, text, delta)
         if delta.finish_reason is not None:
-            output.text = self._tokenizer.decode(output.token_ids)
+            ended_by_token = len(delta.token_ids) - len(delta.text_token_ids)
+            output.text = text.push(output.token_ids[: len(output.token_ids) - ended_by_token])[0] + text.finish()
         return False
 
     @staticmethod
     def _follow(output: SequenceOutput, text: TextStream, delta: TokenDelta) -> bool:
-        new_text, stopped = text.push(delta.token_ids)
+        new_text, stopped = text.push(delta.text_token_ids)
         output.text += new_text
         if delta.finish_reason is not None:
             output.text += text.finish()

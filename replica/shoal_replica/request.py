@@ -199,6 +199,11 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
 
+    @property
+    def text_token_ids(self) -> tuple[int, ...]:
+        """Those whose text is part of the answer: not the one that ends it, of the model's or the request's."""
+        return self.token_ids[:-1] if self.finish_reason is FinishReason.STOP else self.token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class FinishRule:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from shoal_replica.errors import InvalidArgument
 
@@ -36,7 +38,7 @@ class SamplingParams:
         n: how many sequences to generate.
         logprobs: None, or how many top log-probabilities to return beside the chosen token's (0 to 20).
         stop: strings that end the text; they are not part of it.
-        stop_token_ids: token ids that end the sequence.
+        stop_token_ids: token ids that end the sequence; the one that does is among its tokens, but not in its text.
         ignore_eos: go on past the model's end-of-sequence tokens.
     """
 
@@ -58,10 +60,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        if type(self.stop) is not tuple:
-            object.__setattr__(self, "stop", tuple(self.stop))
-        if type(self.stop_token_ids) is not tuple:
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            if type(value := getattr(self, name)) is not tuple:
+                object.__setattr__(self, name, _as_tuple(name, value))
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
             if self.max_tokens > MAX_INTEGER:
@@ -98,6 +99,15 @@ class SamplingParams:
     def takes_likeliest(self) -> bool:
         """Whether a token is its row's largest logit and nothing else is asked of the row."""
         return self.is_greedy and not self.has_penalties and self.logprobs is None
+
+
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    """None is nothing."""
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable):
+        raise InvalidArgument(name, value, "must be a list")
+    return tuple(value)
 
 
 def _integer(field: str, value: object, low: int, high: int | None) -> None:

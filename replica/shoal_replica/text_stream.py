@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal_replica.tokenizer import IncrementalDetokenizer, Tokenizer
+from shoal_replica.detokenizer import IncrementalDetokenizer
+from shoal_replica.tokenizer import Tokenizer
 
 
 class _StopMatcher:
@@ -72,11 +73,17 @@ class TextStream:
     """The visible text of one sequence, as its tokens come.
 
     However the tokens are cut into pushes, the texts returned add up to the same: the decoded tokens up to the first
-    stop string.
+    stop string. ``context`` are the prompt's, as in ``IncrementalDetokenizer``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context)
         self._checker = StopChecker(stop)
         self._has_stop = bool(stop)
         self._num_tokens = 0

@@ -13,9 +13,6 @@ from tokenizers.decoders import ByteLevel
 from shoal_replica.chat_template import ChatTemplate
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of bytes that are not a character (yet)
-MAX_UNFINISHED = 3  # bytes of a character without its last one, each of which may be shown as one UNFINISHED
-
 
 class Tokenizer:
     """A model's tokenizer and its chat template."""
@@ -29,6 +26,7 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = isinstance(tokenizer.decoder, ByteLevel)
+        self._fallback_ids = _fallback_ids(tokenizer)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -83,6 +81,14 @@ class Tokenizer:
             return False
         return self._tokenizer.id_to_token(token_id) is not None
 
+    @property
+    def has_byte_fallback(self) -> bool:
+        """Whether what no other token spells is spelled by a token for each byte, as SentencePiece does."""
+        return bool(self._fallback_ids)
+
+    def is_fallback_byte(self, token_id: int) -> bool:
+        return token_id in self._fallback_ids
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, special or not; those of a character's part may be no UTF-8."""
         if token_id in self._added:
@@ -92,8 +98,8 @@ class Tokenizer:
             return b""
         if self._is_byte_level:
             return bytes(_BYTE_OF[character] for character in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes.fromhex(piece[3:5])  # SentencePiece's byte fallback
+        if (byte := _spelled_byte(piece)) is not None:
+            return byte
         return str(piece).replace("\u2581", " ").encode()
 
     def apply_chat_template(self, messages: Sequence[tuple[str, str]]) -> str:
@@ -105,47 +111,6 @@ class Tokenizer:
         if self._chat_template is None:
             raise InvalidArgument("messages", [role for role, _ in messages], "the model has no chat template")
         return self._chat_template.render(messages)
-
-
-class IncrementalDetokenizer:
-    """Text of a growing token list, a piece at a time.
-
-    Decoding depends on neighbours, so each step decodes the last few tokens together with the new ones and returns
-    what is past the part already returned. Bytes that may still become a character are held back. Work and memory per
-    token do not depend on how many came before.
-    """
-
-    # Every token has at least one byte, so the kept ones hold all of what is held back, and one token of context.
-    _NUM_KEPT = MAX_UNFINISHED * MAX_UNFINISHED + 1
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._token_ids: list[int] = []
-        self._num_returned = 0  # characters of the kept tokens' text that were returned
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that ``token_ids`` complete; may be empty."""
-        skip = self._skip_special_tokens
-        self._token_ids += [t for t in token_ids if self._tokenizer.has_text(t, skip)]
-        text = self._decode()
-        num_held = min(len(text) - len(text.rstrip(UNFINISHED)), MAX_UNFINISHED)
-        new = text[self._num_returned : len(text) - num_held]
-        self._num_returned = max(self._num_returned, len(text) - num_held)
-        if len(self._token_ids) > 2 * self._NUM_KEPT:  # seldom, for it takes another decode
-            num_unreturned = len(text) - self._num_returned
-            del self._token_ids[: -self._NUM_KEPT]
-            self._num_returned = len(self._decode()) - num_unreturned
-        return new
-
-    def flush(self) -> str:
-        """The text held back, its unfinished bytes shown as replacement characters. Nothing may be pushed after."""
-        new = self._decode()[self._num_returned :]
-        self._num_returned += len(new)
-        return new
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._token_ids, self._skip_special_tokens)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -178,6 +143,20 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if value is not None:
             tokens[name] = str(value["content"] if isinstance(value, dict) else value)
     return tokens
+
+
+def _spelled_byte(piece: str) -> bytes | None:
+    """The byte of SentencePiece's byte fallback, if ``piece`` is one."""
+    is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+    return bytes.fromhex(piece[3:5]) if is_byte else None
+
+
+def _fallback_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
+    """The tokens that its decoder takes for a byte each."""
+    if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
+        return frozenset()
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(0x100)]
+    return frozenset([token_id for token_id in ids if token_id is not None])
 
 
 def _byte_of() -> dict[str, int]:

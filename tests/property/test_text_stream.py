@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
-from fixtures.tiny_tokenizer import EOS, tiny_tokenizer
+from fixtures.tiny_tokenizer import EOS, byte_fallback_tokenizer, tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,12 @@ any_tokens = st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=60).map
 text_tokens = st.text(st.sampled_from("abthe in日👧é\n"), max_size=40).map(TOKENIZER.encode)
 broken_tokens = st.lists(st.sampled_from([*TOKENIZER.encode("é👧日"), EOS_ID]), max_size=60).map(tuple)
 tokens = any_tokens | text_tokens | broken_tokens
+BYTE_FALLBACK = byte_fallback_tokenizer()
+NUM_BYTES = 257  # and <unk>
+byte_tokens = st.text("aé日👧🏽 ", max_size=6).map(lambda text: [1 + byte for byte in text.encode()])
+piece_tokens = st.lists(st.integers(NUM_BYTES, BYTE_FALLBACK.vocab_size - 1), max_size=4)
+stray_tokens = st.lists(st.integers(1, BYTE_FALLBACK.vocab_size - 1), max_size=4)
+fallback_tokens = st.lists(byte_tokens | piece_tokens | stray_tokens, max_size=8).map(lambda runs: [*chain(*runs)])
 stops = st.lists(st.text(st.sampled_from("abthe日\N{REPLACEMENT CHARACTER}"), min_size=1, max_size=4), max_size=3).map(
     tuple
 )
@@ -41,6 +48,37 @@ def test_stream_equals_decoding_at_once(data: st.DataObject, token_ids: tuple[in
     stream = TextStream(TOKENIZER, stop)
     text = "".join(stream.push(piece)[0] for piece in cut(data, token_ids)) + stream.finish()
     assert text == until_stop(TOKENIZER.decode(token_ids), stop)
+
+
+def spelled(token_ids: Sequence[int]) -> str:
+    """The dumb oracle of a text that goes on: its bytes, put together."""
+    return b"".join([BYTE_FALLBACK.token_bytes(token_id) for token_id in token_ids]).decode(errors="replace")
+
+
+@given(st.data(), piece_tokens | fallback_tokens, fallback_tokens, stops)
+def test_stream_of_byte_tokens_goes_on_after_its_prompt(
+    data: st.DataObject, before: list[int], token_ids: list[int], stop: tuple[str, ...]
+) -> None:
+    prompt = [*before, BYTE_FALLBACK.vocab_size - 1]  # a whole character
+    stream = TextStream(BYTE_FALLBACK, stop, prompt)
+    text = "".join(stream.push(piece)[0] for piece in cut(data, token_ids)) + stream.finish()
+    assert text == until_stop(spelled(token_ids), stop)
+
+
+@given(st.data(), st.lists(byte_tokens | piece_tokens, max_size=8))
+def test_stream_of_byte_tokens_equals_decoding_at_once(data: st.DataObject, runs: list[list[int]]) -> None:
+    token_ids = [BYTE_FALLBACK.vocab_size - 1, *chain(*runs)]
+    stream = TextStream(BYTE_FALLBACK)
+    text = "".join(stream.push(piece)[0] for piece in cut(data, token_ids)) + stream.finish()
+    assert text == BYTE_FALLBACK.decode(token_ids)
+
+
+@given(tokens, tokens)
+def test_a_prompt_changes_nothing_where_tokens_spell_alike_anywhere(
+    prompt: tuple[int, ...], token_ids: tuple[int, ...]
+) -> None:
+    stream = TextStream(TOKENIZER, (), prompt)
+    assert stream.push(token_ids)[0] + stream.finish() == TOKENIZER.decode(token_ids)
 
 
 @given(st.data(), tokens, stops)

@@ -31,6 +31,18 @@ def stopping(text: str, **fields: object) -> Request:
     return replace(request, sampling_params=replace(request.sampling_params, stop=(text,)))
 
 
+async def test_a_token_that_ends_a_sequence_is_not_in_its_text() -> None:
+    tokens = expected_tokens(PROMPT, 9)
+    request = make_request("call", PROMPT, max_tokens=9)
+    request = replace(request, sampling_params=replace(request.sampling_params, stop_token_ids=(tokens[5],)))
+    async with serving("a") as serve:
+        answer = Answer()
+        async with streaming(serve.generation(request)) as chunks:
+            async for chunk in chunks:
+                answer.take(chunk)
+    assert (answer.tokens, answer.texts, answer.reasons) == ([tokens[:6]], [text_of(tokens[:5])], ["stop"])
+
+
 async def test_a_call_from_end_to_end() -> None:
     async with serving("a", "b") as serve:
         answer = await ask(serve, prompt_token_ids=PROMPT, max_tokens=9)

@@ -77,6 +77,8 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ("",)),
     ("stop", (1,)),
     ("stop", ("a",) * 17),
+    ("stop", 5),
+    ("stop_token_ids", 5),
     ("stop_token_ids", (-1,)),
     ("stop_token_ids", ("x",)),
     ("stop_token_ids", (MAX_TOKEN_ID + 1,)),
@@ -87,6 +89,10 @@ BAD: list[tuple[str, Any]] = [
 def test_takes_what_is_in_range(fields: dict[str, Any]) -> None:
     [(name, value)] = fields.items()
     assert getattr(SamplingParams(**fields), name) == value
+
+
+def test_no_stop_is_none() -> None:
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("field", "value"), BAD)

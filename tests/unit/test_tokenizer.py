@@ -11,8 +11,9 @@ import pytest
 import tokenizers
 from fixtures.tiny_tokenizer import EOS, tiny_tokenizer, write_tiny_tokenizer
 
+from shoal_replica.detokenizer import IncrementalDetokenizer
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
-from shoal_replica.tokenizer import IncrementalDetokenizer, Tokenizer
+from shoal_replica.tokenizer import Tokenizer
 
 TEXTS = [
     "Hello, world!",

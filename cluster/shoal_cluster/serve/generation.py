@@ -52,7 +52,7 @@ class Generation:
         self._placement_timeout_s = placement_timeout_s
         self._loop = asyncio.get_running_loop()
         params = request.sampling_params
-        self._outputs = [Output(TextStream(tokenizer, params.stop)) for _ in range(params.n)]
+        self._outputs = [Output(TextStream(tokenizer, params.stop, request.prompt_token_ids)) for _ in range(params.n)]
         self._times = times
         self._num_cached_tokens = 0
         self._replica_id = ""
@@ -269,7 +269,7 @@ class Generation:
         leg.take(delta.start, now)
         self._times.take(delta.index, len(delta.token_ids), now)
         output.token_ids.extend(delta.token_ids)
-        text, stopped = output.text_stream.push(delta.token_ids)
+        text, stopped = output.text_stream.push(delta.text_token_ids)
         finish_reason = FinishReason.STOP if stopped else delta.finish_reason
         if stopped and delta.finish_reason is None:
             self._ledger.abort(delta.request_id, delta.index)

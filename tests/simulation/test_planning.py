@@ -279,6 +279,9 @@ def test_the_command_plans_and_draws(lengths: Path, tmp_path: Path) -> None:
         (["--model-rate", "8000,0,1e9"], r"decode_s: got 1000000000\.0; must be between 0 and 3600"),
         (["--order", "x"], "order"),
         (["--goodput", "0"], "goodput"),
+        (["--scale", "1:4", "--shared-pool"], "shared_pool: got it with scale"),
+        (["--seconds", "inf"], "seconds: got inf; must be finite"),
+        (["--fault", f"stall:0@{'9' * 400}+5"], "fault: got one from 9+ s .* must be at most"),
     ],
 )
 def test_wrong_options_are_named(lengths: Path, wrong: list[str], match: str) -> None:

@@ -34,6 +34,9 @@ def written(path: Path, rows: Iterable[dict[str, object]]) -> Path:
         ({"timestamp": 10**400}, "OverflowError"),
         ({"input_length": 0, "hash_ids": []}, f"input_length: got 0; must be 1 to {MAX_TOKENS}"),
         ({"input_length": MAX_TOKENS + 1}, f"input_length: got {MAX_TOKENS + 1}; must be"),
+        ({"input_length": 700.5}, "input_length: got 700.5; must be a whole number"),
+        ({"output_length": True}, "output_length: got True; must be a whole number"),
+        ({"hash_ids": "ab"}, "hash_ids: got 'ab'; must be a list"),
         ({"output_length": -1}, "output_length: got -1; must be 0 to"),
         ({"output_length": float("inf")}, "OverflowError"),
         ({"hash_ids": [[0], [1]]}, "TypeError"),
@@ -129,3 +132,50 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path)
     for folder in (file, file / "below"):
         with pytest.raises(ConfigError, match=r"^plot: got '.*file"):
             CliRunner().invoke(app, ["--trace", str(trace), "--plot", str(folder)], catch_exceptions=False)
+
+
+def test_a_line_of_too_many_brackets_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="request 1 is not of format 'mooncake'"):
+        read_trace(tmp_path / "deep.jsonl", "mooncake")
+
+
+def test_a_trace_of_a_day_is_not_slowed_down_beyond_a_year(tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "timestamp": 86_400_000}]
+    app = typer.Typer()
+    app.command()(sim)
+    arguments = ["--trace", str(written(tmp_path / "day.jsonl", rows)), "--replicas", "1", "--blocks-per-replica", "1"]
+    found = CliRunner().invoke(app, [*arguments, "--find-capacity", "--json"], catch_exceptions=False)
+    assert json.loads(found.stdout)["capacity"] == 0
+
+
+def test_who_comes_up_when_all_is_over_counts_for_nothing(tmp_path: Path) -> None:
+    rows = [{**ROW, "timestamp": 100 * number, "hash_ids": [number, -1 - number]} for number in range(60)]
+    app = typer.Typer()
+    app.command()(sim)
+    arguments = [
+        "--trace",
+        str(written(tmp_path / "trace.jsonl", rows)),
+        "--replicas",
+        "1",
+        "--model-rate",
+        "3000,0,0.1",
+    ]
+    found = CliRunner().invoke(
+        app, [*arguments, "--scale", "1:16", "--startup", "5000", "--json"], catch_exceptions=False
+    )
+    report = json.loads(found.stdout)
+    assert (report["num_replicas_peak"], report["imbalance"], len(report["busy_s"])) == (1, 1.0, 1)
+    assert report["utilization"] > 0.9
+
+
+def test_who_comes_while_the_last_replica_drains_is_held_for_the_next(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(sim)
+    shed = []
+    for late_ms in range(0, 8, 2):
+        rows = [ROW, {**ROW, "timestamp": 301_000 + late_ms}]
+        arguments = ["--trace", str(written(tmp_path / "trace.jsonl", rows)), "--replicas", "1", "--scale", "0:2"]
+        found = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+        shed.append(json.loads(found.stdout)["num_shed"])
+    assert shed == [0, 0, 0, 0]

@@ -63,6 +63,16 @@ def test_nobody_has_to_trim() -> None:
     assert log.look_of("call999") is look
 
 
+def test_looks_go_with_their_records() -> None:
+    log = RouteLog(max_bytes=1)
+    look = Look(CANDIDATES, RouteWeights(), 1.0, False, (), {}, ())
+    for request_id in ("old", "old#2", "new"):
+        log.add_look(request_id, look)
+        log.add(record(request_id, ()))
+    log.trim()
+    assert [log.look_of(request_id) for request_id in ("old", "old#2", "new")] == [None, None, look]
+
+
 def test_a_refusal_among_calls_of_which_nothing_is_kept_is_found() -> None:
     log = RouteLog()
     log.refuse(Refusal(1.0, "call-3#0", "full", 1.0, ()))

@@ -52,7 +52,10 @@ class RouteLog:
         else:
             records.append(record)
             if len(records) > MAX_RECORDS_PER_REQUEST:
-                self.num_bytes -= _size(records.pop(1))  # the first answer and the last ones tell
+                dropped = records.pop(1)  # the first answer and the last ones tell
+                self.num_bytes -= _size(dropped)
+                if all(kept.query.request_id != dropped.query.request_id for kept in records):
+                    self._forget_look(dropped.query.request_id)
             self._records.move_to_end(call_id)
         self._num_behind += 1
         if self._num_behind > MAX_BEHIND:
@@ -86,10 +89,15 @@ class RouteLog:
         """Forget what is too much."""
         self._num_behind = 0
         while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
-            _, oldest = self._records.popitem(last=False)
-            self.num_bytes -= sum(map(_size, oldest))
+            for record in self._records.popitem(last=False)[1]:
+                self.num_bytes -= _size(record)
+                self._forget_look(record.query.request_id)
         while len(self._looks) > self._max_requests or (self._num_look_bytes > MAX_LOOK_BYTES and len(self._looks) > 1):
             self._num_look_bytes -= self._looks.popitem(last=False)[1][1]
+
+    def _forget_look(self, request_id: str) -> None:
+        """Without its record nobody would find it, and it holds on to prompts' hashes."""
+        self._num_look_bytes -= self._looks.pop(request_id, (None, 0))[1]
 
     def look_of(self, request_id: str) -> Look | None:
         """The look that sent a request, the last if several did: who came before it, and where they are to wait."""

@@ -34,13 +34,14 @@ class Outcome:
         return self.finished_s is None and self.refusal is None
 
     @property
+    def is_late(self) -> bool:
+        """Whether its first token came after the objective."""
+        return self.first_token_s is not None and self.first_token_s - self.arrival_s > self.objective_s
+
+    @property
     def is_good(self) -> bool:
         """Whether it finished, with its first token within the objective."""
-        return (
-            self.finished_s is not None
-            and self.first_token_s is not None
-            and self.first_token_s - self.arrival_s <= self.objective_s
-        )
+        return self.finished_s is not None and self.first_token_s is not None and not self.is_late
 
 
 class Book:
@@ -85,8 +86,9 @@ class Book:
         return [r for r, outcome in self.outcomes.items() if outcome.replica_id == replica_id and outcome.is_open]
 
     def refuse(self, request_id: str, reason: str) -> None:
-        self.outcomes[request_id].refusal = reason
-        self.num_missed += 1
+        outcome = self.outcomes[request_id]
+        outcome.refusal = reason
+        self.num_missed += not outcome.is_late
         self.demand += Demand(num_shed=1)
         self._end(request_id)
 
@@ -101,7 +103,7 @@ class Book:
             uncached = outcome.num_prompt_tokens - delta.num_cached_tokens
             own_s = self._config.step_time.prefill.seconds(delta.num_cached_tokens, uncached)
             outcome.objective_s = self._config.objective.due_in_s(own_s)
-            self.num_missed += now - outcome.arrival_s > outcome.objective_s
+            self.num_missed += outcome.is_late
         if delta.finish_reason is None:
             return False
         outcome.finished_s = now

@@ -12,7 +12,7 @@ from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.conservation import check_conservation
 from shoal_cluster.sim.run import seldom_collected
 from shoal_cluster.sim.search import Find, Found, Point, Probe, Tell, search_ahead
-from shoal_cluster.sim.workload import SimRequest, speed_up
+from shoal_cluster.sim.workload import MAX_ARRIVAL_S, SimRequest, speed_up
 
 DEFAULT_GOODPUT = 0.9
 MAX_SPEED, MAX_REPLICAS = 1024.0, 4096
@@ -68,7 +68,11 @@ def find_capacity(
         ahead: try on idle cores what may be tried next; see ``search_ahead``.
     """
 
+    last_s = max((request.arrival_s for request in requests), default=0.0)
+
     def probe(speed: float, tell: Tell) -> bool:
+        if last_s / speed > MAX_ARRIVAL_S:  # slower is not tried
+            return False
         return carries(config, speed_up(requests, speed), goodput, tell)
 
     return _search(lambda is_carried: _fastest(is_carried, tolerance), probe, on_probe, tell, ahead)

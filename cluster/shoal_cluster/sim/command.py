@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -35,6 +36,7 @@ from shoal_replica.errors import ConfigError
 PLOT_INTERVAL_S = 10.0
 WEIGHTS = RouteWeights()
 STARTUP_S = 30.0
+MAX_STARTUP_S = 86_400.0
 HOST_TOKENS_PER_S = 200_000.0  # 25 GB/s, and 128 KB a token
 MAX_GATEWAYS = 256
 
@@ -94,7 +96,9 @@ def sim(
     ] = None,
     startup: Annotated[
         float | None,
-        typer.Option(min=0.0, help=f"Seconds until a replica that is added serves; default {STARTUP_S:g}."),
+        typer.Option(
+            min=0.0, max=MAX_STARTUP_S, help=f"Seconds until a replica that is added serves; default {STARTUP_S:g}."
+        ),
     ] = None,
     fault: Annotated[
         list[str] | None,
@@ -126,6 +130,10 @@ def sim(
         raise ConfigError("plot: got it with a search; a single run can be drawn")
     if scale is None and startup is not None:
         raise ConfigError("startup: got it without scale; only a cluster that is scaled starts replicas")
+    if scale is not None and shared_pool:
+        raise ConfigError("shared_pool: got it with scale; the one cache is as large as those of the first replicas")
+    if seconds == math.inf:
+        raise ConfigError(f"seconds: got {seconds!r}; must be finite")
     if plot is not None:
         check_plot(plot)
     if host_rate is not None and not host_blocks:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal_cluster.sim.workload import MAX_ARRIVAL_S
 from shoal_replica.errors import ConfigError
 
 MAX_FAULT_S = 86_400.0
@@ -107,6 +108,8 @@ def _fault(text: str, num_replicas: int) -> Fault:
         raise ConfigError(f"fault: got replica {int(number)} in {text!r}; must be below {num_replicas}")
     if not 0 < float(for_s) <= MAX_FAULT_S:
         raise ConfigError(f"fault: got {for_s} s in {text!r}; must be above 0 and at most {MAX_FAULT_S:.0f}")
+    if not float(from_s) <= MAX_ARRIVAL_S:
+        raise ConfigError(f"fault: got one from {from_s} s in {text!r}; must be at most {MAX_ARRIVAL_S:.0f}")
     times = replica_name(int(number)), float(from_s), float(from_s) + float(for_s)
     if kind is not None:
         return Crash(*times) if kind == "crash" else Stall(*times)

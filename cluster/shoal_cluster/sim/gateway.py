@@ -240,8 +240,8 @@ class SimGateway:
             num_matched = dispatch.candidates.matched_by(dispatch.replica_id)
             if self._send(query, dispatch.replica_id, num_matched, dispatch.due_s, dispatch.yields):
                 self._sent[query.request_id] = dispatch.pending
-            else:
-                self._place(query, dispatch.candidates)  # it has begun to drain: whoever else takes it
+            else:  # it has begun to drain
+                self._hold_again(dispatch.pending, dispatch.replica_id)
 
     def _recall(self, replica_id: str) -> None:
         """A replica has stalled: what has not started there is held again, for another one that could take it."""
@@ -250,7 +250,7 @@ class SimGateway:
         for request_id, pending in tuple(self._sent.items()):
             if outcomes[request_id].replica_id != replica_id or replica is None:
                 continue
-            query = replace(pending.query, excluded=pending.query.excluded | {replica_id}, passed=())
+            query = _without(pending.query, replica_id)
             if not is_eligible(query, candidates).any() or not replica.hand_back(request_id):
                 continue
             del self._sent[request_id]
@@ -258,10 +258,15 @@ class SimGateway:
             outcomes[request_id].replica_id = None
             self.view.release(request_id)
             self.view.computed(request_id)
-            if self.queue is not None:
-                self.queue.push(replace(pending, query=query))
-                self._look_whether_late(request_id, query)
+            self._hold_again(pending, replica_id)
         self._take_turn()
+
+    def _hold_again(self, pending: PendingRequest, replica_id: str) -> None:
+        """For another replica than that."""
+        if self.queue is not None:
+            query = _without(pending.query, replica_id)
+            self.queue.push(replace(pending, query=query))
+            self._look_whether_late(query.request_id, query)
 
     def _wish(self, wishes: dict[str, tuple[Wish, ...]]) -> None:
         """Tell each replica what this gateway means to send it, as far as it is news."""
@@ -309,3 +314,7 @@ class SimGateway:
         self.view.reserve(query.request_id, replica_id, num_blocks, num_tokens, self._loop.now)
         self.view.expect(query.request_id, replica_id, query.block_hashes, num_matched_blocks)
         return True
+
+
+def _without(query: RouteQuery, replica_id: str) -> RouteQuery:
+    return replace(query, excluded=query.excluded | {replica_id}, passed=())

@@ -11,7 +11,7 @@ PERCENTILES = (50, 90, 99)
 
 def to_json(found: Mapping[str, object]) -> str:
     """Keys in order, floats in full: equal runs give equal bytes."""
-    return json.dumps(found, indent=2, sort_keys=True)
+    return json.dumps(found, indent=2, sort_keys=True, allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True)

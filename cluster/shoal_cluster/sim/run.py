@@ -67,6 +67,7 @@ def report(cluster: SimCluster) -> SimReport:
     busy_s = {r.replica_id: r.busy_s for r in sorted(everyone, key=lambda r: r.replica_id)}
     mean_busy_s = sum(busy_s.values()) / max(1, len(busy_s))
     lives_s = [(r.busy_s, min(last_s, r.ended_s) - r.started_s) for r in everyone]
+    shares = [b / life for b, life in lives_s if life > 0]
     return SimReport(
         routing=cluster.config.routing,
         num_requests=len(outcomes),
@@ -86,7 +87,7 @@ def report(cluster: SimCluster) -> SimReport:
         predicted_hit_rate=sum(o.num_predicted_tokens for o in finished) / max(1, num_prompt),
         host_hit_rate=sum(s.num_host_cached_tokens for s in stats) / max(1, sum(s.num_prompt_tokens for s in stats)),
         imbalance=max(busy_s.values()) / mean_busy_s if mean_busy_s else 1.0,
-        utilization=sum(b / life for b, life in lives_s if life > 0) / max(1, len(lives_s)),
+        utilization=sum(shares) / max(1, len(shares)),
         duration_s=last_s - first_s,
         output_tokens_per_s=num_output / (last_s - first_s) if last_s > first_s else 0.0,
         busy_s=busy_s,

@@ -87,6 +87,8 @@ class SimScaler:
 
     def _finish_starting(self) -> None:
         self._num_starting -= 1
+        if self._is_over():  # whoever comes up now serves nobody
+            return
         num_serving = sum(not r.draining for r in self._replicas.values())
         if num_serving < self.num_target:
             self._start()

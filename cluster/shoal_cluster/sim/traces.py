@@ -47,7 +47,15 @@ def read_trace(path: Path, trace_format: TraceFormat, limit: int | None = None) 
         try:
             for request in islice(parse(lines), limit):
                 requests.append(request)
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, csv.Error) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            csv.Error,
+        ) as error:
             reason = str(error) if type(error) is ValueError else repr(error)
             where = f"{path.name}: request {len(requests) + 1}"
             raise ConfigError(f"trace: {where} is not of format {trace_format!r} ({reason})") from None
@@ -77,6 +85,8 @@ def _mooncake(lines: Iterable[str]) -> Iterator[SimRequest]:
             raise ValueError(f"timestamp: got {row['timestamp']}; must be finite")
         left = _count(row, "input_length", least=1)
         runs = []
+        if not isinstance(row["hash_ids"], list):
+            raise ValueError(f"hash_ids: got {row['hash_ids']!r:.80}; must be a list")
         for hash_id in row["hash_ids"]:
             count = min(left, MOONCAKE_BLOCK_TOKENS)
             if count <= 0:
@@ -111,6 +121,8 @@ def _lengths(lines: Iterable[str]) -> Iterator[SimRequest]:
 def _count(row: Mapping[str, Any], name: str, least: int = 0) -> int:
     """Tokens, as ``row`` has them."""
     count = int(row[name])
+    if isinstance(row[name], bool) or (isinstance(row[name], float) and row[name] != count):
+        raise ValueError(f"{name}: got {row[name]}; must be a whole number")
     if not least <= count <= MAX_TOKENS:
         raise ValueError(f"{name}: got {count}; must be {least} to {MAX_TOKENS}")
     return count

@@ -77,6 +77,14 @@ ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
 }
 
 
+MAX_MESSAGE = 600  # characters: a gRPC status travels as a header, and headers have a limit
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.encode(errors="replace").decode().split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"
+
+
 def report_error(error: BaseException, request_id: str) -> ErrorReport:
     """What to tell the client about ``error``. What was not raised on purpose stays in the log."""
     kind = next((ERROR_KINDS[base] for base in type(error).__mro__ if base in ERROR_KINDS), INTERNAL)
@@ -84,7 +92,7 @@ def report_error(error: BaseException, request_id: str) -> ErrorReport:
         return ErrorReport(kind=INTERNAL, message=f"internal error (request id {request_id})")
     return ErrorReport(
         kind=kind,
-        message=" ".join(str(error).encode(errors="replace").decode().split()),
+        message=_one_line(str(error)),
         field=error.field if isinstance(error, InvalidArgument) else None,
         retry_after_s=error.retry_after_s if isinstance(error, ResourceExhausted) else None,
     )

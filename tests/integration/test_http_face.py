@@ -239,6 +239,26 @@ async def test_defaults_are_openais(client: openai.AsyncOpenAI, core: FakeGatewa
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
+
+
+async def test_null_is_as_good_as_nothing(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    nulls = ("user", "model", "cache_salt", "priority", "stream", "n", "stop", "tool_choice", "tools", "logit_bias")
+    body = {"messages": HI, "stream_options": {"include_usage": None}, **dict.fromkeys(nulls)}
+    assert (await http.post(CHAT, json=body)).status_code == 200
+    call = core.calls[-1]
+    assert (call.tenant, call.model, call.cache_salt, call.priority) == ("", "", "", 0)
+
+
+async def test_an_id_that_comes_again_gets_an_end_of_its_own(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    answers = [await http.post(CHAT, json={"messages": HI}, headers={"x-request-id": "mine"}) for _ in range(3)]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert ids == [call.request_id for call in core.calls]
+    assert ids[0] == "mine"
+    assert all(again.startswith("mine~") for again in ids[1:])
+    assert len(set(ids)) == 3
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "words"),
     [
@@ -274,6 +294,28 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format", "text"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "prompt", "below 128"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * MAX_BODY_BYTES * 3}]}, 413, None, "at most"),
+        (
+            CHAT,
+            {"messages": HI, "max_completion_tokens": 0},
+            400,
+            "max_completion_tokens",
+            "greater than or equal to 1",
+        ),
+        (CHAT, {"messages": [*HI, CALLED]}, 400, "messages.1.tool_calls", "not supported"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, 400, "messages.0.content", "must be a string"),
+        (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice", "there are no tools"),
+        (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, 400, "modalities", "only ['text']"),
+        (
+            CHAT,
+            {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}},
+            400,
+            "chat_template_kwargs",
+            "not",
+        ),
+        (CHAT, {"messages": HI, "add_generation_prompt": False}, 400, "add_generation_prompt", "not supported"),
+        (CHAT, {"messages": HI, "guided_json": {}, "min_tokens": 5}, 400, "min_tokens", "not supported"),
+        (CHAT, {"messages": HI, "skip_special_tokens": False}, 400, "skip_special_tokens", "not supported"),
+        (COMPLETION, {"prompt": "x", "response_format": {"type": "json_object"}}, 400, "response_format", "text"),
         (COMPLETION, {"prompt": ""}, 400, "prompt", "at least one token"),
         (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
         (COMPLETION, {}, 400, "prompt", "must be a string"),

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from fixtures.live_cluster import CHANGE_TIMEOUT_S, LOOK_S, free_address, num_connected, until_cluster
@@ -86,13 +87,15 @@ def ray() -> Iterator[LocalRay]:
 async def test_none_one_three_one_none(ray, local_yaml):
     document, _ = read_config(local_yaml)
     args = document["applications"][0]["args"]
-    grpc_address = free_address()
-    args["gateway"].update(grpc_address=grpc_address, http_address=free_address(), admin_key=ADMIN_KEY)
+    grpc_address, http_address = free_address(), free_address()
+    args["gateway"].update(grpc_address=grpc_address, http_address=http_address, admin_key=ADMIN_KEY)
     args["scaling"] = {"min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3} | COLD
     args["replica"]["drain_timeout_s"] = 2  # what lasts longer goes on elsewhere
     deploy(document, ray.dashboard_url, lambda progress: None)
     async with GatewayClient(grpc_address) as client:
         assert num_connected(await client.cluster()) == 0
+        async with httpx.AsyncClient() as http:  # balancers are to send what starts the first
+            assert (await http.get(f"http://{http_address}/healthz")).status_code == 200
         assert await run(client, 0) is FinishReason.LENGTH  # held until there is one
 
         await client.tune({"max_replicas": 3, "min_replicas": 1}, reset=False, admin_key=ADMIN_KEY)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shoal_cluster.errors import ERROR_KINDS, INTERNAL, report_error
+from shoal_cluster.errors import ERROR_KINDS, INTERNAL, MAX_MESSAGE, report_error
 from shoal_replica import errors
 from shoal_replica.errors import InvalidArgument, NotFound, ResourceExhausted, ShoalError, Unavailable
 
@@ -35,6 +35,14 @@ def test_statuses_exist_in_grpc_and_http() -> None:
     for kind in [*ERROR_KINDS.values(), INTERNAL]:
         assert kind.grpc_status in grpc_statuses
         assert HTTPStatus(kind.http_status)
+
+
+def test_what_travels_in_a_header_is_not_long() -> None:
+    for long in ("x" * 30_000, "日" * 30_000):
+        message = report_error(NotFound(f"model: {long!r} is not served here"), "id").message
+        assert message.startswith("model: '")
+        assert message.endswith("…")
+        assert len(message) == MAX_MESSAGE
 
 
 def test_invalid_argument_names_its_field() -> None:

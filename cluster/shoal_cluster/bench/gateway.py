@@ -144,6 +144,9 @@ class _Core:
                     watch.take(chunk)
                     yield chunk
 
+    def knows_call(self, request_id: str) -> bool:
+        return self._ledger.knows_call(request_id)
+
     def is_ready(self) -> bool:
         return True
 

@@ -81,6 +81,8 @@ def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[
         client.deploy_applications(document)
     except ConnectionError:
         raise Unavailable(f"no Ray dashboard at {dashboard_url}") from None
+    except ValueError as error:
+        raise ConfigError(f"address: {dashboard_url!r} is not a dashboard's, as http://HOST:8265 is: {error}") from None
     except RuntimeError as error:  # what the client makes of an HTTP error
         raise ConfigError(error_line([str(error)])) from None
     limit_s = DEPLOY_TIMEOUT_S + drain_s

@@ -240,6 +240,10 @@ class GatewayCore(Protocol):
         """Let a replica finish what it runs and be replaced. Raises as ``block_map`` does."""
         ...
 
+    def knows_call(self, request_id: str) -> bool:
+        """Whether a request of that id runs here or is still on record."""
+        ...
+
     def is_ready(self) -> bool:
-        """Whether at least one replica can take a request."""
+        """Whether a replica can take a request, or the next request would start one: the deployment may have none."""
         ...

@@ -60,6 +60,7 @@ from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
 
 LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer ones are tokenised beside the event loop
+TURN_LENGTH = 64  # characters that take as long as a turn does by itself
 
 
 class Gateway:
@@ -273,8 +274,13 @@ class Gateway:
         await self._ledger.ask(replica_id, DRAIN)
         self._ledger.journal.note(EventKind.DRAINING, "an administrator has asked for it", replica_id=replica_id)
 
+    def knows_call(self, request_id: str) -> bool:
+        return self._ledger.knows_call(request_id)
+
     def is_ready(self) -> bool:
-        return any(view.connected for view in self._ledger.view.replicas_for((), time.monotonic()))
+        if any(state.connected for state in self._ledger.view.present(time.monotonic()).states):
+            return True
+        return self._scaling.row().config.min_replicas == 0 and not self._watch.start_failure()
 
     # Steps of the above
 
@@ -284,7 +290,8 @@ class Gateway:
         if token_ids is None:
             if call.messages is not None and not call.messages:
                 raise InvalidArgument("messages", [], "must have at least one message")
-            length = len(call.text or "") + sum(len(message.content) for message in call.messages or ())
+            turns = call.messages or ()
+            length = len(call.text or "") + sum(len(turn.role) + len(turn.content) + TURN_LENGTH for turn in turns)
             if length <= LONG_TEXT:
                 token_ids = self.tokenize(call.text, call.messages, add_special_tokens=True)
             else:

@@ -167,6 +167,11 @@ class GatewayLedger:
             raise InvalidArgument("request_id", request_id, "must not be that of a running request")
         self._followers[request_id] = follower
 
+    def knows_call(self, call_id: str) -> bool:
+        """Whether a call of that id runs, or is still on record; for a request of several prompts, its first."""
+        ids = call_id, f"{call_id}-0"
+        return any(known in self._followers or self.routes.of_call(known) for known in ids)
+
     def unfollow(self, request_id: str) -> None:
         """The request is over for us: drop its reservation. Unknown ids are ignored."""
         self._followers.pop(request_id, None)

@@ -20,6 +20,7 @@ from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_res
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, CompletionShape, answer_events, whole_answer
 from shoal_cluster.serve.openai_types import ChatRequest, CompletionRequest
+from shoal_cluster.serve.request_id import new_request_id
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import ShoalError
 
@@ -106,6 +107,8 @@ async def _answer(
 ) -> Response:
     """Run the body's calls; whatever ends them early, a disconnect included, closes the core's streams."""
     request_id: str = request.state.request_id
+    if core.knows_call(request_id):  # proxies that try again, and services that pass on an id, bring it again
+        request_id = request.state.request_id = f"{request_id}~{new_request_id()[:8]}"
     try:
         core.check_model(body.model)
         trace, tenant = trace_context(request.headers), request.headers.get(TENANT_HEADER)

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class RequestFrame:
     """ASGI middleware: gives each request an id, answers with it in ``x-request-id``, and limits its body.
 
-    A client may bring its own id in the same header. The id is at ``request.state.request_id``.
+    A client may bring its own id in the same header. The id is at ``request.state.request_id``, to be changed there.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -64,7 +64,7 @@ class RequestFrame:
 
         async def named_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)["x-request-id"] = scope["state"]["request_id"]
             await send(message)
 
         await self._app(scope, limited_receive, named_send)

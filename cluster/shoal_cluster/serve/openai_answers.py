@@ -79,15 +79,14 @@ class CompletionShape:
         return self.delta(index, text, logprobs, finish_reason)
 
     def logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> tuple[Json, int]:
-        texts = [token_text(self.token_bytes(token.token_id)) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        tops = [
-            {token_text(self.token_bytes(token_id)): max(logprob, LEAST_LOGPROB) for token_id, logprob in token.top}
-            for token in tokens
-        ]
+        texts, offsets, tops = [], [], []
+        for token in tokens:
+            spelled = self.token_bytes(token.token_id)
+            texts.append(token_text(spelled))
+            offsets.append(max(0, offset - bool(_inside_characters(spelled[:1]))))
+            offset += len(spelled) - _inside_characters(spelled)
+            known = (*token.top, (token.token_id, token.logprob))  # the one that was taken is always among them
+            tops.append({token_text(self.token_bytes(top)): max(logprob, LEAST_LOGPROB) for top, logprob in known})
         body = {
             "tokens": texts,
             "token_logprobs": [max(token.logprob, LEAST_LOGPROB) for token in tokens],
@@ -98,6 +97,11 @@ class CompletionShape:
 
 
 AnswerShape = ChatShape | CompletionShape
+
+
+def _inside_characters(spelled: bytes) -> int:
+    """Bytes that no character of UTF-8 begins with."""
+    return sum(byte & 0xC0 == 0x80 for byte in spelled)
 
 
 def token_text(spelled: bytes) -> str:

@@ -1,21 +1,36 @@
 """What OpenAI's clients may ask, and the calls it becomes.
 
 The bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extra fields (top_k, min_p, repetition_penalty,
-ignore_eos, stop_token_ids, priority, cache_salt). Unknown fields are ignored; fields of OpenAI's that would change the
-answer but are not served here are refused.
+ignore_eos, stop_token_ids, priority, cache_salt). Unknown fields are ignored, and null is as good as nothing; fields of
+OpenAI's and vLLM's that would change the answer but are not served here are refused.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall, Message
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS, SamplingParams
 
+REFUSED = (
+    "logit_bias",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "use_beam_search",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "include_stop_str_in_output",
+)
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions; a chat may go on as long as the model has room
 
 _PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
@@ -30,7 +45,12 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _instead_of_null(default: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
 Text = Annotated[str, AfterValidator(_unicode)]
+TextOrNull = Annotated[Text, _instead_of_null("")]
 
 
 class _Body(BaseModel):
@@ -38,7 +58,7 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    include_usage: bool = False
+    include_usage: Annotated[bool, _instead_of_null(False)] = False
 
 
 class TextPart(_Body):
@@ -51,8 +71,16 @@ class TextPart(_Body):
 class ChatTurn(_Body):
     role: Text
     content: Text | list[TextPart] | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
 
     def to_message(self, position: int) -> Message:
+        for name in ("tool_calls", "function_call", "audio"):
+            if value := getattr(self, name):
+                raise InvalidArgument(f"messages.{position}.{name}", value, "is not supported; leave it out")
+        if self.content is None and self.role != "assistant":
+            raise InvalidArgument(f"messages.{position}.content", None, "must be a string or a list of parts")
         if not isinstance(self.content, list):
             return Message(self.role, self.content or "")
         for part in self.content:
@@ -64,7 +92,7 @@ class ChatTurn(_Body):
 class _Request(_Body):
     """What both bodies share."""
 
-    model: Text = ""
+    model: TextOrNull = ""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -80,10 +108,25 @@ class _Request(_Body):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    user: Text = ""
-    cache_salt: Text = ""
-    logit_bias: dict[str, float] | None = None
+    priority: Annotated[int, _instead_of_null(0)] = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    user: TextOrNull = ""
+    cache_salt: TextOrNull = ""
+    response_format: dict[str, Any] | None = None
+    # Refused: OpenAI's, then vLLM's.
+    logit_bias: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    min_tokens: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -120,29 +163,51 @@ class _Request(_Body):
         )
 
     def refuse(self, *names: str) -> None:
-        """Raise InvalidArgument for the first of these fields that is set to more than nothing."""
-        for name in names:
-            value = getattr(self, name)
-            if value:
+        """Raise InvalidArgument for the first of these fields, or of those that no body may have, that is set to more
+        than nothing.
+        """
+        for name in (*names, *REFUSED):
+            if value := getattr(self, name):
                 raise InvalidArgument(name, value, "is not supported; leave it out")
+        if self.skip_special_tokens is False:
+            raise InvalidArgument("skip_special_tokens", False, "is not supported; leave it out")
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise InvalidArgument("response_format", self.response_format, "only {'type': 'text'} is supported")
 
 
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatTurn]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Any] | None = None
+    tool_choice: Any = None
     functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    function_call: Any = None
+    modalities: list[Any] | None = None
+    audio: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None
+    echo: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: bool | None = None
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """The one call that this is. Raises InvalidArgument."""
-        self.refuse("tools", "functions", "logit_bias")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise InvalidArgument("response_format", self.response_format, "only {'type': 'text'} is supported")
+        self.refuse(
+            "tools", "functions", "audio", "chat_template", "chat_template_kwargs", "documents", "echo",
+            "continue_final_message",
+        )  # fmt: skip
+        for name in ("tool_choice", "function_call"):
+            if (choice := getattr(self, name)) not in (None, "none", "auto"):
+                raise InvalidArgument(name, choice, "there are no tools; only 'none' and 'auto' are supported")
+        if self.modalities not in (None, ["text"]):
+            raise InvalidArgument("modalities", self.modalities, "only ['text'] is supported")
+        if self.add_generation_prompt is False:
+            raise InvalidArgument("add_generation_prompt", False, "is not supported; leave it out")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs", self.top_logprobs, "needs logprobs to be true")
         if not self.messages:
@@ -171,7 +236,7 @@ class CompletionRequest(_Request):
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """One call per prompt. Raises InvalidArgument."""
-        self.refuse("echo", "suffix", "logit_bias")
+        self.refuse("echo", "suffix")
         if self.best_of not in (None, self.num_sequences):
             raise InvalidArgument("best_of", self.best_of, "is not supported; leave it out")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens

@@ -1,9 +1,10 @@
 """How each error is said to clients: its gRPC status, its HTTP code, and OpenAI's error words.
 
-=================  ====================  ====  =======================  ====================
+=================  ====================  ====  =======================  =======================
 error              gRPC status           HTTP  OpenAI type              OpenAI code
-=================  ====================  ====  =======================  ====================
+=================  ====================  ====  =======================  =======================
 InvalidArgument    INVALID_ARGUMENT      400   invalid_request_error    invalid_value
+PromptTooLong      INVALID_ARGUMENT      400   invalid_request_error    context_length_exceeded
 PermissionDenied   PERMISSION_DENIED     403   invalid_request_error    permission_denied
 NotFound           NOT_FOUND             404   invalid_request_error    model_not_found
 ResourceExhausted  RESOURCE_EXHAUSTED    429   rate_limit_error         rate_limit_exceeded
@@ -12,7 +13,7 @@ Unavailable        UNAVAILABLE           503   server_error             unavaila
 EngineDead         UNAVAILABLE           503   server_error             unavailable
 ConfigError        FAILED_PRECONDITION   500   server_error             misconfigured
 anything else      INTERNAL              500   server_error             internal_error
-=================  ====================  ====  =======================  ====================
+=================  ====================  ====  =======================  =======================
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shoal_replica.errors import (
     InvalidArgument,
     NotFound,
     PermissionDenied,
+    PromptTooLong,
     ResourceExhausted,
     ShoalError,
     Unavailable,
@@ -66,6 +68,7 @@ INTERNAL = ErrorKind("INTERNAL", 500, "server_error", "internal_error")
 _UNAVAILABLE = ErrorKind("UNAVAILABLE", 503, "server_error", "unavailable")
 ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
     InvalidArgument: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value"),
+    PromptTooLong: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"),
     PermissionDenied: ErrorKind("PERMISSION_DENIED", 403, "invalid_request_error", "permission_denied"),
     # Over HTTP a model is all that a client can name.
     NotFound: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),

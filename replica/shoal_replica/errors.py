@@ -2,6 +2,7 @@
 
 ShoalError
 ├── InvalidArgument    the request is wrong: names the field, the value and the limit
+│   └── PromptTooLong  the prompt leaves no room in the model's context
 ├── PermissionDenied   the caller may not do this: a control without the admin key
 ├── NotFound           no such model, file or request
 ├── ResourceExhausted  no room now; may carry ``retry_after_s``
@@ -47,6 +48,10 @@ class InvalidArgument(ShoalError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), str(self), {"field": self.field, "limit": self.limit})
+
+
+class PromptTooLong(InvalidArgument):
+    """The prompt leaves no room to generate in the model's context: clients shorten theirs and come again."""
 
 
 class PermissionDenied(ShoalError):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal_replica.errors import InvalidArgument
+from shoal_replica.errors import InvalidArgument, PromptTooLong
 from shoal_replica.executor import SampledToken, TokenLogprobs
 from shoal_replica.partial_reuse import Tokens
 from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
@@ -227,12 +227,12 @@ class FinishRule:
 
 
 def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int) -> None:
-    """Raise InvalidArgument unless the prompt has tokens, all of the vocabulary, and room for one more."""
+    """Raise InvalidArgument unless the prompt has tokens of the vocabulary, and (PromptTooLong) room for one more."""
     if not prompt_token_ids:
         raise InvalidArgument("prompt", "", "must have at least one token")
     if len(prompt_token_ids) >= max_model_len:
         limit = f"must be at most {max_model_len - 1} tokens, which leaves one to generate"
-        raise InvalidArgument("prompt", f"{len(prompt_token_ids)} tokens", limit)
+        raise PromptTooLong("prompt", f"{len(prompt_token_ids)} tokens", limit)
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
         raise InvalidArgument("prompt", low if low < 0 else high, f"token ids must be in [0, {vocab_size})")

@@ -168,6 +168,7 @@ def test_tune_shows_and_changes_settings(core: FakeGateway, address: str) -> Non
     [
         (["explain", "unknown"], "request_id: no routing decision is kept for 'unknown'"),
         (["tune", "--max-replicas", "2"], "the admin key is missing or wrong"),
+        (["tune", "--admin-key", "é"], "admin_key: must be printable ASCII"),
         (["generate", "hi", "--temperature", "-1"], "temperature: got -1.0"),
         (["generate", "x" * 500], "below 128 tokens"),
     ],

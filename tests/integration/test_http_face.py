@@ -343,6 +343,7 @@ async def test_bad_input_has_openais_error_body(
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert words in error["message"]
+    assert (error["code"] == "context_length_exceeded") == (words == "below 128")
     assert "\n" not in error["message"]
     assert answer.headers["x-request-id"]
     # The core counts what it was asked; what it was not is told to it, once.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
+from shoal_replica.errors import ConfigError
 
 if TYPE_CHECKING:
     from shoal_cluster.serve.call import ScalingRow
@@ -37,6 +38,8 @@ def tune(
         "headroom": headroom,
         "burst_memory_s": burst_memory_s,
     }
+    if admin_key is not None and not (admin_key.isascii() and admin_key.isprintable()):
+        raise ConfigError("admin_key: must be printable ASCII, for it travels in a header")
     changes = {name: value for name, value in given.items() if value is not None}
     row = asyncio.run(_tune(address, changes, reset, admin_key))
     typer.echo("\n".join(_lines(row)))

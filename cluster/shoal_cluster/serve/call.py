@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shoal_cluster.serve.metrics.tally import Point
 
 MAX_PROMPTS = 128  # of one completion
+TURN_LENGTH = 64  # characters that take as long as a turn does by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,12 @@ class GenerateCall:
     cache_salt: str = ""
     timeout_s: float | None = None
     trace: TraceContext | None = None
+
+    @property
+    def length(self) -> int:
+        """Characters that take as long to tokenise as what was given."""
+        turns = self.messages or ()
+        return len(self.text or "") + sum(len(turn.role) + len(turn.content) + TURN_LENGTH for turn in turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

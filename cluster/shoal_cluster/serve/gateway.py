@@ -60,7 +60,6 @@ from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
 
 LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer ones are tokenised beside the event loop
-TURN_LENGTH = 64  # characters that take as long as a turn does by itself
 
 
 class Gateway:
@@ -290,9 +289,7 @@ class Gateway:
         if token_ids is None:
             if call.messages is not None and not call.messages:
                 raise InvalidArgument("messages", [], "must have at least one message")
-            turns = call.messages or ()
-            length = len(call.text or "") + sum(len(turn.role) + len(turn.content) + TURN_LENGTH for turn in turns)
-            if length <= LONG_TEXT:
+            if call.length <= LONG_TEXT:
                 token_ids = self.tokenize(call.text, call.messages, add_special_tokens=True)
             else:
                 token_ids = await asyncio.to_thread(self.tokenize, call.text, call.messages, add_special_tokens=True)

@@ -59,7 +59,7 @@ class AsyncLLM:
         )
         if request.request_id in self._queues:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
-        texts = [TextStream(self.tokenizer, params.stop, token_ids) for _ in range(params.n * bool(params.stop))]
+        texts = [TextStream(self.tokenizer, params.stop, token_ids) for _ in range(params.n)] if params.stop else []
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._queues[request.request_id] = queue
         try:

@@ -16,21 +16,6 @@ from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall, Message
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS, SamplingParams
 
-REFUSED = (
-    "logit_bias",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "min_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "use_beam_search",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "include_stop_str_in_output",
-)
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions; a chat may go on as long as the model has room
 
 _PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
@@ -49,6 +34,28 @@ def _instead_of_null(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
+def _words(served: tuple[Any, ...]) -> str:
+    return f"only {' and '.join(map(repr, served))} can be asked for" if served else "is not supported; leave it out"
+
+
+def _only(*served: Any) -> AfterValidator:
+    """Of a field, what is served; null is as good as nothing."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in served:
+            raise ValueError(_words(served))
+        return value
+
+    return AfterValidator(check)
+
+
+def _left_out(value: Any) -> Any:
+    if value:
+        raise ValueError("is not supported; leave it out")
+    return value
+
+
+Unsupported = Annotated[Any, AfterValidator(_left_out)]
 Text = Annotated[str, AfterValidator(_unicode)]
 TextOrNull = Annotated[Text, _instead_of_null("")]
 
@@ -71,14 +78,11 @@ class TextPart(_Body):
 class ChatTurn(_Body):
     role: Text
     content: Text | list[TextPart] | None = None
-    tool_calls: Any = None
-    function_call: Any = None
-    audio: Any = None
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
 
     def to_message(self, position: int) -> Message:
-        for name in ("tool_calls", "function_call", "audio"):
-            if value := getattr(self, name):
-                raise InvalidArgument(f"messages.{position}.{name}", value, "is not supported; leave it out")
         if self.content is None and self.role != "assistant":
             raise InvalidArgument(f"messages.{position}.content", None, "must be a string or a list of parts")
         if not isinstance(self.content, list):
@@ -111,22 +115,22 @@ class _Request(_Body):
     priority: Annotated[int, _instead_of_null(0)] = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     user: TextOrNull = ""
     cache_salt: TextOrNull = ""
-    response_format: dict[str, Any] | None = None
-    # Refused: OpenAI's, then vLLM's.
-    logit_bias: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    min_tokens: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    use_beam_search: Any = None
-    prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
-    include_stop_str_in_output: Any = None
-    skip_special_tokens: bool | None = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    # OpenAI's, then vLLM's.
+    logit_bias: Unsupported = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    min_tokens: Unsupported = None
+    allowed_token_ids: Unsupported = None
+    bad_words: Unsupported = None
+    use_beam_search: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    include_stop_str_in_output: Unsupported = None
+    prompt_logprobs: Annotated[Any, _only()] = None  # with 0 there would be some, too
+    skip_special_tokens: Annotated[Any, _only(True)] = None
 
     @property
     def include_usage(self) -> bool:
@@ -162,18 +166,6 @@ class _Request(_Body):
             **present,
         )
 
-    def refuse(self, *names: str) -> None:
-        """Raise InvalidArgument for the first of these fields, or of those that no body may have, that is set to more
-        than nothing.
-        """
-        for name in (*names, *REFUSED):
-            if value := getattr(self, name):
-                raise InvalidArgument(name, value, "is not supported; leave it out")
-        if self.skip_special_tokens is False:
-            raise InvalidArgument("skip_special_tokens", False, "is not supported; leave it out")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise InvalidArgument("response_format", self.response_format, "only {'type': 'text'} is supported")
-
 
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
@@ -182,32 +174,21 @@ class ChatRequest(_Request):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: list[Any] | None = None
-    audio: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    documents: Any = None
-    echo: Any = None
-    continue_final_message: Any = None
-    add_generation_prompt: bool | None = None
+    tools: Unsupported = None
+    tool_choice: Annotated[Any, _only("none", "auto")] = None
+    functions: Unsupported = None
+    function_call: Annotated[Any, _only("none", "auto")] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    audio: Unsupported = None
+    chat_template: Unsupported = None
+    chat_template_kwargs: Unsupported = None
+    documents: Unsupported = None
+    echo: Unsupported = None
+    continue_final_message: Unsupported = None
+    add_generation_prompt: Annotated[Any, _only(True)] = None
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """The one call that this is. Raises InvalidArgument."""
-        self.refuse(
-            "tools", "functions", "audio", "chat_template", "chat_template_kwargs", "documents", "echo",
-            "continue_final_message",
-        )  # fmt: skip
-        for name in ("tool_choice", "function_call"):
-            if (choice := getattr(self, name)) not in (None, "none", "auto"):
-                raise InvalidArgument(name, choice, "there are no tools; only 'none' and 'auto' are supported")
-        if self.modalities not in (None, ["text"]):
-            raise InvalidArgument("modalities", self.modalities, "only ['text'] is supported")
-        if self.add_generation_prompt is False:
-            raise InvalidArgument("add_generation_prompt", False, "is not supported; leave it out")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs", self.top_logprobs, "needs logprobs to be true")
         if not self.messages:
@@ -230,13 +211,12 @@ class CompletionRequest(_Request):
 
     prompt: Any = None
     logprobs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
+    echo: Unsupported = None
+    suffix: Unsupported = None
     best_of: int | None = None
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """One call per prompt. Raises InvalidArgument."""
-        self.refuse("echo", "suffix")
         if self.best_of not in (None, self.num_sequences):
             raise InvalidArgument("best_of", self.best_of, "is not supported; leave it out")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens

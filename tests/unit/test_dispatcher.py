@@ -334,10 +334,10 @@ async def test_refuses_what_cannot_begin_before_its_deadline() -> None:
         with pytest.raises(DeadlineExceeded, match=r"takes 0\.9 s where it takes least, and its deadline is 0\.8 s"):
             await drain(serve.generation(make_request("at-once", range(200, 209))), timeout_s=0.8)
         check_replay(dispatcher, "at-once", "its deadline is 0.8 s")
-        note_pace(serve, token_s=0.001)
-        await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] < 0.01)
+        note_pace(serve, token_s=0.01)  # half a second for its prompt: the look at 0.5 s comes before 1 s is over
+        await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] < 0.05)
         with pytest.raises(ResourceExhausted, match="and its deadline is lost"):
-            await drain(serve.generation(make_request("held", range(300, 350))), timeout_s=0.5)
+            await drain(serve.generation(make_request("held", range(300, 350))), timeout_s=1.0)
         check_replay(dispatcher, "held", "its deadline is lost")
         open_gates(serve)
         await asyncio.gather(running, unknown)

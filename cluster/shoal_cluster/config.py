@@ -26,9 +26,10 @@ GIB = 2**30
 
 
 def _address(value: str) -> str:
-    match = re.fullmatch(r"\S+:(\d{1,5})", value)
+    match = re.fullmatch(r"(?:\[[^\s\[\]]+\]|[^\s:]+):(\d{1,5})", value)
     if match is None or int(match[1]) > MAX_PORT:
-        raise ValueError(f"got {value!r}; must be host:port with a port of at most {MAX_PORT}")
+        shape = f"host:port, or [IPv6 address]:port, with a port of at most {MAX_PORT}"
+        raise ValueError(f"got {value!r}; must be {shape}")
     return value
 
 

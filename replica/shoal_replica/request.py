@@ -226,13 +226,15 @@ class FinishRule:
         return None
 
 
-def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int) -> None:
-    """Raise InvalidArgument unless the prompt has tokens of the vocabulary, and (PromptTooLong) room for one more."""
+def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int, field: str = "prompt") -> None:
+    """Raise InvalidArgument, of the ``field`` that the prompt came in, unless it has tokens of the vocabulary, and
+    (PromptTooLong) room for one more.
+    """
     if not prompt_token_ids:
-        raise InvalidArgument("prompt", "", "must have at least one token")
+        raise InvalidArgument(field, "", "must have at least one token")
     if len(prompt_token_ids) >= max_model_len:
         limit = f"must be at most {max_model_len - 1} tokens, which leaves one to generate"
-        raise PromptTooLong("prompt", f"{len(prompt_token_ids)} tokens", limit)
+        raise PromptTooLong(field, f"{len(prompt_token_ids)} tokens", limit)
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
-        raise InvalidArgument("prompt", low if low < 0 else high, f"token ids must be in [0, {vocab_size})")
+        raise InvalidArgument(field, low if low < 0 else high, f"token ids must be in [0, {vocab_size})")

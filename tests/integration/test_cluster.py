@@ -245,6 +245,9 @@ def test_the_openai_client(cluster: LiveCluster):
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert streamed == whole.choices[0].message.content
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="leaves one to generate") as too_long:
+        client.chat.completions.create(model=cluster.model, messages=[{"role": "user", "content": "sea " * 9000}])
+    assert (too_long.value.param, too_long.value.code) == ("messages", "context_length_exceeded")
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         client.chat.completions.create(model="gpt-9", messages=messages)
     completion = client.completions.create(model=cluster.model, prompt="1, 2, 3,", max_tokens=4, temperature=0)

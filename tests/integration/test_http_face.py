@@ -250,6 +250,12 @@ async def test_null_is_as_good_as_nothing(http: httpx.AsyncClient, core: FakeGat
     assert (call.tenant, call.model, call.cache_salt, call.priority) == ("", "", "", 0)
 
 
+async def test_minus_one_is_vllms_word_for_any_seed_and_all_tokens(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    assert (await http.post(CHAT, json={"messages": HI, "seed": -1, "top_k": -1})).status_code == 200
+    params = core.calls[-1].sampling_params
+    assert (params.seed, params.top_k) == (None, 0)
+
+
 async def test_an_id_that_comes_again_gets_an_end_of_its_own(http: httpx.AsyncClient, core: FakeGateway) -> None:
     answers = [await http.post(CHAT, json={"messages": HI}, headers={"x-request-id": "mine"}) for _ in range(3)]
     ids = [answer.headers["x-request-id"] for answer in answers]
@@ -292,7 +298,9 @@ async def test_an_id_that_comes_again_gets_an_end_of_its_own(http: httpx.AsyncCl
         (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
         (CHAT, {"messages": HI, "tools": [{}]}, 400, "tools", "not supported"),
         (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format", "text"),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "prompt", "below 128"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "messages", "below 128"),
+        (COMPLETION, {"prompt": "x" * 500}, 400, "prompt", "below 128"),
+        (COMPLETION, {"prompt": "x", "seed": -2}, 400, "seed", "at least 0"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * MAX_BODY_BYTES * 3}]}, 413, None, "at most"),
         (
             CHAT,

@@ -327,11 +327,15 @@ class TestClusterConfig:
             ),
             (
                 {"model": "m", "gateway": {"http_address": "8000"}},
-                "gateway.http_address: got '8000'; must be host:port with a port of at most 65535",
+                "gateway.http_address: got '8000'; must be host:port, or [IPv6 address]:port, with a port of at most",
             ),
             (
                 {"model": "m", "gateway": {"grpc_address": "127.0.0.1:99999"}},
-                "gateway.grpc_address: got '127.0.0.1:99999'; must be host:port with a port of at most 65535",
+                "gateway.grpc_address: got '127.0.0.1:99999'; must be host:port, or [IPv6 address]:port, with",
+            ),
+            (
+                {"model": "m", "gateway": {"http_address": "::1:8000"}},
+                "gateway.http_address: got '::1:8000'; must be host:port, or [IPv6 address]:port",
             ),
             (
                 {"model": "m", "gateway": {"request_timeout_s": float("inf")}},

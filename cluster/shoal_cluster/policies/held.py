@@ -54,6 +54,7 @@ class Held:
     is_lost: bool = False  # its objective: ``due_s`` is a later date;
     not_before_s: float = -math.inf  # no sooner one, until dates are made for all together
     num_counted_tokens: int = 0  # in the sum of its queue: none while it is lost
+    lost_tokens: int = 0  # in its order: none while it is not
     due_s: float = 0.0
     length_s: float = 0.0  # of its objective
     is_particular: bool = False  # not every replica may take it

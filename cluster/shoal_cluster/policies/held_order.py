@@ -38,6 +38,7 @@ class HeldOrder:
         self._num_changes = shares.num_changes
         self._num_put = 0
         self._ranked: list[Entry] = []
+        self._lost_tokens: list[int] = []  # of each of those: what it has to compute if it is lost
         self._by_begin: list[BeginsBy] = []
 
     @property
@@ -50,10 +51,13 @@ class HeldOrder:
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
         begins_by_s = held.due_s - held.takes_s
+        lost_tokens = held.num_new_tokens if held.is_lost else 0
         if held.entry is None or held.begins_by is None:
             self._num_put += 1
             number = self._num_put
         elif held.begins_by[0] == begins_by_s and held.entry[0][2] == held.due_s:
+            if held.lost_tokens != lost_tokens:
+                self._lost_tokens[bisect_left(self._ranked, held.entry)] = held.lost_tokens = lost_tokens
             return
         else:
             number = held.entry[1]
@@ -64,6 +68,8 @@ class HeldOrder:
         self._num_particular += held.is_particular
         place = bisect_left(self._ranked, held.entry) if self._ranked else 0
         self._ranked.insert(place, held.entry)
+        self._lost_tokens.insert(place, lost_tokens)
+        held.lost_tokens = lost_tokens
         insort(self._by_begin, held.begins_by)
         if place < self._last_considered:
             self._to_consider = None
@@ -73,7 +79,7 @@ class HeldOrder:
         assert held.entry is not None
         assert held.begins_by is not None
         place = bisect_left(self._ranked, held.entry) if len(self._ranked) > 1 else 0
-        del self._ranked[place]
+        del self._ranked[place], self._lost_tokens[place]
         del self._by_begin[bisect_left(self._by_begin, held.begins_by) if self._ranked else 0]
         held.entry = held.begins_by = None
         self._num_particular -= held.is_particular
@@ -118,12 +124,12 @@ class HeldOrder:
         assert held.entry is not None
         return [other for _, _, other in self._ranked[: bisect_left(self._ranked, held.entry) + 1]]
 
-    def before(self, held: Held, due_s: float) -> list[Held]:
-        """Who goes before it if it is due at ``due_s``; its equals do not."""
+    def num_lost_tokens_before(self, held: Held, due_s: float) -> int:
+        """What those have to compute that are lost and yet go before it if it is due at ``due_s``."""
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
         rank = (*self.rank(held)[:2], due_s)
-        return [other for _, _, other in self._ranked[: bisect_left(self._ranked, (rank,))]]
+        return sum(self._lost_tokens[: bisect_left(self._ranked, (rank,))])
 
     def that_begin_by(self, time_s: float) -> list[Held]:
         """Who has to begin before ``time_s``, or then."""
@@ -167,3 +173,4 @@ class HeldOrder:
             held.entry = (self.rank(held), number, held)
             ranked.append(held.entry)
         self._ranked, self._to_consider = sorted(ranked), None
+        self._lost_tokens = [held.lost_tokens for _, _, held in self._ranked]

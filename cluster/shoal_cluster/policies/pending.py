@@ -6,6 +6,7 @@ free first, and to the best of them. Replicas therefore get only what they can s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
@@ -32,6 +33,7 @@ __all__ = ["HoldConfig", "PendingQueue", "PendingRequest"]
 
 TURN_DELAYS = 2.4  # feed delays for each gateway that may want a turn
 MAX_SIZE_AGE_S = 1.0  # of what a request has to compute, which is looked up for all that is held
+NUM_SIZES_AT_ONCE = 64  # looked up again at the least; of more, each time their part of that age
 URGENCY = 0.75  # what of a turn's place is urgency; the rest is chance
 
 
@@ -65,10 +67,15 @@ class PendingQueue:
     """The requests that a gateway holds; owner and only writer is the gateway.
 
     Order: priority; then tenants that have had no more than their share; then the earliest due date (``DueDates``).
+
+    Attributes:
+        num_tokens: that they have to compute, each where it is cached best as far as known.
     """
 
     def __init__(self, config: HoldConfig, is_one_of_many: bool = False) -> None:
         self._config = config
+        self.num_tokens = 0
+        self._sizes_s = -math.inf  # when they were looked up
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
         self._wait_s = 0.0  # at most, of a prompt that was sent at the last look
@@ -114,17 +121,23 @@ class PendingQueue:
 
     def _take_out(self, held: Held) -> None:
         del self._held[held.pending.query.request_id]
+        self.num_tokens -= held.num_new_tokens
         self._by_urgency.remove(held)
         self._dates.forget(held)
         self._shares.leave(held.pending.tenant, held.pending.priority)
+
+    def know_size(self, request_id: str, num_new_tokens: int, now: float) -> None:
+        """So much a request has to compute where it is cached best, before a look has found it out."""
+        held = self._held[request_id]
+        self._resize(held, num_new_tokens)
+        self._dates.note(held, now)
 
     def before(self, request_id: str) -> tuple[int, int]:
         """Prompt tokens that others held beside this one have to compute, and how many they are. The tokens of what is
         lost count only where its turn would come before this one's objective: it fills no queue for what can be met.
         """
         its = self._held[request_id]
-        before = self._by_urgency.before(its, its.pending.arrival_s + its.length_s)
-        num_lost_tokens = sum([held.num_new_tokens for held in before if held.is_lost])
+        num_lost_tokens = self._by_urgency.num_lost_tokens_before(its, its.pending.arrival_s + its.length_s)
         return self._dates.num_tokens - its.num_counted_tokens + num_lost_tokens, len(self._held) - 1
 
     def up_to(self, request_id: str, now: float) -> tuple[QueuePlace, ...]:
@@ -292,9 +305,12 @@ class PendingQueue:
     def _know_sizes(self, view: ClusterView, present: Candidates, now: float) -> None:
         """What newcomers have to compute where they are cached best, and who was not looked at for long."""
         takes = present.columns[CAPACITY] >= 0
+        part = min(1.0, (now - self._sizes_s) / MAX_SIZE_AGE_S)
+        num_left, self._sizes_s = max(NUM_SIZES_AT_ONCE, math.ceil(part * len(self._held))), now
         for held in self._held.values():
-            if held.matched_s >= now - MAX_SIZE_AGE_S:
+            if held.matched_s >= now - MAX_SIZE_AGE_S or (held.matched_s > -math.inf and num_left == 0):
                 continue
+            num_left -= held.matched_s > -math.inf
             query, matched = held.pending.query, self._matched(held, view, now)
             its = takes & is_eligible(query, present) if query.excluded else takes
             self._resize(held, uncached_tokens(query, int(matched[its].max(initial=0))))
@@ -302,8 +318,10 @@ class PendingQueue:
 
     def _resize(self, held: Held, num_new_tokens: int) -> None:
         """So many tokens it has to compute."""
-        self._shares.ask(held.pending.tenant, num_new_tokens - held.num_new_tokens, held.asked_at)
+        change = num_new_tokens - held.num_new_tokens
+        self._shares.ask(held.pending.tenant, change, held.asked_at)
         held.num_new_tokens = num_new_tokens
+        self.num_tokens += change
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
         """What is held and where it was planned last, by replica, the most urgent first: for other gateways."""

@@ -47,11 +47,10 @@ FEED_DELAY_S = 0.005
 
 @dataclass(slots=True)
 class Waiter:
-    """A request's turn, and what it has to compute where it is cached best."""
+    """A request's turn."""
 
     pending: PendingRequest
     turn: asyncio.Future[Dispatch]
-    num_tokens: int
 
 
 class Dispatcher:
@@ -94,7 +93,7 @@ class Dispatcher:
     @property
     def num_held_tokens(self) -> int:
         """Prompt tokens that they have to compute."""
-        return sum(waiter.num_tokens for waiter in self._waiters.values())
+        return self._queue.num_tokens
 
     def explain(self, request_id: str) -> Explanation:
         """All that is known here of a client's request."""
@@ -145,13 +144,13 @@ class Dispatcher:
             ResourceExhausted: every replica has too much to do, or too much waits for a first one; not for one that is
                 resumed.
         """
-        waiter = Waiter(pending, asyncio.get_running_loop().create_future(), pending.query.num_prompt_tokens)
+        waiter = Waiter(pending, asyncio.get_running_loop().create_future())
         self._queue.push(pending)
         self._waiters[pending.query.request_id] = waiter
         self.take_turn()
         is_new = pending.priority != RESUMED_PRIORITY
         if is_new and not waiter.turn.done() and (self._ledger.can_place(pending.query.excluded) or self._is_full()):
-            self._admit(pending, waiter)
+            self._admit(pending)
         return waiter
 
     def take_turn(self) -> None:
@@ -220,11 +219,12 @@ class Dispatcher:
         is_full = self.num_held > limits.max_waiting_requests or self.num_held_tokens > limits.max_waiting_tokens
         return is_full and self.num_held > 1  # the newcomer itself is among them
 
-    def _admit(self, pending: PendingRequest, waiter: Waiter) -> None:
+    def _admit(self, pending: PendingRequest) -> None:
         """Whether to hold it at all, where it cannot start at once."""
-        query = pending.query
-        candidates = self._ledger.view.candidates(query.block_hashes, time.monotonic())
-        waiter.num_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
+        query, now = pending.query, time.monotonic()
+        candidates = self._ledger.view.candidates(query.block_hashes, now)
+        num_new_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
+        self._queue.know_size(query.request_id, num_new_tokens, now)
         held = self._queue.before(query.request_id)
         admission = admit(query, candidates, self.limits, *held)
         self._obey(AdmissionRecord(query, candidates, self.limits, *held, None, math.inf, admission), pending)

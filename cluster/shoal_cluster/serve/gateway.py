@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ import uvicorn
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from shoal_cluster.addresses import listen
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import tunable
@@ -124,9 +124,8 @@ class Gateway:
         self._grpc_server, self._grpc_port = await start_grpc_server(
             self, settings.grpc_address, settings.max_request_bytes, share_port=share_port
         )
-        host, _, port = settings.http_address.rpartition(":")
         try:
-            listener = socket.create_server((host, int(port)), reuse_port=share_port)
+            listener = listen(settings.http_address, share_port=share_port)
         except OSError as error:
             raise ConfigError(f"http_address: cannot listen on {settings.http_address!r}: {error.strerror}") from None
         self._http_port: int = listener.getsockname()[1]
@@ -293,7 +292,8 @@ class Gateway:
                 token_ids = self.tokenize(call.text, call.messages, add_special_tokens=True)
             else:
                 token_ids = await asyncio.to_thread(self.tokenize, call.text, call.messages, add_special_tokens=True)
-        check_prompt(token_ids, self._max_model_len(), self._model.vocab_size)
+        field = "prompt" if call.messages is None else "messages"
+        check_prompt(token_ids, self._max_model_len(), self._model.vocab_size, field)
         if self._ledger.routes.of_call(call.request_id):
             raise InvalidArgument("request_id", call.request_id, "must not have been used before")
         return Request(

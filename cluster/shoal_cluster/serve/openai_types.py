@@ -159,7 +159,7 @@ class _Request(_Body):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
-            seed=self.seed,
+            seed=None if self.seed == -1 else self.seed,  # its other word for any
             logprobs=logprobs,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),

@@ -164,6 +164,7 @@ class GatewaySettings(_Settings):
     num_cpus: float = Field(0.5, ge=0)
     resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     request_timeout_s: float = Field(600.0, gt=0, description="longest life of a request without a deadline of its own")
+    drain_timeout_s: float = Field(60.0, gt=0, description="how long answers may go on once it is stopped or replaced")
     placement_timeout_s: float = Field(30.0, gt=0, description="longest wait while no replica takes requests or starts")
     max_request_bytes: int = Field(8 * 2**20, ge=1024)
     max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")

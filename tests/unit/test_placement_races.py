@@ -75,7 +75,7 @@ async def test_whatever_comes_between_a_turn_and_what_is_sent(what: str, num_tur
         if what == "left":
             held.cancel()
         elif what == "deadline":
-            generations[-1]._fail(DeadlineExceeded("late"))
+            generations[-1].fail(DeadlineExceeded("late"))
         elif what == "feed breaks":
             serve.replicas[best[0]].feed._subscribers["gateway"].transport.abort()
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -13,17 +12,16 @@ from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from typing import cast
 
-import uvicorn
-
 from shoal_cluster.bench.stream_clients import Face, read_streams, stream_id
+from shoal_cluster.config import GatewaySettings
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
-from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, ModelCard
+from shoal_cluster.serve.call import Chunk, GenerateCall, ModelCard
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.feed_messages import LENGTH_BYTES, Snapshot, Update, frame
 from shoal_cluster.serve.gateway_ledger import GatewayLedger, Member
 from shoal_cluster.serve.generation import Generation
-from shoal_cluster.serve.grpc_service import start_grpc_server
-from shoal_cluster.serve.http_api import HttpCore, http_config
+from shoal_cluster.serve.http_api import HttpCore
+from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.outcome import Outcome
@@ -105,17 +103,10 @@ async def _measure(load: StreamLoad) -> StreamCost:
 @asynccontextmanager
 async def _open(core: _Core, face: Face) -> AsyncIterator[int]:
     """One face over ``core``, on the port that it gives."""
-    if face == "grpc":
-        grpc_server, port = await start_grpc_server(cast("GatewayCore", core), "127.0.0.1:0")
-        yield port
-        await grpc_server.stop(0)
-        return
-    listener = socket.create_server(("127.0.0.1", 0))
-    http_server = uvicorn.Server(http_config(cast("HttpCore", core)))
-    serving = asyncio.create_task(http_server.serve(sockets=[listener]))
-    yield listener.getsockname()[1]
-    http_server.should_exit = True
-    await serving
+    free = GatewaySettings(grpc_address="127.0.0.1:0", http_address="127.0.0.1:0")
+    ingress = await Ingress.open(cast("HttpCore", core), free)
+    yield ingress.grpc_port if face == "grpc" else ingress.http_port
+    await ingress.close(core.observer.drain(LONGEST_S))
 
 
 class _Core:
@@ -126,11 +117,11 @@ class _Core:
         self._num_tokens = num_tokens
         self._tokenizer = tokenizer
         metrics = GatewayMetrics("bench", LatencyWindow(LatencyObjective()))
-        self._observer = CallObserver(metrics, ledger.journal)
+        self.observer = CallObserver(metrics, ledger.journal)
         self.outcomes: list[asyncio.Future[Outcome]] = []
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
-        with self._observer.observe(call) as watch:
+        with self.observer.observe(call) as watch:
             request = Request(
                 request_id=call.request_id,
                 prompt_token_ids=call.token_ids or (),

@@ -29,6 +29,9 @@ ENVIRONMENT = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }
 
+CLOSE_S = 15.0
+"""For a gateway to close after its answers have ended, before Serve kills it."""
+
 
 def build(args: dict[str, Any]) -> Application:
     """Bind the gateway over the replicas.
@@ -55,6 +58,7 @@ def build(args: dict[str, Any]) -> Application:
         name="Gateway",
         num_replicas=gateway.num_replicas,
         max_ongoing_requests=1000,
+        graceful_shutdown_timeout_s=gateway.drain_timeout_s + CLOSE_S,
         health_check_period_s=2,
         ray_actor_options=_actor(gateway.num_cpus, gateway.resources),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from shoal_cluster.config import TraceSettings
@@ -14,23 +14,28 @@ from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.call_times import CallTimes
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
-from shoal_replica.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
+from shoal_replica.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason
 
 if TYPE_CHECKING:
     from shoal_cluster.serve.tracing import CallTracer
 
 
-class CallWatch:
-    """One call while it runs. ``usage`` is set once there is one to ask for."""
+CUT_S = 1.0
+"""Within which a call that was cut has told its client."""
 
-    __slots__ = ("call", "finish_reasons", "time_s", "times", "usage")
+
+class CallWatch:
+    """One call while it runs. ``usage`` and ``fail``, which ends it with an error, are set once it is a generation."""
+
+    __slots__ = ("call", "fail", "finish_reasons", "time_s", "times", "usage")
 
     def __init__(self, call: GenerateCall, times: CallTimes) -> None:
         self.call = call
         self.times = times
         self.time_s = time.time()
         self.usage: Callable[[], Usage] | None = None
+        self.fail: Callable[[BaseException], None] | None = None
         self.finish_reasons: list[FinishReason] = []
 
     def take(self, chunk: Chunk) -> None:
@@ -66,6 +71,9 @@ class CallObserver:
         self._metrics = metrics
         self._journal = journal
         self._listeners = listeners
+        self._open: set[CallWatch] = set()
+        self._are_done = asyncio.Event()  # none is open
+        self._are_done.set()
 
     @contextmanager
     def observe(self, call: GenerateCall) -> Iterator[CallWatch]:
@@ -73,6 +81,8 @@ class CallObserver:
         self._metrics.num_active += 1
         watch = CallWatch(call, CallTimes(time.monotonic(), call.sampling_params.n, self._metrics))
         outcome, error = RequestOutcome.FINISHED, None
+        self._open.add(watch)
+        self._are_done.clear()
         try:
             yield watch
         except BaseException as caught:
@@ -80,7 +90,21 @@ class CallObserver:
             raise
         finally:
             self._metrics.num_active -= 1
+            self._open.discard(watch)
+            if not self._open:
+                self._are_done.set()
             self._end(watch.record(outcome, error), error)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Return once no call is open: those that still are after ``timeout_s`` end with Unavailable."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._are_done.wait(), timeout_s)
+        error = Unavailable(f"this gateway has stopped, and the answer was not finished within {timeout_s:g} s")
+        for watch in tuple(self._open):
+            if watch.fail is not None:
+                watch.fail(error)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._are_done.wait(), CUT_S)
 
     def _end(self, record: CallRecord, error: BaseException | None) -> None:
         self._metrics.add_call(record)

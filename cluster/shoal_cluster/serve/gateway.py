@@ -10,11 +10,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, M
 from contextlib import aclosing
 from typing import Any, cast
 
-import uvicorn
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from shoal_cluster.addresses import listen
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import tunable
@@ -35,8 +33,7 @@ from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.generation import Generation
-from shoal_cluster.serve.grpc_service import start_grpc_server
-from shoal_cluster.serve.http_api import SHUTDOWN_S, http_config
+from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.installed_ledger import install
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
@@ -54,7 +51,7 @@ from shoal_cluster.serve.serve_gateways import ServeGateways
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
-from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
+from shoal_replica.errors import InvalidArgument, NotFound
 from shoal_replica.llm import with_seed
 from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
@@ -74,6 +71,7 @@ class Gateway:
         self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len, replica.quantization)
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         self._created_s = int(time.time())
+        self._is_closing = False
         num_gateways, max_entries = self._settings.num_replicas, self._settings.max_index_entries
         self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), num_gateways, max_entries)
         install(self._ledger)
@@ -113,26 +111,10 @@ class Gateway:
         )
         gateways = ServeGateways(own.app_name, own.deployment) if self._settings.num_replicas > 1 else None
         self._explainer = Explainer(own.replica_id.unique_id, self._dispatcher.explain, gateways)
-        await self._open()
+        self._ingress = await Ingress.open(self, self._settings)
         gc.freeze()  # modules and tokenizer stay; a full collection over them would hold up all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
         self._ledger.journal.note(EventKind.DEPLOYED, f"this gateway has started: {config.name} on {bounds}")
-
-    async def _open(self) -> None:
-        settings = self._settings
-        share_port = settings.num_replicas > 1
-        self._grpc_server, self._grpc_port = await start_grpc_server(
-            self, settings.grpc_address, settings.max_request_bytes, share_port=share_port
-        )
-        try:
-            listener = listen(settings.http_address, share_port=share_port)
-        except OSError as error:
-            raise ConfigError(f"http_address: cannot listen on {settings.http_address!r}: {error.strerror}") from None
-        self._http_port: int = listener.getsockname()[1]
-        self._http_server = uvicorn.Server(http_config(self, settings.max_request_bytes))
-        self._http_task = asyncio.get_running_loop().create_task(
-            self._http_server.serve(sockets=[listener]), name="shoal-http"
-        )
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve hands over ``user_config`` without replacing the gateway: ``routing`` holds RouteWeights' fields and
@@ -151,7 +133,7 @@ class Gateway:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where the faces listen, for whoever asked for free ports."""
-        return {"shoal_grpc_port": self._grpc_port, "shoal_http_port": self._http_port}
+        return {"shoal_grpc_port": self._ingress.grpc_port, "shoal_http_port": self._ingress.http_port}
 
     # GatewayCore
 
@@ -169,7 +151,7 @@ class Gateway:
             generation = Generation(
                 request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, watch.times
             )
-            watch.usage = generation.usage
+            watch.usage, watch.fail = generation.usage, generation.fail
             async with aclosing(cast("AsyncGenerator[Chunk, None]", generation.chunks(timeout_s))) as chunks:
                 async for chunk in chunks:
                     watch.take(chunk)
@@ -276,6 +258,8 @@ class Gateway:
         return self._ledger.knows_call(request_id)
 
     def is_ready(self) -> bool:
+        if self._is_closing:
+            return False
         if any(state.connected for state in self._ledger.view.present(time.monotonic()).states):
             return True
         return self._scaling.row().config.min_replicas == 0 and not self._watch.start_failure()
@@ -327,8 +311,7 @@ class Gateway:
 
     def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""
-        if self._http_task.done():
-            raise RuntimeError(f"the HTTP server has ended: {self._http_task}")
+        self._ingress.check_health()
         for task in (self._watch_task, self._export_task):
             if task.done():
                 raise RuntimeError(f"the gateway's {task.get_name()} has ended: {task}")
@@ -336,13 +319,12 @@ class Gateway:
         self._scaling.check_health()
 
     async def __del__(self) -> None:
-        """Serve awaits this after its own drain: let streams finish, then close."""
-        if hasattr(self, "_http_task"):
-            await self._grpc_server.stop(SHUTDOWN_S)
+        """Serve awaits this after its own drain: let answers finish, then close."""
+        if hasattr(self, "_ingress"):
+            self._is_closing = True
+            await self._ingress.close(self._observer.drain(self._settings.drain_timeout_s))
             self._watch_task.cancel()
             self._export_task.cancel()
-            self._http_server.should_exit = True
-            await self._http_task
             await self._scaling.close()
             await self._ledger.close()
             if self._tracer is not None:

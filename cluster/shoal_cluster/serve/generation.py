@@ -61,7 +61,7 @@ class Generation:
         self.num_resumes = 0
         self._chunks: deque[Chunk] = deque()
         self._ready = asyncio.Event()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._legs: set[asyncio.Task[None]] = set()
         self._gone: set[str] = set()  # replicas that cannot finish what they took
 
@@ -74,7 +74,7 @@ class Generation:
         """
         error = DeadlineExceeded(f"the request was not finished after {timeout_s:g} s")
         self._deadline_s = self._times.arrived_s + timeout_s
-        deadline = self._loop.call_later(self._deadline_s - time.monotonic(), self._fail, error)
+        deadline = self._loop.call_later(self._deadline_s - time.monotonic(), self.fail, error)
         refused_before = self._ledger.routes.refusal_of(self._request.request_id)
         self._start_leg(self._request, range(len(self._outputs)), 0)
         try:
@@ -87,8 +87,8 @@ class Generation:
                         yield replace(chunk, usage=self.usage())
                         return
                     yield chunk
-                if self._failure is not None:
-                    raise self._failure
+                if self.failure is not None:
+                    raise self.failure
         finally:
             deadline.cancel()
             if not self._is_done:  # else their calls are returning: to cancel one would count as its failure
@@ -101,7 +101,7 @@ class Generation:
         Whoever refuses a call keeps that itself: then there is more than the refusal of a former call of this id. Of a
         call whose id another one has nothing is kept: that is the one who is asked for.
         """
-        routes, call_id, error = self._ledger.routes, self._request.request_id, self._failure
+        routes, call_id, error = self._ledger.routes, self._request.request_id, self.failure
         if isinstance(error, InvalidArgument) and error.field == "request_id":
             return
         was_placed = any(leg.replica_id for leg in self._times.legs) or routes.of_call(call_id)
@@ -158,7 +158,7 @@ class Generation:
     def _end_leg(self, task: asyncio.Task[None]) -> None:
         self._legs.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+            self.fail(error)
 
     async def _run_leg(self, request: Request, indexes: range, num_resumes: int) -> None:
         """Place a request until a replica takes it, and see it to its end or hand it on."""
@@ -257,7 +257,7 @@ class Generation:
         try:
             self._take(leg, replica_id, delta)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def _take(self, leg: LegTimes, replica_id: str, delta: TokenDelta) -> None:
         """Pass a delta on to the client."""
@@ -289,9 +289,10 @@ class Generation:
         )
         self._ready.set()
 
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
+    def fail(self, error: BaseException) -> None:
+        """End the call with ``error``, which ``chunks`` raises; not where it has failed already."""
+        if self.failure is None:
+            self.failure = error
             if not self._is_done:  # its client may be long in reading: nobody else is to wait for that
                 for leg in self._legs:
                     leg.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -24,7 +25,6 @@ from shoal_cluster.serve.request_id import new_request_id
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import ShoalError
 
-SHUTDOWN_S = 5
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH)
@@ -91,14 +91,14 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
     return app
 
 
-def http_config(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> uvicorn.Config:
-    """How the application is served."""
+def http_config(core: HttpCore, max_body_bytes: int, shutdown_s: float) -> uvicorn.Config:
+    """How the application is served; what is under way has ``shutdown_s`` to end, in whole seconds."""
     return uvicorn.Config(
         build_http_app(core, max_body_bytes),
         log_config=None,
         access_log=False,
         lifespan="on",
-        timeout_graceful_shutdown=SHUTDOWN_S,
+        timeout_graceful_shutdown=math.ceil(shutdown_s),
     )
 
 

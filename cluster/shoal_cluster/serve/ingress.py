@@ -1,0 +1,86 @@
+"""The gateway's two servers, gRPC and HTTP: opened together, and closed without cutting the answers under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+import grpc
+import uvicorn
+
+from shoal_cluster.addresses import listen
+from shoal_cluster.config import GatewaySettings
+from shoal_cluster.serve.grpc_service import start_grpc_server
+from shoal_cluster.serve.http_api import HttpCore, http_config
+from shoal_replica.errors import ConfigError
+
+SHUTDOWN_S = 5.0
+"""For what is still open once no answer is under way: dashboards, health watchers, clients that do not read."""
+
+LAST_BYTES_S = 1.0
+"""Of those, for HTTP to send the end of the last answers."""
+
+
+class Ingress:
+    """Made by ``open``. Both ports are known from then on."""
+
+    def __init__(
+        self,
+        grpc_server: grpc.aio.Server,
+        grpc_port: int,
+        http_server: uvicorn.Server,
+        http_port: int,
+        http_task: asyncio.Task[None],
+        shutdown_s: float,
+    ) -> None:
+        self.grpc_port = grpc_port
+        self.http_port = http_port
+        self._grpc_server = grpc_server
+        self._http_server = http_server
+        self._http_task = http_task
+        self._shutdown_s = shutdown_s
+
+    @classmethod
+    async def open(cls, core: HttpCore, settings: GatewaySettings) -> Ingress:
+        """Serve ``core`` at the addresses of ``settings``.
+
+        Raises:
+            ConfigError: one of them cannot be bound.
+        """
+        share_port = settings.num_replicas > 1
+        grpc_server, grpc_port = await start_grpc_server(
+            core, settings.grpc_address, settings.max_request_bytes, share_port=share_port
+        )
+        try:
+            listener = listen(settings.http_address, share_port=share_port)
+        except OSError as error:
+            await grpc_server.stop(None)
+            raise ConfigError(f"http_address: cannot listen on {settings.http_address!r}: {error.strerror}") from None
+        http_port: int = listener.getsockname()[1]
+        shutdown_s = settings.drain_timeout_s + SHUTDOWN_S
+        http_server = uvicorn.Server(http_config(core, settings.max_request_bytes, shutdown_s))
+        serving = http_server.serve(sockets=[listener])
+        http_task = asyncio.get_running_loop().create_task(serving, name="shoal-http")
+        return cls(grpc_server, grpc_port, http_server, http_port, http_task, shutdown_s)
+
+    def check_health(self) -> None:
+        """Raises RuntimeError once the HTTP server has ended by itself."""
+        if self._http_task.done():
+            raise RuntimeError(f"the HTTP server has ended: {self._http_task}")
+
+    async def close(self, drained: Awaitable[None]) -> None:
+        """Stop accepting at once, so that another gateway may take the ports; end what is open when no answer is.
+
+        Args:
+            drained: returns when no answer is under way any more.
+        """
+        grpc_ends = asyncio.ensure_future(self._grpc_server.stop(self._shutdown_s))
+        self._http_server.should_exit = True
+        await drained
+        await asyncio.gather(grpc_ends, self._grpc_server.stop(SHUTDOWN_S), self._end_http())
+
+    async def _end_http(self) -> None:
+        await asyncio.wait((self._http_task,), timeout=LAST_BYTES_S)
+        for task in tuple(self._http_server.server_state.tasks):
+            task.cancel()
+        await self._http_task

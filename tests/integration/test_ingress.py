@@ -1,0 +1,128 @@
+"""Both servers of a gateway, opened and closed together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import httpx
+import pytest
+from fixtures.fake_gateway import FakeGateway
+from fixtures.waiting import until
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shoal_cluster.addresses import listen
+from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.config import GatewaySettings
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve.call_observer import CallObserver
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_cluster.serve.ingress import Ingress
+from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.metrics.gateway import GatewayMetrics
+from shoal_replica.errors import ConfigError, Unavailable
+from shoal_replica.sampling_params import SamplingParams
+
+FREE = GatewaySettings(grpc_address="127.0.0.1:0", http_address="127.0.0.1:0", drain_timeout_s=30)
+
+
+def make_call(request_id: str = "a") -> GenerateCall:
+    return GenerateCall(request_id=request_id, text="x", sampling_params=SamplingParams())
+
+
+@asynccontextmanager
+async def opened(core: FakeGateway) -> AsyncIterator[Ingress]:
+    ingress = await Ingress.open(core, FREE)
+    try:
+        yield ingress
+    finally:
+        await ingress.close(asyncio.sleep(0))
+
+
+async def test_answers_under_way_are_finished_while_nothing_new_is_taken() -> None:
+    core = FakeGateway()
+    core.gate.clear()
+    ingress = await Ingress.open(core, FREE)
+    channel = GatewayClient(f"127.0.0.1:{ingress.grpc_port}")
+    async with channel, httpx.AsyncClient(base_url=f"http://127.0.0.1:{ingress.http_port}", timeout=30) as http:
+
+        async def rpc() -> str:
+            return "".join([chunk.text async for chunk in channel.generate(make_call())])
+
+        body = {"prompt": "x", "stream": True}
+        web = asyncio.create_task(http.post("/v1/completions", json=body))
+        answers = asyncio.create_task(rpc())
+        await until(lambda: core.num_open == 2)
+
+        async def drained() -> None:
+            await until(lambda: core.num_open == 0)
+
+        closing = asyncio.create_task(ingress.close(drained()))
+        await until(lambda: is_free(ingress.http_port) and is_free(ingress.grpc_port))
+        with pytest.raises(httpx.ConnectError):
+            async with httpx.AsyncClient() as late:
+                await late.get(f"http://127.0.0.1:{ingress.http_port}/healthz")
+        assert core.num_open == 2
+        assert not closing.done()
+        core.gate.set()
+        assert await answers == core.text
+        assert (await web).text.endswith("data: [DONE]\n\n")
+        await closing
+
+
+def is_free(port: int) -> bool:
+    try:
+        listen(f"127.0.0.1:{port}").close()
+    except OSError:
+        return False
+    return True
+
+
+async def test_dashboards_and_health_watchers_hold_nothing_up() -> None:
+    core = FakeGateway()
+    ingress = await Ingress.open(core, FREE)
+    base_url = f"http://127.0.0.1:{ingress.http_port}"
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{ingress.grpc_port}") as channel,
+        httpx.AsyncClient(base_url=base_url, timeout=30) as http,
+        http.stream("GET", "/dashboard/stream") as dashboard,
+    ):
+        lines = dashboard.aiter_lines()
+        await anext(lines)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
+        await watch.read()
+        started_s = time.monotonic()
+        await ingress.close(asyncio.sleep(0))
+        assert time.monotonic() - started_s < 15  # not the 35 s that answers would have
+
+
+async def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
+    core = FakeGateway()
+    async with opened(core) as ingress:
+        taken = FREE.model_copy(update={"http_address": f"127.0.0.1:{ingress.http_port}"})
+        with pytest.raises(ConfigError, match="http_address: cannot listen on"):
+            await Ingress.open(core, taken)
+
+
+async def test_calls_that_outlast_the_drain_are_told_why() -> None:
+    metrics = GatewayMetrics("test", LatencyWindow(LatencyObjective()))
+    ledger = GatewayLedger("test", RouteWeights())
+    observer = CallObserver(metrics, ledger.journal)
+    await asyncio.wait_for(observer.drain(60), 5)
+    failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    async def call() -> None:
+        with observer.observe(make_call()) as watch:
+            watch.fail = failed.set_result
+            raise await failed
+
+    running = asyncio.create_task(call())
+    await until(lambda: metrics.num_active == 1)
+    await asyncio.wait_for(observer.drain(0.05), 5)
+    with pytest.raises(Unavailable, match=r"this gateway has stopped, and the answer was not finished within 0\.05 s"):
+        await running
+    await ledger.close()

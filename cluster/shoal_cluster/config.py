@@ -36,11 +36,13 @@ def _address(value: str) -> str:
 Address = Annotated[str, AfterValidator(_address)]
 
 
-class _Settings(BaseModel):
+class Settings(BaseModel):
+    """Keys of a YAML: unknown ones are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class ReplicaSettings(_Settings):
+class ReplicaSettings(Settings):
     """One replica: its engine and what it takes of a node."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -124,7 +126,7 @@ class ReplicaSettings(_Settings):
         return self
 
 
-class ScheduleSettings(_Settings):
+class ScheduleSettings(Settings):
     """A minimum by the clock; see policies.autoscaling_config.Schedule."""
 
     cron: str
@@ -133,7 +135,7 @@ class ScheduleSettings(_Settings):
     timezone: str = "UTC"
 
 
-class ScalingSettings(_Settings):
+class ScalingSettings(Settings):
     """Bounds of the replica count and when to move within them; see policies.autoscaling_config.ScaleConfig."""
 
     min_replicas: int = 1
@@ -146,7 +148,7 @@ class ScalingSettings(_Settings):
     schedules: tuple[ScheduleSettings, ...] = ()
 
 
-class ObjectiveSettings(_Settings):
+class ObjectiveSettings(Settings):
     """What clients should not have to wait longer for. A request is within the objective when it meets both. For its
     turn and for ``shed_late`` a first token is due twice its own prefill later, as long prompts cannot be sooner.
     """
@@ -155,7 +157,7 @@ class ObjectiveSettings(_Settings):
     inter_token_s: float = Field(0.2, gt=0, description="between two tokens of a sequence, its mean")
 
 
-class GatewaySettings(_Settings):
+class GatewaySettings(Settings):
     """The front door. A port of 0 takes a free one."""
 
     grpc_address: Address = DEFAULT_GRPC_ADDRESS
@@ -175,14 +177,14 @@ class GatewaySettings(_Settings):
     admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")
 
 
-class LogSettings(_Settings):
+class LogSettings(Settings):
     """What gateway and replicas write to standard error: one line for each request, and whatever goes wrong."""
 
     format: Literal["json", "text"] = "json"
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class TraceSettings(_Settings):
+class TraceSettings(Settings):
     """OpenTelemetry. Without an endpoint nothing is traced, and nothing is paid."""
 
     otlp_endpoint: str | None = Field(
@@ -191,7 +193,7 @@ class TraceSettings(_Settings):
     sampled_share: float = Field(1.0, ge=0, le=1, description="of requests whose caller has not decided")
 
 
-class ClusterConfig(_Settings):
+class ClusterConfig(Settings):
     """Everything under ``args``."""
 
     model: str = Field(min_length=1)
@@ -209,7 +211,7 @@ class ClusterConfig(_Settings):
         try:
             config = cls.model_validate(args)
         except ValidationError as error:
-            raise ConfigError("; ".join(_line(e) for e in error.errors())) from None
+            raise ConfigError("; ".join(error_line(e) for e in error.errors())) from None
         for section, check in (("replica", config.replica.scheduler_config), ("scaling", config.scale_config)):
             try:
                 check()
@@ -233,8 +235,9 @@ class ClusterConfig(_Settings):
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _line(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"]) or "args"
+def error_line(error: Any, *section: str) -> str:
+    """One of pydantic's errors, in that section: the key, what was given, and what is allowed."""
+    key = ".".join(str(part) for part in (*section, *error["loc"])) or "args"
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key"
     if error["type"] == "missing":

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.serve.deployment_watch import error_line
+from shoal_cluster.user_config import UserConfig
 from shoal_replica.errors import ConfigError, NotFound, Unavailable
 
+GATEWAY = "Gateway"
 APP_IMPORT_PATH = "shoal_cluster.serve.app:build"
 DEPLOY_TIMEOUT_S = 300.0
 POLL_S = 0.25
@@ -41,7 +43,8 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
 
     Raises:
         NotFound: no such file.
-        ConfigError: it is not YAML, holds no Shoal application, or its ``args`` are wrong.
+        ConfigError: it is not YAML, holds no Shoal application, or its ``args`` or the gateway's ``user_config`` are
+            wrong.
     """
     if not path.is_file():
         raise NotFound(f"no file {str(path)!r}")
@@ -49,19 +52,29 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    arguments = arguments_of(document)
-    if arguments is None:
+    application = _application(document)
+    if application is None:
         raise ConfigError(f"{path}: no application with import_path {APP_IMPORT_PATH!r}")
-    return document, ClusterConfig.from_args(arguments)
+    config = ClusterConfig.from_args(application["args"])
+    for deployment in application.get("deployments") or ():
+        if isinstance(deployment, dict) and deployment.get("name") == GATEWAY:
+            UserConfig.from_dict(deployment.get("user_config") or {}, config)
+    return document, config
 
 
 def arguments_of(document: object) -> dict[str, Any] | None:
     """The ``args`` of the Shoal application in a Serve document, to be read or changed; None where there is none."""
+    application = _application(document)
+    return None if application is None else application["args"]
+
+
+def _application(document: object) -> dict[str, Any] | None:
+    """Shoal's in a Serve document, with ``args`` that may be empty."""
     applications = document.get("applications") if isinstance(document, dict) else None
     for application in applications if isinstance(applications, list) else ():
         if isinstance(application, dict) and application.get("import_path") == APP_IMPORT_PATH:
             application["args"] = application.get("args") or {}
-            return cast("dict[str, Any]", application["args"])
+            return cast("dict[str, Any]", application)
     return None
 
 

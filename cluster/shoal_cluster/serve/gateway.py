@@ -16,7 +16,6 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import tunable
-from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.policies.objective import LatencyObjective as DueDates
 from shoal_cluster.policies.pending import HoldConfig, PendingRequest
@@ -49,6 +48,7 @@ from shoal_cluster.serve.scaling_desk import ScalingDesk
 from shoal_cluster.serve.serve_details import serve_details
 from shoal_cluster.serve.serve_gateways import ServeGateways
 from shoal_cluster.serve.serve_placement import ServePlacement
+from shoal_cluster.user_config import UserConfig
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument, NotFound
@@ -117,16 +117,13 @@ class Gateway:
         self._ledger.journal.note(EventKind.DEPLOYED, f"this gateway has started: {config.name} on {bounds}")
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve hands over ``user_config`` without replacing the gateway: ``routing`` holds RouteWeights' fields and
-        the name of another ``rule``, ``scaling`` those of ``args.scaling`` that differ.
+        """Serve hands over ``user_config`` without replacing the gateway. Raises ConfigError, and then nothing changes:
+        Serve stops this gateway and starts others, which fail alike, so ``shoal deploy`` checks it before.
         """
-        unknown = user_config.keys() - {"routing", "scaling"}
-        if unknown:
-            raise ValueError(f"user_config: unknown key {sorted(unknown)[0]!r}; the keys are 'routing' and 'scaling'")
-        self._scaling.rebase(self._config.with_scaling(user_config.get("scaling", {})).scale_config())
-        routing = dict(user_config.get("routing", {}))
-        self._ledger.use_rule(routing.pop("rule", OWN_RULE))
-        weights = RouteWeights(**routing)
+        told = UserConfig.from_dict(user_config, self._config)
+        self._scaling.rebase(self._config.with_scaling(told.scaling).scale_config())
+        self._ledger.use_rule(told.routing.rule)
+        weights = told.routing.weights
         if weights != self._ledger.weights:
             self._ledger.journal.note(EventKind.CHANGED, f"routing: {weights}")
         self._ledger.weights = weights

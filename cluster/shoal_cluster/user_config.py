@@ -1,0 +1,56 @@
+"""The gateway's ``user_config``: what Serve hands over to a running gateway, without a new version of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+
+from shoal_cluster.config import ClusterConfig, Settings, error_line
+from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS
+from shoal_cluster.policies.routing import MAX_PRICE, RouteWeights
+from shoal_replica.errors import ConfigError
+
+_DEFAULTS = RouteWeights()
+
+
+class RoutingSettings(Settings):
+    """How requests are placed: RouteWeights' fields, and another rule than Shoal's own."""
+
+    rule: str = OWN_RULE
+    prefill_price: float = Field(_DEFAULTS.prefill_price, ge=0, le=MAX_PRICE)
+    decode_price: float = Field(_DEFAULTS.decode_price, ge=0, le=MAX_PRICE)
+
+    @field_validator("rule")
+    @classmethod
+    def _is_a_rule(cls, value: str) -> str:
+        if value not in ROUTINGS:
+            raise ValueError(f"got {value!r}; must be one of {', '.join(ROUTINGS)}")
+        return value
+
+    @property
+    def weights(self) -> RouteWeights:
+        return RouteWeights(prefill_price=self.prefill_price, decode_price=self.decode_price)
+
+
+class UserConfig(Settings):
+    """``scaling`` holds those keys of ``args.scaling`` that differ."""
+
+    routing: RoutingSettings = RoutingSettings()
+    scaling: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, user_config: dict[str, Any], config: ClusterConfig) -> UserConfig:
+        """Validate it beside the application's ``config``.
+
+        Raises:
+            ConfigError: one line that names each wrong key, its value and the limit.
+        """
+        try:
+            told = cls.model_validate(user_config)
+            config.with_scaling(told.scaling)
+        except ValidationError as error:
+            raise ConfigError("; ".join(error_line(e, "user_config") for e in error.errors())) from None
+        except ConfigError as error:
+            raise ConfigError(f"user_config.{error}") from None
+        return told

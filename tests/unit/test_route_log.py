@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from fixtures.cluster_views import make_query, make_row
+from fixtures.cluster_views import make_query, make_row, make_stats
 
 from shoal_cluster.policies.admission import Admission, AdmissionLimits, AdmissionRecord
 from shoal_cluster.policies.candidates import Candidates
@@ -15,7 +16,7 @@ from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
 from shoal_cluster.serve import route_log
 from shoal_cluster.serve.explanation import Refusal
-from shoal_cluster.serve.route_log import MAX_BEHIND, RouteLog
+from shoal_cluster.serve.route_log import BYTES_PER_HASH, BYTES_PER_STATS, MAX_BEHIND, RouteLog
 
 CANDIDATES = Candidates.of([make_row("a"), make_row("b")])
 QUERY = make_query()
@@ -30,9 +31,11 @@ def record(request_id: str, passed: tuple[tuple[str, int], ...]) -> RouteRecord:
 def test_what_requests_pass_counts_as_memory_of_records_and_looks() -> None:
     log = RouteLog()
     log.add(record("one", ()))
-    before = log.num_bytes
+    log.trim()
+    before = log.num_bytes - 2 * BYTES_PER_STATS
     log.add(record("other", PASSING.passed))
-    assert log.num_bytes == 2 * before + 2 * BYTES_PER_PASSED
+    log.trim()
+    assert log.num_bytes == 2 * BYTES_PER_STATS + 2 * before + 2 * BYTES_PER_PASSED
     matched = np.zeros(2, np.int64)
     seen = Considered(QUERY, 0.0, matched), Considered(PASSING, 0.0, matched)
     look = Look(CANDIDATES, RouteWeights(), 1.0, False, seen, {}, ())
@@ -49,6 +52,21 @@ def test_records_that_pass_many_push_out_older_ones() -> None:
     assert len(log) == 2
     assert log.of_call("call4")
     assert not log.of_call("call2")
+
+
+def test_what_replicas_have_said_since_the_last_record_counts_as_its_memory() -> None:
+    """Measured beside the process: with 64 replicas that report between any two decisions."""
+    tracemalloc.start()
+    log, max_bytes = RouteLog(max_bytes=2**22), 2**22
+    for number in range(300):
+        told = [make_stats(time_s=number + place / 64, token_s=1e-4 * (number + place)) for place in range(64)]
+        rows = [make_row(f"{place:02}", stats) for place, stats in enumerate(told)]
+        log.add(decide(make_query(request_id=f"call{number}"), Candidates.of(rows), RouteWeights(), seed=0, time_s=0.0))
+    log.trim()
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert max_bytes / 2 < log.num_bytes <= max_bytes
+    assert taken < 2 * max_bytes
 
 
 def test_nobody_has_to_trim() -> None:
@@ -82,7 +100,9 @@ def test_a_refusal_among_calls_of_which_nothing_is_kept_is_found() -> None:
 def test_refusals_with_records_take_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     log = RouteLog()
     full = AdmissionRecord(QUERY, CANDIDATES, AdmissionLimits(), 0, 0, None, 5.0, Admission(False, "full", 1.0))
-    monkeypatch.setattr(route_log, "MAX_REFUSAL_BYTES", 3 * route_log._size(full))
+    one = BYTES_PER_HASH * len(QUERY.block_hashes) + CANDIDATES.num_bytes
+    monkeypatch.setattr(route_log, "MAX_REFUSAL_BYTES", 3 * one)
+    monkeypatch.setattr(route_log, "BYTES_PER_STATS", 0)
     for number in (0, 1, 2, 3, 4, 4):
         log.refuse(Refusal(float(number), f"call{number}", "full", 1.0, (), full))
     log.refuse(Refusal(5.0, "call5", "given up", 0.0, ()))

@@ -216,7 +216,7 @@ class Candidates:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the arrays; what they describe is shared with other snapshots."""
+        """Memory of the arrays, without ``stats``: other snapshots share those of replicas that say no more."""
         return len(self.replica_ids) * BYTES_EACH
 
     def view(self, replica_id: str) -> ReplicaView:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Sequence
+from operator import is_not
 
 from shoal_cluster.policies.admission import AdmissionRecord
 from shoal_cluster.policies.look import Look
@@ -11,6 +13,7 @@ from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.call import MAX_PROMPTS
 from shoal_cluster.serve.explanation import Explanation, Refusal, SentBy
+from shoal_replica.stats import ReplicaStats
 
 MAX_REQUESTS = 4096
 MAX_BYTES = 128 * 2**20
@@ -20,6 +23,17 @@ MAX_REFUSALS = 4096
 MAX_REFUSAL_BYTES = 32 * 2**20
 MAX_BEHIND = 64  # decisions after which the log is trimmed by itself
 BYTES_PER_HASH = 57  # a bytes object of 16 and its place in a tuple
+BYTES_PER_STATS = 1_200  # what a replica said last, with its numbers: measured 1 100 to 1 250
+
+
+class _Kept:
+    """A record and, once it is measured, about what it takes beside those kept before it."""
+
+    __slots__ = ("num_bytes", "record")
+
+    def __init__(self, record: RouteRecord) -> None:
+        self.record = record
+        self.num_bytes = 0
 
 
 class RouteLog:
@@ -32,9 +46,11 @@ class RouteLog:
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._records: OrderedDict[str, list[RouteRecord]] = OrderedDict()
+        self._records: OrderedDict[str, list[_Kept]] = OrderedDict()
+        self._unmeasured: list[_Kept] = []
+        self._measured: Sequence[ReplicaStats | None] = ()  # of the record that was measured last
         self._looks: OrderedDict[str, tuple[Look, int]] = OrderedDict()  # by request id, with its size
-        self._refusals: OrderedDict[str, Refusal] = OrderedDict()  # by call, the last of each
+        self._refusals: OrderedDict[str, tuple[Refusal, int]] = OrderedDict()  # by call, the last; with its size
         self._num_look_bytes = 0
         self._num_refusal_bytes = 0
         self._num_behind = 0
@@ -45,17 +61,19 @@ class RouteLog:
 
     def add(self, record: RouteRecord) -> None:
         """Keep ``record``."""
-        call_id = record.query.request_id.partition("#")[0]
-        self.num_bytes += _size(record)
+        call_id, kept = record.query.request_id.partition("#")[0], _Kept(record)
+        self._unmeasured.append(kept)
         if (records := self._records.get(call_id)) is None:
-            self._records[call_id] = [record]
+            self._records[call_id] = [kept]
         else:
-            records.append(record)
+            records.append(kept)
             if len(records) > MAX_RECORDS_PER_REQUEST:
+                self._measure()
                 dropped = records.pop(1)  # the first answer and the last ones tell
-                self.num_bytes -= _size(dropped)
-                if all(kept.query.request_id != dropped.query.request_id for kept in records):
-                    self._forget_look(dropped.query.request_id)
+                self.num_bytes -= dropped.num_bytes
+                request_id = dropped.record.query.request_id
+                if all(other.record.query.request_id != request_id for other in records):
+                    self._forget_look(request_id)
             self._records.move_to_end(call_id)
         self._num_behind += 1
         if self._num_behind > MAX_BEHIND:
@@ -73,27 +91,44 @@ class RouteLog:
         """Keep why a request was refused or given up, the last for each call; the oldest are forgotten first."""
         call_id = refusal.request_id.partition("#")[0]
         if (before := self._refusals.pop(call_id, None)) is not None:
-            self._num_refusal_bytes -= _refusal_size(before)
-        self._refusals[call_id] = refusal
-        self._num_refusal_bytes += _refusal_size(refusal)
+            self._num_refusal_bytes -= before[1]
+        num_bytes = 0 if refusal.record is None else self._size(refusal.record)
+        self._refusals[call_id] = refusal, num_bytes
+        self._num_refusal_bytes += num_bytes
         while len(self._refusals) > MAX_REFUSALS or (
             self._num_refusal_bytes > MAX_REFUSAL_BYTES and len(self._refusals) > 1
         ):
-            self._num_refusal_bytes -= _refusal_size(self._refusals.popitem(last=False)[1])
+            self._num_refusal_bytes -= self._refusals.popitem(last=False)[1][1]
 
     def refusal_of(self, call_id: str) -> Refusal | None:
         """Why a call was refused or given up, if it was."""
-        return self._refusals.get(call_id)
+        refusal, _ = self._refusals.get(call_id, (None, 0))
+        return refusal
 
     def trim(self) -> None:
         """Forget what is too much."""
+        self._measure()
         self._num_behind = 0
         while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
-            for record in self._records.popitem(last=False)[1]:
-                self.num_bytes -= _size(record)
-                self._forget_look(record.query.request_id)
+            for kept in self._records.popitem(last=False)[1]:
+                self.num_bytes -= kept.num_bytes
+                self._forget_look(kept.record.query.request_id)
         while len(self._looks) > self._max_requests or (self._num_look_bytes > MAX_LOOK_BYTES and len(self._looks) > 1):
             self._num_look_bytes -= self._looks.popitem(last=False)[1][1]
+
+    def _measure(self) -> None:
+        for kept in self._unmeasured:
+            kept.num_bytes = self._size(kept.record)
+            self.num_bytes += kept.num_bytes
+        self._unmeasured.clear()
+
+    def _size(self, record: RouteRecord | AdmissionRecord) -> int:
+        """About: what replicas said is shared with the record before, but for those that have spoken since."""
+        query, stats = record.query, record.replicas.stats
+        num_new = sum(map(is_not, stats, self._measured)) if len(stats) == len(self._measured) else len(stats)
+        self._measured = stats
+        num_bytes = BYTES_PER_HASH * len(query.block_hashes) + BYTES_PER_PASSED * len(query.passed)
+        return num_bytes + record.replicas.num_bytes + BYTES_PER_STATS * num_new
 
     def _forget_look(self, request_id: str) -> None:
         """Without its record nobody would find it, and it holds on to prompts' hashes."""
@@ -106,7 +141,7 @@ class RouteLog:
 
     def of_call(self, call_id: str) -> list[RouteRecord]:
         """Those kept for a call, oldest first: the first and the last few."""
-        return list(self._records.get(call_id, ()))
+        return [kept.record for kept in self._records.get(call_id, ())]
 
     def of_request(self, request_id: str) -> Explanation:
         """What is kept of a client's request: of the call of that id, or of its calls where it had several prompts."""
@@ -118,7 +153,7 @@ class RouteLog:
     def _explain(self, call_id: str) -> Explanation:
         records = self.of_call(call_id)
         looks = dict.fromkeys(record.query.request_id for record in records)
-        refusal = self._refusals.get(call_id)
+        refusal = self.refusal_of(call_id)
         return Explanation(
             records=tuple(records),
             looks=tuple(SentBy(name, look.queue()) for name in looks if (look := self.look_of(name)) is not None),
@@ -128,15 +163,5 @@ class RouteLog:
     def recent(self, limit: int) -> list[RouteRecord]:
         """The last of all calls, newest first."""
         calls = itertools.islice(reversed(self._records.values()), limit)
-        records = sorted(itertools.chain.from_iterable(calls), key=lambda record: record.time_s, reverse=True)
-        return records[:limit]
-
-
-def _refusal_size(refusal: Refusal) -> int:
-    return 0 if refusal.record is None else _size(refusal.record)
-
-
-def _size(record: RouteRecord | AdmissionRecord) -> int:
-    query = record.query
-    num_bytes = BYTES_PER_HASH * len(query.block_hashes) + BYTES_PER_PASSED * len(query.passed)
-    return num_bytes + record.replicas.num_bytes
+        records = [kept.record for kept in itertools.chain.from_iterable(calls)]
+        return sorted(records, key=lambda record: record.time_s, reverse=True)[:limit]

@@ -14,7 +14,9 @@ from fixtures.cluster_views import make_stats
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
+from shoal_cluster.policies.autoscaling import replay
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_observe import MAX_AGE_S
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
 from shoal_cluster.serve.autoscaler import MAX_REPORT_AGE_S, BlockScaling, ledger_metrics
 from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard, Tuning
@@ -24,7 +26,7 @@ from shoal_replica.stats import ReplicaStats
 pytestmark = pytest.mark.integration  # it needs Ray's types, and no cluster
 BASE = ScaleConfig(min_replicas=1, max_replicas=9, downscale_delay_s=0.0, headroom=0.0, burst_memory_s=0.0)
 DEPLOYMENT = DeploymentID(name="ReplicaServer", app_name="app")
-FRESH_S = time.time() + 3600  # of replicas: the clock runs on while a test does
+AHEAD_S = time.time() + 3600
 
 
 class DictStore(dict[str, bytes]):
@@ -62,13 +64,20 @@ class Controller:
         self.board.put_report(GatewayReport(gateway_id=gateway_id, **(fields | changes)))
         self.link.meet()
 
-    def ask(self, *ledgers: dict[str, float], target: int | None = None, max_replicas: int = 1000) -> int:
-        """What the policy wants when replicas r0, r1, ... have recorded these numbers."""
+    def ask(
+        self,
+        *ledgers: dict[str, float],
+        target: int | None = None,
+        max_replicas: int = 1000,
+        told_s: float | None = None,
+    ) -> int:
+        """What the policy wants when replicas r0, r1, ... have recorded these numbers, now or at ``told_s``."""
+        told_s = time.time() if told_s is None else told_s
         ids = [ReplicaID(f"r{i}", DEPLOYMENT) for i in range(len(ledgers))]
         raw: dict[str, dict[ReplicaID, Sequence[TimeStampedValue]]] = {}
         for replica_id, ledger in zip(ids, ledgers, strict=True):
             for name, value in ledger.items():
-                raw.setdefault(name, {})[replica_id] = [TimeStampedValue(FRESH_S, float(value))]
+                raw.setdefault(name, {})[replica_id] = [TimeStampedValue(told_s, float(value))]
         context = AutoscalingContext(
             deployment_id=DEPLOYMENT,
             deployment_name=DEPLOYMENT.name,
@@ -113,7 +122,8 @@ def test_a_ledger_comes_through_serve_whole(controller: Controller) -> None:
     assert row.stats is not None
     assert msgspec.structs.replace(row.stats, time_s=0.0) == stats
     assert isinstance(row.stats.num_running, int)
-    assert (row.replica_id, row.connected, row.num_reserved_tokens, row.age_s) == ("r0", True, 41, 0.0)
+    assert (row.replica_id, row.connected, row.num_reserved_tokens) == ("r0", True, 41)
+    assert 0.0 <= row.age_s < MAX_AGE_S
 
 
 def test_a_replica_that_has_not_told_all_counts_as_silent(controller: Controller) -> None:
@@ -125,12 +135,45 @@ def test_a_replica_that_has_not_told_all_counts_as_silent(controller: Controller
 
 
 @pytest.mark.parametrize(
-    "change", [{"time_s": FRESH_S - 7200 - MAX_REPORT_AGE_S}, {"time_s": FRESH_S}, {"num_gateways": 2}]
+    "change", [{"time_s": AHEAD_S - 7200 - MAX_REPORT_AGE_S}, {"time_s": AHEAD_S}, {"num_gateways": 2}]
 )
 def test_gateways_that_are_silent_hold_the_count(controller: Controller, change: dict[str, Any]) -> None:
     controller.report(**change)
     assert controller.ask(*[ledger_metrics(make_stats())] * 3) == 3
     assert controller.last.reason == "hold: a gateway does not report"
+
+
+@pytest.mark.parametrize("off_s", [-3600, -15, 15, 3600])
+def test_a_replica_whose_clock_differs_counts_as_long_as_it_goes_on(controller: Controller, off_s: float) -> None:
+    its_s = time.time() + off_s
+    for number, is_heard in ((0, False), (1, True), (2, True)):
+        controller.report()
+        controller.ask(ledger_metrics(make_stats()), told_s=its_s + number)
+        (row,) = controller.last.replicas
+        assert (row.age_s <= MAX_AGE_S) == is_heard
+        assert (controller.last.reason == "hold: 1 of 1 replicas does not report") == (not is_heard)
+
+
+def test_the_newest_settings_hold_while_gateways_are_updated(controller: Controller) -> None:
+    old, new = (replace(BASE, min_replicas=count, max_replicas=count) for count in (2, 8))
+    wanted = []
+    for _ in range(3):
+        for name, base, since_s in (("old", old, 10.0), ("new", new, 20.0)):
+            controller.report(name, num_gateways=2, base=base, base_since_s=since_s)
+            wanted.append(controller.ask(*[ledger_metrics(make_stats())] * 2))
+    assert wanted == [2, 8, 8, 8, 8, 8]
+
+
+def test_what_one_gateway_holds_starts_a_replica_whatever_the_others_are(controller: Controller) -> None:
+    none = replace(BASE, min_replicas=0)
+    controller.report(num_gateways=2, base=none)
+    assert controller.ask(target=0) == 0
+    held = Demand(num_requests=3, num_prompt_tokens=300, num_held=3, num_held_tokens=300)
+    controller.report(num_gateways=2, base=none, demand=held)
+    assert controller.ask(target=0) == 1
+    assert controller.last.reason == "up: 1 needed for requests that are held"
+    (record,) = controller.board.records(0, 1)
+    assert replay(record).num_replicas == 1
 
 
 @pytest.mark.parametrize("off_s", [-3600, 3600])

@@ -44,7 +44,8 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
     delay_s = config.downscale_delay_s * state.patience
     state = state.with_need(now, num_careful, SMALL_STEP_PATIENCE * delay_s)
     if num_needed > view.num_target:
-        why = max(needed, key=lambda name: needed[name]) if needed else "nothing known"
+        nothing = "requests that are held" if load.num_held else "nothing known"
+        why = max(needed, key=lambda name: needed[name]) if needed else nothing
         count, reason = _up(view, state, config, num_needed, why, now)
     else:
         count, reason = _down(view, state, config, num_needed, delay_s, now)
@@ -73,6 +74,7 @@ def scale_record(
         replicas=view.replicas,
         config=config,
         demand=view.demand,
+        partial_demand=view.partial_demand,
         state=state,
     )
 
@@ -85,7 +87,12 @@ def replay(record: ScaleRecord) -> ScaleDecision:
     """
     if record.state is None:
         raise ValueError(f"state: record {record.seq} has none; only records of changes keep it")
-    view = ScaleView(replicas=record.replicas, num_target=record.num_before, demand=record.demand)
+    view = ScaleView(
+        replicas=record.replicas,
+        num_target=record.num_before,
+        demand=record.demand,
+        partial_demand=record.partial_demand,
+    )
     return desired_replicas(view, record.state, record.config, record.time_s)
 
 
@@ -119,10 +126,10 @@ def _down(
     target = view.num_target
     if state.seen_since_s is None:
         num_silent = len(view.replicas) - len(reporting(view.replicas))
-        who = f"{num_silent} of {len(view.replicas)} replicas" if num_silent else "the cluster"
         if view.demand is None:
-            who = "a gateway"
-        return target, f"hold: {who} does not report"
+            return target, "hold: a gateway does not report"
+        who = f"{num_silent} of {len(view.replicas)} replicas" if num_silent else "the cluster"
+        return target, f"hold: {who} {'do' if num_silent > 1 else 'does'} not report"
     peak = state.peak_need(now - delay_s, target)
     if 0 < target - peak < SMALL_STEP * target:
         delay_s *= SMALL_STEP_PATIENCE

@@ -55,7 +55,7 @@ class Load:
 def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float) -> Load:
     """The load, from the snapshot and the samples before it."""
     known = reporting(view.replicas)
-    demand = view.demand or Demand()
+    demand = view.demand or view.partial_demand or Demand()
     recent = state.since(now - SMOOTH_S)
     longer = state.since(now - 3 * LEVEL_S)
     num_arrived = longer[-1].num_requests - longer[0].num_requests if longer else 0

@@ -44,11 +44,13 @@ class ScaleView:
         replicas: every replica that runs; one whose ``stats`` are None, old or not connected counts as silent.
         num_target: the count asked for so far. What it exceeds ``replicas`` by is starting.
         demand: None while any gateway is silent.
+        partial_demand: then, the sum of those that report: what they hold counts, their totals do not.
     """
 
     replicas: tuple[ReplicaView, ...]
     num_target: int
     demand: Demand | None = None
+    partial_demand: Demand | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class ScaleRecord:
         terms: what the decision weighed, by name.
         replicas: every running replica as the decision saw it.
         config: the settings then.
-        demand: what the gateways had seen come.
+        demand, partial_demand: what the gateways had seen come, as in ScaleView.
         state: what was remembered before. None where it was left out: at the faces, and of looks that changed nothing.
     """
 
@@ -79,4 +81,5 @@ class ScaleRecord:
     replicas: tuple[ReplicaView, ...]
     config: ScaleConfig
     demand: Demand | None = None
+    partial_demand: Demand | None = None
     state: ScaleState | None = None

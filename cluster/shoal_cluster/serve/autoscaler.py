@@ -15,6 +15,7 @@ from ray.serve.config import AutoscalingContext
 
 from shoal_cluster.policies.autoscaling import desired_replicas, scale_record
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_observe import MAX_AGE_S
 from shoal_cluster.policies.autoscaling_state import ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord, ScaleView
 from shoal_cluster.policies.view import ReplicaView
@@ -63,6 +64,7 @@ class BlockScaling:
         self._metrics = AutoscalerMetrics()
         self._export = RayExport()
         self._freshness = Freshness(MAX_REPORT_AGE_S)
+        self._replica_freshness = Freshness(MAX_AGE_S)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         link = self._meet(context)
@@ -73,10 +75,14 @@ class BlockScaling:
         reserved = Counter[str]()
         for report in reports:
             reserved.update(report.reserved_tokens)
+        rows = [_row(context, i, reserved[i.unique_id]) for i in context.running_replicas]
+        demand = sum((r.demand for r in reports), Demand())
+        is_whole = bool(reports) and len(reports) >= max(r.num_gateways for r in reports)
         view = ScaleView(
-            replicas=tuple(_row(context, i, reserved[i.unique_id], now) for i in context.running_replicas),
+            replicas=self._aged(rows, now),
             num_target=context.target_num_replicas,
-            demand=_demand(reports),
+            demand=demand if is_whole else None,
+            partial_demand=None if is_whole else demand,
         )
         before = self._state
         decision = desired_replicas(view, before, config, now)
@@ -93,10 +99,21 @@ class BlockScaling:
             weakref.finalize(self, self._link.stop)
         return self._link
 
+    def _aged(self, rows: list[ReplicaView], now: float) -> tuple[ReplicaView, ...]:
+        """With ages. A replica's host may have another time than this one: it reports as long as its clock goes on."""
+        written_s = {row.replica_id: row.stats.time_s for row in rows if row.stats is not None}
+        fresh = self._replica_freshness.look(written_s, now, time.monotonic())
+        aged: list[ReplicaView] = []
+        for row in rows:
+            age_s = 0.0 if row.stats is None else now - row.stats.time_s
+            limits = (0.0, MAX_AGE_S) if row.replica_id in fresh or row.stats is None else (2 * MAX_AGE_S, math.inf)
+            aged.append(replace(row, age_s=min(max(age_s, limits[0]), limits[1])))
+        return tuple(aged)
+
     def _config(self, context: AutoscalingContext, reports: list[GatewayReport]) -> ScaleConfig:
         """The settings in force: a gateway's, tuned; scaled when Serve is told to serve at a part of its capacity."""
         if reports:
-            self._base = max(reports, key=lambda r: r.time_s).base
+            self._base = max(reports, key=lambda r: (r.base_since_s, r.time_s)).base
         config = self._base
         tuning = self._link.inbox.tuning if self._link is not None else None
         if tuning is not None and tuning.base == config:
@@ -115,18 +132,11 @@ class BlockScaling:
             logger.info("scaling %d -> %d: %s", record.num_before, record.num_after, record.reason)
 
 
-def _demand(reports: list[GatewayReport]) -> Demand | None:
-    """The gateways' sums; None unless as many report as there should be."""
-    if not reports or len(reports) < max(r.num_gateways for r in reports):
-        return None
-    return sum((r.demand for r in reports), Demand())
-
-
-def _row(context: AutoscalingContext, replica_id: Any, num_reserved_tokens: int, now: float) -> ReplicaView:
-    """The last numbers a replica has recorded. Stats are None until every one of them has come."""
+def _row(context: AutoscalingContext, replica_id: Any, num_reserved_tokens: int) -> ReplicaView:
+    """The last numbers a replica has recorded, as of the oldest. Stats are None until every one of them has come."""
     metrics = context.raw_metrics or {}
     values: dict[str, float] = {}
-    oldest_s = now
+    oldest_s = math.inf
     for name in LEDGER_FIELDS:
         series = metrics.get(name, {}).get(replica_id)
         if not series:
@@ -136,7 +146,6 @@ def _row(context: AutoscalingContext, replica_id: Any, num_reserved_tokens: int,
     return ReplicaView(
         replica_id=replica_id.unique_id,
         stats=ReplicaStats(time_s=oldest_s, **values),  # type: ignore[arg-type]
-        age_s=max(0.0, now - oldest_s),
         connected=True,
         num_reserved_tokens=num_reserved_tokens,
     )

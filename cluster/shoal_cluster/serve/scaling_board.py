@@ -28,6 +28,8 @@ class GatewayReport(msgspec.Struct, frozen=True):
         time_s: Unix time of the report.
         reserved_tokens: by replica id, prompt tokens sent there that its stats do not count yet.
         base: the settings of the deployment, before any tuning.
+        base_since_s: Unix time since when it has them. While gateways are updated one after another some have older
+            ones: the newest hold.
         num_gateways: how many gateways there should be.
     """
 
@@ -37,6 +39,7 @@ class GatewayReport(msgspec.Struct, frozen=True):
     reserved_tokens: dict[str, int]
     base: ScaleConfig
     num_gateways: int
+    base_since_s: float = 0.0
 
 
 class Tuning(msgspec.Struct, frozen=True):

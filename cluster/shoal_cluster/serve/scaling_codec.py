@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shoal_cluster.policies.autoscaling_config import LIMITS, ScaleConfig, tunable
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
@@ -14,11 +15,12 @@ _RECORD_SCALARS = ("seq", "time_s", "num_before", "num_after", "num_running", "n
 
 
 def scaling_to_proto(row: ScalingRow) -> pb.Scaling:
+    """With the replicas as the current decision saw them only: those of all would be megabytes for a hundred."""
     return pb.Scaling(
         settings=_settings_to_proto(tunable(row.config)),
         tuned=row.tuned,
         current=None if row.current is None else scale_record_to_proto(row.current),
-        records=map(scale_record_to_proto, row.records),
+        records=[scale_record_to_proto(replace(record, replicas=())) for record in row.records],
     )
 
 

@@ -63,7 +63,7 @@ class ScalingDesk:
         self._board = board
         self._ledger = ledger
         self._num_gateways = num_gateways
-        self._base = base
+        self._base, self._base_since_s = base, time.time()
         self._changes: dict[str, float] = {}
         self._current: ScaleRecord | None = None
         self._metrics = AutoscalerMetrics()
@@ -112,7 +112,7 @@ class ScalingDesk:
     def rebase(self, base: ScaleConfig) -> None:
         """The deployment has new settings; tuning of the old ones ends."""
         if base != self._base:
-            self._base, self._changes = base, {}
+            self._base, self._base_since_s, self._changes = base, time.time(), {}
             self._hurry.set()
 
     async def tune(self, changes: Mapping[str, float], *, reset: bool) -> ScalingRow:
@@ -168,6 +168,7 @@ class ScalingDesk:
             reserved_tokens={row.replica_id: row.num_reserved_tokens for row in rows},
             base=self._base,
             num_gateways=self._num_gateways,
+            base_since_s=self._base_since_s,
         )
         last_seq = self._records[-1].seq if self._records else 0
         current, records, tuning = await asyncio.to_thread(self._exchange, report, last_seq)

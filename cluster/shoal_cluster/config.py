@@ -36,6 +36,15 @@ def _address(value: str) -> str:
 Address = Annotated[str, AfterValidator(_address)]
 
 
+def _feed_host(value: str) -> str:
+    if value in ("", "0.0.0.0", "::"):
+        raise ValueError(f"got {value!r}; must be an address that gateways can dial, or 'node' for the node's own")
+    return value
+
+
+FeedHost = Annotated[str, AfterValidator(_feed_host)]
+
+
 class Settings(BaseModel):
     """Keys of a YAML: unknown ones are refused."""
 
@@ -74,7 +83,9 @@ class ReplicaSettings(Settings):
     engine_num_cpus: float = Field(0.5, ge=0, description="of the engine's own process, where there are several ranks")
     resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     max_replicas_per_node: int | None = Field(None, ge=1, le=100)
-    feed_host: str = Field("127.0.0.1", description="where gateways reach the feed; 'node' is the node's own address")
+    feed_host: FeedHost = Field(
+        "127.0.0.1", description="where gateways reach the feed; 'node' is the node's own address"
+    )
     drain_timeout_s: float = Field(60.0, gt=0)
 
     def scheduler_config(self) -> SchedulerConfig:
@@ -175,6 +186,12 @@ class GatewaySettings(Settings):
     )
     shed_late: bool = Field(False, description="refuse calls whose first token could not come within the objective")
     admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")
+
+    @model_validator(mode="after")
+    def _has_two_ports(self) -> Self:
+        if self.grpc_address == self.http_address and not self.http_address.endswith(":0"):
+            raise ValueError(f"http_address is {self.http_address!r}, as grpc_address is; each needs a port of its own")
+        return self
 
 
 class LogSettings(Settings):

@@ -91,11 +91,13 @@ async def test_two_sequences_with_logprobs(generation: generation_pb2_grpc.Gener
         assert all(len(chunk.logprobs[0].top) == 2 for chunk in mine)
 
 
-async def test_metadata_may_name_the_tenant(core: FakeGateway, generation: generation_pb2_grpc.GenerationStub) -> None:
+async def test_the_tenant_of_the_metadata_goes_before_the_messages(
+    core: FakeGateway, generation: generation_pb2_grpc.GenerationStub
+) -> None:
     for request in (generation_pb2.GenerateRequest(text="x"), generation_pb2.GenerateRequest(text="x", tenant="field")):
         async for _ in generation.Generate(request, metadata=(("x-tenant", "metadata"),), timeout=DEADLINE_S):
             pass
-    assert [call.tenant for call in core.calls] == ["metadata", "field"]
+    assert [call.tenant for call in core.calls] == ["metadata", "metadata"]
 
 
 async def test_the_core_gets_what_the_client_asked(

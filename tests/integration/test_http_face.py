@@ -250,6 +250,12 @@ async def test_null_is_as_good_as_nothing(http: httpx.AsyncClient, core: FakeGat
     assert (call.tenant, call.model, call.cache_salt, call.priority) == ("", "", "", 0)
 
 
+async def test_no_alternatives_need_no_log_probabilities(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    body = {"messages": HI, "logprobs": False, "top_logprobs": 0}
+    assert (await http.post(CHAT, json=body)).status_code == 200
+    assert core.calls[-1].sampling_params.logprobs is None
+
+
 async def test_minus_one_is_vllms_word_for_any_seed_and_all_tokens(http: httpx.AsyncClient, core: FakeGateway) -> None:
     assert (await http.post(CHAT, json={"messages": HI, "seed": -1, "top_k": -1})).status_code == 200
     params = core.calls[-1].sampling_params

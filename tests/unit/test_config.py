@@ -334,6 +334,14 @@ class TestClusterConfig:
                 "gateway.grpc_address: got '127.0.0.1:99999'; must be host:port, or [IPv6 address]:port, with",
             ),
             (
+                {"model": "m", "gateway": {"http_address": "127.0.0.1:9000"}},
+                "gateway: http_address is '127.0.0.1:9000', as grpc_address is; each needs a port of its own",
+            ),
+            (
+                {"model": "m", "replica": {"feed_host": "0.0.0.0"}},
+                "replica.feed_host: got '0.0.0.0'; must be an address that gateways can dial, or 'node'",
+            ),
+            (
                 {"model": "m", "gateway": {"http_address": "::1:8000"}},
                 "gateway.http_address: got '::1:8000'; must be host:port, or [IPv6 address]:port",
             ),

@@ -163,3 +163,13 @@ def test_of_more_than_a_message_holds_the_newest_are_told_and_how_many_are_left_
     assert told.left_off.startswith(f"{told.num_left_off} older decisions are left off")
     assert explanation_from_bytes(explanation_to_bytes(Explanation(records[:2]))) == Explanation(records[:2])
     assert Explanation.of([told, told]).num_left_off == 2 * told.num_left_off
+
+
+@pytest.mark.parametrize("prefix", ["", "chatcmpl-", "cmpl-"])
+async def test_the_id_of_an_openai_answer_is_understood(prefix: str) -> None:
+    log, gateways = RouteLog(), Gateways(other=keeping())
+    log.add(record(1.0))
+    assert (await Explainer("own", log.of_request, None).explain(f"{prefix}call")).records == (record(1.0),)
+    with pytest.raises(NotFound, match="'other'"):
+        await Explainer("own", log.of_request, gateways).explain(f"{prefix}other")
+    assert gateways.asked == [f"{prefix}other", "other"][: 1 + bool(prefix)]

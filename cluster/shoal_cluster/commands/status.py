@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
+from shoal_replica.errors import Unavailable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,10 +60,15 @@ async def _watch(address: str) -> None:
     from shoal_cluster.commands.client import GatewayClient
 
     async with GatewayClient(address) as client:
-        with Live(_table(await client.cluster()), auto_refresh=False) as live:
+        shown: Table | str = _table(await client.cluster())
+        with Live(shown, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(WATCH_PERIOD_S)
-                live.update(_table(await client.cluster()), refresh=True)
+                try:
+                    shown = _table(await client.cluster())
+                except Unavailable as error:  # the gateway may be being replaced
+                    shown = f"{error}; trying again"
+                live.update(shown, refresh=True)
 
 
 def _as_json(cluster: ClusterRow) -> dict[str, Any]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shoal_cluster.serve.metrics.tally import Point
 
 MAX_PROMPTS = 128  # of one completion
+CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"  # before the request's id, in the body of OpenAI's answers
 TURN_LENGTH = 64  # characters that take as long as a turn does by itself
 
 

@@ -59,10 +59,11 @@ def call_from_proto(
     request: pb.GenerateRequest,
     fresh_id: str,
     timeout_s: float | None = None,
-    tenant: str = "",
+    tenant: str | None = None,
     trace: TraceContext | None = None,
 ) -> GenerateCall:
-    """What a client asked; ``fresh_id`` names a request that has no id of its own, ``tenant`` one that names none.
+    """What a client asked; ``fresh_id`` names a request that has no id of its own. ``tenant`` comes from the metadata,
+    which a proxy may set, and goes before what the message says.
 
     Raises:
         InvalidArgument: no prompt, or a field outside its limits.
@@ -80,7 +81,7 @@ def call_from_proto(
         token_ids=tuple(request.token_ids.ids) if prompt == "token_ids" else None,
         messages=_messages_from_proto(request.messages) if prompt == "messages" else None,
         priority=request.priority,
-        tenant=request.tenant or tenant,
+        tenant=request.tenant if tenant is None else tenant,
         cache_salt=request.cache_salt,
         timeout_s=timeout_s,
         trace=trace,

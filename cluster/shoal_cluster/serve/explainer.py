@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
+from shoal_cluster.serve.call import CHAT_ID, COMPLETION_ID
 from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_replica.errors import NotFound, Unavailable
@@ -41,7 +42,15 @@ class Explainer:
         self._gateways = gateways
 
     async def explain(self, request_id: str) -> Explanation:
-        """See GatewayCore."""
+        """See GatewayCore. The ``id`` of an OpenAI answer does as well."""
+        try:
+            return await self._explain(request_id)
+        except NotFound:
+            if (bare := request_id.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)) == request_id:
+                raise
+        return await self._explain(bare)
+
+    async def _explain(self, request_id: str) -> Explanation:
         explanation = self._known(request_id)
         if not (explanation.records or explanation.held) and self._gateways is not None:
             try:

@@ -65,7 +65,7 @@ class GenerationService:
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
             request = codec.parse(generation_pb2.GenerateRequest, raw)
-            tenant = headers.get(TENANT_KEY, "")
+            tenant = headers.get(TENANT_KEY)
             return codec.call_from_proto(request, fresh_id, context.time_remaining(), tenant, trace_context(headers))
         except InvalidArgument:
             self._core.refuse_unread()

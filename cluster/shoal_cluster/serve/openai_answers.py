@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from shoal_cluster.serve.call import GatewayCore, GenerateCall, Usage
+from shoal_cluster.serve.call import CHAT_ID, COMPLETION_ID, GatewayCore, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
@@ -32,7 +32,7 @@ class ChatShape:
     """
 
     token_bytes: TokenBytes
-    id_prefix: str = "chatcmpl-"
+    id_prefix: str = CHAT_ID
     whole_object: str = "chat.completion"
     event_object: str = "chat.completion.chunk"
 
@@ -65,7 +65,7 @@ class CompletionShape:
     """How `/v1/completions` spells a choice; see ChatShape."""
 
     token_bytes: TokenBytes
-    id_prefix: str = "cmpl-"
+    id_prefix: str = COMPLETION_ID
     whole_object: str = "text_completion"
     event_object: str = "text_completion"
 

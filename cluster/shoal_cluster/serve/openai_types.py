@@ -189,7 +189,7 @@ class ChatRequest(_Request):
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """The one call that this is. Raises InvalidArgument."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs", self.top_logprobs, "needs logprobs to be true")
         if not self.messages:
             raise InvalidArgument("messages", [], "must have at least one message")

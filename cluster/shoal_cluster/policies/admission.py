@@ -1,4 +1,4 @@
-"""Whether to take a request at all: better an early refusal with a date than a place in a hopeless queue."""
+"""Whether to take a request at all: an early refusal with a retry time beats a place in a hopeless queue."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NO_REPLICA_RETRY_S = 1.0
 class AdmissionLimits:
     """What one replica's queue may hold before it counts as full: prompt tokens to compute, and requests.
 
-    With an ``objective``, a request is refused too once no replica could give its first token in time. That allows for
-    its own prefill at the measured pace and ``pair_s`` for each (token, earlier token) pair, as ``PrefillTime`` has it.
+    With an ``objective``, a request is also refused once no replica could give its first token in time. The objective
+    allows for the request's own prefill: the measured pace, and ``pair_s`` as in ``PrefillTime``.
     """
 
     max_waiting_tokens: int = 262_144
@@ -38,9 +38,9 @@ NO_LIMITS = AdmissionLimits()
 class Admission:
     """The answer.
 
-    ``retry_after_s`` is when a refused request may try again; None when it was admitted, and where that is of no use:
-    it ``never_fits`` (it needs more blocks than any replica has), or is ``never_in_time`` (its deadline is sooner than
-    an idle replica could begin the answer).
+    ``retry_after_s``: seconds after which a refused request may try again; None when it was admitted, and where a retry
+    is of no use: it ``never_fits`` (it needs more blocks than any replica has), or is ``never_in_time`` (its deadline
+    is sooner than an idle replica could begin the answer).
     """
 
     admitted: bool
@@ -57,11 +57,12 @@ def admit(
     num_held_tokens: float = 0,
     num_held: int = 0,
 ) -> Admission:
-    """Admit ``query``, which has just come, if one replica that can ever hold it has a queue under ``limits``.
+    """Admit ``query``, which has just come, if some replica that can ever hold it has a queue under ``limits``.
 
-    Reservations count as queued, and so does each replica's part of ``num_held_tokens``, which other requests held at
-    the gateway have to compute, and of ``num_held``, all requests there. Whether it can be in time only shows while it
-    waits, see ``stay``: of what is before it now, much is due later and goes after it, or is lost and may never go.
+    Reservations count as queued. So does each replica's part of ``num_held_tokens``, which other requests held at the
+    gateway have to compute, and of ``num_held``, the number of these requests. Whether it can be in time only shows
+    while it waits, see ``stay``: much of what is queued now is due later and goes after it, or is lost and may never
+    go.
     """
     told = candidates.told
     if reason := misfit(query, candidates):
@@ -90,10 +91,10 @@ def stay(
     num_held_tokens: float,
     deadline_in_s: float = math.inf,
 ) -> Admission:
-    """Whether a request that has been held for ``waited_s`` may go on waiting: while one replica could still
+    """Whether a request that has been held for ``waited_s`` may go on waiting: as long as some replica could still
     meet both its objective and its deadline.
 
-    ``num_held_tokens``, of all that is held, tell when there will be room.
+    ``num_held_tokens``, of all held requests, determines when a refused one may try again.
     """
     if lateness_s(query, candidates, limits, waited_s, deadline_in_s) <= 0:
         return Admission(True, f"it has waited {waited_s:.1f} s and may go on")
@@ -102,7 +103,7 @@ def stay(
         takes = f"its prompt alone takes {allowed_s + short_s:.3g} s where it takes least"
         reason = f"{takes}, and its deadline is {allowed_s:.3g} s"
         return Admission(False, reason, never_in_time=True)
-    what = "objective or its deadline"  # one of them at each replica
+    what = "objective or its deadline"  # each replica misses one of the two
     if lateness_s(query, candidates, limits, waited_s) > 0:
         what = "objective"
     elif lateness_s(query, candidates, NO_LIMITS, waited_s, deadline_in_s) > 0:
@@ -112,7 +113,7 @@ def stay(
 
 
 class AdmissionRecord(NamedTuple):
-    """An answer with all that made it: ``admit``'s, or ``stay``'s of a request that was held for ``waited_s``."""
+    """An answer with all its inputs: ``admit``'s, or ``stay``'s for a request that was held for ``waited_s``."""
 
     query: RouteQuery
     replicas: Candidates
@@ -132,7 +133,7 @@ class AdmissionRecord(NamedTuple):
 
 
 def misfit(query: RouteQuery, candidates: Candidates) -> str:
-    """Why no replica can ever hold ``query``; empty while one might, as one can of which nothing is known yet."""
+    """Why no replica can ever hold ``query``; empty while one might, as may one of which nothing is known yet."""
     told = candidates.told
     largest = int(told["num_total_blocks"].max(initial=0))
     if not (len(candidates) and told["known"].all()) or query.num_blocks_needed <= largest:
@@ -147,8 +148,9 @@ def lateness_s(
     waited_s: float,
     deadline_in_s: float = math.inf,
 ) -> float:
-    """By how much the first token of a request that has ``waited_s`` would miss its objective or its deadline, if it
-    started now where that is best; below 0 while both can be met, minus infinity while a replica's pace is unknown.
+    """By how many seconds the first token of a request that has ``waited_s`` would miss its objective or its deadline,
+    if it started now on the best replica; below 0 while both can be met, minus infinity while the pace of an eligible
+    replica is unknown or none is eligible.
     """
     eligible, token_s = is_eligible(query, candidates), candidates.told["token_s"]
     if not (token_s[eligible] > 0).all() or not eligible.any():
@@ -163,14 +165,14 @@ def lateness_s(
 
 
 def _late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float:
-    """When a request that was held too long may try again: what waits is worked off by then."""
+    """When a request that was held too long may try again: by then what waits now has been worked off."""
     ahead = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
     total_s = float((ahead * _token_s(candidates)).sum()) + num_held_tokens * float(_token_s(candidates).mean())
     return _retry_after_s(total_s / max(1, len(candidates)))
 
 
 def _token_s(candidates: Candidates) -> Amounts:
-    """What each replica takes for a prompt token: as measured, else by its last step, as if that had been full."""
+    """Seconds per prompt token on each replica [n]: as measured, else by its last step as if that had been full."""
     told = candidates.told
     last_step_s = np.where(told["step_s"] > 0, told["step_s"], NO_REPLICA_RETRY_S)
     token_s: Amounts = np.where(told["token_s"] > 0, told["token_s"], last_step_s / told["max_num_batched_tokens"])
@@ -182,9 +184,9 @@ def _retry_after_s(wait_s: float) -> float:
 
 
 def _excess_tokens(candidates: Candidates, tokens: Amounts, num_held: float, limits: AdmissionLimits) -> Amounts:
-    """Tokens each replica must compute, of ``tokens`` ahead, before its queue is under both limits; 0 where it is."""
+    """Tokens ahead that each replica must compute until its queue is under both limits [n]; 0 where it is."""
     requests = candidates.told["num_waiting"] + candidates.num_reserved + num_held
-    # A short queue of tokens that holds many requests still takes a step each time one leaves it.
+    # A queue of few tokens in many requests still takes a step for each request that leaves it.
     tokens_each = np.maximum(1.0, tokens / np.maximum(1, requests))
     excess: Amounts = np.maximum(
         np.maximum(0, tokens - limits.max_waiting_tokens + 1),

@@ -1,4 +1,4 @@
-"""How many replicas there should be: up at once by what is certain to come, down late and only when it is safe."""
+"""How many replicas there should be: up at once for load that is certain, down late and only when it is safe."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from shoal_cluster.policies.autoscaling_reserve import remember_offered
 from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
 from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 
-SLACK = 0.85  # fewer replicas must do with this share of the target: what sufficed by a hair is not given up ...
-REGRET_S = 300.0  # ... nor, once given up, taken back for a hair; going up again this soon was a mistake
+SLACK = 0.85  # fewer replicas must do with this share of the target, so that a count barely needed is kept
+REGRET_S = 300.0  # for so long a count given up is not taken back for a little more; going up shows that down was wrong
 MAX_PATIENCE = 4
-SMALL_STEP, SMALL_STEP_PATIENCE = 0.1, 3  # a step down that saves less than this share waits so many times as long
-DOWN_PAUSE_S = 30.0  # one larger step down rather than many small ones
-STUCK_STARTS = 4.0  # a start this many times as long as expected is said to be stuck
+SMALL_STEP, SMALL_STEP_PATIENCE = 0.1, 3  # a step down that saves less than this share waits this many times as long
+DOWN_PAUSE_S = 30.0  # between steps down: one larger step rather than many small ones
+STUCK_STARTS = 4.0  # a start that takes this many times as long as expected is reported as stuck
 
 
 def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float) -> ScaleDecision:
     """Replicas for the load that is there and the load that is coming, at ``config``'s targets and within its bounds.
 
-    Up: at once, by as many as the greatest need says (blocks, sequences, compute, queue). A replica that does not
-    report adds to no need. Down: to the most that was needed in ``downscale_delay_s``, with some slack, if that many of
-    the smallest replicas carry all that the present ones hold; and only if everybody has reported all that time.
-    Replicas that start, or fail to, count for nothing either way. ``now`` is Unix time.
+    Up: at once, to the greatest need (blocks, sequences, compute, queue, reserve). A replica that does not report adds
+    to no need. Down: to the most that was needed in ``downscale_delay_s``, with some slack, if that many of the
+    smallest replicas carry all that the present ones hold; and only if every replica and gateway has reported all that
+    time. Replicas that start, or fail to, block no decision; only the queue's need counts on them. ``now`` is Unix
+    time.
 
-    With a ``downscale_delay_s`` of REGRET_S at least, no count is returned to within REGRET_S of leaving it: what is
-    given up is not asked for again but with one more. Except from 0, to the highest that is allowed, and by bounds.
+    With a ``downscale_delay_s`` of at least REGRET_S, no count is returned to within REGRET_S of leaving it: a count
+    that was given up is not asked for again, but one more is. Exceptions: from 0, to the maximum, and by bounds.
     """
     state = observe(view, state, now)
     load = measure(view, state, config, now)
@@ -37,7 +38,7 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
         state = replace(state, offered=remember_offered(load.rate_lasting / served, state, config, now))
     regrets = state.last_down_s is not None and now - state.last_down_s < REGRET_S
     needed = needs(load, state, config, min(1.0, config.target_utilization / (SLACK if regrets else 1.0)), now)
-    if regrets and _whole(needed, load, view, state) > view.num_target:  # by more than a hair: then all of it at once
+    if regrets and _whole(needed, load, view, state) > view.num_target:  # by more than a little: then all of it at once
         needed = needs(load, state, config, config.target_utilization, now)
     num_needed = _whole(needed, load, view, state)
     num_careful = _whole(needs(load, state, config, SLACK * config.target_utilization, now), load, view, state)
@@ -61,7 +62,7 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
 def scale_record(
     view: ScaleView, state: ScaleState, config: ScaleConfig, now: float, decision: ScaleDecision
 ) -> ScaleRecord:
-    """``decision`` with what made it: the arguments of ``desired_replicas``."""
+    """``decision`` with its inputs: the arguments of ``desired_replicas``."""
     return ScaleRecord(
         seq=0,
         time_s=now,
@@ -83,7 +84,7 @@ def replay(record: ScaleRecord) -> ScaleDecision:
     """Decide again from a record that has its state: the same count, reason and terms.
 
     Raises:
-        ValueError: the state was left out.
+        ValueError: the record has no state.
     """
     if record.state is None:
         raise ValueError(f"state: record {record.seq} has none; only records of changes keep it")
@@ -97,10 +98,10 @@ def replay(record: ScaleRecord) -> ScaleDecision:
 
 
 def _whole(needed: dict[str, float], load: Load, view: ScaleView, state: ScaleState) -> int:
-    """The greatest need in whole replicas. Not 0 unless nothing runs, waits or comes, or nobody has ever reported."""
+    """The greatest need in whole replicas. 0 only if nothing runs, waits or comes, or nothing has ever reported."""
     count = max((math.ceil(n - 1e-9) for n in needed.values()), default=0)
     if load.num_shed and view.num_target <= len(view.replicas):
-        count = max(count, view.num_target + 1)  # it was refused, so what there is does not do, whatever the needs say
+        count = max(count, view.num_target + 1)  # requests were refused: what runs is too little, whatever needs say
     if load.is_idle and (view.demand is not None or not (state.samples or view.num_target)):
         return count
     return max(1, count)
@@ -109,7 +110,7 @@ def _whole(needed: dict[str, float], load: Load, view: ScaleView, state: ScaleSt
 def _up(
     view: ScaleView, state: ScaleState, config: ScaleConfig, num_needed: int, why: str, now: float
 ) -> tuple[int, str]:
-    """What is needed; where just so many were given up too early, more: the load varies by as much as it did."""
+    """What is needed; more if just that count was given up too early, which shows how much the load varies."""
     count, reason = num_needed, f"up: {num_needed} needed for {why}"
     left = {n for time_s, n in state.left if now - time_s <= REGRET_S}
     while view.num_target and count in left and count < config.max_replicas:
@@ -122,7 +123,7 @@ def _up(
 def _down(
     view: ScaleView, state: ScaleState, config: ScaleConfig, num_needed: int, delay_s: float, now: float
 ) -> tuple[int, str]:
-    """As few as were enough for long enough, by load alone, and why not fewer."""
+    """As few replicas as were enough for long enough, by load alone, and why not fewer."""
     target = view.num_target
     if state.seen_since_s is None:
         num_silent = len(view.replicas) - len(reporting(view.replicas))
@@ -141,14 +142,14 @@ def _down(
         return target, f"hold: {peak} would do, if that lasts for {delay_s - seen_s:.0f} s more"
     if state.last_down_s is not None and now - state.last_down_s < DOWN_PAUSE_S:
         return target, f"hold: {peak} would do; the last step down was {now - state.last_down_s:.0f} s ago"
-    count = max(peak, _survivors(view, config), 1 if target > 1 else 0)  # Serve goes to 0 from 1 only
+    count = max(peak, _survivors(view, config), 1 if target > 1 else 0)  # Serve goes to 0 only from 1
     if count >= target:
         return target, f"hold: {peak} would do by load, but could not carry what the present {target} hold"
     return count, f"down: {peak} were enough for {delay_s:.0f} s"
 
 
 def _survivors(view: ScaleView, config: ScaleConfig) -> int:
-    """Least number of the smallest replicas that could carry all that the present ones hold and have waiting."""
+    """The least number of the smallest replicas that could carry all that the present ones hold and have waiting."""
     known = reporting(view.replicas)
     num_blocks = sum(s.num_allocated_blocks + s.num_waiting_tokens / s.block_size for s in known)
     num_sequences = sum(s.num_running + s.num_waiting for s in known)
@@ -167,7 +168,7 @@ def _remember(state: ScaleState, before: int, after: int, delay_s: float, now: f
         left = (*((t, count) for t, count in state.left if now - t <= REGRET_S), (now, before))
         return replace(state, last_down_s=now, left=left)
     if after > before:
-        state = state.with_need(now, after, SMALL_STEP_PATIENCE * delay_s)  # kept for as long as any other need
+        state = state.with_need(now, after, SMALL_STEP_PATIENCE * delay_s)  # kept as long as any other need
         if state.last_down_s is not None:
             hasty = now - state.last_down_s < REGRET_S
             patience = min(MAX_PATIENCE, 2 * state.patience) if hasty else max(1, state.patience // 2)

@@ -1,4 +1,4 @@
-"""Other ways to choose a replica count, to compare with: stylised from what their projects document.
+"""Other ways to choose a replica count, for comparison: simplified from what their projects document.
 
 Each takes the view, what it remembers, the bounds and the time, and returns the count and what to remember.
 ``per_replica`` is the number of requests that one replica should have, running and waiting.
@@ -25,7 +25,7 @@ THRESHOLD_PERIOD_S, THRESHOLD_UTILIZATION, THRESHOLD_QUEUE = 10.0, 0.8, 100
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a baseline remembers: (time, value) samples, (time, count) wishes, and since when it has wanted to move."""
+    """What a baseline remembers: (time, value) samples, (time, count) wanted, and since when it has wanted to move."""
 
     samples: tuple[tuple[float, float], ...] = ()
     wishes: tuple[tuple[float, int], ...] = ()
@@ -36,7 +36,7 @@ class Past:
     acted_s: float = -math.inf
 
     def seen(self, now: float, value: float, window_s: float) -> Past:
-        """With one more sample; those older than ``window_s`` are forgotten."""
+        """The same with one more sample; those older than ``window_s`` are forgotten."""
         return replace(self, samples=(*(s for s in self.samples if s[0] > now - window_s), (now, value)))
 
     def mean(self, now: float, window_s: float) -> float:
@@ -45,7 +45,7 @@ class Past:
 
 
 def num_ongoing(view: ScaleView) -> int:
-    """Requests that run or wait, at replicas or on their way."""
+    """Requests that run or wait at replicas, are on their way there, or are held at gateways."""
     rows = sum(row.num_reserved for row in view.replicas)
     held = view.demand.num_held if view.demand is not None else 0
     return rows + held + sum(s.num_running + s.num_waiting for s in reporting(view.replicas))
@@ -54,7 +54,7 @@ def num_ongoing(view: ScaleView) -> int:
 def serve_default(
     view: ScaleView, past: Past, config: ScaleConfig, now: float, per_replica: float = 2.0
 ) -> tuple[int, Past]:
-    """Ray Serve 2.60's own: mean ongoing requests over the target; up after wanting to for 30 s, down for 600 s."""
+    """Ray Serve 2.60's own: mean ongoing requests over the target; up after 30 s of wanting to, down after 600 s."""
     past = past.seen(now, num_ongoing(view), SERVE_LOOK_BACK_S)
     wanted = _bounded(math.ceil(past.mean(now, SERVE_LOOK_BACK_S) / per_replica), config)
     up_s = _since(past.wants_up_since_s, now) if wanted > view.num_target else None
@@ -65,8 +65,8 @@ def serve_default(
 
 
 def hpa(view: ScaleView, past: Past, config: ScaleConfig, now: float) -> tuple[int, Past]:
-    """Kubernetes' horizontal autoscaler on block utilization: each 15 s by the ratio to the target unless within 10 %;
-    up by 4 or to twice as many at most, down to the highest wish of 300 s.
+    """Kubernetes' Horizontal Pod Autoscaler on block utilization: every 15 s by the ratio to the target, unless that is
+    within 10 %; up by 4 or to twice as many at most, whichever is more; down to the highest count wanted in 300 s.
     """
     known = reporting(view.replicas)
     past = past.seen(now, sum(s.utilization for s in known) / len(known) if known else 0.0, HPA_PERIOD_S)
@@ -81,7 +81,9 @@ def hpa(view: ScaleView, past: Past, config: ScaleConfig, now: float) -> tuple[i
 
 
 def kpa(view: ScaleView, past: Past, config: ScaleConfig, now: float, per_replica: float) -> tuple[int, Past]:
-    """Knative's: mean requests of 60 s; of 6 s while that asks for twice what is ready, and then only up."""
+    """Knative's: mean requests of 60 s, and no further down than to half of what is ready. Once the mean of 6 s asks
+    for twice what is ready it goes by that, and only up, until that has not been so for 60 s.
+    """
     past = past.seen(now, num_ongoing(view), KPA_STABLE_S)
     ready = max(1, len(view.replicas))
     stable = math.ceil(past.mean(now, KPA_STABLE_S) / per_replica)
@@ -96,7 +98,7 @@ def kpa(view: ScaleView, past: Past, config: ScaleConfig, now: float, per_replic
 
 
 def threshold(view: ScaleView, past: Past, config: ScaleConfig, now: float) -> tuple[int, Past]:
-    """One more when blocks are over 80 % used and more than 100 requests wait; one less when under half of that."""
+    """Every 10 s: one more when over 80 % of blocks are used and more than 100 requests wait; one less under 40 %."""
     known = reporting(view.replicas)
     if now - past.acted_s < THRESHOLD_PERIOD_S or not known:
         return view.num_target, past

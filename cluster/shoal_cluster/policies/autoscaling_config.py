@@ -1,4 +1,4 @@
-"""What the autoscaler is told: bounds, targets, delays and schedules. All of it may change while replicas run."""
+"""The autoscaler's settings: bounds, targets, delays and schedules. All of them may change while replicas run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cronsim import CronSim, CronSimError
 from shoal_replica.errors import ConfigError, InvalidArgument
 
 MAX_REPLICAS = 1000
-LIMITS: dict[str, tuple[float, float]] = {  # what may be tuned, and within what
+LIMITS: dict[str, tuple[float, float]] = {  # what may be tuned, and within which limits
     "min_replicas": (0, MAX_REPLICAS),
     "max_replicas": (1, MAX_REPLICAS),
     "target_utilization": (0.05, 1.0),
@@ -30,7 +30,7 @@ class Schedule:
     """At least ``min_replicas`` for ``duration_s`` from each time that ``cron`` names in ``timezone``.
 
     Raises:
-        ConfigError: it could never hold.
+        ConfigError: a value is not allowed, or ``cron`` names no time that comes.
     """
 
     cron: str
@@ -61,15 +61,15 @@ class ScaleConfig:
     """Bounds, targets and delays.
 
     Attributes:
-        min_replicas, max_replicas: the count is always within; a minimum of 0 lets an idle cluster go.
-        target_utilization: share of a replica's blocks, slots and compute that load may take, in (0, 1].
-        ttft_objective_s: longest wait for a first token that the queues may predict.
-        burst_window_s: the short window; a burst counts as soon as this much of it is certain.
+        min_replicas, max_replicas: the count is always within these; a minimum of 0 lets an idle cluster go.
+        target_utilization: share of a replica's blocks, slots and compute that load may take, from 0.05 to 1.
+        ttft_objective_s: longest wait for a first token that queues may predict before replicas are added for it.
+        burst_window_s: a short window over which arrivals are averaged, too; a burst counts as far as it is certain.
         downscale_delay_s: how long fewer replicas must have been enough; three times as long where that saves less than
             a tenth. At 300 or more no count is returned to within five minutes of leaving it.
-        headroom: replicas held ready for a jump that has not been seen yet: so many times the square root of those that
-            the load fills. 0: none.
-        burst_memory_s: how long a peak that is over is held ready for. 0: not at all.
+        headroom: replicas held ready for a jump that has not been seen yet: this many times the square root of the
+            number that the load fills. 0: none.
+        burst_memory_s: how long replicas are held ready for a peak that is over. 0: not at all.
         schedules: minimums by the clock.
 
     Raises:
@@ -96,10 +96,10 @@ class ScaleConfig:
             )
 
     def tuned(self, changes: Mapping[str, float]) -> ScaleConfig:
-        """With ``changes`` to the fields that LIMITS names.
+        """A copy with ``changes`` to fields that LIMITS names.
 
         Raises:
-            InvalidArgument: a name or a value that is not allowed.
+            InvalidArgument: a name or a value is not allowed.
         """
         for name, value in changes.items():
             if name not in LIMITS:
@@ -119,13 +119,13 @@ class ScaleConfig:
 
 
 def tunable(config: ScaleConfig) -> dict[str, float]:
-    """The values of what may be tuned, by name."""
+    """The values of the settings that may be tuned, by name."""
     return {f.name: getattr(config, f.name) for f in fields(config) if f.name in LIMITS}
 
 
 def _broken_limit(name: str, value: float) -> str | None:
-    """What ``value`` should be, in words, if it is not."""
+    """What ``value`` must be, in words; None if it is."""
     low, high = LIMITS[name]
-    if not low <= value <= high:  # nor is NaN
+    if not low <= value <= high:  # NaN fails, too
         return f"must be from {low:g} to {high:g}"
     return "must be a whole number" if name in COUNTS and value != int(value) else None

@@ -1,4 +1,4 @@
-"""How many replicas the load needs: by blocks, by sequences, by compute, and by what waits."""
+"""How many replicas the load needs: for blocks, sequences, compute, what waits, and a reserve."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from shoal_cluster.policies.autoscaling_reserve import reserve
 from shoal_cluster.policies.autoscaling_state import ScaleState, growth
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 
-LEVEL_S = 40.0  # a rate over this long is taken as it is; three such in a row show a trend
-PEAK_S = 20.0  # a rate counts as a peak when it is the mean of so long at least
-CERTAINTY = 2.0  # standard deviations by which a short window must stand out, or a trend
-SMOOTH_S = 10.0  # over which blocks and sequences are averaged
+LEVEL_S = 40.0  # a rate over this long is taken as it is; three of them in a row show a trend
+PEAK_S = 20.0  # a rate counts as a peak when it is a mean over at least this long
+CERTAINTY = 2.0  # standard deviations by which a short window must stand out; one is enough for a trend
+SMOOTH_S = 10.0  # blocks and sequences are averaged over this long
 SHORT_WINDOWS_S = (1.0, 2.0)
-UNKNOWN_OUTPUTS = 2.0  # until it is known what requests hold, outputs are taken to cost as much time as prompts
+UNKNOWN_OUTPUTS = 2.0  # until it is known what requests hold, outputs are assumed to take as much time as prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What comes and what is there, cluster wide. Rates are per second; None: not known.
+    """What arrives and what is there, cluster-wide. Rates are per second; None: not known.
 
     Attributes:
-        rate, rate_ahead: requests arriving now, and when a replica asked for now would serve.
-        rate_first: the mean so far when the past is shorter than LEVEL_S, less one standard deviation; else 0.
-        rate_lasting: the mean of LEVEL_S, or of PEAK_S at least; 0 while that is not known.
-        num_uncached_tokens: prompt tokens of a request that need compute, mean.
+        rate, rate_ahead: requests arriving now, and by the time that a replica asked for now would serve.
+        rate_first: while the past is shorter than LEVEL_S, the mean so far less one standard deviation; else 0.
+        rate_lasting: the mean over LEVEL_S, or PEAK_S at least; 0 while that is not known.
+        num_uncached_tokens: prompt tokens of a request that need compute, on average.
         num_blocks, num_sequences: held now, smoothed.
         num_waiting_tokens: prompt tokens to compute, at replicas, on their way, and held at gateways.
-        replica_tokens_per_s: prompt tokens that a replica computes.
+        num_shed: requests refused within ``burst_window_s``.
+        replica_tokens_per_s: prompt tokens that a replica computes per second.
     """
 
     rate: float
@@ -48,7 +49,7 @@ class Load:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits or comes, as far as anybody says."""
+        """Whether nothing runs, waits or arrives, as far as is reported."""
         return not (self.num_held or self.num_waiting_tokens or self.num_sequences or self.rate)
 
 
@@ -87,7 +88,7 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
 
 
 def needs(load: Load, state: ScaleState, config: ScaleConfig, target: float, now: float) -> dict[str, float]:
-    """Replicas that each resource needs so that its use stays at ``target``: a real number by name."""
+    """How many replicas each resource needs so that its use stays at ``target``: real numbers by name."""
     capacity = state.capacity
     if capacity is None:
         return {}
@@ -98,7 +99,7 @@ def needs(load: Load, state: ScaleState, config: ScaleConfig, target: float, now
         found["compute"] = compute / target * (UNKNOWN_OUTPUTS if state.held is None else 1.0)
     found["blocks"] = load.num_blocks / (capacity.num_blocks * target)
     found["sequences"] = load.num_sequences / (capacity.max_num_seqs * target)
-    if state.held is not None:  # prompts take their share of the time, and what decodes stays the longer
+    if state.held is not None:  # prompts take a share of the time, so sequences that decode stay longer
         blocks, sequences = (
             load.rate_ahead * rate for rate in (state.held.blocks_per_rate, state.held.sequences_per_rate)
         )
@@ -106,7 +107,7 @@ def needs(load: Load, state: ScaleState, config: ScaleConfig, target: float, now
         found["sequences"] = max(found["sequences"], sequences / (capacity.max_num_seqs * target) + compute)
     served = replica_rate(load, state)
     predicted_ttft_s = predicted_ttft(load, state)
-    if not (config.min_replicas == 0 and load.is_idle):  # who allows 0 accepts to wait for a start
+    if not (config.min_replicas == 0 and load.is_idle):  # a minimum of 0 accepts waiting for a start
         offered = max(load.rate, load.rate_first) / served if served is not None else 0.0
         found["reserve"] = reserve(offered, state, config) * config.target_utilization / target
     if served is not None and predicted_ttft_s is not None and predicted_ttft_s > config.ttft_objective_s:
@@ -118,7 +119,7 @@ def needs(load: Load, state: ScaleState, config: ScaleConfig, target: float, now
 
 
 def replica_rate(load: Load, state: ScaleState) -> float | None:
-    """Requests a second that a full replica serves: prompts computed and, in the time that leaves, outputs decoded."""
+    """Requests a second that a full replica serves: it computes prompts and, in the time left, decodes outputs."""
     capacity, held = state.capacity, state.held
     if load.replica_tokens_per_s is None or capacity is None or not load.num_uncached_tokens:
         return None
@@ -130,7 +131,7 @@ def replica_rate(load: Load, state: ScaleState) -> float | None:
 
 
 def predicted_ttft(load: Load, state: ScaleState) -> float | None:
-    """Seconds that what waits now will take the replicas which run now; None before their pace is known."""
+    """Seconds that the running replicas need for what waits now; infinite if none runs, None before a pace is known."""
     served = replica_rate(load, state)
     if served is None:
         return None
@@ -140,12 +141,12 @@ def predicted_ttft(load: Load, state: ScaleState) -> float | None:
 
 
 def _num_waiting(load: Load) -> float:
-    """Waiting tokens as so many whole requests."""
+    """Waiting tokens as a number of average requests."""
     return load.num_waiting_tokens / load.num_uncached_tokens if load.num_uncached_tokens else 0.0
 
 
 def _serving_s(state: ScaleState, ahead_s: float, now: float) -> float:
-    """Replica-seconds of service in the next ``ahead_s``: those that run, and those that start as they come."""
+    """Replica-seconds of service in the next ``ahead_s``, of running replicas and of starting ones once they come."""
     startup_s = state.expected_startup_s
     coming = sum(min(ahead_s, max(0.0, now + ahead_s - (asked_s + startup_s))) for asked_s in state.pending_s)
     return state.num_running * ahead_s + coming
@@ -154,10 +155,10 @@ def _serving_s(state: ScaleState, ahead_s: float, now: float) -> float:
 def _arrival_rates(state: ScaleState, config: ScaleConfig, now: float) -> tuple[float, float]:
     """Requests a second now, and a start-up time ahead.
 
-    Now is the mean of the last LEVEL_S, or of a shorter window as far as that is sure to be higher: arrivals are at
-    least as irregular as Poisson's, so N of them could have been CERTAINTY * sqrt(N) fewer. Ahead adds the rise from
-    one LEVEL_S to the next if it has lasted for three and still goes on; the least of the rises, so that a step is not
-    taken for a slope.
+    Now is the mean of the last LEVEL_S, or of a shorter window as far as that is certain to be higher: arrivals are at
+    least as irregular as a Poisson process, so N of them could have been CERTAINTY * sqrt(N) fewer. Ahead adds the rise
+    from one LEVEL_S to the next if it has lasted for three of them and still goes on; it takes the least of these
+    rises, so that a step is not taken for a slope.
     """
 
     def rate(since_s: float, until_s: float) -> float | None:
@@ -180,7 +181,7 @@ def _arrival_rates(state: ScaleState, config: ScaleConfig, now: float) -> tuple[
 
 
 def _first_rate(state: ScaleState, now: float) -> float:
-    """Requests a second when there is no past that they could stand out from: what is held ready may err."""
+    """Requests a second while there is too little past to stand out from; only the reserve, which may err, uses it."""
     if not state.samples:
         return 0.0
     first, last = state.samples[0], state.samples[-1]

@@ -1,4 +1,4 @@
-"""From a snapshot to memory: arrivals, what replicas did since the last look, and how long they take to start."""
+"""Enters snapshots into memory: arrivals, what replicas did since the last look, how long they take to start."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shoal_replica.stats import ReplicaStats
 MAX_AGE_S = 10.0  # older stats count as missing
 SAMPLE_PERIOD_S = 1.0
 MEMORY_S = 125.0
-COST_PERIOD_S = 5.0  # a prompt counts when it is begun and takes some steps: over less, tokens and time do not match
-HELD_S, MIN_ENDED = 60.0, 10  # what requests hold is learnt from so many seconds, if so many ended in them
+COST_PERIOD_S = 5.0  # a prompt counts when it begins, but takes several steps: over less, tokens and time do not match
+HELD_S, MIN_ENDED = 60.0, 10  # what requests hold is learnt over this long, if this many ended
 HELD_MEMORY = 0.9
-MAX_COMPUTE = 0.9  # share of compute beyond which nothing is inferred from what is held
-STARTUP_MEMORY = 0.5  # of the estimate that remains after each new start
+MAX_COMPUTE = 0.9  # cap on the measured share of the time that prompts take
+STARTUP_MEMORY = 0.5  # share of the estimate that remains after each new start
 
 
 def reporting(replicas: Sequence[ReplicaView]) -> list[ReplicaStats]:
-    """Stats of the replicas that get on, as far as is heard. One that drains adds no room; its load is about to end."""
+    """Stats of replicas that are heard and make progress. One that drains adds no room, and its load is ending."""
     return [
         row.stats
         for row in replicas
@@ -36,10 +36,10 @@ def reporting(replicas: Sequence[ReplicaView]) -> list[ReplicaStats]:
 
 
 def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
-    """Enter a snapshot into memory. Samples are a second apart at least. A clock that goes back forgets the past but
-    for the peaks of the load, which are then as of now.
+    """Enter a snapshot into memory. Samples are at least a second apart. If the clock goes back, the past is forgotten
+    but for the peaks of the load, which are then dated now at the latest.
 
-    While a gateway is silent there are none: totals without its own would fall, and rise by all of them afterwards.
+    No samples are taken while a gateway is silent: totals without its own would fall, then rise by all of them.
     """
     known = reporting(view.replicas)
     if state.samples and now < state.samples[-1].time_s:
@@ -54,7 +54,7 @@ def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
 
 
 def _without_times(state: ScaleState, now: float) -> ScaleState:
-    """Nothing that is kept with its time, which may lie far ahead; the load's peaks are kept for as long again."""
+    """Without all that is kept by its time, which may lie far ahead; the load's peaks are kept for as long again."""
     return replace(
         state,
         samples=(),
@@ -69,7 +69,7 @@ def _without_times(state: ScaleState, now: float) -> ScaleState:
 
 
 def _note_starts(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
-    """Match replicas that have come with those that were asked for, first asked first come."""
+    """Match replicas that have come up with those that were asked for, in the order of asking."""
     num_running = len(view.replicas)
     num_starting = max(0, view.num_target - num_running)
     pending, startup_s = list(state.pending_s), state.startup_s
@@ -81,7 +81,7 @@ def _note_starts(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
 
 
 def _capacity(known: Sequence[ReplicaStats]) -> Capacity | None:
-    """The smallest of each: what another replica is sure to have."""
+    """The smallest of each size: what another replica is certain to have."""
     if not known:
         return None
     return Capacity(
@@ -103,7 +103,7 @@ def _sample(
         before = state.progress.get(row.replica_id)
         done = Progress(now, stats.num_steps, _computed(stats), stats.busy_s, stats)
         progress[row.replica_id] = done
-        if before is None and stats.busy_s < COST_PERIOD_S:  # it is new: all that it has done is news
+        if before is None and stats.busy_s < COST_PERIOD_S:  # it is new: all that it has done counts
             before = Progress(
                 now, 0, 0, 0.0, structs.replace(stats, num_prompt_tokens=0, num_cached_tokens=0, num_finished=0)
             )
@@ -137,7 +137,7 @@ def _sample(
 
 
 def uncached_share(known: Sequence[ReplicaStats]) -> float:
-    """Share of prompt tokens that need compute, by what the replicas have seen."""
+    """Share of prompt tokens that need compute, by the replicas' totals; 1 before there are any."""
     num_prompt = sum(s.num_prompt_tokens for s in known)
     return 1 - sum(s.num_cached_tokens for s in known) / num_prompt if num_prompt else 1.0
 
@@ -147,10 +147,11 @@ def _computed(stats: ReplicaStats) -> int:
 
 
 def _learn_held(state: ScaleState, now: float) -> Held | None:
-    """By Little's law from the last HELD_S, with the mean of what began and what ended, which is right on a ramp too.
+    """By Little's law over the last HELD_S. The rate is the mean of what began and what ended, which also holds on a
+    ramp.
 
-    A prompt's compute and decoding share each step: with a share c of the time for prompts, what decodes stays
-    1 / (1 - c) times as long. What is kept is what would be held with no prompt to compute.
+    Prefill and decoding share each step: where prompts take a share c of the time, a sequence that decodes stays
+    1 / (1 - c) times as long. What is kept is what would be held if there were no prompts to compute.
     """
     samples = [s for s in state.samples if s.time_s >= now - HELD_S]
     pace = None if state.capacity is None else state.cost.tokens_per_s(state.capacity.max_num_batched_tokens)

@@ -1,4 +1,4 @@
-"""What a scaling decision remembers for the next: a short past of arrivals and load, and what replicas have cost."""
+"""What a scaling decision remembers for the next: a short past of arrivals and load, and what steps have cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoal_replica.stats import ReplicaStats
 Falling = tuple[tuple[float, float], ...]
 """(time, value) pairs, each the highest since its time."""
 
-COST_MEMORY = 0.995  # how much of what was known of costs remains after each new sample
-DEFAULT_STARTUP_S = 30.0  # until one has been measured
+COST_MEMORY = 0.995  # the part of earlier samples' weight that remains after each new one
+DEFAULT_STARTUP_S = 30.0  # until a start has been measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class Sample:
     Attributes:
         num_requests, num_prompt_tokens, num_shed: totals of the gateways.
         num_begun_tokens, num_computed_tokens, num_finished: totals of what replicas were seen to do: prompt tokens of
-            requests begun, those of them that were not cached, requests finished.
+            requests that began, those of them that were not cached, and requests that finished.
+        num_allocated_blocks, num_running: blocks and sequences in use at that moment.
     """
 
     time_s: float
@@ -39,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A replica's own totals as of ``time_s``, and all it said at the last look."""
+    """A replica's own totals as of ``time_s``, and its stats at the last look."""
 
     time_s: float
     num_steps: int
@@ -50,7 +51,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Least squares of ``busy = base_s * steps + token_s * prompt tokens`` over what replicas did, the past fading."""
+    """Least squares of ``busy = base_s * steps + token_s * prompt tokens`` over what replicas did; the past fades."""
 
     steps_steps: float = 0.0
     steps_tokens: float = 0.0
@@ -59,7 +60,7 @@ class StepCost:
     tokens_busy: float = 0.0
 
     def add(self, num_steps: int, num_tokens: int, busy_s: float) -> StepCost:
-        """With one more sample: what a replica did between two looks."""
+        """The same with one more sample: what a replica did between two looks."""
         return StepCost(
             COST_MEMORY * self.steps_steps + num_steps * num_steps,
             COST_MEMORY * self.steps_tokens + num_steps * num_tokens,
@@ -77,14 +78,14 @@ class StepCost:
         if determinant > 1e-6 * self.steps_steps * self.tokens_tokens:
             base_s = (self.steps_busy * self.tokens_tokens - self.tokens_busy * self.steps_tokens) / determinant
             token_s = (self.tokens_busy * self.steps_steps - self.steps_busy * self.steps_tokens) / determinant
-        if base_s < 0 or token_s <= 0:  # noise has the better of it: all cost to the tokens
+        if base_s < 0 or token_s <= 0:  # too noisy to tell apart: all cost goes to the tokens
             base_s, token_s = 0.0, self.tokens_busy / self.tokens_tokens
         return num_batched_tokens / (base_s + token_s * num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """One replica's: blocks, tokens of a block, sequences at once, tokens of a step."""
+    """One replica's: blocks, tokens per block, sequences at once, tokens per step."""
 
     num_blocks: int
     block_size: int
@@ -94,7 +95,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Blocks and sequences held for each request a second that is served, were no prompt computed meanwhile."""
+    """Blocks and sequences held for each request a second that is served, if no prompts were computed meanwhile."""
 
     blocks_per_rate: float
     sequences_per_rate: float
@@ -107,16 +108,16 @@ class ScaleState:
     Attributes:
         samples: about one a second, oldest first.
         progress: by replica.
-        capacity: of a typical replica; remembered while there is none.
-        held: as last learnt; None before the first.
-        needs: (time, replicas needed) in which each is the most needed since its time: falling counts.
-        offered: peaks of the load, as so many full replicas, over the last ``burst_memory_s``.
+        capacity: the least that a replica has; remembered while there is none.
+        held: as last learnt; None before that.
+        needs: (time, replicas needed), each the most needed since its time, so the counts fall.
+        offered: peaks of the load, as a number of full replicas, over the last ``burst_memory_s``.
         seen_since_s: since when every replica and gateway has reported without a break; None while one does not.
         pending_s: when each replica that is starting was asked for, oldest first.
-        startup_s: how long starting takes, as measured; None before the first.
+        startup_s: how long a start takes, as measured; None before the first.
         num_running: replicas that ran at the last look.
         last_down_s: when the count last went down, unless it has gone up since.
-        left: (time, count) of what was given up lately: each count from which it went down.
+        left: (time, count) of the counts given up lately: each from which it went down.
         patience: how many times ``downscale_delay_s`` to wait; doubles when going down proves wrong.
     """
 
@@ -140,16 +141,16 @@ class ScaleState:
         return DEFAULT_STARTUP_S if self.startup_s is None else self.startup_s
 
     def with_need(self, now: float, num_needed: int, window_s: float) -> ScaleState:
-        """With one more need; those older than ``window_s`` are forgotten."""
+        """The same with one more need; those older than ``window_s`` are forgotten."""
         kept = [(t, n) for t, n in self.needs if n > num_needed and t >= now - window_s]
         return replace(self, needs=(*kept, (now, num_needed)))
 
     def peak_need(self, since_s: float, default: int) -> int:
-        """Most replicas needed since ``since_s``."""
+        """The most replicas needed since ``since_s``; ``default`` if no need was noted."""
         return max((n for t, n in self.needs if t >= since_s), default=default)
 
     def since(self, time_s: float) -> tuple[Sample, ...]:
-        """Samples from the last one at or before ``time_s`` on."""
+        """Samples from the last one at or before ``time_s`` on, or all of them if there is none."""
         first = 0
         for i, sample in enumerate(self.samples):
             if sample.time_s > time_s:
@@ -161,7 +162,7 @@ class ScaleState:
 def growth(
     samples: Sequence[Sample], total: Callable[[Sample], int], since_s: float, until_s: float, min_span_s: float
 ) -> float | None:
-    """How fast a total grew between two times, per second; None if the samples there span less than ``min_span_s``."""
+    """Growth of a total between two times, per second; None if the samples there span less than ``min_span_s``."""
     within = [s for s in samples if since_s - 1 <= s.time_s <= until_s]
     if len(within) < 2 or (span_s := within[-1].time_s - within[0].time_s) < min_span_s:
         return None

@@ -11,13 +11,13 @@ from shoal_cluster.policies.view import ReplicaView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the gateways have seen come, summed. Owner: the gateways; a second old.
+    """What has arrived at the gateways, summed. Owner: the gateways; about a second old.
 
     Attributes:
         num_requests, num_prompt_tokens: totals of what arrived, shed or not; they fall only when a gateway is replaced.
-        num_shed: total of requests refused for want of room.
-        num_held, num_held_tokens: requests that wait at a gateway now because no replica can take any, and their
-            prompt tokens.
+        num_shed: total of requests refused for lack of room.
+        num_held, num_held_tokens: requests held at the gateways now, until a replica can start them, and their prompt
+            tokens.
     """
 
     num_requests: int = 0
@@ -42,9 +42,9 @@ class ScaleView:
 
     Attributes:
         replicas: every replica that runs; one whose ``stats`` are None, old or not connected counts as silent.
-        num_target: the count asked for so far. What it exceeds ``replicas`` by is starting.
+        num_target: the count asked for so far. The difference to ``replicas`` is starting.
         demand: None while any gateway is silent.
-        partial_demand: then, the sum of those that report: what they hold counts, their totals do not.
+        partial_demand: in that case, the sum over those that report. What they hold counts; their totals do not.
     """
 
     replicas: tuple[ReplicaView, ...]
@@ -55,19 +55,21 @@ class ScaleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRecord:
-    """One decision as it was taken, to be shown, and with all that made it: ``autoscaling.replay`` takes it again.
+    """One decision as it was taken, for display and with all its inputs: ``autoscaling.replay`` decides it again.
 
     Attributes:
-        seq: counts the decisions that changed the target, from 1; a look that changed nothing has the last one's.
+        seq: number of the decision among those that changed the target, from 1; a look that changed nothing has the
+            last one's.
         time_s: Unix time.
         num_before, num_after: replicas wanted before and after.
-        num_running, num_starting: replicas there were.
+        num_running, num_starting: replicas that ran or were starting.
         reason: one line. It begins with "up", "down" or "hold".
         terms: what the decision weighed, by name.
         replicas: every running replica as the decision saw it.
         config: the settings then.
-        demand, partial_demand: what the gateways had seen come, as in ScaleView.
-        state: what was remembered before. None where it was left out: at the faces, and of looks that changed nothing.
+        demand, partial_demand: what had arrived at the gateways, as in ScaleView.
+        state: what was remembered before. None where it was left out: in the APIs' answers, and for looks that changed
+            nothing.
     """
 
     seq: int

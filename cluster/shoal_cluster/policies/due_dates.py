@@ -15,17 +15,17 @@ from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.standing import EPSILON_S
 from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
 
-NUM_HELD_AT_ONCE = 1000  # with so many times as many, dates are made for all together so many times as seldom
+NUM_HELD_AT_ONCE = 1000  # with n times as many held, dates are made for all together n times less often
 
 
 class DueDates:
-    """A due date that can no longer be met, alone or together with the others, is put off
-    (``LatencyObjective.next_due_s``): what is lost does not cost others theirs, and nobody gives way for ever
-    (``MOST_LENGTHS``). Owner: a queue, whose order it keeps.
+    """Makes due dates. One that can no longer be met, alone or together with the others, is put off
+    (``LatencyObjective.next_due_s``): a request whose objective is lost does not cost others theirs, and none gives way
+    for ever (``MOST_LENGTHS``). Owned by a queue, whose order it keeps up to date.
 
     Attributes:
         pace: how long prompts take.
-        num_tokens: to compute for those that are not lost.
+        num_tokens: prompt tokens to compute, of the requests that are not lost.
     """
 
     def __init__(self, objective: LatencyObjective, prefill: PrefillTime, by_urgency: HeldOrder) -> None:
@@ -36,12 +36,13 @@ class DueDates:
         self._together_s = -math.inf  # when dates were made for all together
 
     def forget(self, held: Held) -> None:
-        """It is no longer held."""
+        """The request is no longer held."""
         self.num_tokens -= held.num_counted_tokens
 
     def renew(self, everybody: Collection[Held], plan: Plan, latest_s: float, is_new: bool, now: float) -> None:
-        """Make due dates such that each can be met. ``latest_s``: no later does a replica begin with something more;
-        when exactly is found where it matters. ``is_new``: so is the pace. What is lost gets no sooner date here.
+        """Make due dates such that each can be met by itself. ``latest_s``: a replica can begin with more work by then;
+        the exact time is worked out only where it matters. ``is_new``: the pace has changed. A lost request gets no
+        earlier date here.
         """
         if not is_new and latest_s < self._by_urgency.begins_by_s - EPSILON_S:
             return
@@ -56,7 +57,7 @@ class DueDates:
     def renew_together(
         self, everybody: Collection[Held], wishes: Sequence[PlacedWish], plan: Plan, replicas: Candidates
     ) -> None:
-        """Make such as can be met together, and with what other gateways wish for. Called as often as the pace."""
+        """Make dates that can be met together, with other gateways' wishes. Called as often as the pace is read."""
         now, num_held = replicas.now, len(everybody)
         if num_held == 1 and not next(iter(everybody)).is_lost:
             return
@@ -77,7 +78,7 @@ class DueDates:
                 self.note(held, begins_s)
 
     def note(self, held: Held, begins_s: float) -> None:
-        """What its prompt takes at the present pace, and when it is due, if no replica can begin with it before."""
+        """Set what its prompt takes at the present pace, and when it is due if it begins at ``begins_s`` or later."""
         num_tokens = held.num_new_tokens
         num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
         alone_s, takes_s = self.pace.seconds(num_cached_tokens, num_tokens)
@@ -96,14 +97,14 @@ class DueDates:
         return self._as_of(begins_s, rank, held.takes_s, held.pending.arrival_s, held.length_s, is_over)
 
     def _wished(self, wish: Wish, begins_s: float, block_size: int) -> Claim:
-        """Another gateway's: it puts it off as this one would."""
+        """The claim of another gateway's request, which that gateway puts off just as this one would."""
         _, takes_s = self.pace.seconds(wish.num_cached_blocks * block_size, wish.num_tokens)
         return self._as_of(begins_s, wish.rank, takes_s, wish.arrival_s, wish.length_s, wish.is_over)
 
     def _as_of(
         self, begins_s: float, rank: Rank, takes_s: float, arrival_s: float, length_s: float, is_over: bool
     ) -> Claim:
-        """What is lost may be due as soon as it can be."""
+        """A claim in which a lost request is due as soon as it can be met."""
         *group, due_s = rank
         if due_s > arrival_s + length_s + EPSILON_S:
             due_s = self._objective.renewed_s(arrival_s, length_s, begins_s + takes_s)

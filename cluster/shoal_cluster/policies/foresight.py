@@ -13,8 +13,8 @@ from shoal_cluster.policies.wishes import PlacedWish
 
 def foresee(other: PlacedWish, cluster: Candidates, weights: RouteWeights, block_size: int) -> tuple[int, int, int]:
     """Where the request behind a wish goes by what is known now, as ``route`` would place it: its gateway may not have
-    heard yet what has changed since. It counts as cached where it was wished and nowhere else, for that is all that is
-    told, and no replica as excluded.
+    heard yet what has changed since. A wish tells only what is cached at its own replica, so the prompt counts as
+    cached nowhere else; and no replica counts as excluded.
 
     Returns: the place in ``cluster``, and the blocks and the tokens that it takes there.
     """

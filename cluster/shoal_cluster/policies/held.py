@@ -13,27 +13,27 @@ from shoal_cluster.policies.ranking import RouteQuery
 from shoal_cluster.policies.wishes import Rank
 
 MAX_PRIORITY = 2**31 - 1
-"""A client's; it may ask for no less than the negative of it."""
+"""The largest priority that a client may ask for; the smallest is its negative."""
 
 RESUMED_PRIORITY = -MAX_PRIORITY - 1
-"""Of a stream that goes on elsewhere: its client is in the middle of an answer. No client may ask for it."""
+"""For a stream that is resumed elsewhere: its client is in the middle of an answer. No client may ask for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingRequest:
     """A request that waits at the gateway. ``arrival_s`` and ``deadline_s`` are on the clock of ``PendingQueue.next``'s
-    ``now``; its order knows nothing of the deadline, which is the client's to choose.
+    ``now``. The client chooses the deadline, so the queue's order does not depend on it.
     """
 
     query: RouteQuery
     arrival_s: float
     deadline_s: float = math.inf
     tenant: str = ""
-    priority: int = 0  # lower goes first, whatever is due
+    priority: int = 0  # lower goes first, whatever the due dates
 
 
 class QueuePlace(NamedTuple):
-    """Of a held request, as explained: where it is planned, "" for nowhere yet, and when it is due, from then."""
+    """How a held request stands: the replica where it is planned ("" for none yet), and seconds until it is due."""
 
     request_id: str
     replica_id: str
@@ -45,26 +45,30 @@ UNKNOWN = np.zeros(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """``num_new_tokens`` to compute where it is cached best, as far as known: ``takes_s`` and ``due_s`` follow."""
+    """A held request and what its queue knows of it.
+
+    It has ``num_new_tokens`` to compute where most of it is cached, as far as is known; ``takes_s`` (its prefill) and
+    ``due_s`` (when its first token is due) follow from that.
+    """
 
     pending: PendingRequest
     num_new_tokens: int = 0
-    asked_at: float = 0.0  # on the clock of ``FairShares``
+    asked_at: float = 0.0  # when it came, on the clock of ``FairShares``
     takes_s: float = 0.0
-    is_lost: bool = False  # its objective: ``due_s`` is a later date;
-    not_before_s: float = -math.inf  # no sooner one, until dates are made for all together
-    num_counted_tokens: int = 0  # in the sum of its queue: none while it is lost
-    lost_tokens: int = 0  # in its order: none while it is not
+    is_lost: bool = False  # it misses its objective: ``due_s`` is a later date
+    not_before_s: float = -math.inf  # ``due_s`` is no earlier, until dates are made for all together
+    num_counted_tokens: int = 0  # its part of ``DueDates.num_tokens``: 0 while it is lost
+    lost_tokens: int = 0  # its part of ``HeldOrder``'s sum of lost tokens: 0 unless it is lost
     due_s: float = 0.0
-    length_s: float = 0.0  # of its objective
+    length_s: float = 0.0  # of its objective, from arrival
     is_particular: bool = False  # not every replica may take it
-    matched: Ints = field(default_factory=lambda: UNKNOWN)  # blocks cached by replica,
-    matched_s: float = -math.inf  # as of then,
-    matched_of: tuple[str, ...] = ()  # of these replicas
-    seed: int | None = None  # of its dice among equals: drawn once, so that it waits where it waited
-    entry: tuple[Rank, int, Held] | None = None  # in the order of the queue,
-    begins_by: tuple[float, int, Held] | None = None  # and in that of when they have to begin
-    wish: tuple[str, int, int, int, int] | None = None  # where it was planned last, and the rest of a ``Wish``
+    matched: Ints = field(default_factory=lambda: UNKNOWN)  # blocks cached on each replica
+    matched_s: float = -math.inf  # when ``matched`` was looked up
+    matched_of: tuple[str, ...] = ()  # the replicas that ``matched`` speaks of
+    seed: int | None = None  # breaks ties; drawn once, so that it goes on waiting at the same replica
+    entry: tuple[Rank, int, Held] | None = None  # its place in the order of the queue
+    begins_by: tuple[float, int, Held] | None = None  # and in the order of when requests have to begin
+    wish: tuple[str, int, int, int, int] | None = None  # where it was planned last, and fields of its ``Wish``
 
     def queue_place(self, now: float) -> QueuePlace:
         return QueuePlace(self.pending.query.request_id, self.wish[0] if self.wish else "", self.due_s - now)

@@ -1,4 +1,4 @@
-"""Held requests in two orders: who comes first, and whose date is out of reach first."""
+"""Held requests in two orders: by rank, and by when each has to begin at the latest to meet its date."""
 
 from __future__ import annotations
 
@@ -13,41 +13,43 @@ from shoal_cluster.policies.wishes import Rank
 Entry = tuple[Rank, int, Held]
 BeginsBy = tuple[float, int, Held]
 Due = tuple[Held, float]
-"""A request, and when it is due."""
+"""A request, and its due date."""
 
 
 class HeldOrder:
-    """Sorted as they come, so that a look at hundreds moves the few that have changed. Owner: a queue, whose requests
-    these are. Equals go by arrival here. A look considers the first ``num_considered``; for each of them that is
-    particular, one more that is not: what only some replicas may take is not to keep others from the rest.
+    """Kept sorted as requests come and change, so that a look at hundreds moves only the few that have changed. Owned
+    by a queue, whose requests these are. Ties go by arrival at this gateway.
+
+    A look considers the first ``num_considered`` requests, and for each of them that is particular (only some replicas
+    may take it) one more that is not: particular requests must not keep others from the remaining replicas.
 
     Args:
-        later_s: by how much a heavy tenant's requests are due later at a replica, so that others' go before them,
-            those too that come while they wait for the step that runs, unless they take very long. Among themselves
-            they stay in order.
+        later_s: how much later a heavy tenant's requests are due at a replica, so that other tenants' go before them,
+            even those that arrive while they wait for the running step (unless those are very long prompts). Among
+            themselves a heavy tenant's requests keep their order.
     """
 
     def __init__(self, shares: FairShares, num_considered: int, later_s: float) -> None:
         self._shares = shares
         self._later_s = later_s
         self._num_considered = num_considered
-        self._last_considered: float = num_considered  # no change beyond that place changes who is
+        self._last_considered: float = num_considered  # changes beyond this place leave ``_to_consider`` as it is
         self._num_particular = 0
         self._least_capacity: float = math.inf
-        self._to_consider: list[Due] | None = None  # None: not known
+        self._to_consider: list[Due] | None = None  # None: to be worked out
         self._num_changes = shares.num_changes
         self._num_put = 0
         self._ranked: list[Entry] = []
-        self._lost_tokens: list[int] = []  # of each of those: what it has to compute if it is lost
+        self._lost_tokens: list[int] = []  # of each entry of ``_ranked``: what it has to compute if it is lost, else 0
         self._by_begin: list[BeginsBy] = []
 
     @property
     def begins_by_s(self) -> float:
-        """When the first has to begin to meet its date; infinite for none."""
+        """The earliest time by which some request has to begin to meet its date; infinite if none is held."""
         return self._by_begin[0][0] if self._by_begin else math.inf
 
     def put(self, held: Held) -> None:
-        """It is here, or its dates have changed."""
+        """Add a request, or move it because its dates have changed."""
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
         begins_by_s = held.due_s - held.takes_s
@@ -75,7 +77,7 @@ class HeldOrder:
             self._to_consider = None
 
     def remove(self, held: Held) -> None:
-        """It is gone."""
+        """Take a request out."""
         assert held.entry is not None
         assert held.begins_by is not None
         place = bisect_left(self._ranked, held.entry) if len(self._ranked) > 1 else 0
@@ -87,7 +89,7 @@ class HeldOrder:
             self._to_consider = None
 
     def tell_apart(self, least_capacity: int) -> None:
-        """The smallest of the replicas that take requests has so many blocks: who needs more is particular."""
+        """The smallest replica that takes requests has ``least_capacity`` blocks: larger requests are particular."""
         if least_capacity == self._least_capacity:
             return
         self._least_capacity, self._to_consider = least_capacity, None
@@ -96,8 +98,8 @@ class HeldOrder:
         self._num_particular = sum(held.is_particular for _, _, held in self._ranked)
 
     def to_consider(self) -> list[Due]:
-        """The most urgent, and when each is due: those before others that are due sooner, no later. The same list as
-        long as it is the same.
+        """The most urgent requests, each with its due date at the replica: no later than that of any after it, but a
+        heavy tenant's request keeps its own. The same list object until something changes, if it has more than one.
         """
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
@@ -119,24 +121,24 @@ class HeldOrder:
         return self._to_consider
 
     def up_to(self, held: Held) -> list[Held]:
-        """Who comes before it, and itself."""
+        """The requests that come before it, and itself."""
         self._rank_anew()
         assert held.entry is not None
         return [other for _, _, other in self._ranked[: bisect_left(self._ranked, held.entry) + 1]]
 
     def num_lost_tokens_before(self, held: Held, due_s: float) -> int:
-        """What those have to compute that are lost and yet go before it if it is due at ``due_s``."""
+        """Tokens to compute of lost requests that would still go before ``held`` if that were due at ``due_s``."""
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
         rank = (*self.rank(held)[:2], due_s)
         return sum(self._lost_tokens[: bisect_left(self._ranked, (rank,))])
 
     def that_begin_by(self, time_s: float) -> list[Held]:
-        """Who has to begin before ``time_s``, or then."""
+        """The requests that have to begin at ``time_s`` or earlier."""
         return [held for _, _, held in self._by_begin[: bisect_left(self._by_begin, (time_s, self._num_put + 1))]]
 
     def rank(self, held: Held) -> Rank:
-        """Its place in the order: the lower goes first."""
+        """Its place in the order: lower goes first."""
         pending = held.pending
         return pending.priority, self._shares.place(pending.tenant), held.due_s
 
@@ -145,7 +147,7 @@ class HeldOrder:
         return self._shares.is_over(held.pending.tenant)
 
     def _urgent(self) -> list[Held]:
-        """Who is considered."""
+        """The requests that a look considers."""
         size = self._num_considered
         urgent = [held for _, _, held in self._ranked[:size]]
         self._last_considered = size
@@ -157,7 +159,7 @@ class HeldOrder:
         return urgent
 
     def _is_particular(self, held: Held) -> bool:
-        """Whether some replica may not take it, by its size or since it was there."""
+        """Whether some replica may not take it: it is too large for one, or excludes one that had it before."""
         query = held.pending.query
         return bool(query.excluded) or query.num_blocks_needed > self._least_capacity
 
@@ -166,7 +168,7 @@ class HeldOrder:
         return held.due_s + self._later_s if self._shares.had_more(held.pending.tenant) else held.due_s
 
     def _rank_anew(self) -> None:
-        """Somebody has had service that changes whose turn it is."""
+        """The places of tenants have changed: sort again."""
         self._num_changes = self._shares.num_changes
         ranked: list[Entry] = []
         for _, number, held in self._ranked:

@@ -1,4 +1,4 @@
-"""One look over the held requests: who is sent, where, and where the others are planned. A pure function, recorded."""
+"""One look over the held requests: which one is sent where, and where the others are planned. Pure, and recorded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shoal_cluster.policies.routing import RouteWeights, choose
 from shoal_cluster.policies.wishes import PlacedWish
 
 MIN_PRICED, NUM_PRICES = 8, 4096
-"""How many requests are priced at once: at least, and as many as need so many prices."""
+"""Requests are priced in batches: of at least ``MIN_PRICED``, or of as many as make ``NUM_PRICES`` prices."""
 
 Draw = tuple[Candidates, int]
-"""By what a request is placed once it seems that it can go: the cluster for its prompt as of now, and a seed."""
+"""What a request is placed by once it seems able to go: the cluster for its prompt as of now, and a seed."""
 
 
 class Considered(NamedTuple):
@@ -29,7 +29,7 @@ class Considered(NamedTuple):
     Attributes:
         due_s: when its first token is due, on the clock of ``Candidates.now``.
         matched: blocks cached on each replica, as looked up lately [n].
-        before: what other gateways hold that comes before it and after the one considered before it.
+        before: other gateways' requests that come between it and the one considered before it.
     """
 
     query: RouteQuery
@@ -39,7 +39,7 @@ class Considered(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a look decided of one request: the place of the replica it is sent to, or is to wait for; -1: for none."""
+    """What a look decided for one request: the place of the replica that it is sent to or waits for; -1: none."""
 
     place: int
     num_matched_blocks: int
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The request that goes: ``route`` with these candidates and ``seed`` decides the same again."""
+    """How the request that goes was placed: ``route`` with these candidates and ``seed`` decides the same again."""
 
     candidates: Candidates
     seed: int
@@ -55,14 +55,14 @@ class Sent(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A look with all that made it.
+    """A look with all its inputs.
 
     Attributes:
         snapshot: the cluster, for no prompt in particular.
-        plans_all: whether those are planned too that come when no replica may start anything more.
-        considered: the most urgent first, as far as the look went.
-        draws: by number of the request.
-        steps: what was decided of each.
+        plans_all: whether requests are planned even when no replica may start anything more.
+        considered: requests, the most urgent first, as far as the look went.
+        draws: by the number of the request.
+        steps: what was decided for each.
     """
 
     snapshot: Candidates
@@ -75,11 +75,11 @@ class Look(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of what is known by replica, but for the snapshot, about."""
+        """About how many bytes the data per replica takes, without the snapshot."""
         return sum(one.matched.nbytes + BYTES_PER_PASSED * len(one.query.passed) for one in self.considered)
 
     def queue(self) -> tuple[QueuePlace, ...]:
-        """Those who came before the one that was sent, with where they are to wait, and itself."""
+        """The requests that came before the one that was sent, with where they wait, then that one."""
         ids, now = self.snapshot.replica_ids, self.snapshot.now
         return tuple(
             QueuePlace(one.query.request_id, ids[step.place] if step.place >= 0 else "", one.due_s - now)
@@ -97,11 +97,11 @@ class Earlier(Protocol):
 
     @property
     def may_stand(self) -> bool:
-        """Whether something of it may stand yet."""
+        """Whether some of it may still stand."""
         ...
 
     def again(self, one: Considered) -> Step | None:
-        """What was decided of ``one``, if it stands: the plan has it again."""
+        """What was decided for ``one``, if that stands; the plan then has it again."""
         ...
 
 
@@ -113,11 +113,12 @@ def look(
     decided: Sequence[Step] = (),
     earlier: Earlier | None = None,
 ) -> tuple[tuple[Step, ...], Sent | None]:
-    """Decide of ``considered`` in order, up to the first that is sent or until no replica may start anything more.
+    """Decide on ``considered`` in order, up to the first that is sent or (without ``plans_all``) until no replica may
+    start anything more.
 
-    Each is placed, busy replicas included; if the best one cannot start it, it is planned there before the next is
-    considered. The first is placed without a plan: mostly it goes. ``decided`` are the first steps, which the plan has
-    already: they would be decided the same again. Those after them stand as far as ``earlier`` says so.
+    Each request is placed on the best replica, which may be busy; if that cannot start it, it is planned there before
+    the next is considered. The first is drawn at once, not priced, for it usually goes. ``decided`` are the first
+    steps, which the plan already has: they would be decided the same again. Later ones stand if ``earlier`` says so.
     """
     steps = list(decided)
     waiting = islice(considered, len(steps), None)
@@ -157,7 +158,7 @@ def look(
 def _to_price(
     plan: Plan, waiting: Iterator[Considered], plans_all: bool, steps: list[Step], earlier: Earlier | None
 ) -> list[Considered]:
-    """The next few, priced for ``plan.best`` by their numbers; what stands before them is added to ``steps``."""
+    """The next few requests, priced for ``plan.best`` in this order; what stands before them goes to ``steps``."""
     while earlier is not None and earlier.may_stand:
         one = next(waiting, None)
         if one is None:
@@ -173,7 +174,7 @@ def _to_price(
 
 
 def _priced(plan: Plan, waiting: Iterator[Considered]) -> list[Considered]:
-    """The next few, priced for ``plan.best`` by their numbers."""
+    """The next few requests, priced for ``plan.best`` in this order."""
     size = max(MIN_PRICED, NUM_PRICES // max(1, plan.num_replicas))
     batch = list(islice(waiting, size))
     if batch:

@@ -1,4 +1,4 @@
-"""What a deployment promises its users, and what follows from it for one request."""
+"""The latency that a deployment promises its users, and what follows from it for one request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTime:
     """Seconds that a replica takes for a prompt: a rate for its matrix products, and a time for each (token, earlier
-    token) pair of its attention, which counts in long prompts.
+    token) pair of its attention, which matters in long prompts.
     """
 
     tokens_per_s: float = 8000.0
@@ -32,7 +32,7 @@ class PrefillTime:
             raise ConfigError(f"pair_s: got {self.pair_s!r}; must be a finite number of at least 0")
 
     def seconds(self, num_computed_tokens: int, num_new_tokens: int) -> float:
-        """Of ``num_new_tokens`` of a prompt after ``num_computed_tokens`` of it."""
+        """For ``num_new_tokens`` of a prompt after ``num_computed_tokens`` of it."""
         pairs = num_new_tokens * num_computed_tokens + num_new_tokens * (num_new_tokens + 1) / 2
         return num_new_tokens / self.tokens_per_s + self.pair_s * pairs
 
@@ -41,7 +41,7 @@ class PrefillTime:
 class LatencyObjective:
     """The first token is due ``ttft_s`` plus ``prefill_factor`` times the request's own uncached prefill after arrival.
 
-    A long prompt is thereby promised its fair time, and a short one does not pay for it.
+    So a long prompt is allowed the time that it needs, and short ones do not pay for it.
     """
 
     ttft_s: float = 2.0
@@ -58,16 +58,16 @@ class LatencyObjective:
         return self.ttft_s + self.prefill_factor * prefill_s
 
     def next_due_s(self, arrival_s: float, prefill_s: float, first_token_s: float) -> float:
-        """When the first token is due, or if it cannot come before ``first_token_s``, the next date that can be met.
+        """When the first token is due; if it cannot come before ``first_token_s``, the next date that can be met.
 
-        A missed objective is renewed at ``RENEWAL`` times its length, as often as need be. So requests that are lost do
-        not take the time of those that are not; yet none starves, for its date comes nearer while newcomers' are later.
+        A missed objective is renewed at ``RENEWAL`` times its length, as often as necessary. So requests that missed
+        theirs take no time from those that can meet it. Yet none starves: its date comes nearer, newcomers' are later.
         """
         return self.renewed_s(arrival_s, self.due_in_s(prefill_s), first_token_s)
 
     @staticmethod
     def renewed_s(arrival_s: float, length_s: float, first_token_s: float) -> float:
-        """The same of an objective whose length is known."""
+        """The same for an objective whose length is known."""
         while arrival_s + length_s < first_token_s:
             length_s *= RENEWAL
         return arrival_s + length_s

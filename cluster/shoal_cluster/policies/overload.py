@@ -1,9 +1,10 @@
-"""Which due dates can be met together, and what is put off where not all can.
+"""Which due dates can be met together, and which requests are put off where not all can.
 
-Each date may be in reach by itself while all of them are not. By due date alone everybody is then computed just too
-late. The fewest are late if, where somebody would be, the longest prompt up to there is put off (Moore, "An n job, one
-machine sequencing algorithm for minimizing the number of late jobs", Management Science 15, 1968). Here all replicas
-that take requests are one machine: each prompt begins when the first of them gets to it, and takes as long as at one.
+Each date may be within reach by itself while all of them together are not. In due-date order every prompt is then
+computed just too late. The fewest are late if, wherever one would be, the longest prompt up to there is put off (Moore,
+"An n job, one machine sequencing algorithm for minimizing the number of late jobs", Management Science 15, 1968). Here
+all replicas that take requests are one machine: each prompt begins when the first of them gets to it, and takes as long
+as on one replica.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from shoal_cluster.policies.columns import CAPACITY, DUE, PER_CENT, SLOWER
 from shoal_cluster.policies.objective import RENEWAL
 from shoal_replica.stats import DUE_WITHIN_S
 
-MOST_LENGTHS = RENEWAL**4  # of its objective: then a request gives way to nobody any more
+MOST_LENGTHS = RENEWAL**4  # times its objective: a request that was put off so far gives way to no other any more
 EPSILON_S = 1e-6
 
 Group = tuple[int, int]
 _Order = tuple[bool, float, float, int]
-"""In which claims are put off: over their share first, then the longest, and of equals who was due last, so that
-several gateways choose the same.
+"""The order in which claims are put off: those over their tenant's share first, then the longest; among equals the
+one whose objective ends last, so that several gateways choose the same.
 """
 
 
 class Claim(NamedTuple):
-    """What one request wants: ``takes_s`` of a replica, and its first token by ``due_s``, the soonest date that it can
-    meet by itself. Who is of a lower ``group`` goes first, and is put off for its own alone. ``length_s`` is
-    its objective's. Who ``is_over`` its tenant's share is put off before others.
+    """What one request wants: ``takes_s`` seconds of a replica, and its first token by ``due_s``, the earliest date
+    that it can meet by itself. Lower groups go first, and a claim is put off only for the sake of its own ``group``.
+    ``length_s`` is its objective's. A claim that ``is_over`` its tenant's share is put off before others.
     """
 
     group: Group
@@ -44,8 +45,9 @@ class Claim(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Of the replicas in order of when they begin with something more: ``works_s`` that makes the next one the soonest;
-    how fast those up to it are together, in times the fastest; and the sum of their waits, so weighed.
+    """The replicas, in order of when each can begin with more. For each: the work (seconds of the fastest) from which
+    on it takes part; the speed of all up to it together, as a multiple of the fastest; and the sum of their waits,
+    weighted by speed.
     """
 
     works_s: list[float]
@@ -58,10 +60,11 @@ class Backlog:
     """What the replicas that take requests have to do before a newcomer.
 
     Attributes:
-        now: as of when.
-        step_s: of a full step. Where others wait a prompt begins and ends anywhere in one, or in a shorter one of all
-            that waits, and its first token comes at the end: half of it later in the mean.
-        levels: for a newcomer that is due within each of ``DUE_WITHIN_S``; empty where nobody takes requests.
+        now: when this was so.
+        step_s: length of a full step. Where other prompts wait, a prompt begins and ends anywhere within a step (a
+            shorter one if that takes all that waits), and its first token comes at the step's end: on average half a
+            step later.
+        levels: for a newcomer that is due within each of ``DUE_WITHIN_S``; empty where no replica takes requests.
     """
 
     now: float
@@ -70,9 +73,9 @@ class Backlog:
 
     @classmethod
     def of(cls, replicas: Candidates, token_s: float) -> Backlog:
-        """With ``token_s`` seconds for each prompt token at the fastest."""
+        """``token_s``: seconds per prompt token on the fastest replica."""
         told, columns = replicas.told, replicas.columns
-        takes = columns[CAPACITY] >= 0  # who has no free slot now will have one
+        takes = columns[CAPACITY] >= 0  # one without a free slot now will have one
         if not takes.any():
             return cls(replicas.now, 0.0, ())
         times = 1.0 + columns[SLOWER][takes] * PER_CENT
@@ -89,8 +92,8 @@ class Backlog:
         return cls(replicas.now, step_s, tuple(levels))
 
     def first_token_s(self, due_s: float, takes_s: float, before_s: float) -> float:
-        """When the first token comes of a prompt that is due then and takes so long, behind others that take
-        ``before_s`` of the fastest replica.
+        """When the first token comes of a prompt that is due at ``due_s`` and takes ``takes_s``, behind others that
+        take ``before_s`` of the fastest replica's time.
         """
         level = self.levels[bisect_left(DUE_WITHIN_S, due_s - self.now)]
         place = max(0, bisect_right(level.works_s, before_s) - 1)
@@ -100,15 +103,15 @@ class Backlog:
 
 
 def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
-    """The date of each, such that all can be met: its own, or a later one as in ``LatencyObjective.next_due_s``. What
-    is lost is put off before what is not, until ``MOST_LENGTHS`` of its objective are over.
+    """A date for each claim such that all can be met: its own, or a later one as in ``LatencyObjective.next_due_s``.
+    Claims that already miss their objective are put off before others, until ``MOST_LENGTHS`` of it are over.
     """
     dates = [claim.due_s for claim in claims]
     left = sorted([(claim.group, claim.due_s, number) for number, claim in enumerate(claims)])  # a heap
     if _are_met(claims, left, backlog):
         return dates
     group: Group | None = None
-    lost: list[_Order] = []  # of one group and so far
+    lost: list[_Order] = []  # of the present group, taken so far: those that miss their objective
     others: list[_Order] = []
     work_s = 0.0
     while left:

@@ -1,4 +1,4 @@
-"""How long prompts take at the replicas: as they measure it, and before any has, as configured."""
+"""How long prompts take at the replicas: as they measure it, or as configured before any has."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, SLOWER
 from shoal_cluster.policies.objective import PrefillTime
 
-PACE_AGE_S = 0.1  # a pace is a mean over many steps: it is not looked up for every request
-LEAST_CHANGE = 0.02  # of what a prompt token takes: with a smaller one dates stay as they are
+PACE_AGE_S = 0.1  # a pace is a mean over many steps: it is not read for every request
+LEAST_CHANGE = 0.02  # of the time that a prompt token takes: a smaller change leaves dates as they are
 
 
 class Pace:
-    """Owner: one gateway's queue.
+    """Owned by one gateway's queue.
 
     Attributes:
-        alone: of a prompt that has a replica to itself, the fastest that was measured: what its objective allows for.
-        token_s: what a prompt token takes now, the mean of the fastest replicas: running sequences take their part
-            of each step. Its share of the attention is that of prompts as they come.
+        alone: for a prompt that has a replica to itself, at the fastest pace measured so far: what its objective
+            allows for.
+        token_s: seconds that a prompt token takes now, a mean over the fastest replicas, where running sequences take
+            their part of each step. It includes the attention of prompts as they come.
     """
 
     def __init__(self, configured: PrefillTime) -> None:
@@ -30,7 +31,7 @@ class Pace:
         self._looked_s = -math.inf
 
     def look(self, replicas: Candidates, now: float) -> bool:
-        """Take what the replicas say as of ``now``, unless it has looked just now. Whether it is another pace."""
+        """Read what replicas report as of ``now``, unless it was read just now. Whether the pace has changed."""
         if not self.is_due(now):
             return False
         self._looked_s = now
@@ -53,6 +54,6 @@ class Pace:
         return now - self._looked_s >= PACE_AGE_S
 
     def seconds(self, num_computed_tokens: int, num_new_tokens: int) -> tuple[float, float]:
-        """Of ``num_new_tokens`` of a prompt after ``num_computed_tokens`` of it: alone, and as it is now."""
+        """For ``num_new_tokens`` of a prompt after ``num_computed_tokens``: alone on a replica, and as it is now."""
         alone_s = self.alone.seconds(num_computed_tokens, num_new_tokens)
         return alone_s, max(alone_s, num_new_tokens * self.token_s)

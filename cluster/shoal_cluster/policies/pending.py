@@ -1,7 +1,7 @@
-"""Late binding: requests wait at the gateway and are placed when a replica can start them, not when they come.
+"""Late binding: requests wait at the gateway and are placed when a replica can start them, not when they arrive.
 
-A request that has been placed is stuck behind whatever its replica turns out to do; one that is held goes to whoever is
-free first, and to the best of them. Replicas therefore get only what they can start within about a step.
+A request that has been placed is stuck behind whatever its replica turns out to do. One that is held can still go to
+the best of the replicas that become free first. Replicas therefore get only what they can start within about a step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shoal_replica.errors import ConfigError
 
 __all__ = ["HoldConfig", "PendingQueue", "PendingRequest"]
 
-TURN_DELAYS = 2.4  # feed delays for each gateway that may want a turn
-MAX_SIZE_AGE_S = 1.0  # of what a request has to compute, which is looked up for all that is held
-NUM_SIZES_AT_ONCE = 64  # looked up again at the least; of more, each time their part of that age
-URGENCY = 0.75  # what of a turn's place is urgency; the rest is chance
+TURN_DELAYS = 2.4  # feed delays per gateway: turns are spread over this long for each of them
+MAX_SIZE_AGE_S = 1.0  # a held request's size (prompt tokens to compute) is looked up again when it is older
+NUM_SIZES_AT_ONCE = 64  # such lookups in one pass at least; of long queues the part that is due since the last pass
+URGENCY = 0.75  # the part of a turn's delay that depends on urgency; the rest is random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class HoldConfig:
 
     Attributes:
         objective: when a first token is due. Only the order depends on it.
-        prefill: what prompts take, until a replica has measured it.
-        max_steps_ahead: a replica is sent a request when the prompt tokens it computes before fill at most so many of
-            its steps; short ones go sooner (``StepsAhead``). One keeps it busy while news travel; more gives up choices
-            and gains nothing. Of prompts that are due later it only goes on with when this one is computed.
-        max_considered: how many requests, the most urgent first, one look considers; and as many more as not every
-            replica may take.
+        prefill: how long prompts take, until a replica has measured it.
+        max_steps_ahead: a replica is sent a request when the prompt tokens that it computes first fill at most this
+            many of its steps; short prompts go sooner (``StepsAhead``). One step keeps it busy while news travels; more
+            gives up choices and gains nothing. Prompts there that are due later do not count: they go on after it.
+        max_considered: how many requests one look considers, the most urgent first; one more for each of these that
+            only some replicas may take.
     """
 
     objective: LatencyObjective = field(default_factory=LatencyObjective)
@@ -64,25 +64,25 @@ class HoldConfig:
 
 
 class PendingQueue:
-    """The requests that a gateway holds; owner and only writer is the gateway.
+    """The requests that a gateway holds. The gateway owns it and is its only writer.
 
-    Order: priority; then tenants that have had no more than their share; then the earliest due date (``DueDates``).
+    Order: priority; then heavy tenants last (``FairShares``); then the earliest due date (``DueDates``).
 
     Attributes:
-        num_tokens: that they have to compute, each where it is cached best as far as known.
+        num_tokens: prompt tokens that they have to compute, each where most of it is cached as far as is known.
     """
 
     def __init__(self, config: HoldConfig, is_one_of_many: bool = False) -> None:
         self._config = config
         self.num_tokens = 0
-        self._sizes_s = -math.inf  # when they were looked up
+        self._sizes_s = -math.inf  # when sizes were looked up last
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
-        self._wait_s = 0.0  # at most, of a prompt that was sent at the last look
+        self._wait_s = 0.0  # bound on the time until a prompt sent at the last look can begin
         self._held: dict[str, Held] = {}
         self._standing = StandingPlan()
         self._shares = FairShares()
-        self._num_changes = 0  # of places, when what stands was planned
+        self._num_changes = 0  # of tenants' places, as of when the standing plan was made
         self._by_urgency = HeldOrder(self._shares, config.max_considered, RENEWAL * config.objective.ttft_s)
         self._dates = DueDates(config.objective, config.prefill, self._by_urgency)
         self._pace = self._dates.pace
@@ -95,11 +95,11 @@ class PendingQueue:
         return request_id in self._held
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        """In order of arrival here."""
+        """In order of arrival at this gateway."""
         return (held.pending for held in self._held.values())
 
     def push(self, pending: PendingRequest) -> None:
-        """Hold a request until ``next`` returns it or ``remove`` takes it away."""
+        """Hold a request until ``next`` returns it or ``remove`` takes it out. Raises ValueError if its id is held."""
         request_id = pending.query.request_id
         if request_id in self._held:
             raise ValueError(f"request {request_id!r} is held already")
@@ -111,11 +111,11 @@ class PendingQueue:
         self._has_unplanned = self._is_one_of_many
 
     def remove(self, request_id: str) -> PendingRequest | None:
-        """Give a request up: its client has left or its deadline has passed. None if it is not held."""
+        """Take a request out, say because its client has left or its deadline has passed. None if it is not held."""
         held = self._held.get(request_id)
         if held is None:
             return None
-        self._resize(held, 0)  # it asks for nothing
+        self._resize(held, 0)  # its tenant no longer asks for it
         self._take_out(held)
         return held.pending
 
@@ -127,30 +127,31 @@ class PendingQueue:
         self._shares.leave(held.pending.tenant, held.pending.priority)
 
     def know_size(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """So much a request has to compute where it is cached best, before a look has found it out."""
+        """Set what a request has to compute where most of it is cached, before a look has found that out."""
         held = self._held[request_id]
         self._resize(held, num_new_tokens)
         self._dates.note(held, now)
 
     def before(self, request_id: str) -> tuple[int, int]:
-        """Prompt tokens that others held beside this one have to compute, and how many they are. The tokens of what is
-        lost count only where its turn would come before this one's objective: it fills no queue for what can be met.
+        """Prompt tokens that the other held requests have to compute, and how many requests these are. Tokens of a
+        request whose objective is lost count only if its turn comes before this one's objective ends: it fills no
+        queue for requests that can still meet theirs.
         """
         its = self._held[request_id]
         num_lost_tokens = self._by_urgency.num_lost_tokens_before(its, its.pending.arrival_s + its.length_s)
         return self._dates.num_tokens - its.num_counted_tokens + num_lost_tokens, len(self._held) - 1
 
     def up_to(self, request_id: str, now: float) -> tuple[QueuePlace, ...]:
-        """Who comes before a request, the most urgent first, and itself; nobody where it is not held."""
+        """The requests that come before this one, the most urgent first, then itself; empty if it is not held."""
         if (its := self._held.get(request_id)) is None:
             return ()
         return tuple(held.queue_place(now) for held in self._by_urgency.up_to(its))
 
     def turn(self, view: ClusterView, num_gateways: int, now: float, rng: Random) -> float:
-        """How many feed delays to wait before the next look, where several gateways look at the same replicas: whoever
-        is later sees what those before it have promised. Who has the least time left comes first, as far as chance
-        allows: equals must not meet. Nobody waits where there is no contest: a replica stands idle, and no more than
-        one request is known to want it.
+        """How many feed delays to wait before the next look, where several gateways look at the same replicas: a later
+        gateway sees what those before it have promised. The one with the least time left tends to go first; chance
+        plays a part, lest equally urgent gateways collide. There is no delay without contention: a replica is idle, and
+        only one request is known to want it.
         """
         if num_gateways == 1 or not self._held:
             return 0.0
@@ -163,19 +164,19 @@ class PendingQueue:
     def next(self, view: ClusterView, weights: RouteWeights, now: float, rng: Random) -> Dispatch | None:
         """The request to send now, no longer held; None when none can start, or each is better off waiting.
 
-        Requests are considered in order. Each is routed, busy replicas included; if the best one cannot start it, it
-        stays and takes its place there in the plan before the next is considered. So a less urgent one may start
-        elsewhere meanwhile, and many that want one replica spread as soon as waiting for it costs more than computing
-        their prefix again. The caller reserves what it sends, and asks again until None.
+        Requests are considered in order. Each is routed over all replicas, busy ones included. If the best one cannot
+        start it, the request stays held and takes its place there in the plan before the next is considered. So a less
+        urgent request may start elsewhere meanwhile, and requests that want the same replica spread as soon as waiting
+        for it costs more than computing their prefix again. The caller reserves what it sends, and asks until None.
         """
         self._shares.fade(now)
-        if self._shares.num_changes != self._num_changes:  # by who came or left, too
+        if self._shares.num_changes != self._num_changes:  # also when requests have come or left
             self._num_changes = self._shares.num_changes
             self._standing.forget()
         if not (self._held and len(view)) or (self._standing.was_settled and self._is_settled(view, weights, now)):
             return None
         present = view.present(now)
-        if self._is_one_of_many:  # what others wish comes in between
+        if self._is_one_of_many:  # other gateways' wishes come in between
             self._standing.forget()
         plan = self._standing.renew(view, present, weights, self._config.max_steps_ahead)
         if len(self._held) > 1 and not (self._has_unplanned or plan.num_open):
@@ -237,7 +238,7 @@ class PendingQueue:
             return None
         if len(steps) == num_kept + 1:
             self._standing.close_ranks()
-        if kept:  # its match is as of now, by all news
+        if kept:  # its match is up to date: all news has been applied to it
             draws[0] = view.candidates((), now).matching(kept[0].given.matched), order[0][0].seed or 0
         self._has_unplanned = plans_all
         pending, seen = order[len(steps) - 1][0].pending, tuple(considered[: len(steps)])
@@ -250,7 +251,7 @@ class PendingQueue:
         self._shares.charge(pending.tenant, its_held.num_new_tokens, now, pending.priority)
         self._take_out(its_held)
         if not self._shares.are_even:
-            self._standing.forget()  # who passes what may be another
+            self._standing.forget()  # it may have changed which requests pass which
         record = Look(view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, seen, draws, steps)
         if seen[-1].query is not query:
             pending = replace(pending, query=seen[-1].query)
@@ -281,7 +282,7 @@ class PendingQueue:
         now: float,
         considered: list[Considered],
     ) -> Iterator[Considered]:
-        """As a look sees them, with the other gateways' wishes between them; noted in ``considered``."""
+        """The requests as a look sees them, with other gateways' wishes between them; appended to ``considered``."""
         for planned in kept:
             considered.append(planned.considered)
             yield considered[-1]
@@ -303,7 +304,7 @@ class PendingQueue:
             yield considered[-1]
 
     def _know_sizes(self, view: ClusterView, present: Candidates, now: float) -> None:
-        """What newcomers have to compute where they are cached best, and who was not looked at for long."""
+        """Look up what newcomers, and requests not looked up for long, have to compute where most is cached."""
         takes = present.columns[CAPACITY] >= 0
         part = min(1.0, (now - self._sizes_s) / MAX_SIZE_AGE_S)
         num_left, self._sizes_s = max(NUM_SIZES_AT_ONCE, math.ceil(part * len(self._held))), now
@@ -317,14 +318,14 @@ class PendingQueue:
             self._dates.note(held, now)
 
     def _resize(self, held: Held, num_new_tokens: int) -> None:
-        """So many tokens it has to compute."""
+        """The request has this many tokens to compute."""
         change = num_new_tokens - held.num_new_tokens
         self._shares.ask(held.pending.tenant, change, held.asked_at)
         held.num_new_tokens = num_new_tokens
         self.num_tokens += change
 
     def wishes(self) -> dict[str, tuple[Wish, ...]]:
-        """What is held and where it was planned last, by replica, the most urgent first: for other gateways."""
+        """For other gateways: requests held here, by the replica where each was planned last, most urgent first."""
         if not self._is_one_of_many:
             return {}
         wishes: dict[str, list[Wish]] = {}
@@ -337,7 +338,7 @@ class PendingQueue:
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
 
     def _matched(self, held: Held, view: ClusterView, now: float) -> Ints:
-        """Cached blocks by replica, looked up when they were not lately: the one who goes is looked up again."""
+        """Cached blocks by replica, looked up if that was not done lately. A request that goes is looked up anew."""
         if held.matched_s < now - MAX_MATCH_AGE_S or held.matched_of is not view.replica_ids:
             held.matched = view.match(held.pending.query.block_hashes)
             held.matched_s, held.matched_of = now, view.replica_ids

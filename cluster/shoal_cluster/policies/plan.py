@@ -1,7 +1,7 @@
-"""Looks over many requests: who may start what, and what has been given to whom so far.
+"""The plan behind a look over many requests: which may start where, and what has been given to which replica so far.
 
-A plan outlives its look. News of a replica are compared with what was decided, request by request: what they
-cannot have changed stands, and the next look goes on after it.
+A plan outlives its look. News of a replica is compared with what was decided, request by request: decisions that it
+cannot have changed stand, and the next look goes on after them.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from shoal_cluster.policies.steps_ahead import StepsAhead
 from shoal_cluster.policies.wishes import PlacedWish
 
 Bools = NDArray[np.bool_]
-TOKENS = 2  # of ``Candidates.columns``
+TOKENS = 2  # the row of promised tokens in ``Candidates.columns``
 NOBODY, NOTHING, NO_BLOCKS = np.zeros(0, np.bool_), np.zeros(0), np.zeros(0, np.int64)
 
 
 class Plan:
-    """What the cluster looks like to each request that comes after those that were given away.
+    """The cluster as each request sees it after room for those before it was given away.
 
     Args:
         snapshot: the cluster, for no prompt in particular.
-        max_steps_ahead: how much replicas may have before a request that is sent there; see ``StepsAhead``.
+        max_steps_ahead: how much work replicas may have before a request that is sent there; see ``StepsAhead``.
 
     Attributes:
-        given: to whom, in order, but for what was only ``set_aside``.
-        is_mended: something that was taken back may be given again, and what is given in its place makes a difference.
+        given: the requests given to replicas, in order, without those for which room was only ``set_aside``.
+        is_mended: something that was taken back may be given again, so what is given in its place makes a difference.
     """
 
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
@@ -57,13 +57,13 @@ class Plan:
         self._promised = Promised(snapshot, self._steps_ahead)
         self.given: list[Given] = []
         self.is_mended = False
-        self._differing: dict[int, list[int]] = {}  # columns there that ``stands`` has to look at
+        self._differing: dict[int, list[int]] = {}  # by place: columns that ``stands`` has to look at
         self._waits_s, self._token_s = NOTHING, 0.0
-        self._soonest = -1  # who makes a prompt wait no longer than ``wait_at_most_s``; -1: nobody in particular
+        self._soonest = -1  # the replica that ``wait_at_most_s`` goes by; -1: none in particular
         self._unread: set[int] = set()  # places of news that moved nothing
         self._taken: frozenset[int] = frozenset()  # places of what is ``given``
-        self._tempted: list[Given] = []  # of what is given, what others might be better for
-        self._taken_back: tuple[list[Given], list[int], Ints] = [], [], NO_BLOCKS  # last, and the columns before that
+        self._tempted: list[Given] = []  # of what is given, what another replica might be better for
+        self._taken_back: tuple[list[Given], list[int], Ints] = [], [], NO_BLOCKS  # last, and the columns before
         self._costs: Floats = NOTHING  # of the queries considered now
         self._sequence_prices: Floats = NOTHING
         self._blocks: Ints = NO_BLOCKS
@@ -75,28 +75,28 @@ class Plan:
 
     @property
     def is_untouched(self) -> bool:
-        """Nothing was given away so far."""
+        """Whether nothing has been given away so far."""
         return self._promised.is_untouched
 
     @property
     def num_startable(self) -> int:
-        """How many replicas may start something yet, if it is urgent."""
+        """How many replicas may still start something, if it is urgent."""
         return self._promised.num_startable
 
     @property
     def has_startable(self) -> bool:
-        """Whether any may."""
+        """Whether any may still start something."""
         return self._promised.has_startable
 
     @property
     def num_open(self) -> int:
-        """How many might before anything was given away."""
+        """How many may start something by the snapshot alone, before anything is given away."""
         return self._promised.num_open
 
     def wait_s(self, token_s: float) -> float:
-        """Until some replica can begin with a prompt that is sent now, if prompt tokens take ``token_s`` each: the step
-        that runs has to end, and what was sent before comes first. 0 if none may start anything. What was given away
-        does not count.
+        """Seconds until some replica can begin with a prompt that is sent now, at ``token_s`` per prompt token: the
+        running step has to end, and what was sent before comes first. 0 if none may start anything. What was given
+        away in this plan does not count.
         """
         if not self._waits_s.size or token_s != self._token_s:
             told, columns = self._snapshot.told, self._snapshot.columns
@@ -108,7 +108,7 @@ class Plan:
         return least_s if least_s < np.inf else 0.0
 
     def wait_at_most_s(self, token_s: float) -> float:
-        """A bound on ``wait_s``, found sooner: what the replica with the least to do makes a prompt wait."""
+        """An upper bound on ``wait_s`` that is found sooner: the wait at the replica with the least to do."""
         columns = self._snapshot.columns
         if not columns.size:
             return 0.0
@@ -125,8 +125,8 @@ class Plan:
         return self._snapshot.columns.item(URGENT, place) * token_s + step_s
 
     def consider(self, queries: Sequence[RouteQuery], matched: Ints) -> None:
-        """Price ``queries`` [q] on every replica; ``matched`` are the blocks cached there [q, n]. They replace those
-        before them.
+        """Price ``queries`` [q] on every replica, with the blocks ``matched`` there [q, n]. They replace the queries
+        that were considered before.
         """
         cluster = self._snapshot.matching(matched[0], self._promised.columns)
         self._sequence_prices = np.array([self.weights.sequence_price(query) for query in queries])
@@ -144,7 +144,7 @@ class Plan:
         self._blocks = np.maximum(size[:, 1:] - matched, 1)
 
     def best(self, number: int) -> tuple[int, bool]:
-        """The replica for the query of that number, and whether it has room for it now. -1: none takes it."""
+        """The place of the replica for query ``number``, and whether it has room for it now. -1: none takes it."""
         costs = self._costs[number]
         with_room = np.where(self._promised.columns[ROOM] >= self._blocks[number], costs, np.inf)
         place = int(with_room.argmin())
@@ -154,7 +154,7 @@ class Plan:
         return (place if costs[place] < np.inf else -1), False
 
     def can_start(self, query: RouteQuery, place: int, num_matched_blocks: int, due_s: float) -> bool:
-        """Whether the replica at ``place`` has time and room now for ``query``, due then."""
+        """Whether the replica at ``place`` has time and room now for ``query``, due at ``due_s``."""
         columns, num_blocks = self._promised.columns, max(1, uncached_blocks(query, num_matched_blocks))
         if columns.item(ROOM, place) < num_blocks or columns.item(CAPACITY, place) < 0:
             return False
@@ -170,7 +170,7 @@ class Plan:
         return ahead
 
     def give(self, query: RouteQuery, place: int, matched: Ints, due_s: float) -> None:
-        """The replica at ``place`` is to take ``query``, now or later: what comes after counts on the rest."""
+        """The replica at ``place`` is to take ``query``, now or later: requests after it count on what is left."""
         num_matched = matched.item(place)
         num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
         prices = int(bool(self.given)), self.weights.prefill_price, self.weights.sequence_price(query)
@@ -180,16 +180,16 @@ class Plan:
         self.set_aside(place, num_blocks, num_tokens)
 
     def give_again(self, given: Given) -> None:
-        """What was taken back and ``stands``."""
+        """Give a request that was taken back and ``stands``."""
         self.given.append(given)
         self._promised.add_later(given)
         if given.place in self._differing:
             self.differ((given.place,))
 
     def keep(self, snapshot: Candidates, changed: Iterable[int], num_kept: int) -> list[Given]:
-        """The cluster is ``snapshot`` now, by news of the replicas at ``changed`` alone. Of what was given, at most
-        ``num_kept``, keeps the first that would each be given to the same replica again, to wait there. It may keep
-        fewer. Returns the others, taken back.
+        """The cluster is ``snapshot`` now, by news of the replicas at ``changed`` alone. Of what was given, keep the
+        first requests, at most ``num_kept``, that would each be given to the same replica again, to wait there; it may
+        keep fewer than it could. Returns the others, taken back.
         """
         self._snapshot = snapshot
         self._promised.renew(snapshot)
@@ -211,13 +211,13 @@ class Plan:
         return taken
 
     def settle(self) -> None:
-        """All that is considered has been given: ``stays_by`` may be asked until the next snapshot."""
+        """All considered requests have been given: ``stays_by`` may be asked until the next snapshot."""
         self._taken = frozenset([given.place for given in self.given])
         self._tempted = [given for given in self.given if given.most_load >= 0]
 
     def stays_by(self, place: int, column: Sequence[int]) -> bool:
-        """Whether news of the replica at ``place``, with that column now, certainly leave all that was given where it
-        is: to wait elsewhere. If so, its column is read with the next snapshot.
+        """Whether news of the replica at ``place``, with that ``column`` now, certainly leaves everything given where
+        it is, waiting elsewhere. If so, the column is read with the next snapshot.
         """
         if place in self._taken or place == self._soonest or self._soonest < 0:
             return False
@@ -229,7 +229,7 @@ class Plan:
         return True
 
     def take_back(self, num_kept: int) -> list[Given]:
-        """Only the first so many were given. Returns the others."""
+        """Keep only the first ``num_kept`` that were given. Returns the others."""
         taken = self.given[num_kept:]
         if not taken:
             return []
@@ -240,7 +240,7 @@ class Plan:
         return taken
 
     def undo_take_back(self) -> None:
-        """Give again what was taken back last; nothing has been given since."""
+        """Give again what was taken back last; nothing may have been given since."""
         (taken, places, columns), self._taken_back = self._taken_back, ([], [], NO_BLOCKS)
         self.given += taken
         self._costs = NOTHING
@@ -248,18 +248,18 @@ class Plan:
         self.differ(self._differing.keys() & places)
 
     def differ(self, places: Iterable[int]) -> None:
-        """Replicas there are not as they were to what was taken back: ``stands`` looks at them."""
+        """Replicas there differ from what they were to requests taken back: ``stands`` looks at them."""
         for place in places:
             self._differing[place] = self._promised.columns[:, place].tolist()
 
     def mend(self, is_mended: bool) -> None:
-        """Whether something that was taken back may be given again."""
+        """Set whether something that was taken back may be given again."""
         self.is_mended = is_mended
         if not is_mended:
             self._differing.clear()
 
     def stands(self, given: Given) -> bool:
-        """Whether what was taken back would be given to the same replica again, to wait there."""
+        """Whether a request that was taken back would be given to the same replica again, to wait there."""
         price, ids = given.price, self._snapshot.replica_ids
         for place, column in self._differing.items():
             if place == given.place:
@@ -272,7 +272,7 @@ class Plan:
         return True
 
     def know_matched(self, place: int, num_matched_blocks: int) -> None:
-        """So many blocks of the first one's prompt are cached at ``place``."""
+        """The first request given has ``num_matched_blocks`` blocks of its prompt cached at ``place``."""
         first = self.given[0]
         if first.matched.item(place) != num_matched_blocks:
             first.matched = first.matched.copy()
@@ -280,8 +280,8 @@ class Plan:
             first.note_rivals()
 
     def _num_standing(self, place: int, count: int) -> int:
-        """How many of the first ``count`` that were given are better off where they are than at ``place``, of which
-        there are news, or have to wait there as before.
+        """How many of the first ``count`` requests given stand after news of the replica at ``place``: they are better
+        off elsewhere, where they are, or have to wait there as before.
         """
         column, ids = self._snapshot.columns[:, place].tolist(), self._snapshot.replica_ids
         for number, given in enumerate(self.given[:count]):
@@ -302,26 +302,26 @@ class Plan:
         return count
 
     def _has_to_wait(self, given: Given, place: int, price: Price, column: Sequence[int]) -> bool:
-        """Whether ``given`` costs no more where it is, at ``place``, with that column, and cannot start there yet."""
+        """Whether ``given`` costs no more than before at its own ``place``, with that column, and cannot start yet."""
         if price > given.price or given.matched.item(place) != given.num_matched_blocks:
             return False
         ahead = self._told_ahead(place, given.due_s) + column[TOKENS]
         return price[0] or not self._steps_ahead.may_start(given.num_tokens, ahead, self._snapshot, place)
 
     def _reset(self, places: Set[int]) -> None:
-        """Make their columns anew: the snapshot's, and what is ``given``."""
+        """Make the columns of ``places`` anew: the snapshot's, and what is ``given``."""
         if not self.given:
             self._promised.clear()
         self._promised.reset(places, self.given)
         self.differ(self._differing.keys() & places)
 
     def foresee(self, other: PlacedWish, block_size: int) -> None:
-        """Another gateway's request comes before the next one here: set aside what it takes."""
+        """Another gateway's request comes before the next one here: set aside the room that it takes."""
         cluster = self._snapshot.matching(self._snapshot.num_matched_blocks, self._promised.columns)
         self.set_aside(*foresee(other, cluster, self.weights, block_size))
 
     def set_aside(self, place: int, num_blocks: int, num_tokens: int) -> None:
-        """The same for a request of which only its size is known."""
+        """Set aside room at ``place`` for a request of which only the size is known."""
         self._promised.add(place, num_blocks, num_tokens)
         if self.is_mended:
             self.differ((place,))
@@ -331,7 +331,7 @@ class Plan:
             self._costs[:, place] += times * self._sequence_prices
 
     def seen_by_next(self, candidates: Candidates) -> Candidates:
-        """``candidates`` of the same moment, with what was given counted as promised."""
+        """``candidates`` of the same moment, with all that was given away counted as promised."""
         if self.is_untouched:
             return candidates
         return candidates.matching(candidates.num_matched_blocks, self._promised.columns.copy())

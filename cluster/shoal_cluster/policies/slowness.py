@@ -1,4 +1,4 @@
-"""How much longer each replica takes for a prompt than the fastest: their machines differ, or something hinders one."""
+"""How much longer each replica takes for a prompt than the fastest: machines differ, or something slows one down."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from shoal_cluster.policies.columns import CAPACITY
 from shoal_cluster.policies.view import ClusterView
 
 LOOK_S = 1.0
-UP, DOWN = 0.7, 0.5  # doublings by which a replica must differ from what it was taken for; like ones do by less
+UP, DOWN = 0.7, 0.5  # doublings by which a replica must differ from its last estimate; like ones differ by less
 
 
 class Slowness:
-    """How slow replicas are as one gateway sees it; its owner, and the only one who tells ``view`` so.
+    """How slow replicas are, as one gateway sees it. The gateway owns it; nothing else sets slowness in ``view``.
 
-    By the fastest full step that each has told of lately (``full_token_s``): who has told of none counts as fast. In
-    doublings, which are kept until it is clearly another: full steps of like replicas differ by less.
+    It compares the fastest full step that each has reported lately (``full_token_s``); a replica without one counts as
+    fast. The result is in whole doublings and kept until it is clearly off: full steps of like replicas differ by less.
     """
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
-        self._doublings: dict[str, int] = {}  # from the fastest
+        self._doublings: dict[str, int] = {}  # slower than the fastest
         self._looked_s = -math.inf
 
     def look(self, now: float) -> None:
-        """It may be called at all news, and looks now and then."""
+        """Tell the view how slow replicas are. It may be called at all news, and looks every ``LOOK_S`` at most."""
         if now - self._looked_s < LOOK_S:
             return
         self._looked_s = now

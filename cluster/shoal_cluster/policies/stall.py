@@ -1,4 +1,4 @@
-"""Replicas that do not get on: nothing new goes there, and what waits there and has not started goes elsewhere."""
+"""Replicas that make no progress: nothing new goes there, and requests that have not started go elsewhere."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shoal_replica.stats import ReplicaStats
 STALL_S = 1.0
 STALL_FACTOR = 4.0
 LOOK_S = 0.1
-PAUSE_S = 0.5  # between looks: the gateway itself stood still, and has as long to read what was told meanwhile
+PAUSE_S = 0.5  # a longer gap between looks: the gateway itself stood still; it then has as long to read what it missed
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a replica had done when it was last seen to get on, or to have nothing to do, and when that was."""
+    """What a replica had done when it was last seen to make progress, or to be idle, and when that was."""
 
     busy_s: float
     time_s: float
     is_idle: bool
 
     def after(self, stats: ReplicaStats, now: float) -> Progress:
-        """With its next stats."""
+        """The same after its next stats."""
         is_idle = not stats.num_running + stats.num_waiting
         if stats.busy_s == self.busy_s and not (is_idle or self.is_idle):
             return self
@@ -37,16 +37,16 @@ class Progress:
 
 
 class StallLook(NamedTuple):
-    """Replicas that are found to have stalled, and by what; and those that had and may get requests again."""
+    """Replicas found to have stalled, with the reason; and those that had stalled and may get requests again."""
 
     found: tuple[tuple[str, str], ...] = ()
     released: tuple[str, ...] = ()
 
 
 def stalled(candidates: Candidates, quiet_s: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which replicas have stalled [n]: those that are silent, and those of which a step takes ``STALL_FACTOR`` times as
-    long as a full one at the pace that they have measured, and ``STALL_S`` at least; while another takes requests and
-    gets on. ``quiet_s``: since each was last seen to get on.
+    """Which replicas have stalled [n]: those that are silent; and, while another takes requests and makes progress,
+    those busy with a step for more than ``STALL_S`` and ``STALL_FACTOR`` times the length of their last step and of a
+    full one (at their measured pace) together. ``quiet_s``: seconds since each was last seen to make progress [n].
     """
     told, silent = candidates.told, is_silent(candidates)
     longest_s = told["max_num_batched_tokens"] * told["token_s"] + told["step_s"]
@@ -58,26 +58,26 @@ def stalled(candidates: Candidates, quiet_s: NDArray[np.float64]) -> NDArray[np.
 
 
 def is_silent(candidates: Candidates) -> NDArray[np.bool_]:
-    """Which replicas have said nothing for so long that what they have free is not known any more [n]."""
+    """Which replicas have been silent for so long that it is no longer known what they have free [n]."""
     told = candidates.told
     silent: NDArray[np.bool_] = told["connected"] & told["known"] & (candidates.age_s > MAX_AGE_S)
     return silent
 
 
 class Stalls:
-    """Who has stalled, as one gateway sees it; its owner and only writer, and the only one who tells ``view`` so."""
+    """Which replicas have stalled, as one gateway sees it. Owned and written by it; only this tells ``view``."""
 
     def __init__(self, view: ClusterView, pause_s: float = PAUSE_S) -> None:
         self._view = view
         self._pause_s = pause_s
-        self._resumed_s = -np.inf  # when it was found that the gateway itself had stood still
+        self._resumed_s = -np.inf  # when the gateway was last found to have stood still itself
         self._progress: dict[str, Progress] = {}
         self._stalled: set[str] = set()
-        self._suspects: set[str] = set()  # as of the last look
+        self._suspects: set[str] = set()  # those that had stalled at the last look
         self._looked_s = -np.inf
 
     def hear(self, replica_id: str, stats: ReplicaStats | None, now: float) -> bool:
-        """A replica's news, None for the same again. Whether it had stalled and gets on now."""
+        """Take a replica's news, None for the same as before. Whether it had stalled and makes progress now."""
         progress = self._progress.get(replica_id, Progress(-1.0, now, True))
         if stats is not None:
             progress = self._progress[replica_id] = progress.after(stats, now)
@@ -87,9 +87,9 @@ class Stalls:
         return True
 
     def look(self, now: float) -> StallLook:
-        """Who has stalled; the view says so from now on, as long as it is so. Those that have left are forgotten. It
-        may be called at all news, and looks now and then. Two looks in a row have to agree, and neither may come just
-        after a pause of the gateway itself: it has not read yet what the others have told meanwhile.
+        """Find the replicas that have stalled; the view says so for as long as it is so. Those that have left are
+        forgotten. It may be called at all news, and looks every ``LOOK_S`` at most. Two looks in a row have to agree,
+        and neither may come just after a pause of the gateway itself, which has yet to read what it was told meanwhile.
         """
         if now - self._looked_s < LOOK_S:
             return StallLook()
@@ -103,10 +103,10 @@ class Stalls:
         ids = candidates.replica_ids
         seen = [self._progress.get(replica_id) for replica_id in ids]
         self._progress = {replica_id: one for replica_id, one in zip(ids, seen, strict=True) if one is not None}
-        # One with nothing to do seldom tells so; once it has something to do it tells within a beat.
+        # An idle replica reports rarely; once it has something to do it reports within a heartbeat.
         quiet_s = np.array([0.0 if one is None or one.is_idle else now - one.time_s for one in seen])
         before, self._suspects = self._suspects, {ids[i] for i in stalled(candidates, quiet_s).nonzero()[0].tolist()}
-        released = sorted(self._stalled - before - self._suspects)  # the only one left to go to, or no more silent
+        released = sorted(self._stalled - before - self._suspects)  # no other takes requests now, or it speaks again
         for replica_id in released:
             self._release(replica_id)
         found = sorted((before & self._suspects) - self._stalled)
@@ -118,7 +118,7 @@ class Stalls:
         return StallLook(tuple(zip(found, reasons, strict=True)), there)
 
     def forget(self, replica_id: str) -> None:
-        """It begins anew."""
+        """The replica begins anew, with a new feed."""
         self._progress.pop(replica_id, None)
         self._stalled.discard(replica_id)
 

@@ -1,4 +1,4 @@
-"""What a look has decided and still holds: the next one goes on after it."""
+"""What a look has decided that still holds: the next look goes on after it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.stats import DUE_WITHIN_S
 
-MAX_MATCH_AGE_S = 0.5
-MAX_NEWS = 32  # with news of more replicas at once all is looked at again,
-MAX_EARLIER = 128  # and with more that was taken back: most of it has gone
+MAX_MATCH_AGE_S = 0.5  # what is cached of a prompt is looked up again when its match is older
+MAX_NEWS = 32  # with news of more replicas at once, everything is looked at again;
+MAX_EARLIER = 128  # the same with more requests taken back: most of them have gone
 EPSILON_S = 1e-9
 
 
 @dataclass(slots=True, eq=False)
 class Planned:
-    """A request that is held, and what a look decided of it: true ``until_s`` unless there are news."""
+    """A held request and what a look decided for it, which holds ``until_s`` unless there is news."""
 
     held: Held
     due_s: float
@@ -37,31 +37,31 @@ class Planned:
 
 
 class StandingPlan:
-    """A gateway's plan from look to look. Owner: its queue.
+    """A gateway's plan from look to look. Owned by its queue.
 
-    Every look would decide of the requests in ``planned``, the first in order, as before; the property test compares it
-    with looks that begin anew. Both go by matches of prompts that were looked up within ``MAX_MATCH_AGE_S``, not at one
-    moment; the first one's is as of now.
+    For the requests in ``planned``, the first in order, any look would decide as was decided before; the property test
+    compares this with looks that begin anew. Both go by matches of prompts that were looked up within
+    ``MAX_MATCH_AGE_S``, not at one moment; the first request's is up to date.
 
-    It lasts where the gateway is the only one: of several, each look begins anew. Where a tenant is
-    heavy, each look after a request that was sent does, and who had less is never planned.
+    It lasts where the gateway is the only one and replicas share no cache: else each look begins anew. While a tenant
+    is heavy, so does each look after a request was sent, and requests of other tenants are never kept.
 
     Attributes:
-        was_settled: at the last look all was planned; ``is_settled`` says whether it still is.
+        was_settled: the last look planned everything; ``is_settled`` says whether that still holds.
     """
 
     def __init__(self) -> None:
         self.planned: list[Planned] = []
-        self._after_gap: list[Planned] = []  # planned, too, but not all before them are
-        self._earlier: dict[Held, Planned] = {}  # what was taken back, in order: most of it stands
+        self._after_gap: list[Planned] = []  # planned too, but not all requests before them are
+        self._earlier: dict[Held, Planned] = {}  # requests taken back, in order: most of them stand
         self._offered: Planned | None = None
         self._made_way: tuple[list[Planned], dict[Held, Planned]] | None = None  # for a newcomer, and ``_earlier`` then
-        self._again: dict[int, Planned] = {}  # what a look has left as it was, by the identity of ``considered``
+        self._again: dict[int, Planned] = {}  # what a look left as it was, by id of ``considered``
         self._plan: Plan | None = None
         self._made_for: tuple[object, ...] = ()
         self._num_evicted = -1
-        self._order: Sequence[tuple[Held, float]] = ()  # that of which ``planned`` is the beginning
-        self._until_s = -math.inf  # the least
+        self._order: Sequence[tuple[Held, float]] = ()  # the order that ``planned`` is the beginning of
+        self._until_s = -math.inf  # the least of theirs
         self._is_lasting = self.was_settled = False
         self._news = News()
 
@@ -71,13 +71,13 @@ class StandingPlan:
         self.forget_earlier()
 
     def forget_earlier(self) -> None:
-        """What was taken back is no longer asked for."""
+        """Requests that were taken back will not be asked for any more."""
         self._earlier.clear()
         if self._plan is not None:
             self._plan.mend(False)
 
     def settle(self) -> None:
-        """All is planned."""
+        """A look has planned everything."""
         self.forget_earlier()
         if self._plan is not None and self.planned and len(self.planned) == len(self._order):
             self.was_settled = True
@@ -86,7 +86,7 @@ class StandingPlan:
     def is_settled(
         self, order: Sequence[tuple[Held, float]], view: ClusterView, weights: RouteWeights, now: float
     ) -> bool:
-        """Whether a look would plan all of ``order`` as the last one did. If so, it is as if it had been taken."""
+        """Whether a look would plan all of ``order`` as the last one did. If so, it counts as taken."""
         news, plan = view.news, self._plan
         if (
             plan is None
@@ -108,7 +108,7 @@ class StandingPlan:
         return True
 
     def renew(self, view: ClusterView, present: Candidates, weights: RouteWeights, max_steps_ahead: float) -> Plan:
-        """The plan of ``present``, the cluster as of now, with what is ``planned`` given away."""
+        """The plan for ``present``, the cluster as of now, with room for what is ``planned`` given away."""
         (changed, rematched), index, self.was_settled = view.news.take(), view.index, False
         made_for = (view, view.replica_ids, weights)
         self._is_lasting = index.is_by_replica
@@ -137,8 +137,8 @@ class StandingPlan:
         return plan
 
     def keep(self, plan: Plan, order: Sequence[tuple[Held, float]], now: float) -> int:
-        """The requests are to be considered in this ``order``, with the dates when they are due: how many of the first
-        are ``planned``, the others no longer.
+        """Requests are to be considered in this ``order``, each with its due date. Returns how many of the first are
+        ``planned``; the others no longer are.
         """
         num_kept, self._made_way = len(self.planned), None
         if not num_kept:
@@ -157,14 +157,14 @@ class StandingPlan:
             if after and num_kept < len(order) and all(order[num_kept][0] is not planned.held for planned in after):
                 self._made_way = after, earlier
             self._order, self._until_s = order, min((planned.until_s for planned in self.planned), default=math.inf)
-        if num_kept:  # its match is as of now, by all news
+        if num_kept:  # its match is up to date: all news has been applied to it
             first = self.planned[0].held
             first.matched, first.matched_s = plan.given[0].matched, now
         return num_kept
 
     def close_ranks(self) -> None:
-        """The look has sent the first that was not planned, and decided of nobody else. If it was a newcomer to the
-        order, all after it is planned again as before it came; that it has gone is news of its replica.
+        """The look has sent the first request that was not planned, and decided for no other. If it was a newcomer to
+        the order, all requests after it are planned again as before it came; that it was sent is news of its replica.
         """
         if self._made_way is None or self._plan is None:
             return
@@ -175,7 +175,7 @@ class StandingPlan:
         self._plan.undo_take_back()
 
     def offer(self, number: int, held: Held, due_s: float, now: float) -> Considered | None:
-        """``held`` is considered next: as before, if what was decided of it may stand."""
+        """``held`` comes next: as it was considered before, if what was decided then may stand."""
         self._offered = None
         if self._plan is None or (planned := self._earlier.get(held)) is None:
             return None
@@ -188,12 +188,12 @@ class StandingPlan:
 
     @property
     def may_stand(self) -> bool:
-        """Whether something may stand of what was taken back."""
+        """Whether something that was taken back may still stand."""
         return bool(self._earlier)
 
     def again(self, one: Considered) -> Step | None:
-        """What was decided of ``one``, if it stands: the plan has it again. Those before it in the order that have not
-        been asked for are gone.
+        """What was decided for ``one``, if that stands; the plan then has it again. Requests before it in the order
+        that have not been asked for are gone.
         """
         plan, offered = self._plan, self._offered
         if plan is None or offered is None or offered.considered is not one:
@@ -212,14 +212,14 @@ class StandingPlan:
         return offered.step
 
     def note_again(self, number: int, considered: Considered) -> bool:
-        """Whether a look has left the request of that number planned as it was."""
+        """Whether a look has left request ``number`` planned as it was; if so, it is kept."""
         planned = self._again.pop(id(considered), None)
         if planned is not None:
             self._append(number, planned)
         return planned is not None
 
     def note(self, number: int, held: Held, considered: Considered, step: Step, given: Given, now: float) -> None:
-        """A look has planned ``held``. What is not certain to be decided in the same way again is not kept."""
+        """A look has planned ``held``. It is kept only if it is certain to be decided the same way again."""
         if not self._is_lasting:
             return
         place = bisect_left(DUE_WITHIN_S, considered.due_s - now)
@@ -238,7 +238,7 @@ class StandingPlan:
             self._after_gap.append(planned)
 
     def _set_back(self, plan: Plan, taken: Sequence[Given]) -> None:
-        """The plan has ``taken`` back what is the last of it."""
+        """The plan has ``taken`` back the last of what was given: it may stand later."""
         set_back = [*self.planned[len(plan.given) :], *self._after_gap]
         del self.planned[len(plan.given) :]
         self._after_gap.clear()

@@ -1,4 +1,4 @@
-"""Who has had far more than a fair share of the service, so that others go first."""
+"""Which tenants have had far more than a fair share of the service, so that others go first."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MEMORY_S = 10.0  # of who was served lately
-MOST_UNSERVED = 1 / 16  # memories that pass for who waits until the next is served: to be slow is no pause
-FORGOTTEN_S = 4 * MEMORY_S  # since its last service, of who does not wait
+MEMORY_S = 10.0  # past service fades to 1/e in this time, "a memory" below
+MOST_UNSERVED = 1 / 16  # memories that pass at most for waiting tenants between two services: slowness is no pause
+FORGOTTEN_S = 4 * MEMORY_S  # after its last service a tenant that holds nothing is forgotten
 HEAVY = 3.0  # times the fair level
-MOST_BEFORE = 0.4  # of the service, of all who are not: to go before others costs these the more, the more it is
-FLOOD = 2.5  # times what is left for each, of what one asks for
+MOST_BEFORE = 0.4  # of the service, by tenants not heavy: the more goes before the heavy ones, the later they are
+FLOOD = 2.5  # even then a tenant is heavy that asks for this many times its even share
 MAX_PLACE = 16
 ROUNDING = 1e-9
-COUNTED_ANEW = 8  # as many changes as an eighth of the tenants: a change costs the same however many there are
+COUNTED_ANEW = 8  # after changes to an eighth of the tenants: the cost of one does not depend on their number
 
 
 @dataclass(slots=True)
 class _Service:
-    """Of one tenant; tokens as of age 0, those of before counting less."""
+    """What one tenant has had, in tokens as of age 0: earlier ones count less."""
 
     num_tokens: float = 0.0
-    largest: float = 0.0  # what one request had of these
+    largest: float = 0.0  # the largest request's part of these
     last_s: float = 0.0
 
 
 class FairShares:
-    """Each tenant's service of late, in prompt tokens computed.
+    """Each tenant's recent service, in prompt tokens computed.
 
-    The fair level is what those have had on average who have had no more than the average of all; who waits, no less
-    urgently than who was served last, and has had nothing counts. A tenant is heavy that has had more than ``HEAVY``
-    times as much, its largest request aside: requests come whole and at random, and among tenants that ask alike due
-    dates alone are to decide who goes first. All that ask for far more than another are heavy, alike or not. Where the
-    others have had much of the service together (many of all sizes), only those are heavy that ask for far more than
-    there is for them: who lets so many go first is late.
+    The fair level is the average service of the tenants that have had no more than the average of all. A tenant that
+    has had nothing counts if it waits no less urgently than the one served last. A tenant is heavy if it has had more
+    than ``HEAVY`` times the fair level, its largest request aside: requests come whole and at random, and among tenants
+    with similar demand due dates alone should decide. All tenants that ask for far more than another are heavy, however
+    alike they are. Where the others together have had much of the service (many tenants of all sizes), only those are
+    heavy that ask for far more than there is for them: letting so many others go first makes a tenant late.
 
     Attributes:
         num_changes: while it is the same, so is every tenant's ``place``.
@@ -45,20 +45,20 @@ class FairShares:
         self.num_changes = 0
         self._num_held = Counter[tuple[str, int]]()  # by tenant and priority
         self._held_by = Counter[str]()
-        self._asked: dict[str, float] = {}  # tokens of late, as of age 0
-        self._level: float | None = None  # the even one, once it was asked for, at
+        self._asked: dict[str, float] = {}  # tokens asked for lately, as of age 0
+        self._level: float | None = None  # the even one, once it was needed; as of this age:
         self._level_age = 0.0
-        self._clock = 0.0  # memories of who waits, until all was counted
-        self._priority = 0  # of who was served last
+        self._clock = 0.0  # memories that had passed for waiting tenants at the last count
+        self._priority = 0  # of the request that was served last
         self._served: dict[str, _Service] = {}
-        self._age = 0.0  # memories since all was counted
-        self._left = MOST_UNSERVED  # of them for who waits
+        self._age = 0.0  # memories since the last count
+        self._left = MOST_UNSERVED  # of a memory that may still pass for waiting tenants
         self._time_s = -math.inf
-        self._num_since = 0  # changes since all was counted
-        self._places: dict[str, int] = {}  # of who is heavy
+        self._num_since = 0  # changes since the last count
+        self._places: dict[str, int] = {}  # of heavy tenants
 
     def enter(self, tenant: str, now: float, priority: int = 0) -> None:
-        """The tenant holds one more request of that priority, the lower the more urgent, from ``now`` on, seconds."""
+        """From ``now`` (seconds) the tenant holds one more request of that priority, lower being more urgent."""
         self._pass_time(now)
         self._held_by[tenant] += 1
         self._num_held[tenant, priority] += 1
@@ -67,15 +67,15 @@ class FairShares:
 
     @property
     def clock(self) -> float:
-        """What time it is, for ``ask``."""
+        """The time in memories, for ``ask``."""
         return self._clock + self._age
 
     def ask(self, tenant: str, num_tokens: int, asked_at: float) -> None:
-        """A request that it holds since the ``clock`` was so has so many tokens more to compute, or fewer."""
+        """A request that it holds since ``asked_at`` on the ``clock`` has ``num_tokens`` more, or fewer, to compute."""
         self._asked[tenant] = self._asked.get(tenant, 0.0) + num_tokens * math.exp(asked_at - self._clock)
 
     def leave(self, tenant: str, priority: int = 0) -> None:
-        """And one less."""
+        """The tenant holds one request of that priority less."""
         self._held_by[tenant] -= 1
         self._num_held[tenant, priority] -= 1
         if not self._held_by[tenant]:
@@ -86,7 +86,7 @@ class FairShares:
                 self._note_change()
 
     def charge(self, tenant: str, num_tokens: float, now: float, priority: int = 0) -> None:
-        """``tenant``, which holds the request still, gets service of ``num_tokens`` at ``now``."""
+        """``tenant``, which still holds the request, gets service of ``num_tokens`` at ``now``."""
         self._pass_time(now)
         self._age += max(0.0, now - self._time_s) / MEMORY_S
         self._time_s, self._left, self._priority = max(now, self._time_s), MOST_UNSERVED, priority
@@ -96,12 +96,12 @@ class FairShares:
         self._note_change()
 
     def fade(self, now: float) -> None:
-        """Nobody may have been served for long: what was then counts no more."""
+        """Let earlier service fade, in case no request has been served for long."""
         if self._served and now - self._time_s >= MEMORY_S:
             self._pass_time(now)
 
     def place(self, tenant: str) -> int:
-        """In the order of tenants: 0, but of who is heavy one more for each doubling of what it has had."""
+        """In the order of tenants: 0; for a heavy one 1, and 1 more for each doubling of its service over the limit."""
         return self._places.get(tenant, 0)
 
     def had_more(self, tenant: str) -> bool:
@@ -109,27 +109,27 @@ class FairShares:
         return tenant in self._places
 
     def had_less(self, tenant: str) -> bool:
-        """Whether others are, and it is not."""
+        """Whether other tenants are heavy and it is not."""
         return bool(self._places) and tenant not in self._places
 
     def is_over(self, tenant: str) -> bool:
-        """Whether it asks for more than there is for each where all is shared evenly and nobody has more than it asks
-        for (max-min fairness): nobody does where there is enough for all.
+        """Whether it asks for more than its max-min fair share: all is shared evenly, and no tenant gets more than it
+        asks for. False for every tenant where there is enough for all.
         """
         if self._level is None:
             names = self._served.keys() | self._unserved()
             self._level = self._even_level(names) if len(names) > 1 else math.inf
             self._level_age = self._age
-        level = self._level * math.exp(self._age - self._level_age)  # who asks steadily has asked for more by now
+        level = self._level * math.exp(self._age - self._level_age)  # steady demand has added up to more by now
         return self._asked.get(tenant, 0.0) > level * (1 + ROUNDING)
 
     @property
     def are_even(self) -> bool:
-        """Whether nobody is heavy."""
+        """Whether no tenant is heavy."""
         return not self._places
 
     def _pass_time(self, now: float) -> None:
-        """Little of it waits for the next service, or until it is more."""
+        """Note the time; a short while is left to be counted with the next service, or once it is longer."""
         passed = (now - self._time_s) / MEMORY_S
         if passed > MOST_UNSERVED or self._age > 1:
             self._time_s = max(now, self._time_s)
@@ -141,7 +141,7 @@ class FairShares:
             self._count_anew(0.0)
 
     def _count_anew(self, passed: float) -> None:
-        """Forget what is long ago, and find out who is heavy. ``passed``: memories in which nobody was served."""
+        """Let the past fade, and find the heavy tenants. ``passed``: memories in which no request was served."""
         for_waiting = min(passed, self._left)
         self._left -= for_waiting
         faded, faded_waiting = math.exp(-self._age - passed), math.exp(-self._age - for_waiting)
@@ -162,7 +162,7 @@ class FairShares:
         self._places = places
 
     def _unserved(self) -> set[str]:
-        """Who waits no less urgently than who was served last, and has had nothing."""
+        """Tenants that wait no less urgently than the one served last, and have had nothing."""
         return {name for name, priority in self._num_held if priority <= self._priority} - self._served.keys()
 
     def _find_places(self) -> dict[str, int]:
@@ -173,7 +173,7 @@ class FairShares:
         num_tokens = sum([its.num_tokens for its in self._served.values()])
         average = num_tokens / num_all
         least = [its.num_tokens for its in self._served.values() if its.num_tokens <= average]
-        if not (least or unserved):  # by rounding: all have had the same
+        if not (least or unserved):  # all have had the same, but for rounding
             return {}
         level = max(1.0, HEAVY * sum(least) / (len(least) + len(unserved)))
         more = {name: its for name, its in self._served.items() if its.num_tokens > average}
@@ -185,7 +185,7 @@ class FairShares:
         return {name: place for name, place in heavy.items() if self._asked.get(name, 0.0) > most}
 
     def _even_level(self, names: Iterable[str]) -> float:
-        """Tokens that each of them has at most where what was served is shared evenly; infinite where it is enough."""
+        """The most tokens that each gets if what was served is shared evenly; infinite if that is enough for all."""
         num_tokens = sum([its.num_tokens for its in self._served.values()])
         asked = sorted([self._asked.get(name, 0.0) for name in names])
         for number, least in enumerate(asked):

@@ -1,4 +1,4 @@
-"""What other gateways mean to send where: with it, several gateways keep one order of due dates."""
+"""Wishes: what other gateways mean to send where. With them, several gateways keep one order of due dates."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Rank = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request that some gateway holds and means to send to a certain replica, when its turn comes.
+    """A request that some gateway holds and means to send to a certain replica when its turn comes.
 
-    ``rank`` is its place in the order of ``PendingQueue``: priority, the ``place`` of its tenant, and when its
-    first token is due, on the reader's clock. Blocks and tokens are what it will take there, as in ``Reservation``,
-    beside the blocks of its prompt that are cached there. ``decode_steps`` as in ``RouteQuery``. It came at
-    ``arrival_s``, on the reader's clock, with an objective of ``length_s``: what is due later than that is lost.
-    Its tenant ``is_over`` its even share.
+    ``rank`` is its place in the order of ``PendingQueue``: its priority, the ``place`` of its tenant, and when its
+    first token is due, on the reader's clock. ``num_blocks`` and ``num_tokens`` are what it will take there, as in
+    ``Reservation``, beside the ``num_cached_blocks`` of its prompt; ``decode_steps`` is as in ``RouteQuery``. It came
+    at ``arrival_s``, on the reader's clock, with an objective of ``length_s``: if it is due later than that, it is
+    lost. ``is_over``: its tenant asks for more than its even share.
     """
 
     rank: Rank
@@ -41,7 +41,7 @@ class PlacedWish:
 
 
 class ForeignWishes:
-    """The other gateways' wishes by replica, as the replicas pass them on."""
+    """The other gateways' wishes, by replica, as the replicas pass them on."""
 
     def __init__(self) -> None:
         self._by_replica: dict[str, Sequence[Wish]] = {}
@@ -49,7 +49,7 @@ class ForeignWishes:
         self._sorted_for: Mapping[str, int] | None = None
 
     def set(self, replica_id: str, wishes: Sequence[Wish]) -> None:
-        """All that is wished of ``replica_id`` now."""
+        """Set all that is wished of ``replica_id`` now."""
         if wishes:
             self._by_replica[replica_id] = wishes
         elif self._by_replica.pop(replica_id, None) is None:
@@ -57,8 +57,8 @@ class ForeignWishes:
         self._sorted_for = None
 
     def in_order(self, place_of: Mapping[str, int], now: float) -> Sequence[PlacedWish]:
-        """Those of known replicas, the most urgent first. One that is overdue counts no more: its gateway would have
-        put it off, if it were well.
+        """The wishes for known replicas, the most urgent first. An overdue one no longer counts: a healthy gateway
+        would have put it off.
         """
         if self._sorted_for is not place_of:
             placed = [

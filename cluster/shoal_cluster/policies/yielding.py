@@ -1,30 +1,30 @@
-"""What waits at replicas and yields to a tenant that had less."""
+"""Prompts that wait at replicas and yield to requests of tenants that have had less service."""
 
 from __future__ import annotations
 
 from shoal_cluster.policies.columns import due_column
 from shoal_cluster.policies.view import ClusterView, Reservation
 
-MAX_SENT = 256  # after so many it is looked who is still on the way
+MAX_SENT = 256  # with so many noted, those that are no longer on their way are dropped
 
 
 class Yielding:
-    """Requests that this gateway has sent to yield and that their replicas do not count yet: what replicas count they
-    tell themselves, by when it is due.
+    """Requests that this gateway has sent to yield to others and that their replicas do not count yet. What replicas
+    count they report themselves, by due date.
     """
 
     def __init__(self) -> None:
         self._sent: set[str] = set()
 
     def note(self, request_id: str, view: ClusterView) -> None:
-        """It is about to be promised to a replica."""
+        """A request that yields is about to be promised to a replica."""
         if len(self._sent) >= MAX_SENT:
             self._promised(view)
         self._sent.add(request_id)
 
     def passed(self, view: ClusterView, now: float, due_in_s: float) -> tuple[tuple[str, int], ...]:
-        """Tokens that a request goes before, by replica, if it yields to nobody and is due in so many seconds; replicas
-        where it goes before none are left out.
+        """Waiting prompt tokens that a request goes before, by replica, if it does not yield and is due in ``due_in_s``
+        seconds; replicas where it goes before none are left out.
         """
         candidates = view.present(now)
         later = candidates.told["num_waiting_tokens"] - candidates.told[due_column(due_in_s)]
@@ -34,7 +34,7 @@ class Yielding:
         return tuple(sorted(passed.items()))
 
     def _promised(self, view: ClusterView) -> list[Reservation]:
-        """What is still promised to them; the others are forgotten."""
+        """The promises that they still have; requests without one are forgotten."""
         promised = {i: held for i in self._sent if (held := view.reservation(i)) is not None}
         self._sent = set(promised)
         return list(promised.values())

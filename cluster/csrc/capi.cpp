@@ -1,4 +1,4 @@
-// The C interface of the table: no exception leaves it.
+// The C interface of the table. No exception crosses it.
 #include <new>
 
 #include "holder_table.h"

@@ -33,7 +33,7 @@ int64_t HolderSets::num_bytes() const {
 
 uint32_t HolderSets::change(uint32_t number, int64_t slot, bool is_held) {
     if (has(number, slot) == is_held) return number;
-    // The slot is not in `number`, or is: which of the two is changed is told by the set itself.
+    // No need to compare `is_held`: whether the slot is added or removed follows from the set itself.
     if (last_.slot != slot || last_.from != number) {
         std::copy_n(bits(number), num_words_, row(PROBE));
         row(PROBE)[slot / 64] ^= uint64_t{1} << (slot % 64);
@@ -47,7 +47,7 @@ uint32_t HolderSets::change(uint32_t number, int64_t slot, bool is_held) {
 
 void HolderSets::drop(uint32_t number) {
     if (--uses_[number]) return;
-    if (number == last_.from || number == last_.to) last_.slot = -1;  // evictions come here between two changes
+    if (number == last_.from || number == last_.to) last_.slot = -1;  // an eviction may come between two changes
     free_.push_back(number);
     numbers_.erase(number);
     std::fill_n(row(number), num_words_, 0);

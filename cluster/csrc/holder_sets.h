@@ -1,4 +1,4 @@
-// Sets of slots, each kept once: what many entries of a table have in common. See policies/holder_sets.py.
+// Sets of slots, each stored once and shared by many entries of a table. See its twin, policies/holder_sets.py.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace shoal {
 
-// Number -> a set of slots as bits; 0 is the empty set. A set that no entry has is forgotten, its number used again.
+// Number -> a set of slots as bits; 0 is the empty set. A set without entries is forgotten and its number used again.
 class HolderSets {
   public:
     explicit HolderSets(int64_t num_words);
@@ -22,14 +22,14 @@ class HolderSets {
     size_t num_numbers() const { return uses_.size(); }
     bool is_true(const std::vector<uint32_t>& uses) const;
 
-    // An entry of set `number` is held by `slot`, too, or no longer: the number it has now.
+    // Adds `slot` to the holders of an entry of set `number`, or removes it. Returns the entry's new number.
     uint32_t change(uint32_t number, int64_t slot, bool is_held);
-    // An entry of it is gone.
+    // An entry of set `number` is gone.
     void drop(uint32_t number);
     void add_words();
 
   private:
-    static constexpr uint32_t PROBE = 1;  // the row in which a set is put together before it has a number
+    static constexpr uint32_t PROBE = 1;  // the row in which a set is composed before it has a number
 
     struct Hash {
         const HolderSets* sets;
@@ -48,7 +48,7 @@ class HolderSets {
     std::vector<uint64_t> bits_;
     std::vector<uint32_t> uses_, free_;
     Numbers numbers_;
-    // The last change: blocks come in rows that had the same set and get the same one.
+    // The last change, as a cache: blocks come in runs that had the same set and get the same new one.
     struct {
         uint32_t from, to;
         int64_t slot;

@@ -8,8 +8,8 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t FIRST_WORDS = 1;  // of a set of holders
-constexpr int64_t AHEAD = 8;        // digests whose sets are on their way from memory while one is looked at
+constexpr int64_t FIRST_WORDS = 1;  // of each set of holders, at first
+constexpr int64_t AHEAD = 8;        // digests whose ways are prefetched while one is looked up
 
 template <typename Call>
 void for_each_slot(const uint64_t* bits, int64_t num_words, Call call) {
@@ -21,7 +21,7 @@ void for_each_slot(const uint64_t* bits, int64_t num_words, Call call) {
 
 void HolderTable::Free::operator()(void* memory) const { std::free(memory); }
 
-// The system gives pages of zeros when they are first written, so an empty table takes no memory.
+// The system provides zeroed pages on the first write, so an empty table takes no memory.
 template <typename T>
 HolderTable::Zeros<T> HolderTable::zeros() const {
     T* memory = static_cast<T*>(std::calloc(max_entries_, sizeof(T)));
@@ -48,7 +48,7 @@ void HolderTable::add_slots() {
     num_held_.resize(2 * num_held_.size());
 }
 
-// Odd: 0 is a free way.
+// Keys are odd: 0 marks a free way.
 uint64_t HolderTable::key(const char* digests, int64_t number) const {
     uint64_t key;
     std::memcpy(&key, digests + number * digest_bytes_, sizeof(key));
@@ -70,7 +70,7 @@ void HolderTable::prefetch(const char* digests, int64_t number, int64_t count) c
     for (int64_t way = 0; way < NUM_WAYS; way += 16) __builtin_prefetch(holders_.get() + first + way);
 }
 
-// Those that are known first, then the newcomers; of equals the first counts.
+// First the known ones, then the new ones; of those with the same key only the first counts.
 void HolderTable::hold(int64_t slot, const char* digests, int64_t count) {
     const uint64_t before = tick_;
     tick_ += count;
@@ -136,7 +136,7 @@ void HolderTable::release_all(int64_t slot) {
         if (holders_[entry]) let_go(entry, slot);
 }
 
-// The first becomes the latest.
+// The first one becomes the most recently used.
 void HolderTable::use(const char* digests, int64_t count) {
     for (int64_t i = count - 1; i >= 0; --i) {
         const int64_t entry = find(key(digests, i));
@@ -147,7 +147,7 @@ void HolderTable::use(const char* digests, int64_t count) {
 
 void HolderTable::lengths(const char* digests, int64_t count, const uint64_t* also, int64_t* counts) const {
     const int64_t num_words = sets_.num_words();
-    std::vector<uint64_t> alive(num_words, ~uint64_t{0});  // who has all so far
+    std::vector<uint64_t> alive(num_words, ~uint64_t{0});  // slots that hold all digests so far
     std::fill_n(counts, num_slots(), 0);
     uint32_t before = 0;
     for (int64_t i = 0; i < count; ++i) {

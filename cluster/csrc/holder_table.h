@@ -1,4 +1,4 @@
-// Which slots hold which blocks, laid out like a processor's cache. See policies/holder_table.py, whose twin it is.
+// Which slots hold which blocks, laid out like a processor's cache. See its twin, policies/holder_table.py.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace shoal {
 
-// A part of a key chooses a set of ways; a newcomer to a full set takes the place of its least recently used entry.
+// A part of a key selects a set of ways; a new key replaces the least recently used entry of a full set.
 class HolderTable {
   public:
     static constexpr int64_t NUM_WAYS = 32;
@@ -42,7 +42,7 @@ class HolderTable {
 
     uint64_t key(const char* digests, int64_t number) const;
     int64_t first_way(uint64_t key) const { return (key >> 1 & set_mask_) * NUM_WAYS; }
-    // -1: it is not there.
+    // The entry of a key; -1 if it is not in the table.
     int64_t find(uint64_t key) const;
     void prefetch(const char* digests, int64_t number, int64_t count) const;
     void insert(uint64_t key, uint64_t tick, int64_t slot);
@@ -54,7 +54,7 @@ class HolderTable {
     ShoalCounts counts_ = {0, 0};
     std::vector<int64_t> num_held_;
     Zeros<uint64_t> keys_;  // 0: the way is free
-    Zeros<uint64_t> used_;  // the tick of the last use
+    Zeros<uint64_t> used_;  // tick of the last use
     Zeros<uint32_t> holders_;
     HolderSets sets_;
 };

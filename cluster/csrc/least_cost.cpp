@@ -1,11 +1,11 @@
-// The rule of policies/routing.py: the same operations in the same order, so that costs are the same to the last bit.
+// The cost of policies/routing.py: the same operations in the same order, so that results agree to the last bit.
 #include <algorithm>
 
 #include "shoal_placement.h"
 
 namespace {
 
-enum Row { CAPACITY = 3, LOAD, SEQUENCES, ROOM, SLOWER = 10 };  // of policies/columns.py
+enum Row { CAPACITY = 3, LOAD, SEQUENCES, ROOM, SLOWER = 10 };  // as in policies/columns.py
 constexpr double PER_CENT = 0.01;
 
 }  // namespace

@@ -1,7 +1,7 @@
 """Placement rules by name: ours, and those of other systems with their published formulas and defaults.
 
-They share filter, ties and explanation, so that only the formula differs. The published rules know neither our barrier
-of free blocks nor what a prompt costs; where one reads text, it reads blocks here.
+They share filter, tie-breaking and explanation, so that only the formula differs. The published rules know neither our
+barrier of free blocks nor what a prompt costs; where the original matches text, the rule here matches blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def place(
     rng: Random,
     memory: Recollection,
 ) -> RouteDecision:
-    """Decide by the rule of that name. ``weights`` are for ``predicted_ttft`` alone."""
+    """Decide by the rule of that name. Only ``predicted_ttft`` reads ``weights``."""
     if routing == "predicted_ttft":
         return route(query, candidates, weights, rng)
     scores = score(routing, query, candidates, rng, memory)
@@ -60,7 +60,7 @@ def place(
 
 
 def score(routing: Routing, query: RouteQuery, candidates: Candidates, rng: Random, memory: Recollection) -> Scores:
-    """What a rule other than ours makes of each replica; the terms' names tell by which of its branches."""
+    """Each replica's score by a rule other than ours; the names of the terms tell which of its branches was taken."""
     match routing:
         case "round_robin":
             return sum_of(turns_until=(np.arange(len(candidates)) - memory.turn) % max(1, len(candidates)))
@@ -83,14 +83,14 @@ def score(routing: Routing, query: RouteQuery, candidates: Candidates, rng: Rand
 
 
 def sum_of(**terms: Amounts) -> Scores:
-    """The cost is what its terms add up to."""
+    """Scores with the sum of their terms as cost."""
     first, *others = terms.values()
     return Scores(sum(others, start=first), terms=tuple(terms.items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedRule:
-    """The rule of that name with what it remembers, as one decision sees it."""
+    """The rule of that name, with its memory as one decision sees it."""
 
     routing: Routing
     memory: Recollection
@@ -116,16 +116,16 @@ def num_requests(candidates: Candidates) -> Ints:
 
 
 def power_of_two(query: RouteQuery, candidates: Candidates, rng: Random) -> Scores:
-    """Of two replicas drawn at random the one with fewer requests: Ray Serve's default (Mitzenmacher, 2001)."""
+    """The one with fewer requests of two replicas drawn at random: Ray Serve's default (Mitzenmacher, 2001)."""
     places = np.flatnonzero(is_eligible(query, candidates)).tolist()
     load = num_requests(candidates)
-    not_drawn = np.full(len(candidates), 1 + load.max(initial=0))  # these come after the two
+    not_drawn = np.full(len(candidates), 1 + load.max(initial=0))  # all others come after the two
     not_drawn[rng.sample(places, min(2, len(places)))] = 0
     return sum_of(requests=load, not_drawn=not_drawn)
 
 
 def most_free_blocks(query: RouteQuery, candidates: Candidates) -> Scores:
-    """Most blocks free and not promised."""
+    """The replica with the most blocks that are free and not promised."""
     return sum_of(promised=candidates.num_reserved_blocks, free=-candidates.told["num_free_blocks"])
 
 
@@ -136,9 +136,9 @@ def ray_prefix_affinity(
     rng: Random,
     imbalanced_threshold: float = RAY_IMBALANCED_THRESHOLD,
 ) -> Scores:
-    """Ray Serve LLM's ``PrefixCacheAffinityRouter`` (2.60): power of two when the longest queue is more than
-    ``imbalanced_threshold`` requests over the shortest, which by its default never happens; else the longest match with
-    what was sent before, if it is 10 % of the prompt; else the smallest tree.
+    """Ray Serve LLM's ``PrefixCacheAffinityRouter`` (2.60): power of two choices if the longest queue exceeds the
+    shortest by more than ``imbalanced_threshold`` requests, which never happens with its default; else the longest
+    match with what was sent before, if it is at least 10 % of the prompt; else the smallest tree.
     """
     loads = num_requests(candidates)[is_eligible(query, candidates)]
     if loads.size and loads.max() - loads.min() > imbalanced_threshold:
@@ -147,9 +147,9 @@ def ray_prefix_affinity(
 
 
 def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recollection) -> Scores:
-    """SGLang router's ``cache_aware`` with the defaults of its command: shortest queue when the longest is over the
-    shortest by more than 64 requests and by half; else the longest match with what was sent before, if it is 30 % of
-    the prompt; else the smallest tree.
+    """SGLang router's ``cache_aware`` policy with the defaults of its command line: the shortest queue if the longest
+    exceeds it by more than 64 requests and by more than half; else the longest match with what was sent before, if it
+    is more than 30 % of the prompt; else the smallest tree.
     """
     load = num_requests(candidates)
     loads = load[is_eligible(query, candidates)]
@@ -160,8 +160,8 @@ def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recoll
 
 
 def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:
-    """llm-d's precise prefix scheduling: 2 x matched share of the prompt + 1 x (1 - KV usage) + 1 x (queue between the
-    longest, 0, and the shortest, 1), the weights of its precise-prefix configuration; highest wins.
+    """llm-d's precise prefix scheduling: 2 x matched share of the prompt + 1 x (1 - KV usage) + 1 x queue score (0 for
+    the longest queue, 1 for the shortest), with the weights of its precise-prefix configuration; highest wins.
     """
     told = candidates.told
     prefix = candidates.num_matched_blocks / max(1, len(query.block_hashes))
@@ -175,8 +175,8 @@ def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:
 
 
 def dynamo_linear(query: RouteQuery, candidates: Candidates) -> Scores:
-    """Dynamo's KV router: prefill_load_scale x max(0, prefill blocks under way + the prompt's - credit x overlap) +
-    blocks that decode, all 1 by default, temperature 0; least wins.
+    """Dynamo's KV router: prefill_load_scale x max(0, active prefill blocks + the prompt's - credit x overlap) + decode
+    blocks; scale and credit are 1 by default, the temperature is 0; lowest wins.
     """
     told = candidates.told
     active = told["num_waiting_tokens"] + candidates.num_reserved_tokens
@@ -189,7 +189,7 @@ def dynamo_linear(query: RouteQuery, candidates: Candidates) -> Scores:
 def _match_or_smallest_tree(
     query: RouteQuery, candidates: Candidates, memory: Recollection, threshold: float
 ) -> Scores:
-    """Longest match if long enough, else the smallest tree; equals by load."""
+    """The longest match if it is long enough, else the smallest tree; ties by load."""
     load = num_requests(candidates)
     shares = memory.num_sent_blocks / max(1, len(query.block_hashes))
     eligible = is_eligible(query, candidates)

@@ -1,4 +1,4 @@
-"""The replicas as one placement sees them: a snapshot in columns, so that hundreds cost little more than one."""
+"""The replicas as one placement sees them: a columnar snapshot, so that hundreds cost little more than one."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ BYTES_EACH = 8 * (len(PROMISED) + len(STANDING) + 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
-    """One replica as a policy sees it: a row of a snapshot.
+    """One replica as a policy sees it: a row of a snapshot. A field's owner is the part that knows its true value.
 
     Attributes:
-        replica_id: owner Ray Serve; true as of its last replica set.
-        stats: owner the replica; ``age_s`` old. None until its feed has spoken.
+        replica_id: owned by Ray Serve; as of its last replica set.
+        stats: owned by the replica; ``age_s`` old. None until its feed has delivered any.
         age_s: seconds since the gateway received ``stats``; 0 while there are none.
-        connected: owner the gateway; whether the feed is up now.
-        stalled: owner the gateway; it does not get on or has fallen silent, see ``Stalls``: nothing new goes there.
-        slowness: owner the gateway; times as long as the fastest for a prompt, by what they measure, see ``Slowness``.
+        connected: owned by the gateway; whether the replica's feed is up now.
+        stalled: owned by the gateway; the replica makes no progress or has fallen silent (see ``Stalls``), so nothing
+            new is sent to it.
+        slowness: owned by the gateway; how many times as long as the fastest replica it takes for a prompt, by what the
+            replicas measure (see ``Slowness``).
         num_reserved, num_reserved_blocks, num_reserved_tokens: requests sent here that ``stats`` does not count yet,
-            their blocks, and their prompt tokens to compute. Owner the gateway, exact, for its own; other gateways'
-            are what the replica has heard from them.
-        num_matched_blocks: leading blocks of the asked prompt that the replica caches; owner the replica's prefix
+            their blocks, and their prompt tokens to compute. Owned by the gateway and exact for its own requests; other
+            gateways' are as the replica has heard from them.
+        num_matched_blocks: leading blocks of the given prompt that the replica caches; owned by the replica's prefix
             cache, as old as ``age_s`` plus one feed message.
-        node_id: owner Ray; for show.
+        node_id: owned by Ray; for display only.
     """
 
     replica_id: str
@@ -67,7 +69,7 @@ class ReplicaView:
 
 
 class Present:
-    """``told`` of all replicas, which changes with the next report: ``is_past`` from then on."""
+    """``told`` of all replicas as of now; ``is_past`` as soon as the next report changes it."""
 
     __slots__ = ("is_past", "told")
 
@@ -77,12 +79,12 @@ class Present:
 
 
 class Candidates:
-    """Every member of the cluster for one prompt, sorted by id; element i of everything is replica i. Never changed.
+    """Every member of the cluster for one prompt, sorted by id; element i of everything is replica i. Never modified.
 
     Attributes:
-        stats: what each replica said last; None until it has spoken.
+        stats: each replica's last report; None until there is one.
         columns: rows ``PROMISED``, then ``STANDING``, [11, n].
-        now, updated_s: of whom ``age_s`` is the difference; infinite for one that has not spoken, [n].
+        now, updated_s: ``age_s`` is their difference; ``updated_s`` [n] is infinite for a replica without a report.
         states, num_matched_blocks: as in ReplicaView, [n].
     """
 
@@ -126,7 +128,7 @@ class Candidates:
 
     @classmethod
     def of(cls, views: Iterable[ReplicaView]) -> Candidates:
-        """The same from rows, in any order."""
+        """A snapshot made from rows in any order."""
         rows = sorted(views, key=lambda row: row.replica_id)
         columns = unknown_columns(len(rows))
         for place, row in enumerate(rows):
@@ -144,7 +146,7 @@ class Candidates:
         )
 
     def matching(self, num_matched_blocks: Ints, columns: Ints | None = None) -> Candidates:
-        """The same for another prompt, and with other promises if given, by their ``columns``."""
+        """The same snapshot for another prompt and, if ``columns`` are given, with other promises."""
         return Candidates(
             self.replica_ids,
             self.node_ids,
@@ -167,8 +169,8 @@ class Candidates:
 
     @property
     def told(self) -> NDArray[np.void]:
-        """``stats`` in columns [n], under the same names but for ``known`` (there are stats), ``DERIVED``, ``DUE``. A
-        record of the past makes it again when asked.
+        """``stats`` as columns [n] under the same names, with ``known`` (whether there are any), ``states``,
+        ``DERIVED`` and ``DUE``. A snapshot of the past rebuilds it on demand.
         """
         if self._told is None:
             if self._present is not None and not self._present.is_past:
@@ -184,17 +186,17 @@ class Candidates:
         return self._age_s
 
     def has_idle(self) -> bool:
-        """Whether a replica that takes requests has no prompt to compute, and none coming that is known of."""
+        """Whether some replica that accepts requests has no prompt to compute and none known to be on its way."""
         idle = (self.columns[CAPACITY] >= 0) & (self.told["num_waiting_tokens"] == 0)
         return bool((idle & (self.num_reserved == 0)).any())
 
     def has_open(self, excluded: Set[str] = frozenset()) -> bool:
-        """Whether a replica other than these takes requests, now or later."""
+        """Whether a replica that is not ``excluded`` accepts requests, with or without room for them now."""
         takes = self.columns[CAPACITY] >= 0
         return any(r not in excluded for r in compress(self.replica_ids, takes)) if excluded else bool(takes.any())
 
     def least_capacity(self) -> int:
-        """Blocks of the largest request that each replica takes that takes any; 0 where none does."""
+        """Blocks of the largest request that all accepting replicas can take; 0 if no replica accepts requests."""
         capacity = self.columns[CAPACITY]
         open_ = capacity[capacity >= 0]
         return int(open_.min()) if open_.size else 0
@@ -220,18 +222,18 @@ class Candidates:
         return len(self.replica_ids) * BYTES_EACH
 
     def view(self, replica_id: str) -> ReplicaView:
-        """The row of one replica. Raises ValueError when it is not here."""
+        """The row of one replica. Raises ValueError if it is not in the snapshot."""
         return self._row(self.place(replica_id))
 
     def place(self, replica_id: str) -> int:
-        """Which element one replica is. Raises ValueError when it is not here."""
+        """The index of one replica. Raises ValueError if it is not in the snapshot."""
         place = bisect_left(self.replica_ids, replica_id)
         if self.replica_ids[place : place + 1] != (replica_id,):
             raise ValueError(f"replica_id: {replica_id!r} is not here")
         return place
 
     def matched_by(self, replica_id: str) -> int:
-        """``num_matched_blocks`` of one replica. Raises ValueError when it is not here."""
+        """``num_matched_blocks`` of one replica. Raises ValueError if it is not in the snapshot."""
         count: int = self.num_matched_blocks.item(self.place(replica_id))
         return count
 
@@ -255,5 +257,5 @@ class Candidates:
 
 
 def with_item(items: tuple[Item, ...], place: int, item: Item) -> tuple[Item, ...]:
-    """``items`` with ``item`` in that place."""
+    """``items`` with ``item`` at ``place``."""
     return (*items[:place], item, *items[place + 1 :])

@@ -1,4 +1,4 @@
-"""What is known of replicas as columns of arrays: what each told, and what decisions go by, promises counted in."""
+"""What is known of the replicas, in arrays: what each has told, and what decisions go by, promises counted in."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ COUNTS = (  # of ReplicaStats, under the same names in ``Candidates.told``
     "draining",
     "by_due",
 )
-DERIVED = ("num_open_blocks", "num_open_slots")  # free, less what the replica's own queue will take
+DERIVED = ("num_open_blocks", "num_open_slots")  # free ones, less what the replica's own queue will take
 DUE = tuple(f"num_due_tokens_{place}" for place in range(len(DUE_WITHIN_S)))
-"""To compute before a newcomer that is due within each of ``DUE_WITHIN_S``."""
+"""Tokens to compute before a newcomer that is due within each of ``DUE_WITHIN_S``."""
 TOLD = np.dtype(
     [
         ("connected", "?"),
@@ -45,13 +45,15 @@ TOLD = np.dtype(
         ),
     ]
 )
+"""What is known of one replica: the gateway's own ``ReplicaState``, then what the replica has told of itself."""
 _DRAINING, _OPEN_BLOCKS, _OPEN_SLOTS, _DUE_AT_ONCE = map(list(TOLD.names or ()).index, ("draining", *DERIVED, DUE[0]))
 PROMISED = ("num_reserved", "num_reserved_blocks", "num_reserved_tokens")
 STANDING = ("capacity", "load", "sequences", "room", "open_blocks", "open_slots", "urgent", "slower")
-"""What a decision goes by, of both: blocks of the largest request that the replica takes, -1 for none; prompt tokens to
-compute before a newcomer; sequences that decode there or soon will; free blocks for a newcomer, -1 without a free slot;
-the same whether or not there is one; free slots; tokens to compute before a newcomer that is due at once; and by how
-many per cent more the replica takes for them than the fastest.
+"""What a decision goes by, what was told and promised taken together. In this order: blocks of the largest request that
+the replica accepts, -1 if it accepts none; prompt tokens to compute before a newcomer; sequences that decode there or
+soon will; free blocks for a newcomer, -1 without a free slot; the same whether or not there is a slot; free slots;
+tokens to compute before a newcomer that is due at once; by how many per cent the replica's compute takes longer than
+the fastest's.
 """
 CAPACITY, LOAD, SEQUENCES, ROOM, OPEN_BLOCKS, OPEN_SLOTS, URGENT, SLOWER = range(
     len(PROMISED), len(PROMISED) + len(STANDING)
@@ -61,12 +63,12 @@ _counts_of = attrgetter(*COUNTS)
 
 
 def due_column(due_in_s: float) -> str:
-    """Of ``DUE``, for a newcomer that is due in so many seconds."""
+    """The column of ``DUE`` for a newcomer that is due in ``due_in_s`` seconds."""
     return DUE[bisect_left(DUE_WITHIN_S, due_in_s)]
 
 
 class ReplicaState(NamedTuple):
-    """What the gateway itself knows of a replica, as in ``ReplicaView``."""
+    """What the gateway itself finds out about a replica, as in ``ReplicaView``."""
 
     connected: bool = False
     stalled: bool = False
@@ -77,10 +79,10 @@ UNKNOWN = ReplicaState()
 
 
 def told_row(stats: ReplicaStats | None, state: ReplicaState) -> tuple[Any, ...]:
-    """One element of ``Candidates.told``."""
+    """One element of ``Candidates.told``, as of ``TOLD``."""
     connected, stalled, slowness = state
     slower = round((slowness - 1.0) / PER_CENT)
-    if stats is None:  # it has nothing, and divides by nothing either
+    if stats is None:  # all 0, but 1 for what others divide by
         return (
             connected,
             False,
@@ -88,7 +90,7 @@ def told_row(stats: ReplicaStats | None, state: ReplicaState) -> tuple[Any, ...]
             slower,
             *(int(name in ("block_size", "max_num_batched_tokens")) for name in (*COUNTS, *DERIVED, *DUE)),
         )
-    # A queued prompt's blocks are still counted free: they are taken, all at once, when its first step is scheduled.
+    # A queued prompt's blocks still count as free: they are taken, all at once, when its first step is scheduled.
     num_queued_blocks = -(-stats.num_waiting_tokens // stats.block_size) if stats.num_waiting else 0
     num_open_blocks = stats.num_free_blocks - num_queued_blocks
     num_open_slots = stats.max_num_seqs - stats.num_running - stats.num_waiting
@@ -97,7 +99,7 @@ def told_row(stats: ReplicaStats | None, state: ReplicaState) -> tuple[Any, ...]
 
 
 def column(row: Sequence[Any], promised: Iterable[int]) -> tuple[int, ...]:
-    """One of ``Candidates.columns``, for a ``told_row`` and what is promised there."""
+    """One of ``Candidates.columns``, for a ``told_row`` and the requests, blocks and tokens promised there."""
     num_reserved, num_blocks, num_tokens = promised
     connected, known, stalled, slower, _, num_total_blocks, _, _, num_running, num_waiting, num_waiting_tokens, *_ = row
     open_blocks, open_slots = row[_OPEN_BLOCKS] - num_blocks, row[_OPEN_SLOTS] - num_reserved
@@ -117,7 +119,7 @@ def column(row: Sequence[Any], promised: Iterable[int]) -> tuple[int, ...]:
 
 
 def promise(columns: Ints, place: int, num_requests: int, num_blocks: int, num_tokens: int) -> None:
-    """Count so many requests more, or less, as promised to the replica at ``place``."""
+    """Count that many more requests, blocks and tokens as promised to the replica at ``place``; fewer if negative."""
     reserved, blocks, tokens, capacity, load, sequences, _, open_blocks, open_slots, urgent, slower = columns[
         :, place
     ].tolist()
@@ -138,7 +140,7 @@ def promise(columns: Ints, place: int, num_requests: int, num_blocks: int, num_t
 
 
 def promise_many(columns: Ints, promises: Sequence[tuple[int, int, int]]) -> None:
-    """``promise`` a request each to as many replicas: their places, with its blocks and tokens."""
+    """``promise`` one request each to different replicas; of each the replica's place, blocks and tokens."""
     at, num_blocks, num_tokens = np.array(promises).T
     there = columns[:, at]
     reserved, blocks, tokens, _, load, sequences, room, open_blocks, open_slots, urgent, _ = there
@@ -152,14 +154,14 @@ def promise_many(columns: Ints, promises: Sequence[tuple[int, int, int]]) -> Non
 
 
 def unknown_columns(count: int) -> Ints:
-    """``columns`` of replicas that have not spoken, with nothing promised."""
+    """``columns`` of ``count`` replicas that have told nothing, with nothing promised."""
     columns: Ints = np.empty((len(PROMISED) + len(STANDING), count), np.int64)
     columns[:] = np.array([column(told_row(None, UNKNOWN), (0, 0, 0))]).T
     return columns
 
 
 def unknown(count: int) -> tuple[NDArray[np.void], Ints]:
-    """``told`` and ``columns`` of such."""
+    """``told`` and ``columns`` of such replicas."""
     rows: NDArray[np.void] = np.empty(count, TOLD)
     rows[:] = told_row(None, UNKNOWN)
     return rows, unknown_columns(count)

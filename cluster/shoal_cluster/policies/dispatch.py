@@ -1,4 +1,4 @@
-"""A held request's turn."""
+"""A request whose turn has come."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shoal_cluster.policies.routing import Rule
 
 
 class Dispatch(NamedTuple):
-    """A request to send now, to ``replica_id``; ``route`` with these candidates and ``seed`` decides the same again.
+    """A request to send to ``replica_id`` now; ``route`` with these candidates and ``seed`` decides the same again.
 
     Attributes:
-        candidates: what the decision saw. Promised there: also what more urgent requests, still held, will take.
-        due_s: when its first token is due; sooner, if that is after what it went before here; later, if its tenant has
-            had more than others lately. The replica's ``deadline`` policy goes by it, so that it keeps the order of the
-            queue, shares of tenants included.
-        look: what was considered before it and held, and why this one is next; None under a ``rule``.
+        candidates: what the decision saw. Its promises include what more urgent requests, still held, will take.
+        due_s: when its first token is due; earlier if a request behind it in the queue is due earlier; later if its
+            tenant has had far more than others lately. The replica's ``deadline`` policy goes by it and so keeps the
+            order of the queue, tenants' shares included.
+        look: what was considered before it and is still held, and why this request is next; None under a ``rule``.
         yields: see ``Request``.
     """
 

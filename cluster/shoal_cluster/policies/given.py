@@ -1,4 +1,4 @@
-"""What a plan has given away."""
+"""What a plan has given away: requests, each to the replica that it is to wait for."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from shoal_cluster.policies.columns import CAPACITY, LOAD, PER_CENT, ROOM, SEQUE
 from shoal_cluster.policies.ranking import RouteQuery
 
 Price = tuple[bool, float]
-"""Whether there is no room for a request, and the cost."""
+"""Whether there is no room for a request, and its cost; the lower is better."""
 
 
 @dataclass(slots=True, eq=False)
 class Given:
-    """A request that is to wait for a replica, and by what.
+    """A request that is to wait for the replica at ``place``, and what that was decided by.
 
     Attributes:
-        matched: blocks cached on each replica [n]; ``num_matched_blocks`` where it is to wait.
-        num_blocks, num_tokens: what it takes there.
-        least_blocks: that a replica must have free to count as one with room for it.
-        prefill_price, sequence_price: of each uncached token, of each sequence there.
-        price: where it is to wait; the least of all replicas.
-        most_load: another replica with more to do costs more.
+        matched: blocks of its prompt cached on each replica [n]; ``num_matched_blocks`` of them at ``place``.
+        num_blocks, num_tokens: blocks that it takes at ``place``, and prompt tokens to compute.
+        least_blocks: free blocks that a replica needs at least to count as having room for it.
+        prefill_price, sequence_price: price of each uncached token, and of each sequence on a replica.
+        price: its price at ``place``, the lowest of all replicas.
+        most_load: any other replica with more ``LOAD`` costs more; infinite while it has no room at ``place``.
     """
 
     query: RouteQuery
@@ -41,12 +41,12 @@ class Given:
     most_load: float = np.inf
 
     def wait_at(self, column: Sequence[int], replica_ids: Sequence[str]) -> None:
-        """It is to wait at its ``place``, with that column."""
+        """It is to wait at its ``place``, whose column is given."""
         self.price = self.price_at(self.place, column, replica_ids)
         self.note_rivals()
 
     def note_rivals(self) -> None:
-        """It is to wait where it is, at its ``price``: ``most_load`` of the others."""
+        """Compute ``most_load`` for its present ``price`` and matches."""
         has_no_room, cost = self.price
         self.most_load = np.inf
         if not has_no_room:
@@ -55,11 +55,11 @@ class Given:
             self.most_load = 1.0 + cost - self.prefill_price * max(1, self.query.num_prompt_tokens - int(num_tokens))
 
     def is_better_at(self, place: int, column: Sequence[int], replica_ids: Sequence[str]) -> bool:
-        """Whether the replica at another ``place``, with that column, might be chosen now."""
+        """Whether the replica at another ``place``, whose column is given, might be chosen now."""
         return column[LOAD] <= self.most_load and self.price_at(place, column, replica_ids) <= self.price
 
     def price_at(self, place: int, column: Sequence[int], replica_ids: Sequence[str]) -> Price:
-        """Of the replica at ``place`` with that column; infinite for one that cannot take it."""
+        """The price at ``place``, whose column is given; infinite for a replica that cannot take it."""
         query, num_matched = self.query, self.matched.item(place)
         if column[CAPACITY] < query.num_blocks_needed or (query.excluded and replica_ids[place] in query.excluded):
             return True, np.inf

@@ -1,4 +1,4 @@
-"""Sets of replicas, each kept once: what many entries of the prefix index have in common."""
+"""Sets of replicas, each stored once and shared by many entries of the prefix index."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Iterable, Sequence
 class HolderSets:
     """Number → a set of slots as bits; 0 is the empty set.
 
-    Blocks that come together are held together, so there are far fewer sets than blocks: an entry has a number of four
-    bytes in the place of a bit for each replica there is. A set that no entry has is forgotten, its number used again.
+    Blocks that come together are held together, so there are far fewer sets than blocks: an entry has a four-byte
+    number instead of one bit for each replica. A set without entries is forgotten and its number is used again.
 
     Attributes:
-        bits: of each number, bit i for slot i; 0 for numbers that are free.
+        bits: the set of each number, bit i for slot i; 0 for numbers that are free.
     """
 
     def __init__(self) -> None:
         self.bits = [0]
         self._number_of = {0: 0}
-        self._uses = [0]  # entries that have each; of the empty set nobody counts them
+        self._uses = [0]  # entries that have each set; of no meaning for the empty one
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """Sets that some entry has."""
+        """Number of sets that some entry has."""
         return len(self._number_of) - 1
 
     @property
@@ -33,23 +33,23 @@ class HolderSets:
         return sets + sum(map(sys.getsizeof, (self.bits, self._number_of, self._uses, self._free)))
 
     def of_slot(self, slot: int, count: int) -> int:
-        """The set of ``slot`` alone, which ``count`` entries get."""
+        """The number of the set of ``slot`` alone, which ``count`` entries get."""
         number = self._number(1 << slot)
         self._uses[number] += count
         return number
 
     def add(self, slot: int, numbers: Sequence[int]) -> list[int]:
-        """An entry of each of ``numbers`` is held by ``slot``, too: what it has now."""
+        """Entries with these ``numbers``, one each, are now held by ``slot``, too. Returns their new numbers."""
         bit = 1 << slot
         return self._change(numbers, {number: self.bits[number] | bit for number in set(numbers)})
 
     def take(self, slot: int, numbers: Sequence[int]) -> list[int]:
-        """It is held by ``slot`` no longer."""
+        """Such entries are no longer held by ``slot``. Returns their new numbers."""
         bit = 1 << slot
         return self._change(numbers, {number: self.bits[number] & ~bit for number in set(numbers)})
 
     def drop(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
-        """An entry of each of ``numbers`` is gone. Returns (bits, how many) for each different one."""
+        """Such entries are gone. Returns (bits, how many) for each distinct number."""
         dropped = []
         for number, count in Counter(numbers).items():
             dropped.append((self.bits[number], count))
@@ -58,11 +58,11 @@ class HolderSets:
         return dropped
 
     def with_slot(self, slot: int) -> list[bool]:
-        """By number: whether the set has ``slot``."""
+        """Whether the set of each number contains ``slot``."""
         return [bool(bits >> slot & 1) for bits in self.bits]
 
     def check_invariants(self, numbers: Iterable[int]) -> None:
-        """``numbers`` are those of all entries."""
+        """Uses, numbers and free numbers are right; ``numbers`` are those of all entries."""
         uses = Counter(numbers)
         assert uses == Counter({n: count for n, count in enumerate(self._uses) if n and count})
         assert self._number_of == {self.bits[n]: n for n in (0, *uses)}
@@ -80,7 +80,7 @@ class HolderSets:
         return [new_of[number] for number in numbers]
 
     def _number(self, bits: int) -> int:
-        """Of a set that an entry is about to have."""
+        """The number of a set that an entry is about to get; a new one if need be."""
         number = self._number_of.get(bits)
         if number is None:
             number = self._free.pop() if self._free else len(self.bits)

@@ -1,4 +1,4 @@
-"""The table of the prefix index: keys, each in its set of ways, and the slots that hold it."""
+"""The hash table of the prefix index: keys, each in its set of ways, with the slots that hold them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Numbers = NDArray[np.uint32]
 
 LOG_WAYS = 5
 NUM_WAYS = 1 << LOG_WAYS
-ONE, SET_SHIFT, WAY_MASK = np.array(1, np.uint64), np.array(LOG_WAYS), np.array(NUM_WAYS - 1)  # soonest as arrays
+ONE, SET_SHIFT, WAY_MASK = np.array(1, np.uint64), np.array(LOG_WAYS), np.array(NUM_WAYS - 1)  # fastest as arrays
 FIRST_SLOTS = 64
-FIRST_LOOK, NEXT_LOOK = 128, 8  # blocks of a prompt looked up at first, and how many times more each time after
+FIRST_LOOK, NEXT_LOOK = 128, 8  # a prompt's first lookup ends at this block, each next one so many times further
 
 
 class Table(Protocol):
-    """Block hash → the slots that hold it; a hash that nobody holds is not there. At most ``max_entries``: a newcomer
-    takes the place of what was used least recently.
+    """Block hash → the slots that hold it; a hash without holders is not in it. At most ``max_entries``: where there
+    is no room, a new hash replaces what was used least recently.
     """
 
     @property
@@ -36,7 +36,7 @@ class Table(Protocol):
     def num_entries(self) -> int: ...
     @property
     def num_evicted(self) -> int:
-        """Entries that had to go for others."""
+        """Entries that were evicted to make room for others."""
         ...
 
     @property
@@ -45,54 +45,54 @@ class Table(Protocol):
     def num_slots(self) -> int: ...
 
     def num_held(self, slot: int) -> int:
-        """Hashes that the slot holds."""
+        """Number of hashes that the slot holds."""
         ...
 
     def add_slots(self) -> None:
-        """Make room for twice the slots."""
+        """Double the number of slots."""
         ...
 
     def hold(self, slot: int, block_hashes: Collection[BlockHash]) -> None:
-        """The slot holds these, used now: the first the latest."""
+        """The slot now holds these. They count as used now, the first one most recently."""
         ...
 
     def release(self, slot: int, block_hashes: Collection[BlockHash]) -> None:
-        """The slot holds these no longer. What it did not hold is ignored."""
+        """The slot no longer holds these. Those that it did not hold are ignored."""
         ...
 
     def release_all(self, slot: int) -> None:
-        """It holds nothing: one pass over the table."""
+        """The slot no longer holds anything: one pass over the table."""
         ...
 
     def use(self, block_hashes: Collection[BlockHash]) -> None:
-        """Those of them that are known were used, the first the latest."""
+        """Those of the hashes that are known were used, the first one most recently."""
         ...
 
     def lengths(self, block_hashes: Sequence[BlockHash], also: Sequence[int] = ()) -> Ints:
-        """How many leading hashes each slot holds [slots]. ``also``: further slots that have each, as bits; or none."""
+        """How many leading hashes each slot holds [slots]. ``also``: further holders of each, as bits; or none."""
         ...
 
     def is_held(self, slot: int, block_hashes: Sequence[BlockHash]) -> Bools:
-        """Which of them the slot holds [n]."""
+        """Which of the hashes the slot holds [n]."""
         ...
 
     def check_invariants(self, slots: Iterable[int]) -> None:
-        """Every entry is in its set, used once and held by ``slots``; every count is true; the cap holds."""
+        """Every entry is in its set, only once, and held by some of ``slots``; all counts are right; the cap holds."""
         ...
 
 
 def make_table(max_entries: int) -> Table:
-    """Of so many entries, rounded up to whole sets, their number a power of two; native where that was built."""
+    """A table of ``max_entries``, rounded up to a power of two of whole sets; native where that was built."""
     num_sets = 1 << (-(-max_entries // NUM_WAYS) - 1).bit_length()
     return (HolderTable if library is None else NativeTable)(num_sets * NUM_WAYS)
 
 
 class HolderTable:
-    """A ``Table`` of numpy arrays: by half of each hash, its key, the number of its slots in a ``HolderSets``.
+    """A ``Table`` of numpy arrays: a key, half of a hash, → the number of its set of slots in a ``HolderSets``.
 
-    Laid out like a processor's cache: a part of the key chooses a set of 32 ways, and a newcomer to a full set takes
-    the place of its least recently used entry. Keys are looked up many at once, in a pass of array operations. They
-    are odd: 0 is a free way.
+    Laid out like a set-associative processor cache: a part of the key selects a set of 32 ways, and a new key replaces
+    the least recently used entry of a full set. Keys are looked up in batches, by array operations. They are odd: 0
+    marks a free way.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -102,10 +102,10 @@ class HolderTable:
         self.num_evicted = 0
         self._num_held: Ints = np.zeros(FIRST_SLOTS, np.int64)
         self._set_mask = np.array(num_sets - 1, np.uint64)
-        # The system gives pages of zeros when they are first written, so an empty table takes no memory.
+        # The system provides zeroed pages on the first write, so an empty table takes no memory.
         self._keys: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # 0: the way is free
-        self._used: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # the tick of the last use
-        self._holders: Numbers = np.zeros((num_sets, NUM_WAYS), np.uint32)  # in ``_sets``; 0 of a free way
+        self._used: Words = np.zeros((num_sets, NUM_WAYS), np.uint64)  # tick of the last use
+        self._holders: Numbers = np.zeros((num_sets, NUM_WAYS), np.uint32)  # numbers in ``_sets``; 0 of a free way
         self._sets = HolderSets()
         self._tick = 0
 
@@ -156,7 +156,7 @@ class HolderTable:
         counts: Ints = np.zeros(self.num_slots, np.int64)
         keys = _keys_of(block_hashes)
         start, stop = 0, FIRST_LOOK
-        alive = ALL  # who has all so far
+        alive = ALL  # slots that hold all hashes so far
         while start < keys.size:
             look = keys[start:stop]
             rows, entries = self._find(look)
@@ -167,7 +167,7 @@ class HolderTable:
                     each[row] |= self._sets.bits[number]
                 held = enumerate(each)
             elif num_rows := _leading(rows):
-                held = self._holder_changes(entries[:num_rows])  # up to the first hole
+                held = self._holder_changes(entries[:num_rows])  # up to the first gap
             else:
                 held, num_rows, alive = (), 0, 0
             alive = add_lengths(counts, held, num_rows, alive)
@@ -199,7 +199,7 @@ class HolderTable:
         assert set(np.flatnonzero(counts).tolist()) <= set(slots)
 
     def _find(self, keys: Words) -> tuple[Ints, Ints]:
-        """Which of ``keys`` are known, by place in ``keys`` and rising, and the entry of each."""
+        """The ascending positions of those ``keys`` that are known, and the entry of each."""
         sets = self._sets_of(keys)
         hits: Ints = (self._keys.take(sets, axis=0) == keys[:, None]).reshape(-1).nonzero()[0]
         rows = hits >> SET_SHIFT
@@ -208,7 +208,7 @@ class HolderTable:
         return rows, entries
 
     def _holder_changes(self, entries: Ints) -> Changes:
-        """Who holds each as (row, bits), without rows that are certain to have the bits of the row before."""
+        """The holders of each as (row, bits), without rows that are known to have the same bits as the row before."""
         numbers, bits = self._numbers(entries), self._sets.bits
         whole = numbers.tobytes()
         if whole == whole[: numbers.itemsize] * numbers.size:
@@ -216,7 +216,7 @@ class HolderTable:
         return enumerate([bits[number] for number in numbers.tolist()])
 
     def _let_go(self, slot: int, entries: Ints) -> None:
-        """The slot holds ``entries`` no longer; those that nobody holds are free."""
+        """The slot no longer holds ``entries``; those that are left without a holder become free."""
         before = self._numbers(entries).tolist()
         after = self._sets.take(slot, before)
         self._num_held[slot] -= sum(map(ne, before, after))
@@ -235,13 +235,13 @@ class HolderTable:
         return sets.view(np.int64)
 
     def _insert(self, keys: Words, ticks: Words, slot: int) -> None:
-        """Put new keys in: all at once, but for those of the same set, which take turns."""
+        """Insert new keys: all at once, except for those of the same set, which take turns."""
         sets = self._sets_of(keys)
         if len(set(sets.tolist())) == sets.size:
             self._put(sets, keys, ticks, slot)
             return
         order = sets.argsort(kind="stable")
-        again = np.zeros(order.size, np.bool_)  # whether the one before is of the same set
+        again = np.zeros(order.size, np.bool_)  # whether the one before is in the same set
         np.equal(sets[order[1:]], sets[order[:-1]], out=again[1:])
         places = np.arange(order.size)
         turns = places - np.maximum.accumulate(np.where(again, 0, places))
@@ -250,7 +250,7 @@ class HolderTable:
             self._put(sets[chosen], keys[chosen], ticks[chosen], slot)
 
     def _put(self, sets: Ints, keys: Words, ticks: Words, slot: int) -> None:
-        """Put one new key into each of ``sets``, in the place of what was used least recently."""
+        """Insert one new key into each of ``sets``: in a free way, or in place of the least recently used entry."""
         all_keys = self._keys.reshape(-1)
         entries = sets * NUM_WAYS + (self._keys.take(sets, axis=0) == 0).argmax(axis=1)
         is_full = all_keys.take(entries) != 0
@@ -267,27 +267,27 @@ class HolderTable:
         self._holders.reshape(-1)[entries] = self._sets.of_slot(slot, keys.size)
 
     def _next_ticks(self, count: int) -> Words:
-        """One tick each, the first the latest."""
+        """``count`` ticks, the first one the latest."""
         self._tick += count
         return np.arange(self._tick, self._tick - count, -1, dtype=np.uint64)
 
 
 def _keys_of(block_hashes: Iterable[BlockHash]) -> Words:
-    """Eight bytes of each hash, never 0: two of a million blocks meet with a chance of 5e-8."""
+    """Eight bytes of each hash, never 0: the probability that any two of a million blocks collide is 5e-8."""
     whole = np.frombuffer(b"".join(block_hashes), np.uint64)
     keys: Words = whole[:: DIGEST_BYTES // 8] | ONE
     return keys
 
 
 def _different(keys: Words) -> Words:
-    """Without those that have come before: hashes may be forged that share a key."""
+    """The keys in order, without repetitions: hashes may be forged to share a key."""
     if len(set(keys.tolist())) == keys.size:
         return keys
     return keys[np.sort(np.unique(keys, return_index=True)[1])]
 
 
 def _leading(rows: Ints) -> int:
-    """How many of ``rows``, which rise, are 0, 1, 2, ... without a hole."""
+    """How many of ``rows``, which ascend, are 0, 1, 2, ... without a gap."""
     if not rows.size or rows.item(-1) == rows.size - 1:
         return rows.size
     return int(np.count_nonzero(rows == np.arange(rows.size)))

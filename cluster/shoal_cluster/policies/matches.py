@@ -12,10 +12,10 @@ from shoal_replica.prefix_cache import BlockHash
 
 
 class Matches:
-    """The index's answers in order of the members. A placement asks more than once: it is looked up once.
+    """The index's answers in order of the members. A placement asks more than once, so the last answer is kept.
 
     Attributes:
-        slots: of each member in the index [n].
+        slots: each member's slot in the index [n].
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Matches:
         self._matched: Ints = self.slots
 
     def set_members(self, index: PrefixIndex, replica_ids: Sequence[str]) -> None:
-        """From now on of these."""
+        """From now on these are the members."""
         self.slots = np.array([index.slot(replica_id) for replica_id in replica_ids], np.int64)
         self._are_slots_places = self.slots.tolist() == list(range(len(replica_ids)))
         self._asked = (), -1

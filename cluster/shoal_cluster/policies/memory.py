@@ -1,4 +1,4 @@
-"""What a gateway remembers of its own decisions, for the rules that place by that instead of by what replicas say."""
+"""What a gateway remembers of its own decisions, for rules that go by that and not by what replicas report."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Recollection:
     """The memory as one decision sees it.
 
     Attributes:
-        turn: decisions before this one.
+        turn: number of decisions before this one.
         num_sent_blocks: leading blocks of the prompt that were sent to each replica before [n].
-        num_remembered_blocks: blocks remembered of each replica: the size of its tree [n].
+        num_remembered_blocks: blocks remembered for each replica: the size of its tree [n].
     """
 
     turn: int
@@ -30,14 +30,14 @@ class Recollection:
 
     @classmethod
     def nothing(cls, num_replicas: int, turn: int = 0) -> Recollection:
-        """Of a memory without blocks."""
+        """What a memory without blocks recalls."""
         zeros = np.zeros(num_replicas, np.int64)
         return cls(turn, zeros, zeros)
 
 
 class RoutingMemory:
-    """Counts turns, and keeps the prompts sent to each replica as a tree: the approximate prefix tree of routers that
-    hear nothing from their engines. Bounded; the least recently used blocks are forgotten.
+    """Counts turns and keeps the prompts sent to each replica as a tree: the approximate prefix tree of routers that
+    get no KV events from their engines. Bounded; the least recently used blocks are forgotten.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class RoutingMemory:
         )
 
     def note(self, query: RouteQuery, replica_id: str, *, with_blocks: bool) -> None:
-        """``query`` was placed; remember its blocks only for a rule that asks for them."""
+        """``query`` was placed; its blocks are remembered only ``with_blocks``, for rules that use them."""
         self._num_turns += 1
         if with_blocks:
             if self._sent is None:
@@ -64,6 +64,6 @@ class RoutingMemory:
             self._sent.store(replica_id, query.block_hashes)
 
     def forget(self, replica_id: str) -> None:
-        """A replica has gone."""
+        """A replica has left."""
         if self._sent is not None:
             self._sent.drop(replica_id)

@@ -1,4 +1,4 @@
-"""Placement by another system's rule in the place of ours: nothing is held, each request goes when it comes."""
+"""Placement by another system's rule instead of ours: nothing is held, each request is sent when it arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal_replica.errors import ConfigError
 
 
 def placement_by(name: str) -> NamedPlacement | None:
-    """For the rule of that name; None for our own. Raises ConfigError: there is none."""
+    """The placement by the rule of that name; None for our own. Raises ConfigError if there is no such rule."""
     for routing in ROUTINGS:
         if routing == name:
             return None if routing == OWN_RULE else NamedPlacement(routing)
@@ -24,24 +24,24 @@ def placement_by(name: str) -> NamedPlacement | None:
 
 
 class NamedPlacement:
-    """Decides by the rule of that name, and keeps what the rule remembers. Owner: one gateway."""
+    """Decides by the rule of that name and keeps what the rule remembers. Owned by one gateway."""
 
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
         self._memory = RoutingMemory()
 
     def rule_for(self, query: RouteQuery, candidates: Candidates) -> NamedRule:
-        """The rule with what it remembers of such requests."""
+        """The rule with what it remembers that bears on ``query``."""
         return NamedRule(self.routing, self._memory.recall(query, candidates))
 
     def note(self, query: RouteQuery, replica_id: str) -> None:
-        """``query`` goes to ``replica_id``: the rule remembers."""
+        """Remember that ``query`` goes to ``replica_id``."""
         self._memory.note(query, replica_id, with_blocks=self.routing in USE_SENT_BLOCKS)
 
     def dispatch(
         self, pending: PendingRequest, view: ClusterView, weights: RouteWeights, now: float, rng: Random
     ) -> Dispatch | None:
-        """Where ``pending`` goes now; None while no replica could ever take it."""
+        """Where ``pending`` goes now; None while no replica is eligible."""
         query = pending.query
         candidates = view.candidates(query.block_hashes, now)
         rule, seed = self.rule_for(query, candidates), rng.getrandbits(32)
@@ -52,5 +52,5 @@ class NamedPlacement:
         return Dispatch(pending, decision.best, math.inf, candidates, seed, decision, None, rule)
 
     def forget(self, replica_id: str) -> None:
-        """A replica has gone."""
+        """A replica has left."""
         self._memory.forget(replica_id)

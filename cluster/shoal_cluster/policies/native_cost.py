@@ -1,4 +1,4 @@
-"""The replica of least cost, native: what ``routing`` works out with numpy, in one call."""
+"""The replica of least cost in one native call: what ``routing`` otherwise computes with numpy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _num_eligible_address = addressof(_num_eligible)
 def native_least_cost(
     query: RouteQuery, candidates: Candidates, prefill_price: float, sequence_price: float
 ) -> tuple[int, int]:
-    """For a prompt that passes no others and leaves no replica out, of one or more: the best's place, where it has room
-    now and no other costs the same, and how many are eligible; else -1 for the place. The costs are ``routing.cost``'s.
-    For one thread at a time.
+    """The cheapest replica's place, if it has room now and no other costs the same, else -1; and how many are eligible.
+
+    ``query`` must pass no other requests and exclude no replicas, and there must be at least one replica. Costs are
+    those of ``routing.cost``. For one thread at a time.
     """
     assert library is not None
     columns, matched = candidates.columns, candidates.num_matched_blocks

@@ -1,4 +1,4 @@
-"""Native placement as ctypes sees it: what ``cluster/csrc/shoal_placement.h`` declares."""
+"""Native placement by ctypes: what ``cluster/csrc/shoal_placement.h`` declares."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CCounts(ctypes.Structure):
 def _load() -> ctypes.PyDLL | None:
     if not LIBRARY.is_file():
         return None
-    library = ctypes.PyDLL(str(LIBRARY))  # calls of microseconds keep the interpreter's lock
+    library = ctypes.PyDLL(str(LIBRARY))  # calls take microseconds and so keep the GIL
     for name, (result, *arguments) in SIGNATURES.items():
         try:
             function = getattr(library, name)
@@ -45,4 +45,4 @@ def _load() -> ctypes.PyDLL | None:
 
 
 library = _load()
-"""None where it was not built."""
+"""The native library; None where it was not built."""

@@ -1,4 +1,4 @@
-"""The table of the prefix index, native: ``holder_table`` in C++."""
+"""The native table of the prefix index: ``holder_table`` in C++."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BITS_PER_BYTE = 8
 
 
 class NativeTable:
-    """As ``HolderTable``, in half the time; for one thread at a time. Where more than ``NUM_WAYS`` newcomers
-    of one call go to one set, and some share a key, the other table may evict one of them less: its newcomers are
-    made out before any is entered.
+    """Like ``HolderTable``, in half the time; for one thread at a time. They differ in one case: if a call brings more
+    than ``NUM_WAYS`` new hashes to one set and some of them share a key, ``HolderTable`` may evict one of them less,
+    because it removes repetitions before it inserts anything.
 
     Raises:
-        MemoryError: there is none for the table, or for what changes it or asks it.
+        MemoryError: there is no memory for the table, or for a change or a query of it.
         ValueError: a hash is not of ``DIGEST_BYTES``.
     """
 
@@ -104,7 +104,7 @@ class NativeTable:
 
 
 def _digests(block_hashes: Collection[BlockHash]) -> tuple[bytes, int]:
-    """One after another, and how many there are."""
+    """The hashes one after another, and how many there are."""
     digests, count = b"".join(block_hashes), len(block_hashes)
     if len(digests) != count * DIGEST_BYTES:
         raise ValueError(f"block_hashes: got {count} of {len(digests)} bytes; must be of {DIGEST_BYTES} each")

@@ -9,26 +9,26 @@ from shoal_cluster.policies.holder_table import make_table
 from shoal_cluster.policies.replica_bits import Bools, Ints
 from shoal_replica.prefix_cache import BlockHash
 
-CROWDED = 0.25  # of the entries taken: from there on sets begin to fill up
+CROWDED = 0.25  # share of entries taken at which sets begin to fill up
 DEFAULT_MAX_ENTRIES = 2**21
-"""42 MB. Half full, at a million blocks, one entry in 100 000 is forgotten early."""
+"""42 MB. Half full, at a million blocks, one entry in 100 000 is evicted early."""
 
 
 class PrefixIndex:
-    """Block hash → the replicas that hold it; beside it, ``expected``: what they will hold.
+    """Block hash → the replicas that hold it; and ``expected``, the blocks that replicas are about to hold.
 
-    A hash covers every token before it, and its salt, so a flat map is a prefix tree: a prefix is held as
-    far as its hashes are. A replica's memories count as one, whose blocks cost a transfer at most; memories apart would
-    be holders of their own.
-    The map is a ``Table`` of halves of the hashes, from which what was used least recently goes when there is no
-    room (a forgotten hash only costs a predicted hit, never a wrong answer). So memory is fixed, 20 bytes an entry, but
-    for the sets of holders that differ, which are few. A use is ``store`` or ``touch``; ``match`` only asks.
+    A hash covers all tokens before it and the cache salt, so a flat map serves as a prefix tree: a prefix is held as
+    far as its hashes are. Device and host memory of a replica count as one holder, because its blocks cost a transfer
+    at most; a separate memory would be a holder of its own.
+    The map is a ``Table`` keyed by half of each hash. It evicts what was used least recently when it has no room (a
+    forgotten hash only costs a predicted hit, never a wrong answer). So memory is fixed at 20 bytes an entry, plus the
+    distinct sets of holders, which are few. ``store`` and ``touch`` count as use; ``match`` does not.
 
     Attributes:
         is_by_replica: news of one replica change the answers for that one alone, as long as nothing is evicted.
 
     Args:
-        max_entries: hard cap; rounded up to whole sets, their number a power of two.
+        max_entries: hard cap; rounded up to whole sets, whose number is a power of two.
     """
 
     is_by_replica = True
@@ -51,16 +51,16 @@ class PrefixIndex:
 
     @property
     def version(self) -> int:
-        """While it stays the same, so do the answers."""
+        """As long as it stays the same, so do the answers."""
         return self._num_changes + self.expected.num_changes
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the table."""
+        """Memory of the table, in bytes."""
         return self._table.num_bytes
 
     def num_held(self, replica_id: str) -> int:
-        """How many hashes the index knows ``replica_id`` to hold."""
+        """How many hashes ``replica_id`` is known to hold."""
         slot = self._slot_of.get(replica_id)
         return 0 if slot is None else self._table.num_held(slot)
 
@@ -69,16 +69,16 @@ class PrefixIndex:
         return frozenset(self._slot_of)
 
     def store(self, replica_id: str, block_hashes: Iterable[BlockHash]) -> None:
-        """``replica_id`` now holds ``block_hashes``, deeper ones last. Storing one twice is once."""
+        """``replica_id`` now holds ``block_hashes``, deeper ones last. Those that it already holds count once."""
         slot, block_hashes = self._take_slot(replica_id), dict.fromkeys(block_hashes)
         if block_hashes:
             self._num_changes += 1
             self._table.hold(slot, block_hashes)
 
     def expect(self, replica_id: str, block_hashes: Sequence[BlockHash], num_held: int) -> Sequence[BlockHash]:
-        """A prompt goes to ``replica_id``, which holds its first ``num_held`` blocks or will: these are used. All
-        others are expected there, and those from the first that was expected only. Returns what is expected of it: each
-        is until ``expected.remove`` takes it away at the ``slot``.
+        """A prompt goes to ``replica_id``, which holds its first ``num_held`` blocks or is about to: these are marked
+        as used. Its blocks are expected there from the first that was expected already, else from the first that is
+        new. Returns these; each stays expected until ``expected.remove`` takes it from the ``slot``.
         """
         self.touch(block_hashes, num_held)
         slot = self._take_slot(replica_id)
@@ -92,25 +92,25 @@ class PrefixIndex:
         self.store(replica_id, stored)
 
     def remove(self, replica_id: str, block_hashes: Collection[BlockHash]) -> None:
-        """``replica_id`` no longer holds ``block_hashes``. What it was not known to hold is ignored."""
+        """``replica_id`` no longer holds ``block_hashes``. Those that it was not known to hold are ignored."""
         slot = self._slot_of.get(replica_id)
         if slot is not None and block_hashes:
             self._num_changes += 1
             self._table.release(slot, block_hashes)
 
     def drop(self, replica_id: str) -> None:
-        """Forget ``replica_id``, all it holds and all that is expected there: one pass over the index."""
+        """Forget ``replica_id``, all that it holds and all that is expected there: one pass over the index."""
         self._clear_all(replica_id)
         if (slot := self._slot_of.pop(replica_id, None)) is not None:
             self.expected.drop(slot)
 
     def replace(self, replica_id: str, block_hashes: Iterable[BlockHash]) -> None:
-        """A snapshot: ``replica_id`` has ``block_hashes`` in its pool and nothing else."""
+        """A snapshot: ``replica_id`` holds ``block_hashes`` and nothing else."""
         self._clear_all(replica_id)
         self.store(replica_id, block_hashes)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """For each replica that holds the first block or more, or will: how many leading blocks without a hole."""
+        """For each replica that holds the first block, or is about to: the number of leading blocks without a gap."""
         counts = self.match_slots(block_hashes).tolist()
         return {replica_id: counts[slot] for replica_id, slot in self._slot_of.items() if counts[slot]}
 
@@ -130,22 +130,22 @@ class PrefixIndex:
         return _leading(is_there | self.expected.are_at(slot, block_hashes))
 
     def is_at(self, slot: int, block_hash: BlockHash) -> bool:
-        """Whether the replica in ``slot`` holds it, or will."""
+        """Whether the replica in ``slot`` holds the block, or is about to."""
         return bool(self._table.is_held(slot, (block_hash,))[0]) or self.expected.is_at(slot, (block_hash,))
 
     def slot(self, replica_id: str) -> int:
-        """Where ``match_slots`` counts for ``replica_id``; it keeps the place until it is dropped."""
+        """Where ``match_slots`` counts for ``replica_id``, which keeps this slot until it is dropped."""
         return self._take_slot(replica_id)
 
     def touch(self, block_hashes: Sequence[BlockHash], count: int | None = None) -> None:
-        """The first ``count`` of ``block_hashes``, all unless given, were used: a prefix loses its tail before its
-        head. While there is much room, who was used when does not matter, and nothing is noted.
+        """The first ``count`` of ``block_hashes``, by default all, were used: a prefix loses its tail before its head.
+        While there is plenty of room, recency does not matter and nothing is recorded.
         """
         if self._table.num_entries >= CROWDED * self.max_entries and block_hashes:
             self._table.use(block_hashes[:count])
 
     def check_invariants(self) -> None:
-        """The table's, of the replicas that are known; each has a slot of its own."""
+        """Those of the table, where only known replicas hold anything; each replica has a slot of its own."""
         self._table.check_invariants(self._slot_of.values())
         assert len(set(self._slot_of.values())) == len(self._slot_of)
 
@@ -167,5 +167,5 @@ class PrefixIndex:
 
 
 def _leading(flags: Bools) -> int:
-    """How many are true before the first that is not."""
+    """How many flags are true before the first that is not."""
     return flags.size if flags.all() else int(flags.argmin())

@@ -1,4 +1,4 @@
-"""A snapshot's columns with what was given away since: what the next request sees."""
+"""A snapshot's columns with what a plan has given away since: what the next request sees."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from shoal_cluster.policies.steps_ahead import StepsAhead
 
 Bools = NDArray[np.bool_]
 NOBODY = np.zeros(0, np.bool_)
-FEW = 4  # promises that are sooner counted in one by one,
-FEW_PLACES = 16  # and replicas that are sooner looked at so
+FEW = 4  # fewer promises are counted in one by one, which is faster
+FEW_PLACES = 16  # fewer replicas are looked at one by one, likewise
 
 
 class Promised:
-    """Owner: a plan.
+    """Promises beyond those of a snapshot. Owned by a plan.
+
+    A replica is open if it may start something by the snapshot, startable if it still may with all promises.
 
     Args:
-        steps_ahead: by what a replica may start something.
+        steps_ahead: decides whether a replica may start something.
 
     Attributes:
         is_untouched: nothing is promised beyond the snapshot.
@@ -33,14 +35,14 @@ class Promised:
         self.is_untouched = True
         self._steps_ahead = steps_ahead
         self._columns = snapshot.columns
-        self._owed: dict[int, Given] = {}  # by place: still to be counted in
-        self._open: Bools | None = None  # who may start something by the snapshot; made when asked, then kept
-        self._startable: Bools = NOBODY  # the same with what was promised
+        self._owed: dict[int, Given] = {}  # by place: promises still to be counted in
+        self._open: Bools | None = None  # computed on first use, then kept up to date
+        self._startable: Bools = NOBODY  # likewise
         self._num_open = self._num_startable = 0
 
     @property
     def columns(self) -> Ints:
-        """``Candidates.columns``, all promises counted in."""
+        """``Candidates.columns`` with all promises counted in."""
         if self._owed:
             self._count_owed()
         return self._columns
@@ -53,7 +55,7 @@ class Promised:
 
     @property
     def num_startable(self) -> int:
-        """How many may start something yet, if it is urgent."""
+        """How many replicas may still start something, if it is urgent."""
         if self._owed:
             self._count_owed()
         self._count_open()
@@ -61,20 +63,20 @@ class Promised:
 
     @property
     def has_startable(self) -> bool:
-        """Whether any may."""
+        """Whether any replica is startable."""
         self._count_open()
-        return self._num_startable > len(self._owed) or self.num_startable > 0  # each owed takes at most one away
+        return self._num_startable > len(self._owed) or self.num_startable > 0  # each one owed takes away one at most
 
     def is_open(self, place: int) -> bool:
-        """Whether the replica there may start something, by the snapshot."""
+        """Whether the replica at ``place`` may start something, by the snapshot."""
         return self._is_open(self.snapshot.columns, place)
 
     def may_start(self) -> Bools:
-        """Which replicas may, by the snapshot [n]."""
+        """Which replicas may start something, by the snapshot [n]."""
         return self._may_all_start(self.snapshot.columns)
 
     def add(self, place: int, num_blocks: int, num_tokens: int) -> None:
-        """Promise room there to one more request."""
+        """Promise room at ``place`` to one more request."""
         if self._owed:
             self._count_owed()
         self._own()
@@ -85,27 +87,27 @@ class Promised:
             self._startable[place] = is_startable
 
     def add_later(self, given: Given) -> None:
-        """The same for ``given``, when somebody asks: sooner done with others than by itself."""
+        """Promise its room to ``given``. It is counted in when next needed: together with others that is faster."""
         if given.place in self._owed:
             self._count_owed()
         self._own()
         self._owed[given.place] = given
 
     def renew(self, snapshot: Candidates) -> None:
-        """Another snapshot; what differs is to be ``reset``."""
+        """Go on from another snapshot; the caller has to ``reset`` the replicas that differ."""
         self.snapshot = snapshot
         if self.is_untouched:
             self._columns, self._open = snapshot.columns, None
 
     def clear(self) -> None:
-        """Nothing is promised."""
+        """Take all promises back."""
         self._owed.clear()
         self.is_untouched, self._columns = True, self.snapshot.columns
         if self._open is not None:
             self._startable, self._num_startable = self._open.copy(), self._num_open
 
     def reset(self, places: Collection[int], given: Iterable[Given]) -> None:
-        """Make the columns there anew: the snapshot's, and ``given``."""
+        """Rebuild the columns at ``places``: the snapshot's, and the promises of what is ``given`` there."""
         if not places:
             return
         columns, by_snapshot = self.columns, self.snapshot.columns
@@ -124,12 +126,12 @@ class Promised:
             self._num_startable += _note(self._startable, places, self._may_start(columns, places))
 
     def columns_at(self, places: Collection[int]) -> Ints:
-        """Those of the replicas there [11, places]."""
+        """The columns of the replicas at ``places`` [11, places]."""
         there: Ints = self.columns[:, list(places)]
         return there
 
     def restore(self, places: Collection[int], columns: Ints) -> None:
-        """Make them ``columns`` again, as they were before a ``reset``; nothing is owed since."""
+        """Set the columns at ``places`` back to what they were before a ``reset``; nothing may be owed."""
         assert not self._owed
         self._own()
         self._columns[:, list(places)] = columns
@@ -138,7 +140,7 @@ class Promised:
 
     def _own(self) -> None:
         if self.is_untouched:
-            self.is_untouched, self._columns = False, self._columns.copy()  # it is the snapshot's
+            self.is_untouched, self._columns = False, self._columns.copy()  # before, they are the snapshot's
 
     def _count_owed(self) -> None:
         owed, self._owed = self._owed, {}
@@ -152,19 +154,19 @@ class Promised:
 
     def _count_open(self) -> None:
         if self._open is None:
-            columns = self.columns  # what is owed is counted in while nothing has to be kept up to date
+            columns = self.columns  # counts in what is owed while there are no flags yet to keep up to date
             self._open = self.may_start()
             self._startable = self._open.copy() if self.is_untouched else self._may_all_start(columns)
             self._num_open, self._num_startable = map(int, map(np.count_nonzero, (self._open, self._startable)))
 
     def _may_all_start(self, columns: Ints) -> Bools:
-        """Which replicas may start something, by these columns [n]."""
+        """Which replicas may start something, by ``columns`` [n]."""
         may_start: Bools = columns[URGENT] <= self._steps_ahead.most(self.snapshot.told)
         may_start &= columns[CAPACITY] >= 0
         return may_start
 
     def _may_start(self, columns: Ints, places: Collection[int]) -> list[bool]:
-        """The same of the replicas there, in that order."""
+        """The same for the replicas at ``places``, in that order."""
         if len(places) < FEW_PLACES:
             return [self._is_open(columns, place) for place in places]
         at = list(places)
@@ -178,7 +180,7 @@ class Promised:
 
 
 def _note(flags: Bools, places: Collection[int], values: list[bool]) -> int:
-    """Set the ``flags`` there; how many more are true now."""
+    """Set the ``flags`` at ``places``. Returns how many more are true now."""
     added = 0
     for place, value in zip(places, values, strict=True):
         added += value - flags.item(place)

@@ -1,4 +1,4 @@
-"""The frame of every placement rule: filter the replicas, score the rest, sort; say why, when asked."""
+"""The frame of every placement rule: filter the replicas, score the rest, sort; explain on demand."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Amounts = NDArray[np.float64] | NDArray[np.int64]
 
 MAX_REASONS_SHOWN = 4
 MAX_AGE_S = 2.0
-"""Stats that are older are stale: replicas speak tens of times a second."""
+"""Older stats are stale: replicas report tens of times a second."""
 
 PRICED_STEPS = 128
-BYTES_PER_PASSED = 96  # of ``RouteQuery.passed``: a pair, its number and its place; the replica's id is shared
+BYTES_PER_PASSED = 96  # an entry of ``RouteQuery.passed``: tuple, integer and reference; the replica's id is shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ class RouteQuery:
     """What routing needs to know of a request.
 
     Attributes:
-        block_hashes: of the prompt's full blocks.
-        num_blocks_needed: blocks that the request needs to start: its prompt's and its first token's.
-        excluded: replicas that have refused or lost it already.
-        decode_steps: steps in which it will decode beside others, as far as they are priced: what it may still
-            generate, at most ``PRICED_STEPS``.
-        passed: prompt tokens that wait at replicas, by their ids, and that it goes before, for other tenants yield to
-            its own.
+        block_hashes: hashes of the prompt's full blocks.
+        num_blocks_needed: blocks that the request needs to start: those of its prompt and of its first token.
+        excluded: replicas that have already refused or lost the request.
+        decode_steps: steps in which it will decode beside other sequences, as far as they are priced: the tokens that
+            it may still generate, at most ``PRICED_STEPS``.
+        passed: pairs of a replica's id and the prompt tokens waiting there that this request goes ahead of, because
+            their tenants yield to its own.
     """
 
     request_id: str
@@ -51,8 +51,8 @@ class RouteQuery:
 
     @classmethod
     def for_request(cls, request: Request, block_size: int, is_caching: bool = True) -> RouteQuery:
-        """The query that places ``request``; tokens that another replica has generated count as prompt. Where replicas
-        cache no prefixes, it goes by none.
+        """The query that places ``request``. Tokens that another replica has generated count as prompt. There are no
+        block hashes unless the replicas cache prefixes (``is_caching``).
         """
         token_ids = request.known_token_ids()
         return cls(
@@ -69,8 +69,8 @@ class RouteQuery:
 class CandidateTerms:
     """One replica's part in a decision. Lower ``score`` is better; it is 0 for a replica that is not eligible.
 
-    ``rejected`` says why it is not eligible. ``terms`` adds up to the score, but for those named ``*_blocks`` and
-    ``*_slots``, which are what the barrier saw.
+    ``rejected`` says why it is not eligible. The ``terms`` add up to the score, except those named ``*_blocks`` and
+    ``*_slots``, which are what the barrier saw (see ``route``).
     """
 
     replica_id: str
@@ -81,9 +81,9 @@ class CandidateTerms:
 
 
 class RouteDecision:
-    """Eligible replicas, best first (none: nobody can take the request), why, and every candidate's terms.
+    """Eligible replicas, best first (none: no replica can take the request), the reason, and every candidate's terms.
 
-    One that is ``deferred`` knows only its ``best``, "" for none, and ``num_ranked``; the rest is worked out when it is
+    A ``deferred`` decision knows only its ``best``, "" for none, and ``num_ranked``; the rest is computed when it is
     first read.
     """
 
@@ -97,7 +97,7 @@ class RouteDecision:
 
     @classmethod
     def deferred(cls, best: str, num_ranked: int, work_out: Callable[[], RouteDecision]) -> RouteDecision:
-        """A decision for ``best`` of so many; ``work_out`` gives the whole of it, and must agree."""
+        """A decision for ``best`` among ``num_ranked``; ``work_out`` computes all of it, and must agree."""
         decision = cls.__new__(cls)
         decision.best, decision.num_ranked = best, num_ranked
         decision._parts, decision._work_out = None, work_out
@@ -134,9 +134,9 @@ class RouteDecision:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Each replica's place [n]: those that must wait come after all that can start; then the least ``cost``.
+    """Sort keys of the replicas [n]: those where the request must wait come last; then lowest ``cost`` first.
 
-    Elements of replicas that are not eligible mean nothing.
+    Elements of replicas that are not eligible are meaningless.
     """
 
     cost: Amounts
@@ -150,8 +150,8 @@ Score = Callable[[RouteQuery, Candidates], Scores]
 def rank(
     query: RouteQuery, candidates: Candidates, rng: Random, score: Score, explain: Score | None = None
 ) -> RouteDecision:
-    """Order ``candidates`` by ``score``; equals are shuffled by ``rng``. ``explain`` gives the same with its terms, and
-    is asked when they are read; none: ``score`` does.
+    """Order ``candidates`` by ``score``; ties are shuffled by ``rng``. ``explain`` gives the same scores with their
+    terms and is called only when these are read; the default is ``score``.
     """
     explained = _Explained(query, candidates, score if explain is None else explain)
     eligible = is_eligible(query, candidates)
@@ -183,7 +183,7 @@ def rank(
 
 
 def best_of(query: RouteQuery, candidates: Candidates, scores: Scores, seed: int) -> tuple[int, int]:
-    """The place of the one that ``rank`` puts first with a generator of ``seed``; how many are eligible. -1: none."""
+    """The place that ``rank`` puts first with a generator of ``seed``, -1 for none; and how many are eligible."""
     eligible = is_eligible(query, candidates)
     num_eligible = int(np.count_nonzero(eligible))
     if not num_eligible:
@@ -203,33 +203,33 @@ def best_of(query: RouteQuery, candidates: Candidates, scores: Scores, seed: int
 
 
 def shuffle(rng: Random, count: int) -> NDArray[np.uint32]:
-    """Dice for that many replicas: among equals the lowest comes first."""
+    """A random number for each of ``count`` replicas: among equals the lowest goes first."""
     return np.frombuffer(rng.randbytes(4 * count), np.uint32)
 
 
 def priced_steps(max_tokens: int | None, num_generated: int = 0) -> int:
-    """``RouteQuery.decode_steps`` of a request that may generate so many tokens and has generated some."""
+    """``RouteQuery.decode_steps`` of a request; it may generate ``max_tokens`` in all, None for no limit."""
     return PRICED_STEPS if max_tokens is None else min(PRICED_STEPS, max(1, max_tokens - num_generated))
 
 
 def uncached_tokens(query: RouteQuery, num_matched_blocks: int) -> int:
-    """Prompt tokens to compute where so many blocks are cached: at least one, whose logits are needed."""
+    """Prompt tokens to compute where that many blocks are cached: at least one, as its logits are needed."""
     return max(1, query.num_prompt_tokens - num_matched_blocks * query.block_size)
 
 
 def uncached_blocks(query: RouteQuery, num_matched_blocks: int) -> int:
-    """Blocks to find there beside the cached ones: what to reserve."""
+    """Blocks that the request needs there beyond the cached ones: what to reserve."""
     return max(0, query.num_blocks_needed - num_matched_blocks)
 
 
 def some(items: Sequence[str]) -> str:
-    """The first few of ``items``, and how many more there are."""
+    """The first few of ``items`` as text, and how many more there are."""
     shown = ", ".join(items[:MAX_REASONS_SHOWN])
     return shown if len(items) <= MAX_REASONS_SHOWN else f"{shown} and {len(items) - MAX_REASONS_SHOWN} more"
 
 
 def is_eligible(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
-    """Which replicas could take it, now or later [n]."""
+    """Which replicas could take the request, now or later [n]."""
     eligible: NDArray[np.bool_] = candidates.columns[CAPACITY] >= query.num_blocks_needed
     if query.excluded:
         eligible &= ~np.isin(candidates.replica_ids, list(query.excluded))
@@ -237,7 +237,7 @@ def is_eligible(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
 
 
 class _Explained(Sequence[CandidateTerms]):
-    """Every candidate's part, worked out when it is first read: a decision does not wait for its explanation."""
+    """Every candidate's terms, computed when first read: a decision does not wait for its explanation."""
 
     __slots__ = ("_inputs", "_terms")
 

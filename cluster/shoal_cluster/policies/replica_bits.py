@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Changes = Iterable[tuple[int, int]]
-"""Rows, rising, and the bits that each has; a row that is left out has those of the row before."""
+"""Row numbers, ascending, with the bits of each; a row that is left out has those of the row before."""
 
-ALL = -1  # bits
-FEW = 8  # bits that are sooner counted one by one
+ALL = -1  # all bits set
+FEW = 8  # up to so many bits are faster counted one by one
 
 
 def add_lengths(counts: Ints, held: Changes, num_rows: int, alive: int) -> int:
-    """Add to the count of each bit in ``alive`` how many of ``num_rows`` rows have it; a bit that ends stays away.
-    Returns the bits that are left.
+    """Add to the count of each bit in ``alive`` how many of ``num_rows`` rows have it up to the first that does not.
+    Returns the bits that all rows have.
     """
     for row, holders in held:
         left = alive & holders
@@ -33,7 +33,7 @@ def add_lengths(counts: Ints, held: Changes, num_rows: int, alive: int) -> int:
 
 
 def add(counts: Ints, bits: int, count: int) -> None:
-    """Add ``count`` at each of ``bits``. There are eight counts for each byte."""
+    """Add ``count`` at each of ``bits``. The number of ``counts`` is a multiple of eight."""
     if bits.bit_count() <= FEW:
         while bits:
             lowest = bits & -bits

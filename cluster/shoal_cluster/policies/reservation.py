@@ -1,4 +1,4 @@
-"""A promise."""
+"""A promise of room on a replica."""
 
 from __future__ import annotations
 

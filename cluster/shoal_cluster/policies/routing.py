@@ -1,4 +1,4 @@
-"""Where a request goes: by predicted work before its first token; every decision says why and can be taken again."""
+"""Routing by predicted work before the first token. Every decision explains itself and can be replayed."""
 
 from __future__ import annotations
 
@@ -53,27 +53,28 @@ __all__ = [
 ]
 
 
-MAX_PRICE = 1e9  # costs stay finite
+MAX_PRICE = 1e9  # keeps costs finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteWeights:
-    """Prices, in prompt tokens of compute: one of them is what a replica spends on one prompt token of prefill.
+    """Prices in prompt tokens of compute: 1 is what a replica spends on the prefill of one prompt token.
 
     Attributes:
-        prefill_price: cost of each uncached token of this prompt. 1 is its compute alone; above 1 also pays for the
-            cached blocks its KV will displace. Replays of a real trace with little room are flat from 4 to 12; with
-            much of it hits grow to 8, but hundreds of replicas then stand idle beside owners of known beginnings.
-        decode_price: cost of each sequence that runs, waits or is on its way there: what it and the newcomer take of
-            each other's steps while both decode. 640 is 2.5 tokens' compute in each of 128 steps, for either of them;
-            a request that may decode for fewer steps pays so much less.
+        prefill_price: cost of each uncached token of this prompt. 1 pays for its compute alone; more than 1 also pays
+            for the cached blocks that its KV will displace. Replays of a real trace with a small KV cache are flat from
+            4 to 12. With a large one the hit rate grows up to 8, but with hundreds of replicas requests then wait for
+            the owner of a known prefix while others stand idle.
+        decode_price: cost of each sequence that runs, waits or is on its way there: what it and the newcomer take from
+            each other's steps while both decode. 640 is the compute of 2.5 tokens in each of 128 steps, for each of the
+            two; a request that may decode for fewer steps pays proportionally less.
     """
 
     prefill_price: float = 6.5
     decode_price: float = 640.0
 
     def sequence_price(self, query: RouteQuery) -> float:
-        """Of each sequence there, for ``query``."""
+        """Price of each sequence on a replica, for ``query``."""
         return self.decode_price * query.decode_steps / PRICED_STEPS
 
     def __post_init__(self) -> None:
@@ -86,12 +87,11 @@ class RouteWeights:
 def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random) -> RouteDecision:
     """Rank ``candidates`` for ``query`` by predicted work before its first token.
 
-    Cost = waiting and reserved tokens, less those that it passes, + prefill_price * uncached prompt tokens
-    + decode_price * sequences there, less for fewer steps; of a slower replica its compute costs so many times as much
-    (not what the prompt's KV displaces). Barrier: a replica that has no free slot, or whose free
-    blocks, less those promised and those its queue will take, cannot hold the request's uncached part, ranks after all
-    that can.
-    Equals are shuffled by ``rng``.
+    Cost = waiting and reserved tokens, less those that the request passes, + prefill_price * uncached prompt tokens
+    + decode_price * sequences there, scaled down for a request with fewer steps. On a slower replica the compute costs
+    proportionally more (the displacement by the prompt's KV does not). Barrier: a replica ranks after all that have
+    room if it has no free slot, or if its free blocks, less those promised and those that its queue will take, cannot
+    hold the request's uncached part. Ties are shuffled by ``rng``.
     """
     score, explain = partial(_price, weights=weights), partial(predicted_work, weights=weights)
     decision = rank(query, candidates, rng, score, explain)
@@ -105,7 +105,7 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
 
 
 def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, seed: int) -> tuple[int, RouteDecision]:
-    """``route`` with a fresh generator of ``seed``: the best's place, -1 for none; the rest is worked out if read."""
+    """``route`` with a fresh generator of ``seed``. The best one's place, -1 for none; the rest is computed if read."""
     place, num_eligible = _least_cost(query, candidates, weights)
     if place < 0:
         place, num_eligible = best_of(query, candidates, _price(query, candidates, weights), seed)
@@ -114,7 +114,7 @@ def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, see
 
 
 def _least_cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> tuple[int, int]:
-    """The best's place, where it has room now and no other costs the same, and how many are eligible; else -1."""
+    """The cheapest place and the number of eligible ones, if it has room now and no other costs the same; else -1."""
     if query.excluded or query.passed or not candidates.replica_ids:
         return -1, 0
     if library is not None:
@@ -127,7 +127,7 @@ def _least_cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights
 
 
 def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
-    """The scores behind ``route``, in prompt tokens of compute."""
+    """The scores behind ``route`` with their terms, in prompt tokens of compute."""
     told, matched = candidates.told, candidates.num_matched_blocks
     scores = _price(query, candidates, weights)
     running: Floats = np.multiply(weights.sequence_price(query), candidates.columns[SEQUENCES])
@@ -151,25 +151,25 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
 
 
 def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
-    """The same without its terms."""
+    """``predicted_work`` without the terms."""
     return Scores(cost(query, candidates, weights), _must_wait(query, candidates))
 
 
 def cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Floats:
-    """Behind ``route``, of each replica [n]."""
+    """The cost behind ``route`` of each replica [n]."""
     uncached = _uncached(query, candidates.num_matched_blocks)
     return work(candidates, uncached, weights.sequence_price(query), weights, load(query, candidates))
 
 
 def _must_wait(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
-    """Which replicas have no room now [n]."""
+    """Which replicas have no room for the request now [n]."""
     num_new_blocks: Ints = query.num_blocks_needed - candidates.num_matched_blocks
     must_wait: NDArray[np.bool_] = candidates.columns[ROOM] < np.maximum(num_new_blocks, 0, out=num_new_blocks)
     return must_wait
 
 
 def _has_room(query: RouteQuery, candidates: Candidates, place: int) -> bool:
-    """Whether the replica at ``place`` takes such requests, and has room for this one now."""
+    """Whether the replica at ``place`` accepts requests of this size and has room for this one now."""
     columns, num_new_blocks = candidates.columns, query.num_blocks_needed - candidates.num_matched_blocks.item(place)
     return columns.item(CAPACITY, place) >= query.num_blocks_needed and columns.item(ROOM, place) >= max(
         0, num_new_blocks
@@ -177,7 +177,7 @@ def _has_room(query: RouteQuery, candidates: Candidates, place: int) -> bool:
 
 
 def _is_alone(costs: Floats, place: int) -> bool:
-    """Whether no other costs the same."""
+    """Whether no other replica costs the same."""
     return int(np.count_nonzero(costs == costs[place])) == 1
 
 
@@ -190,8 +190,8 @@ def load(query: RouteQuery, candidates: Candidates) -> Ints:
 def work(
     candidates: Candidates, uncached: Ints, sequence_price: float | Floats, weights: RouteWeights, before: Ints
 ) -> Floats:
-    """The cost behind ``route`` for a prompt with so many ``uncached`` tokens on each replica [n], its price of a
-    sequence and its ``load``, or for many prompts [q, n] with one price each [q, 1].
+    """The cost behind ``route`` of a prompt with ``uncached`` tokens to compute on each replica [n], given its price of
+    a sequence and the ``load`` before it; or of many prompts [q, n] with one price each [q, 1].
     """
     total: Floats = uncached * np.float64(weights.prefill_price)
     total += before
@@ -215,7 +215,7 @@ def _passed(query: RouteQuery, candidates: Candidates) -> Ints:
 
 
 class Rule(Protocol):
-    """Decides in the place of ``route``; see ``baselines.NamedRule``."""
+    """A placement rule that decides in place of ``route``; see ``baselines.NamedRule``."""
 
     @property
     def routing(self) -> str: ...
@@ -226,8 +226,8 @@ class Rule(Protocol):
 
 
 class RouteRecord(NamedTuple):
-    """A decision with all that made it. ``time_s`` is wall-clock, for show; it takes no part. ``route`` decided where
-    there is no ``rule``.
+    """A decision with all its inputs. ``time_s`` is wall-clock time, for display only. Without a ``rule``, ``route``
+    decided.
     """
 
     time_s: float
@@ -245,14 +245,14 @@ class RouteRecord(NamedTuple):
 
     @property
     def by(self) -> str:
-        """The rule and what it goes by beside the replicas."""
+        """The rule and its inputs besides the replicas, as text."""
         if self.rule is not None:
             return f"{self.rule.routing}, seed {self.seed}"
         weights = ", ".join(f"{field.name} {getattr(self.weights, field.name):g}" for field in fields(self.weights))
         return f"predicted_ttft, {weights}, seed {self.seed}"
 
     def ages_s(self) -> dict[str, float]:
-        """How old each replica's stats were; those that had none are left out."""
+        """Age of each replica's stats in seconds; replicas without stats are left out."""
         told = zip(self.replicas.replica_ids, self.replicas.age_s.tolist(), self.replicas.stats, strict=True)
         return {replica_id: age_s for replica_id, age_s, stats in told if stats is not None}
 
@@ -266,7 +266,7 @@ def decide(
     time_s: float,
     rule: Rule | None = None,
 ) -> RouteRecord:
-    """``route``, or a ``rule`` in its place, with a fresh generator of ``seed``, recorded."""
+    """Decide by ``route``, or by ``rule`` in its place, with a fresh generator of ``seed``. Returns the record."""
     if rule is None:
         _, decision = choose(query, candidates, weights, seed)
     else:

@@ -23,12 +23,12 @@ __all__ = ["ClusterView", "ReplicaView", "Reservation"]
 
 
 class ClusterView:
-    """Every replica's ledger in one place; owner and only writer is the gateway.
+    """Every replica's ledger in one place. The gateway owns it and is its only writer.
 
     Membership comes from Ray Serve (``join``, ``leave``), ledgers from the feeds (``apply_snapshot``, then
     ``apply_update`` for each later message, ``disconnect`` when a feed ends), reservations from routing.
-    ``now`` is the gateway's monotonic clock, seconds. News of a replica that is not a member is dropped: a feed's
-    last words may arrive after the replica has left.
+    ``now`` is the gateway's monotonic clock, in seconds. News of a replica that is not a member is dropped: a feed's
+    last messages may arrive after the replica has left.
     """
 
     def __init__(self, max_index_entries: int = DEFAULT_MAX_ENTRIES) -> None:
@@ -36,22 +36,22 @@ class ClusterView:
         self._in_flight = PromptsInFlight()
         self._wishes = ForeignWishes()
         self.index = PrefixIndex(max_index_entries)
-        # Members in order of their ids, and the columns of ``Candidates``, one element a member.
+        # Members sorted by id, and the columns of ``Candidates`` with one element per member.
         self._place_of: dict[str, int] = {}
         self._replica_ids: tuple[str, ...] = ()
         self._node_ids: tuple[str, ...] = ()
         self._stats: list[ReplicaStats | None] = []
-        self._rows: list[tuple[Any, ...]] = []  # of ``_told``
+        self._rows: list[tuple[Any, ...]] = []  # those of ``_told``
         self._states: tuple[ReplicaState, ...] = ()
         self._told, self._columns = unknown(0)
-        self._foreign: list[tuple[int, int, int]] = []  # what other gateways have promised, of that
+        self._foreign: list[tuple[int, int, int]] = []  # the part that other gateways have promised
         self._updated_s = np.zeros(0)  # infinite while there are no stats
         self._present = Present(self._told)
-        self._is_told_shared = self._is_promised_shared = False  # with snapshots: copied before they change
+        self._is_told_shared = self._is_promised_shared = False  # with snapshots: copy before a change
         self._nothing = np.zeros(0, np.int64)
         self._matches = Matches()
-        self._known: Candidates | None = None  # the last snapshot for no prompt, until something changes
-        self.news = News()  # since it was taken, if ``replica_ids`` are the same
+        self._known: Candidates | None = None  # the last snapshot for no prompt; None after a change
+        self.news = News()  # since they were last taken; new with each change of members
 
     def __len__(self) -> int:
         return len(self._replica_ids)
@@ -60,20 +60,20 @@ class ClusterView:
         return replica_id in self._place_of
 
     def is_connected(self, replica_id: str) -> bool:
-        """Whether it is a member whose feed is open."""
+        """Whether ``replica_id`` is a member whose feed is open."""
         return replica_id in self and self._states[self._place_of[replica_id]].connected
 
     def is_stalled(self, replica_id: str) -> bool:
-        """Whether it is a member that does not get on."""
+        """Whether ``replica_id`` is a member that is marked as stalled."""
         return replica_id in self and self._states[self._place_of[replica_id]].stalled
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
-        """Members, sorted."""
+        """Ids of the members, sorted."""
         return self._replica_ids
 
     def join(self, replica_id: str, node_id: str = "") -> None:
-        """A replica exists. It cannot be routed to before its first snapshot. Joining twice is once."""
+        """Add a member. Nothing is routed to it before its first snapshot. Idempotent."""
         if replica_id not in self._place_of:
             self._set_members((*self._replica_ids, replica_id))
         if node_id:
@@ -82,7 +82,7 @@ class ClusterView:
             self._known = None
 
     def leave(self, replica_id: str) -> None:
-        """A replica is gone: forget its blocks, its stats and what was promised on it. Idempotent."""
+        """Remove a member: forget its blocks, its stats and what was promised on it. Idempotent."""
         if replica_id not in self._place_of:
             return
         for request_id in [i for i, r in self._reservations.items() if r.replica_id == replica_id]:
@@ -95,7 +95,7 @@ class ClusterView:
     def apply_snapshot(
         self, replica_id: str, stats: ReplicaStats, block_hashes: Iterable[BlockHash], now: float
     ) -> bool:
-        """Take a replica's whole ledger. False if it is not a member."""
+        """Take a replica's complete ledger. False if it is not a member."""
         place = self._place_of.get(replica_id)
         if place is None:
             return False
@@ -113,10 +113,10 @@ class ClusterView:
         removed: Collection[BlockHash],
         now: float,
     ) -> bool:
-        """Take the changes since the last message. False if the view needs a snapshot first (or knows no such member).
+        """Apply the changes since the last message. False if the view needs a snapshot first (or knows no such member).
 
-        ``removed`` applies before ``stored``: the events are net, no hash is in both. No ``stats``: the last ones are
-        still true.
+        ``removed`` applies before ``stored``: the events are net, no hash is in both. Without ``stats`` the last ones
+        still hold.
         """
         place = self._place_of.get(replica_id)
         if place is None or not self._states[place].connected:
@@ -129,17 +129,17 @@ class ClusterView:
         return True
 
     def set_stalled(self, replica_id: str, is_stalled: bool) -> None:
-        """Whether it takes nothing new, for it does not get on. A stranger does not matter."""
+        """Mark whether it makes no progress and is sent nothing new. Ignored unless it is a member."""
         if (place := self._place_of.get(replica_id)) is not None:
             self._mark(place, self._states[place]._replace(stalled=is_stalled))
 
     def set_slowness(self, replica_id: str, slowness: float) -> None:
-        """How many times as long it takes for a prompt as the fastest. A stranger does not matter."""
+        """Set how many times as long as the fastest it takes for a prompt. Ignored unless it is a member."""
         if (place := self._place_of.get(replica_id)) is not None:
             self._mark(place, self._states[place]._replace(slowness=slowness))
 
     def disconnect(self, replica_id: str) -> None:
-        """A replica's feed ended: it takes no new request until the next snapshot. Its last ledger stays to be seen."""
+        """A replica's feed ended: nothing new is sent there until the next snapshot. Its last ledger stays visible."""
         place = self._place_of.get(replica_id)
         if place is not None:
             self._mark(place, self._states[place]._replace(connected=False, stalled=False))
@@ -153,11 +153,11 @@ class ClusterView:
         now: float,
         block_hashes: Sequence[BlockHash] = (),
     ) -> None:
-        """Promise room on ``replica_id``; a request's earlier promise is taken back. Marks ``block_hashes`` as used.
+        """Promise room on ``replica_id``, in place of the request's earlier promise. Marks ``block_hashes`` as used.
 
         Args:
-            num_blocks: blocks the request will take from the free ones.
-            num_tokens: prompt tokens it will make the replica compute.
+            num_blocks: free blocks that the request will take.
+            num_tokens: prompt tokens that the replica will have to compute for it.
         """
         self.release(request_id)
         if block_hashes:
@@ -168,13 +168,13 @@ class ClusterView:
             self._count(reservation, +1)
 
     def move(self, request_id: str, replica_id: str, now: float) -> None:
-        """Carry a request's promise to another replica. Nothing happens if it has none."""
+        """Move a request's promise to another replica. Does nothing if it has none."""
         held = self._reservations.get(request_id)
         if held is not None:
             self.reserve(request_id, replica_id, held.num_blocks, held.num_tokens, now)
 
     def release(self, request_id: str) -> None:
-        """Take a request's promise back. Idempotent."""
+        """Withdraw a request's promise. Idempotent."""
         held = self._reservations.pop(request_id, None)
         if held is not None:
             self._count(held, -1)
@@ -182,8 +182,8 @@ class ClusterView:
     def expect(
         self, prompt: PromptKey, replica_id: str, block_hashes: Sequence[BlockHash], num_matched_blocks: int = 0
     ) -> None:
-        """A prompt is on its way to ``replica_id``: until ``computed``, its blocks count as cached there for others,
-        which will find them when it is their turn. The first ``num_matched_blocks`` are there already; they are used.
+        """A prompt is on its way to ``replica_id``: until ``computed``, its blocks count as cached there, because later
+        requests will find them. The first ``num_matched_blocks`` count already; they are marked as used.
         """
         self.computed(prompt)
         if block_hashes and replica_id in self._place_of:
@@ -192,12 +192,12 @@ class ClusterView:
             self.news.note_more(self._place_of[replica_id], rest)
 
     def forget_foreign(self, replica_id: str) -> None:
-        """Nothing is known any more of other gateways' prompts that are not computed yet at ``replica_id``."""
+        """Forget other gateways' prompts that are not computed yet at ``replica_id``."""
         for prompt in self._in_flight.of_others(replica_id):
             self.computed(prompt)
 
     def computed(self, prompt: PromptKey) -> None:
-        """A prompt is computed, or will not be: what its replica says it caches is all that counts. Idempotent."""
+        """A prompt is computed, or never will be: only what its replica reports as cached counts now. Idempotent."""
         expected = self._in_flight.remove(prompt)
         if expected is not None:
             place, block_hashes = self._place_of[expected[0]], expected[1]
@@ -211,33 +211,33 @@ class ClusterView:
             self.release(request_id)
 
     def set_foreign(self, replica_id: str, num_requests: int, num_blocks: int, num_tokens: int) -> None:
-        """What other gateways have promised on ``replica_id``, as it says itself: counted beside our own promises."""
+        """Set what other gateways have promised on ``replica_id``, as it reports; counted beside our own promises."""
         place, foreign = self._place_of.get(replica_id), (num_requests, num_blocks, num_tokens)
         if place is not None and foreign != self._foreign[place]:
             before, self._foreign[place] = self._foreign[place], foreign
             self._promise(place, *(new - old for new, old in zip(foreign, before, strict=True)))
 
     def set_wishes(self, replica_id: str, wishes: Sequence[Wish]) -> None:
-        """What other gateways mean to send to ``replica_id``, as it says itself; due dates are on our clock."""
+        """Set what other gateways intend to send to ``replica_id``, as it reports; due dates are on our clock."""
         if replica_id in self._place_of or not wishes:
             self._wishes.set(replica_id, wishes)
 
     def wishes(self, now: float) -> Sequence[PlacedWish]:
-        """What other gateways mean to send, the most urgent first."""
+        """What other gateways intend to send, the most urgent first; see ``Wish``."""
         return self._wishes.in_order(self._place_of, now)
 
     def reservation(self, request_id: str) -> Reservation | None:
-        """The promise a request holds, if any."""
+        """The promise that a request has, if any."""
         return self._reservations.get(request_id)
 
     def candidates(self, block_hashes: Sequence[BlockHash], now: float) -> Candidates:
-        """A snapshot for one prompt: every member. ``block_hashes`` may be empty."""
+        """A snapshot of all members for one prompt. ``block_hashes`` may be empty."""
         known = self.present(now)
         self._is_told_shared = self._is_promised_shared = True
         return known.matching(self.match(block_hashes)) if block_hashes else known
 
     def present(self, now: float) -> Candidates:
-        """``candidates`` for no prompt, true only until the view changes."""
+        """``candidates`` for no prompt, valid only until the view changes."""
         if self._known is None or self._known.now != now:
             self._known = Candidates(
                 self._replica_ids,
@@ -257,7 +257,7 @@ class ClusterView:
         return self.candidates(block_hashes, now).views()
 
     def check_invariants(self) -> None:
-        """Sums of promises are true, none is on a stranger, columns repeat the stats, the index knows members only."""
+        """Promises add up and are on members only, columns agree with the stats, the index knows just the members."""
         self.index.check_invariants()
         sums = np.array(self._foreign, np.int64).reshape(-1, len(PROMISED)).T
         for held in self._reservations.values():
@@ -293,10 +293,10 @@ class ClusterView:
         self._own_told()
         self._states = with_item(self._states, place, state)
         self._told[place] = self._rows[place] = told_row(self._stats[place], state)
-        self._tell(place, self._rows[place])  # for the next stats may be the same
+        self._tell(place, self._rows[place])  # at once: ``_take`` will not, if the next stats give the same row
 
     def _tell(self, place: int, row: Sequence[Any]) -> None:
-        """What is told of a replica has changed to ``row``."""
+        """A replica's row of ``_told`` has changed to ``row``."""
         self._own_promised()
         self.news.note(place)
         self._columns[:, place] = column(row, self._columns[: len(PROMISED), place].tolist())
@@ -311,7 +311,7 @@ class ClusterView:
         promise(self._columns, place, num_requests, num_blocks, num_tokens)
 
     def _own_told(self) -> None:
-        """Before what replicas told, or when, changes."""
+        """Call before a replica's report or its time changes."""
         self._known = None
         if self._is_told_shared:
             self._is_told_shared = False
@@ -320,14 +320,14 @@ class ClusterView:
             self._present = Present(self._told)
 
     def _own_promised(self) -> None:
-        """Before a column changes."""
+        """Call before a column changes."""
         self._known = None
         if self._is_promised_shared:
             self._is_promised_shared = False
             self._columns = self._columns.copy()
 
     def _set_members(self, replica_ids: Iterable[str]) -> None:
-        """Make the columns those of ``replica_ids``; who was here keeps what is known of it."""
+        """Rebuild the columns for ``replica_ids``; members that stay keep what is known of them."""
         members = tuple(sorted(replica_ids))
         kept = [(new, old) for new, r in enumerate(members) if (old := self._place_of.get(r)) is not None]
         told, columns = unknown(len(members))

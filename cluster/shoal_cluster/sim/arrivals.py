@@ -1,4 +1,4 @@
-"""Made-up arrivals whose rate changes: a ramp, a square wave, bursts."""
+"""Synthetic arrivals at a changing rate: a ramp, a square wave, bursts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_cluster.sim.workload import FIRST_UNIQUE_TOKEN_ID, SimRequest
 Shape = Literal["ramp", "square", "bursts"]
 SHAPES: tuple[Shape, ...] = ("ramp", "square", "bursts")
 
-# Lengths like those of a chat service: log-normal prompts, exponential outputs.
+# Lengths as a chat service sees them: log-normal prompts, exponential outputs.
 PROMPT_MEDIAN, PROMPT_SIGMA, MAX_PROMPT = 900.0, 0.7, 8000
 OUTPUT_MEAN, MAX_OUTPUT = 200.0, 1000
 
@@ -23,10 +23,11 @@ BURST_RATE, BURST_S, CALM_RATE, CALM_S, BURSTS_S = 15.0, 60.0, 0.02, 300.0, 3600
 
 
 def arrivals(shape: Shape, seed: int) -> list[SimRequest]:
-    """Requests that come at a rate of ``shape``, Poisson at each moment; prompts share nothing.
+    """Poisson arrivals whose rate follows ``shape``; prompts share no prefix.
 
-    ramp: up over 480 s from 1 to 15 a second, down over as long, and 240 s at 1. square: two waves of 600 s at 2 and
-    600 s at 12 a second. bursts: an hour of bursts of 60 s (mean) at 15 a second, 300 s (mean) apart.
+    ramp: from 1 to 15 requests/s over 480 s, back down over the next 480 s, then 240 s at 1. square: two waves of 600 s
+    at 2 requests/s followed by 600 s at 12. bursts: for an hour, bursts at 15 requests/s that last 60 s on average and
+    are 300 s apart on average.
     """
     rng = Random(seed)
     if shape == "ramp":
@@ -37,7 +38,7 @@ def arrivals(shape: Shape, seed: int) -> list[SimRequest]:
 
 
 def gap_variation(requests: Sequence[SimRequest]) -> float:
-    """Coefficient of variation of the times between arrivals: 1 for Poisson's."""
+    """Coefficient of variation of the interarrival times: 1 for a Poisson process."""
     times = [r.arrival_s for r in requests]
     gaps = [after - before for before, after in pairwise(times)]
     mean = sum(gaps) / len(gaps)
@@ -45,7 +46,7 @@ def gap_variation(requests: Sequence[SimRequest]) -> float:
 
 
 def _varying(rate: Callable[[float], float], highest: float, duration_s: float, rng: Random) -> list[SimRequest]:
-    """A Poisson process of a changing rate, by thinning one of the ``highest``."""
+    """A Poisson process of varying rate, made by thinning one that has the ``highest`` rate."""
     requests: list[SimRequest] = []
     now = rng.expovariate(highest)
     while now < duration_s:
@@ -69,7 +70,7 @@ def _square(now: float) -> float:
 
 
 def _bursts(rng: Random) -> Callable[[float], float]:
-    """Calm and burst in turn, each of random length."""
+    """Alternates between calm and burst, each of random length."""
     edges = [rng.expovariate(1 / CALM_S)]
     while edges[-1] < BURSTS_S:
         edges.append(edges[-1] + rng.expovariate(1 / (BURST_S if len(edges) % 2 else CALM_S)))

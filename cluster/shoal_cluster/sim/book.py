@@ -13,21 +13,21 @@ from shoal_replica.request import TokenDelta
 
 @dataclass(slots=True)
 class Outcome:
-    """One request's fate, filled in as the run goes. Times are seconds of simulated time; None: it did not happen."""
+    """What happened to one request, filled in during the run. Times are in simulated seconds; None: not (yet)."""
 
     arrival_s: float
     num_prompt_tokens: int
     gateway_id: str = ""
-    replica_id: str | None = None  # that has it or had it last; None again while it is held
-    num_predicted_tokens: int = 0  # prompt tokens the gateway expected to be cached where it sent the request
+    replica_id: str | None = None  # where it is, or was last; None while it is held at a gateway
+    num_predicted_tokens: int = 0  # prompt tokens that the gateway expected to be cached at the chosen replica
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     first_token_s: float | None = None
     finished_s: float | None = None
-    objective_s: float = 0.0  # longest time to first token that counts as good
+    objective_s: float = 0.0  # TTFT up to which the request counts as good
     refusal: str | None = None
     num_resumes: int = 0
-    num_moves: int = 0  # to another replica before it had started
+    num_moves: int = 0  # moves to another replica before it had started
 
     @property
     def is_open(self) -> bool:
@@ -35,18 +35,19 @@ class Outcome:
 
     @property
     def is_late(self) -> bool:
-        """Whether its first token came after the objective."""
+        """Whether its first token came later than the objective allows."""
         return self.first_token_s is not None and self.first_token_s - self.arrival_s > self.objective_s
 
     @property
     def is_good(self) -> bool:
-        """Whether it finished, with its first token within the objective."""
+        """Whether it finished and its first token met the objective."""
         return self.finished_s is not None and self.first_token_s is not None and not self.is_late
 
 
 class Book:
-    """Requests and their outcomes, by request id. ``num_open`` counts those that are to arrive or are not done;
-    ``demand`` is what has arrived.
+    """The requests of a run and their outcomes, by request id.
+
+    ``num_open`` counts requests that have yet to arrive or to end; ``demand`` sums up what has arrived.
     """
 
     def __init__(self, config: SimConfig) -> None:
@@ -55,12 +56,12 @@ class Book:
         self.outcomes: dict[str, Outcome] = {}
         self.num_open = 0
         self.num_decisions = 0
-        self.num_missed = 0  # refused, or first token too late
+        self.num_missed = 0  # requests that were refused, or whose first token came too late
         self._hashes: dict[str, tuple[BlockHash, ...]] = {}  # of open requests
         self.demand = Demand()
 
     def expect(self, request: SimRequest) -> None:
-        """A request will come."""
+        """Register a request that will arrive. Raises ValueError if its id is taken."""
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id!r} comes twice")
         self.requests[request.request_id] = request
@@ -73,7 +74,7 @@ class Book:
         return outcome
 
     def block_hashes(self, request_id: str) -> tuple[BlockHash, ...]:
-        """Of a prompt's full blocks, where prefixes are cached; made once."""
+        """Hashes of the prompt's full blocks, computed once; none without prefix caching."""
         if not self._config.cache.enable_prefix_caching:
             return ()
         if (hashes := self._hashes.get(request_id)) is None:
@@ -82,7 +83,7 @@ class Book:
         return hashes
 
     def open_at(self, replica_id: str) -> list[str]:
-        """Requests that were sent there and are not done."""
+        """Requests that are at this replica and have not ended."""
         return [r for r, outcome in self.outcomes.items() if outcome.replica_id == replica_id and outcome.is_open]
 
     def refuse(self, request_id: str, reason: str) -> None:
@@ -93,7 +94,7 @@ class Book:
         self._end(request_id)
 
     def take(self, delta: TokenDelta, now: float) -> bool:
-        """Enter tokens that have reached the gateway. Whether they end the request."""
+        """Record tokens that have reached the gateway; return whether they end the request."""
         outcome = self.outcomes[delta.request_id]
         assert delta.position == outcome.num_output_tokens, f"{delta.request_id}: tokens repeated or lost"
         outcome.num_output_tokens += len(delta.token_ids)

@@ -1,4 +1,4 @@
-"""Capacity planning: the fastest traffic that a cluster carries, and the smallest cluster that carries a traffic."""
+"""Capacity planning: the highest load that a cluster carries, and the smallest cluster that carries a given load."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CHECK_INTERVAL_S = 1.0
 def carries(
     config: SimConfig, requests: Sequence[SimRequest], goodput: float, tell: Tell = lambda num_done: None
 ) -> bool:
-    """Whether at least that share of ``requests`` is served within the objective.
+    """Whether at least a share ``goodput`` of ``requests`` is served within the objective.
 
-    Ends as soon as it is decided that it is not; a run that goes to its end is checked like any other.
+    The run stops as soon as the answer is certain to be no; one that completes is checked like any other run.
     """
     cluster = SimCluster(config)
     for request in requests:
@@ -58,20 +58,21 @@ def find_capacity(
     tell: Tell = lambda num_done: None,
     ahead: bool = False,
 ) -> float:
-    """The highest speed of ``requests`` at which ``config`` carries them, to within ``tolerance`` of itself.
+    """The highest speed at which ``config`` carries ``requests``, to a relative ``tolerance``.
 
-    Bisection: goodput is taken to fall with speed. 0 if even the slowest tried is too fast, ``MAX_SPEED`` if none is.
+    Bisection, on the assumption that goodput falls as speed rises. Returns 0 if even the slowest speed tried is too
+    fast, ``MAX_SPEED`` if none is.
 
     Args:
-        on_probe: told each speed tried and whether it was carried.
-        tell: told of the one being tried how far it is.
-        ahead: try on idle cores what may be tried next; see ``search_ahead``.
+        on_probe: called with each speed tried and whether it was carried.
+        tell: called with the number of requests done in the current probe.
+        ahead: run the probes that may come next on idle cores; see ``search_ahead``.
     """
 
     last_s = max((request.arrival_s for request in requests), default=0.0)
 
     def probe(speed: float, tell: Tell) -> bool:
-        if last_s / speed > MAX_ARRIVAL_S:  # slower is not tried
+        if last_s / speed > MAX_ARRIVAL_S:  # too slow to simulate: counts as not carried
             return False
         return carries(config, speed_up(requests, speed), goodput, tell)
 
@@ -105,9 +106,9 @@ def find_replicas(
     tell: Tell = lambda num_done: None,
     ahead: bool = False,
 ) -> int:
-    """The least number of replicas that carry ``requests``. 0 if none does. Arguments as for ``find_capacity``.
+    """The smallest number of replicas that carries ``requests``; 0 if none does. Arguments as for ``find_capacity``.
 
-    Tried are up to ``MAX_REPLICAS``, and no more than the requests: with a replica each, more are no help.
+    The search stops at ``MAX_REPLICAS`` or at one replica per request, beyond which more do not help.
     """
 
     def probe(count: int, tell: Tell) -> bool:
@@ -136,7 +137,7 @@ def _search(
     tell: Tell,
     ahead: bool,
 ) -> Found:
-    if ahead and sys.platform == "linux" and num_cores() > 1:  # a fork elsewhere may not go on
+    if ahead and sys.platform == "linux" and num_cores() > 1:  # elsewhere a forked child may not be able to continue
         return search_ahead(find, probe, on_probe, tell)
 
     def try_(point: Point) -> bool:

@@ -1,4 +1,4 @@
-"""Messages between the two processes of a run."""
+"""Messages between the two processes of a parallel run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import msgspec
 LENGTH_BYTES, CHUNK_BYTES = 4, 2**18
 
 SPIN_S = 0.002
-"""Who waits asks again and again for so long before it sleeps: to be woken takes as long as a window does."""
+"""How long a reader polls before it blocks: a wake-up takes as long as a whole window."""
 
 Message = TypeVar("Message")
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Channel(Generic[Message]):
-    """One side of a pair of sockets: frames of msgpack behind their length.
+    """One end of a socket pair: msgpack frames, each behind its length.
 
     Args:
-        kind: what comes from the other side.
+        kind: type of the messages that the other end sends.
     """
 
     def __init__(self, side: socket.socket, kind: Any) -> None:
@@ -40,10 +40,11 @@ class Channel(Generic[Message]):
         self._come = b""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Takes what comes while there is no room: else two that send much to each other would wait for ever.
+        """Send a message, and read incoming data while the send buffer is full: two ends that both only write would
+        deadlock.
 
         Raises:
-            EOFError, ConnectionError: the other side has gone.
+            EOFError, ConnectionError: the other end is gone.
         """
         body = self._encode(message)
         rest = memoryview(len(body).to_bytes(LENGTH_BYTES, "big") + body)
@@ -56,7 +57,7 @@ class Channel(Generic[Message]):
                     self._take()
 
     def receive(self) -> Message:
-        """The next message, once it is here. Raises as ``send`` does."""
+        """Wait for the next message. Raises as ``send`` does."""
         while len(self._come) < LENGTH_BYTES:
             self._take()
         end = LENGTH_BYTES + int.from_bytes(self._come[:LENGTH_BYTES], "big")
@@ -76,7 +77,7 @@ class Channel(Generic[Message]):
                 if time.perf_counter() > give_up_s:
                     come = self._socket.recv(CHUNK_BYTES)
                 else:
-                    os.sched_yield()  # where others want the cores, the other side may be waiting for this one
+                    os.sched_yield()  # on busy cores the other process may be waiting for this one
         if not come:
             raise EOFError("the other process has gone")
         self._come += come

@@ -26,7 +26,7 @@ class SimCluster:
     """Gateways and replicas on one simulated clock.
 
     Attributes:
-        ended_beside: what a run has left of replicas that were simulated in another process; they are not here.
+        ended_beside: final state of replicas that were simulated in another process; None if they were simulated here.
     """
 
     def __init__(self, config: SimConfig) -> None:
@@ -76,13 +76,13 @@ class SimCluster:
         return view
 
     def arrive(self, request: SimRequest) -> None:
-        """Let a request come at its ``arrival_s``, at a random gateway."""
+        """Schedule a request to arrive at its ``arrival_s``, at a random gateway."""
         self.book.expect(request)
         gateway = self.gateways[self._rng.randrange(len(self.gateways))]
         self.loop.at(request.arrival_s, lambda: gateway.take(request))
 
     def ended(self) -> list[EndedReplica]:
-        """All replicas that there have been, at the end of a run."""
+        """Every replica that has existed, at the end of a run."""
         if self.ended_beside is not None:
             return self.ended_beside
         return [replica.ended() for replica in (*self.replicas.values(), *self.retired)]
@@ -90,7 +90,7 @@ class SimCluster:
     # Feeds
 
     def hear(self, replica_id: str, message: FeedMessage) -> None:
-        """A replica's news have arrived."""
+        """A replica's feed message has reached the gateways."""
         for delta in message.deltas:
             self.book.take(delta, self.loop.now)
         for gateway in self.gateways:
@@ -100,7 +100,7 @@ class SimCluster:
             self._retire(replica)
 
     def start_beats(self) -> None:
-        """Let replicas that are idle, or in a long step, say now and then that they are there."""
+        """Every ``heartbeat_s``, let the replicas that are idle or in a long step send a heartbeat."""
         self.loop.after(self.config.heartbeat_s, self._beat, last=True)
 
     def _publish(self, replica: SimReplica, message: FeedMessage) -> None:
@@ -156,17 +156,17 @@ class SimCluster:
             self.loop.at(fault.until_s, self._replace)
 
     def _lose(self, replica: SimReplica) -> None:
-        """The gateways see that it is gone: its feed has broken off."""
+        """The gateways notice the crash: the replica's feed has broken off."""
         self._retire(replica)
         self._resume(self.book.open_at(replica.replica_id))
 
     def _replace(self) -> None:
-        """One more that serves from now on, and says so."""
+        """Start a replica in place of one that crashed; it serves at once and announces itself."""
         if self.book.num_open:
             self._start_replica().beat()
 
     def _look(self) -> tuple[tuple[ReplicaView, ...], Demand]:
-        """What the first gateway knows, with what all of them have promised; and what has come to all."""
+        """The replicas as the first gateway sees them, with the reservations of all gateways; and the total demand."""
         now = self.loop.now
         rows, *others = (gateway.view.replicas_for((), now) for gateway in self.gateways)
         promised = Counter[str]()
@@ -180,7 +180,7 @@ class SimCluster:
         return whole, self.book.demand + Demand(num_held=len(held), num_held_tokens=num_held_tokens)
 
     def _resume_cut(self, request_ids: list[str]) -> None:
-        """Once their last tokens have reached the gateway."""
+        """Resume requests that a drained replica cut off, once their last tokens have reached the gateway."""
         self.loop.after(self.config.feed_delay_s, partial(self._resume, request_ids))
 
     def _resume(self, request_ids: list[str]) -> None:

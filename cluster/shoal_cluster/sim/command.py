@@ -1,4 +1,4 @@
-"""``shoal sim``: replay a trace on a cluster that is not there."""
+"""``shoal sim``: replay a trace on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLOT_INTERVAL_S = 10.0
 WEIGHTS = RouteWeights()
 STARTUP_S = 30.0
 MAX_STARTUP_S = 86_400.0
-HOST_TOKENS_PER_S = 200_000.0  # 25 GB/s, and 128 KB a token
+HOST_TOKENS_PER_S = 200_000.0  # 25 GB/s at 128 KB per token
 MAX_GATEWAYS = 256
 
 Name = TypeVar("Name", bound=str)
@@ -153,7 +153,7 @@ def sim(
     policy = _one_of("order", order or ("deadline" if is_held else "fcfs"), SCHEDULING_POLICIES)
     config = SimConfig(
         num_replicas=replicas,
-        # Traces tell prompts apart by whole blocks.
+        # No partial reuse: traces tell prompts apart by whole blocks only.
         cache=CacheConfig(
             num_blocks=blocks_per_replica,
             block_size=block_size,
@@ -172,7 +172,7 @@ def sim(
         num_gateways=gateways,
         has_shared_pool=shared_pool,
         objective=objective,
-        faults=parse_faults(fault or (), 1 if least else replicas),  # a search begins with one
+        faults=parse_faults(fault or (), 1 if least else replicas),  # --find-replicas starts with one replica
         seed=seed,
     )
     arrivals = read_trace(trace, _one_of("format", trace_format, TRACE_FORMATS), requests)
@@ -189,7 +189,7 @@ def sim(
         "faults": fault or [],
     }
     if least:
-        del settings["num_replicas"]  # what is looked for
+        del settings["num_replicas"]  # that is what the search looks for
     if capacity or least:
         _plan(config, arrivals, goodput, least, speed, settings if as_json else None)
     else:
@@ -199,7 +199,7 @@ def sim(
 def _run(
     config: SimConfig, arrivals: Sequence[SimRequest], plot: Path | None, settings: Mapping[str, object] | None
 ) -> None:
-    """``settings``: all that the run depends on, told with its report as JSON; None prints a summary."""
+    """``settings``: everything the run depends on, to be printed with the report as JSON; None prints a summary."""
     cluster = SimCluster(config)
     timeline = Timeline(cluster, PLOT_INTERVAL_S) if plot is not None else None
     with Progress(len(arrivals)) as bar:
@@ -220,8 +220,8 @@ def _plan(
     speed: float,
     settings: Mapping[str, object] | None,
 ) -> None:
-    """``arrivals`` are ``speed`` times as fast as the trace; a capacity is told as a speed of that. ``settings`` as for
-    ``_run``.
+    """``arrivals`` are already ``speed`` times as fast as the trace; speeds are printed relative to the trace itself.
+    ``settings`` as for ``_run``.
     """
 
     def on_probe(tried: float, is_carried: bool) -> None:

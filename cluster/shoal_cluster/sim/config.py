@@ -1,4 +1,4 @@
-"""The cluster that a run simulates."""
+"""Configuration of the simulated cluster."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shoal_replica.config import CacheConfig, SchedulerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPlan:
-    """Autoscaling in a run: every ``interval_s`` a decision; a new replica serves after ``startup_s``.
+    """Autoscaling in a run: a decision every ``interval_s``; a new replica serves after ``startup_s``.
 
-    ``requests_per_replica`` is the target of the policies that count requests. What a draining replica has not ended
-    after ``drain_timeout_s`` goes on elsewhere.
+    ``requests_per_replica`` is the target of the policies that count requests. Requests that a draining replica has not
+    finished after ``drain_timeout_s`` resume elsewhere.
     """
 
     config: ScaleConfig
@@ -37,12 +37,13 @@ class SimConfig:
     """A cluster to simulate.
 
     Attributes:
-        num_gateways: requests come at a random one; each has a view and a queue of its own.
-        heartbeat_s: how often a replica reports that is idle or in a long step.
-        feed_delay_s: from the end of a step until the gateway knows of it, tokens included.
-        has_shared_pool: what one replica has cached, all can use at once and for nothing: the ceiling of placement.
-        hold: how gateways hold requests until a replica can start them; None: each is placed when it comes.
-        objective: a first token is good within it, by the request's actual uncached prefill.
+        num_gateways: each request arrives at a random one; every gateway has its own view and queue.
+        heartbeat_s: how often a replica reports while it is idle or in a long step.
+        feed_delay_s: time from the end of a step until the gateway has its tokens and stats.
+        has_shared_pool: every replica can use at once, at no cost, what any replica has cached: the upper bound of what
+            placement can achieve.
+        hold: how gateways hold requests until a replica can start them; None places each request on arrival.
+        objective: TTFT up to which a request counts as good, given its actual uncached prefill.
     """
 
     num_replicas: int

@@ -1,4 +1,4 @@
-"""What must be true of every run that has ended."""
+"""Conservation laws that every finished run must satisfy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from shoal_cluster.sim.cluster import SimCluster
 
 
 def check_conservation(cluster: SimCluster) -> None:
-    """Every request ended once, every token is accounted for, nothing is held, the gateways' copies are true."""
+    """Assert that every request ended once, every token is accounted for, no request, block or reservation is held any
+    more, and the gateways' views match the replicas.
+    """
     config, book = cluster.config, cluster.book
     assert book.num_open == 0
     for gateway in cluster.gateways:
@@ -21,14 +23,14 @@ def check_conservation(cluster: SimCluster) -> None:
             assert outcome.num_output_tokens == expected, (request_id, outcome.num_output_tokens, expected)
         assert all(gateway.view.reservation(request_id) is None for gateway in cluster.gateways), request_id
     num_generated, retired = 0, {replica.replica_id for replica in cluster.retired}
-    for ended in cluster.ended():  # which checks their own books
+    for ended in cluster.ended():  # also checks each replica's own invariants
         num_generated += ended.stats.num_generated_tokens
         num_held = ended.num_cached_blocks
         for gateway in cluster.gateways:
             if ended.replica_id in retired:
                 continue
             index, known = gateway.view.index, gateway.view.index.num_held(ended.replica_id)
-            # An index that has dropped entries for want of room knows less than is held, never more.
+            # An index that evicted entries for lack of room may know fewer blocks than are cached, never more.
             is_true = known <= num_held if index.num_evicted else known == num_held
             assert is_true, f"{ended.replica_id} holds {num_held} blocks; a gateway's index says {known}"
     assert num_generated == sum(o.num_output_tokens for o in book.outcomes.values())

@@ -1,16 +1,16 @@
-"""Simulated time: a heap of what happens when."""
+"""Simulated time: a heap of timed callbacks."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
 
-LAST = 2**62  # added to the numbers of events that come last
+LAST = 2**62  # added to the sequence numbers of ``last`` events, so that they sort after all others
 
 
 class EventLoop:
-    """Runs callbacks in order of their time; those of one instant in the order they were set, but for those that are to
-    come last. Nothing ever waits.
+    """Runs callbacks in order of time. Those of one instant run in the order in which they were scheduled, but ``last``
+    ones after all others. The loop never sleeps.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,11 @@ class EventLoop:
         self._num_set = 0
 
     def at(self, time_s: float, callback: Callable[[], None], *, last: bool = False) -> None:
-        """Call ``callback`` at ``time_s``, which may be now but not before; ``last``: after all that is not."""
+        """Call ``callback`` at ``time_s``, now or later; ``last``: after the callbacks of that instant that are not.
+
+        Raises:
+            ValueError: ``time_s`` is in the past.
+        """
         if time_s < self.now:
             raise ValueError(f"cannot set an event at {time_s}: it is {self.now} already")
         heapq.heappush(self._heap, (time_s, self._num_set + LAST if last else self._num_set, callback))
@@ -30,16 +34,16 @@ class EventLoop:
         self.at(self.now + delay_s, callback, last=last)
 
     def stop(self) -> None:
-        """Let nothing more happen."""
+        """Drop all events that are still to come."""
         self._heap.clear()
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run until no event is left."""
         while self._heap:
             self._next()
 
     def run_until(self, time_s: float) -> None:
-        """Let everything happen that comes before ``time_s``; then it is that time."""
+        """Run all events before ``time_s``, then set the clock to it."""
         while self._heap and self._heap[0][0] < time_s:
             self._next()
         self.now = time_s

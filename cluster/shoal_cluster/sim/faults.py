@@ -1,4 +1,4 @@
-"""What fails in a run, of which replica and when."""
+"""Faults injected into a run: which replica fails, how and when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _FAULT = re.compile(rf"(?P<kind>crash|stall){_TIMES}|slow{_TIMES.replace('P<', '
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Of a replica, from a time on until another. Raises ValueError for times that are none."""
+    """A fault of one replica from ``from_s`` until ``until_s``.
+
+    Raises:
+        ValueError: a time is not finite, is negative, or the fault ends before it begins.
+    """
 
     replica_id: str
     from_s: float
@@ -34,28 +38,28 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Stall(Fault):
-    """Steps that the replica begins from ``from_s`` on do not end before ``until_s``."""
+    """Steps that begin at or after ``from_s`` do not end before ``until_s``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slow(Fault):
-    """Steps that the replica begins meanwhile take ``factor`` times as long."""
+    """Steps that begin in this time take ``factor`` times as long."""
 
     factor: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Crash(Fault):
-    """The replica's process ends at ``from_s``, and with it what it computes and all that it has cached, unless all
-    share one pool.
+    """The replica's process dies at ``from_s``. Its running step is lost, and its cache too, unless the replicas share
+    one pool.
 
-    Gateways know when its feed breaks off, and let its requests go on elsewhere. Another replica, of another id, serves
-    in its place from ``until_s`` on, with nothing cached; with autoscaling that is the scaler's matter.
+    The gateways notice when its feed breaks off, and resume its requests elsewhere. A replica with a new id and nothing
+    cached takes its place at ``until_s``; under autoscaling, replacing it is up to the scaler.
     """
 
 
 class Hindrances:
-    """What keeps one replica's steps from ending when they should."""
+    """The stalls and slowdowns of one replica."""
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self._stalls = [fault for fault in faults if isinstance(fault, Stall)]
@@ -63,28 +67,29 @@ class Hindrances:
         self._changes_s = sorted({stall.from_s for stall in self._stalls} | {t for s in self._slows for t in _times(s)})
 
     def stalled_s(self, now: float) -> float:
-        """How long a step takes at least that begins now."""
+        """Minimum duration of a step that begins now."""
         return max((stall.until_s - now for stall in self._stalls if stall.from_s <= now), default=0.0)
 
     def factor(self, now: float) -> float:
-        """How many times as long it takes as it should."""
+        """By how much a step that begins now is slowed down; 1 is normal."""
         return math.prod(slow.factor for slow in self._slows if slow.from_s <= now < slow.until_s)
 
     def next_s(self, now: float) -> float:
-        """When that will be otherwise, unless a stall ends before."""
+        """When ``factor`` may change next or a stall begins; the end of a stall is not counted."""
         return next((time_s for time_s in self._changes_s if time_s > now), math.inf)
 
 
 def replica_name(number: int) -> str:
-    """The id of the replica that was the ``number``-th to start, from 0 on."""
+    """The id of the replica that started as number ``number``, counted from 0."""
     return f"replica-{number:04d}"
 
 
 def parse_faults(texts: Sequence[str], num_replicas: int) -> tuple[Fault, ...]:
-    """Faults as they are written: ``crash:3@600+30`` is of replica 3, from second 600 on for 30 seconds.
+    """Parse faults such as ``crash:3@600+30``: replica 3, from second 600, for 30 seconds.
 
     Raises:
-        ConfigError: one is no fault, of no replica that there is at first, or of one that has crashed.
+        ConfigError: a text is not a fault, names a replica that does not exist at the start, or one that has crashed
+            before the fault ends.
     """
     faults = tuple(_fault(text, num_replicas) for text in texts)
     latest_first = sorted(faults, key=lambda fault: -fault.from_s)

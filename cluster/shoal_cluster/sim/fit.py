@@ -1,4 +1,4 @@
-"""Step times from what was measured: single steps by ``shoal bench engine --json``, or a live run by its reports."""
+"""Step times fitted to measurements: single steps of ``shoal bench engine --json``, or replica stats of a live run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FORMAT = "steps.prefill: num_new_tokens, num_computed_tokens, seconds; steps.dec
 
 
 def fit_step_time(path: Path) -> StepTime:
-    """Fit a StepTime to the steps in a benchmark's JSON: least squares of relative errors, no term below zero.
+    """Fit a StepTime to the steps in a benchmark's JSON: least squares on relative errors, no coefficient negative.
 
     Raises:
         NotFound: no such file.
-        ConfigError: it has no steps.
+        ConfigError: the file has no steps.
     """
     if not path.is_file():
         raise NotFound(f"model_from: no file {str(path)!r}")
@@ -40,14 +40,16 @@ def fit_step_time(path: Path) -> StepTime:
 
 
 def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
-    """Fit a StepTime to what replicas did from one report to a later one: least squares of their busy time, by steps,
-    prompt tokens computed and tokens generated. So it holds for replicas that share a machine, beside what else runs
-    there, at about the load that they were told of. Prompts count when they start, time when a step ends: what is left
-    of them is taken off, and reports while requests wait are left out, for those have not started.
+    """Fit a StepTime to pairs of stats, an earlier and a later one of the same replica: least squares of the busy time
+    between them on the number of steps, of prompt tokens computed and of tokens generated.
+
+    The fit therefore holds for replicas that share a machine, with whatever else runs there, at about the measured
+    load. The totals count a whole prompt when it starts, but time only when a step ends, so prompt tokens still to be
+    computed are subtracted. Pairs with waiting requests are skipped: their prompts are not in the totals yet.
 
     Raises:
-        ConfigError: they did too little, or too much of the same to tell what a step, a prompt's token and an output's
-            take.
+        ConfigError: too few pairs, or pairs too alike to separate the cost of a step, a prompt token and an output
+            token.
     """
     rows = [
         (
@@ -74,7 +76,7 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
 
 
 def _num_computed(stats: ReplicaStats) -> int:
-    """Prompt tokens that steps which have ended had to compute, but for a token of each sequence that decodes."""
+    """Prompt tokens computed in the steps so far, less one token for each decoding sequence."""
     return stats.num_prompt_tokens - stats.num_cached_tokens - stats.num_waiting_tokens
 
 
@@ -99,7 +101,7 @@ def _fit(prefill: list[tuple[int, int, float]], decode: list[tuple[int, float, f
 def _least_squares(
     columns: list[NDArray[np.float64]], seconds: NDArray[np.float64], relative: bool = True
 ) -> list[float]:
-    """Coefficients, none negative: the most negative one is left out until none is."""
+    """Non-negative coefficients: the most negative one is dropped (0) and the rest fitted again, until none is left."""
     kept = list(range(len(columns)))
     weights = 1 / seconds if relative else np.ones_like(seconds)
     while kept:

@@ -1,4 +1,4 @@
-"""One gateway in simulated time: its own view and queue, the real policies."""
+"""A gateway in simulated time: the real policies on a view and a queue of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIN_WAKE_S = 0.001
 
 
 class Target(Protocol):
-    """A replica as gateways reach it; see ``SimReplica``."""
+    """What a gateway can ask of a replica; see ``SimReplica``."""
 
     @property
     def draining(self) -> bool: ...
@@ -48,10 +48,10 @@ class Target(Protocol):
 
 
 class SimGateway:
-    """Admits, holds and places requests by what it has heard of the replicas.
+    """Admits, holds and places requests, by what it has heard from the replicas.
 
     Args:
-        targets: the replicas that are alive, by id; the cluster's own mapping.
+        targets: the live replicas, by id; the cluster's own mapping, not a copy.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class SimGateway:
         self.gateway_id = gateway_id
         self._is_one_of_many = config.num_gateways > 1
         self.queue = PendingQueue(config.hold, self._is_one_of_many) if config.hold is not None else None
-        self._told: dict[str, tuple[Wish, ...]] = {}  # wishes, by replica
-        self._is_due = False  # a turn to dispatch is set
+        self._told: dict[str, tuple[Wish, ...]] = {}  # wishes last sent, by replica
+        self._is_due = False  # a dispatch is scheduled
         self._config = config
         self._loop = loop
         self._book = book
         self.targets = targets
         self._rng = rng
         self._memory = RoutingMemory()
-        self._stalls = Stalls(view, pause_s=math.inf)  # it never stands still
+        self._stalls = Stalls(view, pause_s=math.inf)  # a simulated gateway itself never pauses
         self._slowness = Slowness(view)
-        self._sent: dict[str, PendingRequest] = {}  # those that were held, until their first token
-        self._in_flight: dict[str, str] = {}  # other gateways' requests, until then, and where they are
+        self._sent: dict[str, PendingRequest] = {}  # requests sent from the queue, until their first token
+        self._in_flight: dict[str, str] = {}  # other gateways' requests before their first token, and their replicas
 
     def take(self, request: SimRequest) -> None:
-        """A request arrives here."""
+        """A request arrives at this gateway."""
         self._book.arrive(request.request_id, self.gateway_id, self._loop.now)
         config, now = self._config, self._loop.now
         block_size = config.cache.block_size
@@ -116,7 +116,9 @@ class SimGateway:
             self._look_whether_late(request.request_id, query)
 
     def _look_whether_late(self, request_id: str, query: RouteQuery) -> None:
-        """Refuse what is still held when its objective is lost, where the limits have one."""
+        """Refuse a held request once it can no longer meet its objective, if the limits have one; until then, check
+        again later.
+        """
         limits, now = self._config.limits, self._loop.now
         outcome = self._book.outcomes[request_id]
         if self.queue is None or limits.objective is None or request_id not in self.queue or outcome.num_output_tokens:
@@ -131,7 +133,7 @@ class SimGateway:
             self._book.refuse(request_id, admission.reason)
 
     def resume(self, request_id: str) -> None:
-        """A replica has ended a request early, or is gone: it goes on elsewhere after the tokens that have come."""
+        """Continue a request elsewhere, after the tokens received so far: its replica cut it off or is gone."""
         request, outcome = self._book.requests[request_id], self._book.outcomes[request_id]
         block_size = self._config.cache.block_size
         num_tokens = request.num_prompt_tokens + outcome.num_output_tokens
@@ -159,7 +161,7 @@ class SimGateway:
         self._look_whether_late(request_id, query)
 
     def meet(self, replica_id: str, stats: ReplicaStats) -> None:
-        """A replica is there, with nothing cached. What it shows to be too large for any has waited in vain."""
+        """A replica has joined, with an empty cache. Refuse held requests that turn out too large for every replica."""
         self.view.join(replica_id)
         self.view.apply_snapshot(replica_id, stats, (), self._loop.now)
         candidates = self.view.candidates((), self._loop.now)
@@ -169,12 +171,12 @@ class SimGateway:
                 self._book.refuse(pending.query.request_id, reason)
 
     def lose(self, replica_id: str) -> None:
-        """A replica is no more, with all that is on its way there."""
+        """A replica is gone, and with it all prompts in flight there."""
         self.view.leave(replica_id)
         self._in_flight = {prompt: where for prompt, where in self._in_flight.items() if where != replica_id}
 
     def hear(self, replica_id: str, message: FeedMessage) -> None:
-        """A replica's news arrive."""
+        """Take in a replica's feed message."""
         now = self._loop.now
         self._stalls.hear(replica_id, message.stats, now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
@@ -199,7 +201,7 @@ class SimGateway:
             self._take_turn()
 
     def _hear_of_prompts(self, replica_id: str, message: FeedMessage, others: Set[str]) -> None:
-        """Of other gateways' prompts that have come to a replica, or have left it."""
+        """Note other gateways' prompts that have come to a replica or have left it."""
         for request_id in message.landed:
             if self._in_flight.get(request_id) == replica_id:
                 del self._in_flight[request_id]
@@ -210,7 +212,9 @@ class SimGateway:
                 self.view.expect(request_id, replica_id, self._book.block_hashes(request_id)[num_cached_blocks:])
 
     def _take_turn(self) -> None:
-        """Dispatch, but where there are many gateways not all at once: whoever comes later sees what was promised."""
+        """Dispatch now or, with several gateways, after a delay: they take turns, and each sees what earlier ones have
+        promised.
+        """
         if self.queue is None or self._is_due:
             return
         num_delays = self.queue.turn(self.view, self._config.num_gateways, self._loop.now, self._rng)
@@ -221,7 +225,7 @@ class SimGateway:
             self._loop.after(num_delays * self._config.feed_delay_s, self._dispatch)
 
     def _dispatch(self) -> None:
-        """Send what can start now, and tell the other gateways what is left."""
+        """Send the requests that can start now, and tell the other gateways about the rest."""
         self._is_due = False
         if self.queue is None:
             return
@@ -240,11 +244,11 @@ class SimGateway:
             num_matched = dispatch.candidates.matched_by(dispatch.replica_id)
             if self._send(query, dispatch.replica_id, num_matched, dispatch.due_s, dispatch.yields):
                 self._sent[query.request_id] = dispatch.pending
-            else:  # it has begun to drain
+            else:  # the replica has begun to drain
                 self._hold_again(dispatch.pending, dispatch.replica_id)
 
     def _recall(self, replica_id: str) -> None:
-        """A replica has stalled: what has not started there is held again, for another one that could take it."""
+        """A replica has stalled: hold its unstarted requests again, if another replica could take them."""
         outcomes, replica = self._book.outcomes, self.targets.get(replica_id)
         candidates = self.view.candidates((), self._loop.now)
         for request_id, pending in tuple(self._sent.items()):
@@ -262,14 +266,14 @@ class SimGateway:
         self._take_turn()
 
     def _hold_again(self, pending: PendingRequest, replica_id: str) -> None:
-        """For another replica than that."""
+        """Put a request back in the queue, for any replica but this one."""
         if self.queue is not None:
             query = _without(pending.query, replica_id)
             self.queue.push(replace(pending, query=query))
             self._look_whether_late(query.request_id, query)
 
     def _wish(self, wishes: dict[str, tuple[Wish, ...]]) -> None:
-        """Tell each replica what this gateway means to send it, as far as it is news."""
+        """Tell each replica what this gateway means to send it, where that has changed."""
         for replica_id in {**self._told, **wishes}:
             of_it = wishes.get(replica_id, ())
             if of_it != self._told.get(replica_id, ()) and (replica := self.targets.get(replica_id)) is not None:
@@ -308,7 +312,7 @@ class SimGateway:
         except ResourceExhausted:
             return False
         outcome.replica_id = replica_id
-        if outcome.first_token_s is None:  # as are the hits
+        if outcome.first_token_s is None:  # hits are counted up to then, too
             num_cached_tokens = num_matched_blocks * query.block_size
             outcome.num_predicted_tokens = min(num_cached_tokens, query.num_prompt_tokens - 1)
         self.view.reserve(query.request_id, replica_id, num_blocks, num_tokens, self._loop.now)

@@ -1,4 +1,4 @@
-"""How long a step takes: the only thing about a model that the simulator makes up."""
+"""How long a step takes: the only part of a model that the simulator approximates."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from shoal_cluster.policies.objective import PrefillTime
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import SchedulerOutput
 
-LEAST_TOKENS_PER_S = 1.0  # slower ones are seconds per token by mistake: a run would not end
+LEAST_TOKENS_PER_S = 1.0  # below that the unit is probably seconds per token, and a run would not end
 MOST_PAIR_S = 1e-5
 MOST_STEP_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, from measured rates.
+    """Duration of a step in seconds, from measured rates.
 
     Attributes:
-        prefill: of a prompt's chunk.
-        step_s: of any step, whatever is in it.
-        decode_s: what a step that decodes takes beside that however few sequences do: reading the weights once.
-        decode_sequence_s, decode_context_s: what each decoding sequence adds, and each token of its context.
-        move_s: of each block that moves to host memory, while the step computes, or back, before it does.
+        prefill: time of a prompt chunk.
+        step_s: fixed cost of every step.
+        decode_s: added once to a step that decodes, however few sequences: reading the weights.
+        decode_sequence_s, decode_context_s: added for each decoding sequence, and for each token of its context.
+        move_s: time to move one block. Moves to host memory overlap with the step; moves back come before it.
     """
 
     prefill: PrefillTime = field(default_factory=PrefillTime)
@@ -45,8 +45,8 @@ class StepTime:
                 raise ConfigError(f"{name}: got {value!r}; must be between 0 and {MOST_STEP_S:g}")
 
     def of(self, output: SchedulerOutput, num_decodes: int = 0, num_context_tokens: int = 0) -> float:
-        """Seconds of one step: its prompts' chunks and its decodes (shares of one token that samples), and of so many
-        decodes, with a context of so many tokens, beside it; and its moves.
+        """Seconds of one step: the prompt chunks, decodes (shares of one token that sample) and block moves in
+        ``output``, plus ``num_decodes`` further decodes with ``num_context_tokens`` of context in total.
         """
         prefill_s = 0.0
         for share in output.scheduled:
@@ -59,7 +59,7 @@ class StepTime:
         return self.move_s * len(output.moves_in) + max(computing_s, self.move_s * len(output.moves_out))
 
     def decode(self, num_sequences: int, num_context_tokens: int) -> float:
-        """Seconds of a step that does nothing but decode."""
+        """Seconds of a step that only decodes."""
         if not num_sequences:
             return self.step_s
         varying_s = self.decode_sequence_s * num_sequences + self.decode_context_s * num_context_tokens

@@ -1,9 +1,9 @@
-"""A run in two processes: replicas in one, gateways in the other, in step by windows of simulated time.
+"""A run in two processes, replicas in one and gateways in the other, synchronised by windows of simulated time.
 
-What a gateway sends reaches a replica at once; what a replica tells reaches the gateways ``feed_delay_s`` later. So
-what replicas do in one window of half that delay changes nothing for the gateways before the window after the next, and
-each side can go on while the other computes. This is parallel simulation by conservative windows (Fujimoto, "Parallel
-discrete event simulation", 1990): events come in the same order as in one process, and the report is the same.
+A message from a gateway reaches a replica at once; one from a replica reaches the gateways ``feed_delay_s`` later. With
+windows of half that delay, what replicas do in one window affects the gateways no sooner than two windows later, so
+both sides can compute at the same time. This is conservative parallel simulation (Fujimoto, "Parallel discrete event
+simulation", 1990): events come in the same order as in one process, and the report is the same.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.prefix_cache import BlockHash
 
 MIN_REPLICAS, MIN_DELAY_S = 256, 0.002
-"""With fewer, or shorter windows, a message takes longer than what happens in a window."""
+"""With fewer replicas or a shorter feed delay, exchanging messages costs more than simulating a window."""
 
 WINDOWS = 2
-"""In a feed delay: with more of them either side may fall further behind the other, but each costs a message."""
+"""Windows per feed delay: more of them would let the sides drift further apart, but each costs a message."""
 
 ROUNDING = 1.001
-"""Windows are so much shorter than that: what is told in one arrives in none too early, however dates are rounded."""
+"""Windows are shortened by this factor, so that rounding of times never delivers a message a window too early."""
 
 GRACE_S = 5.0
 
 Sent = tuple[float, int, Order]
-"""When a request was sent, and to the replica of which number."""
+"""When a request was sent, the number of its replica, and the request."""
 
 
 class Orders(msgspec.Struct, tag="orders"):
-    """What gateways have sent in a window, which is over."""
+    """A window is over; this is what the gateways have sent since the last message."""
 
     orders: list[Sent]
 
 
 class Ask(msgspec.Struct, tag="ask"):
-    """What they have sent in a window up to ``time_s``; now a replica is to hand a request back."""
+    """At ``time_s``, replica ``number`` is asked to hand a request back. ``orders``: what was sent before that."""
 
     orders: list[Sent]
     time_s: float
@@ -58,63 +58,63 @@ class Ask(msgspec.Struct, tag="ask"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """The run has ended."""
+    """The run is over."""
 
 
 class News(msgspec.Struct, tag="news"):
-    """What replicas have told in a window: when, and which."""
+    """The feed messages of a window: when each was sent, and the number of its replica."""
 
     news: list[tuple[float, int, FeedMessage]]
 
 
 class Answer(msgspec.Struct, tag="answer"):
-    """To ``Ask``: whether it has."""
+    """Answers ``Ask``: whether the replica has handed the request back."""
 
     is_given: bool
 
 
 class Ended(msgspec.Struct, tag="ended"):
-    """The replicas, to ``Stop``."""
+    """Answers ``Stop``: the replicas at the end of the run."""
 
     replicas: list[EndedReplica]
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The replicas' process has come to an error."""
+    """The replicas' process has failed; ``why`` is its traceback."""
 
     why: str
 
 
 def can_part(cluster: SimCluster) -> bool:
-    """Whether there are so many replicas that it is sooner done in two processes, and nothing but what gateways send
-    and replicas tell passes between them.
+    """Whether the run is large enough to be faster in two processes, and gateways and replicas exchange nothing but
+    requests and feed messages.
     """
     config = cluster.config
     return (
         len(cluster.replicas) >= MIN_REPLICAS
         and config.feed_delay_s >= MIN_DELAY_S
         and config.num_gateways == 1
-        and config.hold is not None  # replicas get what they have slots for,
-        and config.scheduler.max_num_seqs <= config.scheduler.max_num_waiting  # so that they refuse nothing
+        and config.hold is not None  # replicas get only what they have slots for,
+        and config.scheduler.max_num_seqs <= config.scheduler.max_num_waiting  # so they never refuse
         and config.scaling is None
         and not (config.faults or config.has_shared_pool)
-        and sys.platform == "linux"  # a fork elsewhere may not go on
+        and sys.platform == "linux"  # elsewhere a forked child may not be able to continue
         and num_cores() > 1
     )
 
 
 def run_beside(cluster: SimCluster) -> None:
-    """Run what has been set to arrive to its end, the replicas in a process of their own: they are gone from the
-    cluster afterwards, but for what ``ended`` tells.
+    """Run all scheduled arrivals to their end, with the replicas in a process of their own. Afterwards the cluster has
+    no replicas any more; ``ended`` reports on them.
 
     Raises:
-        RuntimeError: an error in that process.
+        RuntimeError: that process has failed.
     """
     here, there = socket.socketpair()
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_step_replicas, args=(cluster, there, here), daemon=True)
     try:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # not in the middle of it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # a Ctrl-C must not interrupt the fork
         try:
             process.start()
         finally:
@@ -136,19 +136,19 @@ def run_beside(cluster: SimCluster) -> None:
 
 
 class _Fleet:
-    """The replicas of the other process. ``orders``: what they have not been told of yet."""
+    """The replicas in the other process. ``orders`` are requests that have not been passed on yet."""
 
     def __init__(self, channel: Channel[News | Answer | Ended | Failed]) -> None:
         self.orders: list[Sent] = []
         self._channel = channel
-        self._news: deque[News] = deque()  # that came before it was asked for
+        self._news: deque[News] = deque()  # received while waiting for an Answer
 
     def end_window(self) -> None:
         self._channel.send(Orders(self.orders))
         self.orders.clear()
 
     def ask(self, time_s: float, number: int, request_id: str) -> bool:
-        """Whether the replica of that number has handed a request back."""
+        """Ask replica ``number`` to hand a request back; return whether it has."""
         self._channel.send(Ask(self.orders, time_s, number, request_id))
         self.orders.clear()
         while not isinstance(message := self._receive(), Answer):
@@ -157,7 +157,7 @@ class _Fleet:
         return message.is_given
 
     def news(self) -> News:
-        """Of the next window."""
+        """The feed messages of the next window."""
         message = self._news.popleft() if self._news else self._receive()
         assert isinstance(message, News)
         return message
@@ -169,7 +169,7 @@ class _Fleet:
         return message.replicas
 
     def last_words(self) -> str:
-        """Of a process that has gone."""
+        """Why a process that is gone has failed, if it said so."""
         with contextlib.suppress(EOFError, ConnectionError, RuntimeError):
             while True:
                 message = self._channel.receive()
@@ -185,7 +185,7 @@ class _Fleet:
 
 
 class _Remote:
-    """A replica of the other process, as gateways reach it."""
+    """Stands for a replica in the other process; implements ``Target``."""
 
     draining = False
 
@@ -214,7 +214,7 @@ def _serve_gateways(cluster: SimCluster, fleet: _Fleet) -> list[EndedReplica]:
     cluster.replicas.clear()
     for gateway in cluster.gateways:
         gateway.targets = {name: _Remote(number, loop, fleet) for number, name in enumerate(replica_ids)}
-    window, num_left = 0, 2 * WINDOWS + 1  # windows after the last token: until the last news have come
+    window, num_left = 0, 2 * WINDOWS + 1  # windows to run after the last token, until all feed messages have arrived
     while num_left:
         if window >= WINDOWS:
             for told_s, number, message in fleet.news().news:
@@ -230,7 +230,7 @@ def _serve_gateways(cluster: SimCluster, fleet: _Fleet) -> list[EndedReplica]:
 
 
 def _step_replicas(cluster: SimCluster, there: socket.socket, here: socket.socket) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it: by closing its side
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing its end
     here.close()
     channel: Channel[Orders | Ask | Stop] = Channel(there, Orders | Ask | Stop)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -252,7 +252,7 @@ def _obey(cluster: SimCluster, channel: Channel[Orders | Ask | Stop]) -> None:
 
     for number, replica in enumerate(replicas):
         replica.publish = partial(publish, number)
-    loop.stop()  # what has been set is for gateways
+    loop.stop()  # the events scheduled so far belong to the gateways
     cluster.start_beats()
     window, window_s = 0, _window_s(cluster)
     while not isinstance(message := channel.receive(), Stop):

@@ -1,4 +1,4 @@
-"""A run in pictures: how long requests took, and what each replica carried."""
+"""Plots of a run: latency of requests, and load of replicas."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal_replica.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_LINES = 16  # replicas drawn one by one; of more, quantiles
+MAX_LINES = 16  # with more replicas, quantiles are drawn instead of one line each
 
 
 def check_plot(folder: Path) -> None:
-    """Make ``folder``, before a run that is to be drawn.
+    """Create ``folder`` before a run that is to be plotted.
 
     Raises:
-        ConfigError: matplotlib is not installed, or nothing can be written there.
+        ConfigError: matplotlib is not installed, or the folder cannot be created or written to.
     """
     if find_spec("matplotlib") is None:
         raise ConfigError("plot: needs matplotlib; pip install 'shoal[plot]'")
@@ -34,7 +34,7 @@ def check_plot(folder: Path) -> None:
 
 
 def plot_run(cluster: SimCluster, timeline: Timeline, folder: Path) -> list[Path]:
-    """Write ``latency.png`` and ``load.png`` into ``folder``, which is there."""
+    """Write ``latency.png`` and ``load.png`` into ``folder``, which must exist; return their paths."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A progress bar for people who wait for a run."""
+"""A progress bar for a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERVAL_S = 5.0  # of simulated time
 
 
 class Progress:
-    """Shows on standard error, if that is a terminal, how many of a run's requests are done."""
+    """Shows on standard error, if that is a terminal, how many requests of a run have ended."""
 
     def __init__(self, num_requests: int) -> None:
         columns = (TextColumn("simulating"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
@@ -27,18 +27,18 @@ class Progress:
         self._num_done = 0
 
     def show(self, num_done: int) -> None:
-        """With less than before, it is another run's."""
+        """Show ``num_done``; a smaller number than before means that another run has begun."""
         if num_done < self._num_done:
             self._bar.reset(self._task)
         self._num_done = num_done
         self._bar.update(self._task, completed=num_done)
 
     def say(self, line: str) -> None:
-        """Above the bar; without one as well."""
+        """Print a line above the bar, or without a bar where none is shown."""
         self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def follow(self, cluster: SimCluster, num_requests: int) -> None:
-        """Show how far that cluster is, now and then while it runs. It changes nothing."""
+        """Show the cluster's progress every ``INTERVAL_S`` while it runs, without changing the run."""
         num_open = cluster.book.num_open
         self.show(num_requests - num_open)
         if num_open:

@@ -1,4 +1,4 @@
-"""One replica in simulated time: the real Scheduler, with a StepTime in place of a model."""
+"""A replica in simulated time: the real Scheduler, with a StepTime in place of a model."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from shoal_replica.request import Request, TokenDelta
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.stats import ReplicaStats
 
-BEAT_S = 0.03  # into a step that does not end, its replica tells of the work that it has
-GATHER_S = 0.005  # how long wishes are gathered before the gateways are told
-MAX_STRETCH_S = 1.0  # replicas report at least as often
+BEAT_S = 0.03  # this long into a stalled or slowed step, the replica reports its load
+GATHER_S = 0.005  # wishes are collected for this long before they are passed on to the gateways
+MAX_STRETCH_S = 1.0  # longest stretch of steps without a report
 
 
 class FeedMessage(msgspec.Struct, frozen=True):
-    """What a replica tells the gateways after a step, or as soon as one has promised it something.
+    """What a replica tells the gateways: after a step, when a request or wishes have come, and as a heartbeat.
 
-    ``added``: requests that ``stats`` is first to count; ``promised``: those that it does not count yet. No ``stats``:
-    the last ones are still true. ``in_flight``: requests that have come, each with the number of its prompt's blocks
-    that were cached then; ``landed``: those that have left before their first token.
+    ``stats`` None: the last ones still hold. ``added``: requests that these ``stats`` are the first to count;
+    ``promised``: reservations that no stats count yet. ``in_flight``: requests that have arrived, each with how many
+    blocks of its prompt were cached then; ``landed``: requests that have left before their first token.
     """
 
     stats: ReplicaStats | None
@@ -48,7 +48,7 @@ class FeedMessage(msgspec.Struct, frozen=True):
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """Room that a gateway has reserved for a request it sends."""
+    """What a gateway has reserved for a request that it sends."""
 
     request_id: str
     gateway_id: str
@@ -57,9 +57,9 @@ class Promise(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """A request as a gateway sends it: the rest of it the replica finds in the trace.
+    """A request as a gateway sends it; the rest of the request is in the trace.
 
-    ``num_output_tokens`` of it have come from another replica; ``due_s`` and ``yields`` as in Request.
+    ``num_output_tokens``: tokens that other replicas have generated already. ``due_s`` and ``yields`` as in Request.
     """
 
     request_id: str
@@ -70,8 +70,8 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class EndedReplica(msgspec.Struct, frozen=True):
-    """A replica at the end of a run, its books checked: what it tells, its seconds of work, since when it was there and
-    until when (infinite for to the end), and how many blocks it caches.
+    """A replica at the end of a run, with its invariants checked: final stats, seconds spent in steps, when it started
+    and ended (infinite if it lasted to the end), and the number of blocks cached.
     """
 
     replica_id: str
@@ -83,11 +83,11 @@ class EndedReplica(msgspec.Struct, frozen=True):
 
 
 class SimReplica:
-    """Steps while it has work.
+    """Runs steps while it has work.
 
     Args:
-        publish: called with a message at the end of each step, and whenever ``tell`` is.
-        hindrances: its own.
+        publish: called with each feed message.
+        hindrances: the stalls and slowdowns of this replica.
         crash_s: when ``crash`` will be called.
     """
 
@@ -115,12 +115,12 @@ class SimReplica:
         self._crash_s = crash_s
         self._has_crashed = False
         self._added: list[str] = []
-        self._promised: list[Promise] = []  # of those
-        self._wishes: tuple[tuple[str, Wish], ...] = ()  # with their gateways
+        self._promised: list[Promise] = []  # of requests that no stats have counted yet
+        self._wishes: tuple[tuple[str, Wish], ...] = ()  # each with the id of its gateway
         self._is_telling = False
         self._step_s = 0.0
         self.told_s = loop.now
-        self._began_s = loop.now  # the step that runs, or the stretch of them
+        self._began_s = loop.now  # when the running step or stretch of steps began
         self._pace = PrefillPace(scheduler_config.max_num_batched_tokens)
         self._is_stepping = False
         self._stretch: _Stretch | None = None
@@ -128,11 +128,11 @@ class SimReplica:
 
     @property
     def is_idle(self) -> bool:
-        """No step is running or about to."""
+        """No step is running or about to start."""
         return not self._is_stepping
 
     def place(self, order: Order, request: SimRequest, block_hashes: tuple[BlockHash, ...]) -> None:
-        """A gateway sends ``request``, whose full blocks have these hashes: into the void where nobody is left.
+        """A gateway sends ``request``; ``block_hashes`` are of its full blocks. Lost without notice after a crash.
 
         Raises as ``add`` does.
         """
@@ -155,7 +155,7 @@ class SimReplica:
         self.add(engine_request, order.promise)
 
     def add(self, request: Request, promise: Promise | None = None) -> None:
-        """Queue a request; tell of its ``promise``. Raises ResourceExhausted as the scheduler does."""
+        """Queue a request and publish its ``promise``. Raises ResourceExhausted as the scheduler does."""
         self.scheduler.add(request)
         self._added.append(request.request_id)
         if promise is not None:
@@ -168,7 +168,7 @@ class SimReplica:
             self._loop.at(self._loop.now, self._start_step, last=True)
 
     def wish(self, gateway_id: str, wishes: tuple[Wish, ...]) -> None:
-        """A gateway means to send these: the others are to know soon."""
+        """Replace what a gateway means to send here, and pass it on to the gateways soon."""
         others = tuple((of, wish) for of, wish in self._wishes if of != gateway_id)
         self._wishes = (*others, *((gateway_id, wish) for wish in wishes))
         if not self._is_telling:
@@ -180,7 +180,7 @@ class SimReplica:
         self.publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes, in_flight))
 
     def hand_back(self, request_id: str) -> bool:
-        """Give a request up if nothing of it has been computed."""
+        """Give up a request if none of it has been computed; return whether it was given up."""
         if self._has_crashed or request_id not in self.scheduler.request_ids(only_unstarted=True):
             return False
         self.scheduler.abort(request_id)
@@ -188,12 +188,12 @@ class SimReplica:
         return True
 
     def drain(self) -> None:
-        """Take nothing new; finish what is here."""
+        """Take no new requests; finish those that are here."""
         self.draining = True
         self.tell(())
 
     def cut(self, on_cut: Callable[[list[str]], None]) -> None:
-        """End what runs here after the step that runs now; ``on_cut`` gets the ids of the requests that were ended."""
+        """End all requests after the running step; ``on_cut`` gets their ids."""
         if self._has_crashed:
             return
         self._on_cut = on_cut
@@ -202,8 +202,8 @@ class SimReplica:
             self._abort_all()
 
     def crash(self) -> None:
-        """The process ends: what it has told is on its way, and nothing follows."""
-        untold = tuple(self.scheduler.abort_all())  # of steps that have ended
+        """The process dies: messages already sent still arrive, nothing follows."""
+        untold = tuple(self.scheduler.abort_all())  # tokens of finished steps
         self.publish(self, FeedMessage(None, (), (), (), untold))
         self.publish = lambda replica, message: None
         if self._is_stepping:
@@ -211,7 +211,7 @@ class SimReplica:
         self._has_crashed = self._is_stepping = True
 
     def tell(self, deltas: tuple[TokenDelta, ...], landed: tuple[str, ...] = ()) -> None:
-        """Publish the ledger as of now."""
+        """Publish the current ledger: stats, block events and ``deltas``."""
         if self._has_crashed:
             return
         stored, removed = self.scheduler.take_block_events()
@@ -225,11 +225,11 @@ class SimReplica:
         self.publish(self, FeedMessage(stats, *blocks, added, deltas, (), self._wishes, landed=landed))
 
     def beat(self) -> None:
-        """It is alive, and all that it told last is still true."""
+        """Send a heartbeat: alive, and the last stats still hold."""
         self.publish(self, FeedMessage(None, (), (), (), (), (), self._wishes))
 
     def ended(self) -> EndedReplica:
-        """At the end of a run. Checks that the books agree and nothing is held."""
+        """The final state, at the end of a run. Asserts the invariants and that no block is allocated."""
         self.scheduler.check_invariants()
         assert not self.scheduler.has_work
         stats = self.scheduler.stats(self._loop.now)
@@ -267,10 +267,10 @@ class SimReplica:
         changes_s = self._hindrances.next_s(now)
         contexts = [num_alike_tokens + i * num_alike for i in range(num_steps)]
         later_s = [factor * self._step_time.decode(num_alike, num_tokens) for num_tokens in contexts[1:]]
-        steps_s = [step_s, *later_s]  # what has to move, moves in the first
+        steps_s = [step_s, *later_s]  # block moves all happen in the first step
         ends_s = [now := now + step_s for step_s in steps_s]
-        num_steps = min(num_steps, bisect_left(ends_s, changes_s) + 1)  # a step that begins later is not in it
-        num_steps = max(1, min(num_steps, bisect_left(ends_s, self._crash_s)))  # nor is one that does not end
+        num_steps = min(num_steps, bisect_left(ends_s, changes_s) + 1)  # steps that begin after a change are left out
+        num_steps = max(1, min(num_steps, bisect_left(ends_s, self._crash_s)))  # and so are those that a crash cuts off
         del ends_s[num_steps:]
         stretch = self._stretch = _Stretch(steps_s, ends_s)
         self._loop.at(ends_s[-1], lambda: self._end_stretch(stretch, num_steps), last=True)
@@ -285,7 +285,7 @@ class SimReplica:
         self._start_step()
 
     def _cut_stretch(self) -> None:
-        """Let the stretch end with the step that is running."""
+        """End the current stretch, if any, with the step that is running."""
         stretch = self._stretch
         if stretch is None:
             return
@@ -296,7 +296,7 @@ class SimReplica:
 
     def _end_stretch(self, stretch: _Stretch, num_steps: int) -> None:
         if num_steps != len(stretch.ends_s) or self._has_crashed:
-            return  # it was cut, or has no end
+            return  # it was cut, so an earlier event ends it; or the replica has crashed
         self._stretch = None
         for self._step_s in stretch.steps_s[:num_steps]:
             self.busy_s += self._step_s
@@ -308,7 +308,7 @@ class SimReplica:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Like steps under way: how long each takes and when it ends."""
+    """Consecutive decode steps taken as one event: how long each takes, and when it ends."""
 
     steps_s: list[float]
     ends_s: list[float]

@@ -1,4 +1,4 @@
-"""What a run showed: a plain record with deterministic JSON."""
+"""The results of a run, as a plain record with deterministic JSON."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ PERCENTILES = (50, 90, 99)
 
 
 def to_json(found: Mapping[str, object]) -> str:
-    """Keys in order, floats in full: equal runs give equal bytes."""
+    """JSON with sorted keys and floats at full precision: equal runs give equal bytes."""
     return json.dumps(found, indent=2, sort_keys=True, allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Mean and percentiles (nearest rank) in seconds."""
+    """Mean, nearest-rank percentiles and maximum, in seconds."""
 
     mean: float
     p50: float
@@ -26,7 +26,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution:
-        """Of nothing, everything is 0."""
+        """The distribution of ``values``; all zeros if there are none."""
         ordered = sorted(values) or [0.0]
         p50, p90, p99 = (ordered[-(-len(ordered) * p // 100) - 1] for p in PERCENTILES)
         return cls(sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
@@ -34,19 +34,20 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimReport:
-    """A run.
+    """The results of a run.
 
     Attributes:
-        goodput: share of all requests, refused ones included, whose first token came within the objective.
-        hit_rate, predicted_hit_rate: share of prompt tokens that the replicas found cached; that the gateway expected.
-        host_hit_rate: share of all prompt tokens that replicas began with, again after a restart, which came back
-            from host memory.
-        num_resumes: how often a request went on elsewhere, or was held for that, when its replica had crashed or
-            drained too long.
-        imbalance: busiest replica's busy time over the mean, of replicas that lived.
-        utilization: busy time over lifetime, mean of replicas.
-        decisions_per_s: placements in a second of simulated time.
-        replica_s: seconds that replicas served or drained, all together, up to the last token.
+        goodput: share of all requests, refused ones included, that finished with the first token within the objective.
+        hit_rate, predicted_hit_rate: share of the finished requests' prompt tokens that replicas found cached, and that
+            gateways expected to be cached.
+        host_hit_rate: share of prompt tokens that came back from host memory. A request that resumes elsewhere counts
+            again.
+        num_resumes: how often requests were resumed elsewhere, or held for that, because their replica crashed or
+            drained for too long.
+        imbalance: busy time of the busiest replica over the mean of all replicas that existed.
+        utilization: busy time over lifetime, averaged over replicas.
+        decisions_per_s: placement decisions per second of simulated time.
+        replica_s: seconds that replicas served or drained, summed, up to the last token.
         duration_s: simulated time from the first arrival to the last token.
     """
 
@@ -78,7 +79,7 @@ class SimReport:
         return to_json(asdict(self))
 
     def summary(self) -> str:
-        """For people: a few lines."""
+        """A few lines for people to read."""
         ttft, latency = self.ttft_s, self.latency_s
         from_host = f", {self.host_hit_rate:.1%} from host memory" if self.host_hit_rate else ""
         rows = (

@@ -1,4 +1,4 @@
-"""A run from the first arrival to the last token: simulate, check conservation, report."""
+"""A whole run, from the first arrival to the last token: simulate, check conservation, report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_cluster.sim.parallel import can_part, run_beside
 from shoal_cluster.sim.report import Distribution, SimReport
 from shoal_cluster.sim.workload import SimRequest
 
-NUM_NEW_OBJECTS = 50_000  # between collections, beyond those that went
+NUM_NEW_OBJECTS = 50_000  # net allocations between garbage collections
 
 
 def simulate(config: SimConfig, requests: Sequence[SimRequest]) -> SimReport:
@@ -25,9 +25,9 @@ def simulate(config: SimConfig, requests: Sequence[SimRequest]) -> SimReport:
 
 
 def run(cluster: SimCluster, requests: Sequence[SimRequest], *, is_watched: bool = False) -> SimCluster:
-    """The same for a cluster that is there: back when every request has ended and every count adds up.
+    """Run ``requests`` through an existing cluster until each has ended, and check conservation.
 
-    ``is_watched``: its replicas are looked at meanwhile or afterwards, so that they have to stay in this process.
+    ``is_watched``: the caller looks at the replicas during the run or afterwards, so they must stay in this process.
     """
     for request in requests:
         cluster.arrive(request)
@@ -42,9 +42,9 @@ def run(cluster: SimCluster, requests: Sequence[SimRequest], *, is_watched: bool
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """For a run: next to nothing of it is garbage in cycles, and what is there at its start lasts."""
+    """Collect garbage rarely during a run: it makes next to no cycles, and objects that exist at its start live on."""
     thresholds = gc.get_threshold()
-    gc.collect()  # else what an earlier run has left would last as well
+    gc.collect()  # else garbage of an earlier run would be frozen, too
     gc.freeze()
     gc.set_threshold(NUM_NEW_OBJECTS, *thresholds[1:])
     try:
@@ -55,7 +55,7 @@ def seldom_collected() -> Iterator[None]:
 
 
 def report(cluster: SimCluster) -> SimReport:
-    """Of a run that has ended."""
+    """The report of a finished run."""
     outcomes = cluster.book.outcomes
     everyone = cluster.ended()
     finished = [o for o in outcomes.values() if o.finished_s is not None]

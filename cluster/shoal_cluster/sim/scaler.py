@@ -1,4 +1,4 @@
-"""Autoscaling in simulated time: decisions on a clock, replicas that take a while to start, others that drain."""
+"""Autoscaling in simulated time: periodic decisions, replicas that take time to start, and replicas that drain."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ Decide = Callable[[ScaleView, Any, ScaleConfig, float], tuple[int, Any]]
 
 
 class SimScaler:
-    """Asks the plan's policy every ``interval_s`` for as long as ``is_over`` says no.
+    """Runs the plan's policy every ``interval_s`` until ``is_over``.
 
     Args:
-        replicas: those that are alive, by id; the cluster's own mapping.
-        look: what the gateways know of the replicas, and what has come to them.
+        replicas: the live replicas, by id; the cluster's own mapping, not a copy.
+        look: returns what the gateways know of the replicas, and the demand they have seen.
         start: adds a replica that serves at once.
-        resume: lets requests that a replica has ended early go on elsewhere.
+        resume: resumes elsewhere the requests that a replica has cut off.
 
     Attributes:
-        changes: (time, target) of the start and of every change.
-        cost_s: seconds that replicas have existed in the run, starting and draining ones included, up to the last look.
+        changes: (time, target) at the start and at every change of the target.
+        cost_s: replica-seconds up to the last decision, starting and draining replicas included.
+        ready: (time, number serving) at the start and whenever a new replica begins to serve.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class SimScaler:
 
     def _finish_starting(self) -> None:
         self._num_starting -= 1
-        if self._is_over():  # whoever comes up now serves nobody
+        if self._is_over():  # there is nothing left to serve
             return
         num_serving = sum(not r.draining for r in self._replicas.values())
         if num_serving < self.num_target:
@@ -96,7 +97,7 @@ class SimScaler:
 
 
 def _policy(plan: ScalingPlan) -> tuple[Decide, Any]:
-    """The policy of a plan, and what it remembers at first."""
+    """The policy of a plan, and its initial state."""
     policy: Scaling = plan.policy
     per_replica = plan.requests_per_replica
     if policy == "shoal":

@@ -1,4 +1,4 @@
-"""How an autoscaler did on a load: what it cost, what clients felt, and whether it kept still."""
+"""Evaluates an autoscaler on a load: its cost, the latency for clients, and its stability."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ RETURN_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingReport:
-    """A run.
+    """The results of a run.
 
     Attributes:
-        num_violations: requests whose first token came later than 2 s plus twice their own prefill, or that were
-            refused.
+        num_violations: requests that were refused, or whose first token came later than the run's objective allows
+            (2 s plus twice their own prefill by default).
         replica_s: seconds that replicas existed, starting and draining ones included.
-        num_returns: changes back to a count that was left within RETURN_S before, through however many others.
+        num_returns: changes back to a count that was left at most RETURN_S earlier, however many counts lay between.
     """
 
     policy: str
@@ -46,11 +46,11 @@ class ScalingReport:
 
 
 def small_replica(plan: ScalingPlan, *, held: bool = True) -> SimConfig:
-    """A cluster that begins with one replica of a small accelerator: 2 000 prompt tokens a second in steps of 512,
-    40 ms and 0.5 ms a sequence to decode, 25 600 tokens of KV in blocks of 128, 32 sequences at once.
+    """A cluster that starts with one replica on a small accelerator: prefill at 2 000 tokens/s in steps of 512 tokens,
+    decode steps of 40 ms plus 0.5 ms per sequence, 25 600 tokens of KV cache in blocks of 128, 32 sequences at once.
 
-    ``held``: requests wait at the gateway, as the product's do, and go in the order of their due dates; else each is
-    placed when it comes.
+    ``held``: requests wait at the gateway, as in a live cluster, and are sent by due date; else each is placed on
+    arrival.
     """
     prefill = PrefillTime(tokens_per_s=2000.0)
     return SimConfig(
@@ -64,13 +64,13 @@ def small_replica(plan: ScalingPlan, *, held: bool = True) -> SimConfig:
 
 
 def run_scaling(config: SimConfig, requests: Sequence[SimRequest]) -> tuple[ScalingReport, SimCluster]:
-    """Run ``requests`` under ``config.scaling`` to the last token; the report, and the cluster as it is then."""
+    """Run ``requests`` under ``config.scaling`` to the last token; return the report and the cluster."""
     cluster = SimCluster(config)
     return run(cluster, requests), cluster
 
 
 def run(cluster: SimCluster, requests: Sequence[SimRequest]) -> ScalingReport:
-    """Run ``requests`` through a new cluster that scales."""
+    """Run ``requests`` through a new cluster with autoscaling, to the last token."""
     for request in requests:
         cluster.arrive(request)
     cluster.loop.run()
@@ -96,8 +96,8 @@ def run(cluster: SimCluster, requests: Sequence[SimRequest]) -> ScalingReport:
 
 
 def num_returns(changes: Sequence[tuple[float, int]], within_s: float = RETURN_S) -> int:
-    """Changes, of (time, count) pairs, to a count that was left within ``within_s`` before: A to B and back to A, or
-    from A by B and C.
+    """How many of the (time, count) ``changes`` go back to a count that was left at most ``within_s`` earlier, directly
+    (A, B, A) or through others (A, B, C, A).
     """
     returns = 0
     left_s: dict[int, float] = {}
@@ -108,7 +108,7 @@ def num_returns(changes: Sequence[tuple[float, int]], within_s: float = RETURN_S
 
 
 def capacity_s(cluster: SimCluster, since_s: float, num_replicas: int) -> float | None:
-    """Seconds from ``since_s`` until at least ``num_replicas`` served; None if they never did."""
+    """Seconds from ``since_s`` until at least ``num_replicas`` were serving; None if that never happened."""
     assert cluster.scaler is not None
     return next(
         (time_s - since_s for time_s, n in cluster.scaler.ready if time_s >= since_s and n >= num_replicas), None
@@ -116,6 +116,6 @@ def capacity_s(cluster: SimCluster, since_s: float, num_replicas: int) -> float 
 
 
 def plan(policy: Scaling, startup_s: float, requests_per_replica: float = 2.0, **settings: float) -> ScalingPlan:
-    """From 1 to 100 replicas, as Serve's ``num_replicas: auto`` has it; ``settings`` are ScaleConfig's that differ."""
+    """A plan for 1 to 100 replicas, as with Serve's ``num_replicas: auto``; ``settings`` override ScaleConfig's."""
     config = ScaleConfig(max_replicas=100).tuned(settings)
     return ScalingPlan(config=config, policy=policy, startup_s=startup_s, requests_per_replica=requests_per_replica)

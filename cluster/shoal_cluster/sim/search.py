@@ -1,4 +1,4 @@
-"""Searches that probe one point after another; the probes that may come next run ahead on cores that are idle."""
+"""Searches that probe one point after another, with the probes that may come next running ahead on idle cores."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Point = TypeVar("Point", bound=float)
 Found = TypeVar("Found", bound=float)
 
 Tell = Callable[[int], None]
-"""Told how many requests of a probe are done."""
+"""Called with the number of requests of a probe that have ended."""
 
 Probe = Callable[[Point, Tell], bool]
 Find = Callable[[Callable[[Point], bool]], Found]
-"""A search: asks of points whether they are good, and decides by the answers alone."""
+"""A search: asks whether points are good and depends on nothing but the answers, so it can be run again."""
 
 IDLE_LOOK_S = 0.1
 
@@ -33,12 +33,12 @@ IDLE_LOOK_S = 0.1
 def search_ahead(
     find: Find[Point, Found], probe: Probe[Point], on_probe: Callable[[Point, bool], None], tell: Tell
 ) -> Found:
-    """What ``find`` finds by ``probe``, whose runs are in processes of their own: the one that is asked for, and those
-    that may be asked for next. The answer and what ``on_probe`` is told are as if one came after the other.
+    """Run ``find`` with probes in processes of their own: the one it asks for, and those it may ask for next. The
+    result and the calls of ``on_probe`` are the same as if the probes had run one after the other.
 
     Raises:
-        RuntimeError: the process of a probe that was asked for has gone.
-        Exception: any that it raised.
+        RuntimeError: the process of a probe that was asked for has died.
+        Exception: whatever such a probe raised.
     """
     known: dict[Point, bool] = {}
     num_told = 0
@@ -59,8 +59,8 @@ class _Unknown(Exception):
 
 
 def points_ahead(find: Find[Point, Found], known: Mapping[Point, bool], count: int) -> list[Point]:
-    """At most so many: the one ``find`` asks for next, by what is ``known``, then those that it may ask for after that,
-    the sooner first. None if it is at its end.
+    """Up to ``count`` points: the one that ``find`` asks for next given what is ``known``, then those that it may ask
+    for afterwards, soonest first. Empty if ``find`` needs no more answers.
     """
     points: list[Point] = []
     cases: deque[dict[Point, bool]] = deque([dict(known)])
@@ -76,7 +76,7 @@ def points_ahead(find: Find[Point, Found], known: Mapping[Point, bool], count: i
 
 
 def _follow(find: Find[Point, Found], known: Mapping[Point, bool]) -> tuple[list[Point], Point | None]:
-    """What ``find`` has asked for so far, in order, and what it asks for next: None if it is at its end."""
+    """The points that ``find`` has asked for so far, in order, and the next one: None if it needs no more."""
     asked: list[Point] = []
 
     def look_up(point: Point) -> bool:
@@ -103,7 +103,7 @@ class _Ended(NamedTuple):
 
 
 class _Runs(Generic[Point]):
-    """Probes that run, each in a process forked for it. Leaving ends them."""
+    """The running probes, each in a forked process of its own. Leaving the context ends them."""
 
     def __init__(self, probe: Probe[Point], tell: Tell) -> None:
         self._probe = probe
@@ -120,8 +120,8 @@ class _Runs(Generic[Point]):
             self._end(point)
 
     def more(self, points: Sequence[Point]) -> dict[Point, bool]:
-        """What is known of some of ``points``, as soon as there is something. The first runs, the others as far as
-        cores are idle, and none that is not among them.
+        """Wait for results of some of ``points``. Always runs the first point, the others as far as cores are idle, and
+        ends the probes of all other points.
         """
         for point in self._running.keys() - set(points):
             self._end(point)
@@ -141,7 +141,7 @@ class _Runs(Generic[Point]):
         return results
 
     def _hear(self, point: Point, is_wanted: bool) -> bool | None:
-        """Whether it is good, if it says so."""
+        """Read a message of a probe: its result, or None if it has none (yet)."""
         try:
             message: int | _Ended = self._running[point].side.recv()
         except (EOFError, ConnectionError):
@@ -150,7 +150,7 @@ class _Runs(Generic[Point]):
                 raise RuntimeError(
                     f"the process of the run for {point} has gone; there may have been no memory left for it"
                 ) from None
-            return None  # it runs again if it is wanted, with less beside it
+            return None  # it is started again if it is asked for, with fewer probes beside it
         if isinstance(message, int):
             if is_wanted:
                 self._tell(message)
@@ -166,7 +166,7 @@ class _Runs(Generic[Point]):
         here, there = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("fork")
         process = context.Process(target=_run, args=(self._probe, point, there), daemon=True)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # not in the middle of it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # a Ctrl-C must not interrupt the fork
         try:
             process.start()
             self._running[point] = _Run(process, here)
@@ -182,7 +182,7 @@ class _Runs(Generic[Point]):
 
 
 def num_idle_cores() -> int:
-    """That nobody uses now."""
+    """How many cores are idle now, measured over ``IDLE_LOOK_S``."""
     return round(num_cores() * (1 - psutil.cpu_percent(IDLE_LOOK_S) / 100))
 
 
@@ -190,18 +190,18 @@ def num_idle_cores() -> int:
 
 
 def _run(probe: Probe[Point], point: Point, side: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     try:
         outcome: bool | Exception = probe(point, side.send)
     except BrokenPipeError:
-        return  # nobody waits any more
+        return  # the result is not wanted any more
     except Exception as error:
         outcome = _portable(error)
     side.send(_Ended(outcome))
 
 
 def _portable(error: Exception) -> Exception:
-    """As it is, if it can be sent."""
+    """The error itself with its traceback as a note, or a RuntimeError of the traceback if it cannot be pickled."""
     told = traceback.format_exc()
     try:
         pickle.loads(pickle.dumps(error))

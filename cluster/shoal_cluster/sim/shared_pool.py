@@ -1,4 +1,4 @@
-"""The ceiling of placement: one prefix cache for all replicas, whose blocks travel in no time."""
+"""The upper bound of what placement can achieve: one prefix cache for all replicas, with free and instant transfers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_replica.prefix_cache import BlockHash
 
 
 class SharedPool:
-    """What is cached anywhere, least recently used first: as large as all replicas together, with nothing twice."""
+    """An LRU cache as large as those of all replicas together, which holds no block twice."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -21,7 +21,7 @@ class SharedPool:
         self.num_changes = 0
 
     def store(self, block_hashes: Iterable[BlockHash]) -> None:
-        """These are cached from now on."""
+        """Cache these blocks as the most recently used; evict the least recently used ones beyond the capacity."""
         self.num_changes += 1
         for block_hash in block_hashes:
             self._hashes[block_hash] = None
@@ -37,7 +37,9 @@ class SharedPool:
         return len(block_hashes)
 
     def use(self, block_hashes: Sequence[BlockHash]) -> int:
-        """``match``, for whoever reuses them: a prefix loses its tail before its head."""
+        """``match`` for a prompt that reuses the blocks: they become the most recently used, the first block last, so
+        that a prefix loses its tail before its head.
+        """
         count = self.match(block_hashes)
         for block_hash in reversed(block_hashes[:count]):
             self._hashes.move_to_end(block_hash)
@@ -45,7 +47,7 @@ class SharedPool:
 
 
 class SharedIndex(PrefixIndex):
-    """A gateway's index when every replica can use what any has cached."""
+    """A gateway's prefix index when every replica can use the shared pool."""
 
     is_by_replica = False
 

@@ -1,4 +1,4 @@
-"""Decodes that are alike, taken together: within a step as one, and over a stretch of steps as one event."""
+"""Decodes that are alike, simulated together: within a step as one entry, and over a stretch of steps as one event."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FIRST_OUTPUT_TOKEN_ID = 2**31  # above every token id of a simulated prompt: out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactRequest(Request):
-    """A request whose tokens are four bytes each: thousands of long prompts are in memory at once.
+    """A request with four bytes per token, since thousands of long prompts are in memory at once.
 
-    ``prompt_token_ids`` is an array of unsigned words.
+    ``prompt_token_ids`` is an array of type "I" (unsigned).
     """
 
     def known_token_ids(self) -> array[int]:
@@ -32,16 +32,16 @@ class CompactRequest(Request):
 
 
 class SteadyScheduler(Scheduler):
-    """The scheduler, where nothing is computed: each sequence draws one token again and again.
+    """The scheduler for a model that is not computed: each sequence samples the same token again and again.
 
-    Most decodes do nothing but go on by that token: they take no block, fill none and end nothing. These are no part of
-    a step's output but in ``alike``, and deltas tell of a sequence's first token and of its last, with all between.
-    Beside that, a step leaves what the scheduler leaves; a test holds it to that. For requests of one sequence (n = 1)
-    that no drawn token ends.
+    Most decodes only append that token: they take no block, fill none and do not end. They are left out of a step's
+    output and listed in ``alike`` instead, and the deltas of a sequence report its first token, then all others
+    together with its last. Otherwise a step has the same effect as the scheduler's, which a property test checks. Works
+    for requests of one sequence (n = 1) that no sampled token ends.
 
     Attributes:
-        alike: sequences of the step that was scheduled last which just go on.
-        num_alike_tokens: computed ones of these, before that step.
+        alike: sequences of the last scheduled step that only decode.
+        num_alike_tokens: their computed tokens before that step, summed.
         shared_pool: prefixes that need not be computed although they are not cached here.
     """
 
@@ -51,15 +51,15 @@ class SteadyScheduler(Scheduler):
         super().__init__(config, cache_config, max_model_len, ())
         self.alike: list[Sequence] = []
         self.num_alike_tokens = 0
-        self._alike_until: dict[int, int] = {}  # by seq_id: with how many tokens it needs a look again
-        self._started: dict[str, tuple[Sequence, int]] = {}  # by request id, with how many output tokens were told
+        self._alike_until: dict[int, int] = {}  # by seq_id: number of tokens up to which it is alike
+        self._started: dict[str, tuple[Sequence, int]] = {}  # by request id, with the number of output tokens reported
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         self.alike, self.num_alike_tokens = [], 0
         return super().schedule(now)
 
     def finish_step(self, output: SchedulerOutput) -> list[TokenDelta]:
-        """``update`` with a token for each sequence that samples."""
+        """``update`` with a token for each sequence that samples; returns only first and last deltas."""
         shares = (share for share in output.scheduled if share.samples)
         sampled = tuple(SampledToken(share.seq_id, FIRST_OUTPUT_TOKEN_ID + share.seq_id) for share in shares)
         deltas = self.update(output, StepResult(sampled))
@@ -67,8 +67,8 @@ class SteadyScheduler(Scheduler):
         return [self._with_untold(d) for d in deltas if d.start is not None or d.finish_reason is not None]
 
     def num_steady_steps(self, output: SchedulerOutput, limit: int) -> int:
-        """Steps from ``output`` on, itself included and at most ``limit``, in which all sequences are alike and nobody
-        waits. It holds until a request comes or goes. At least 1.
+        """How many steps, from ``output`` on and including it, have only alike decodes and no waiting request: at least
+        1, at most ``limit``. Valid until a request arrives or is aborted.
         """
         if self._waiting or output.scheduled or len(self.alike) != len(self._running):
             return 1
@@ -76,20 +76,20 @@ class SteadyScheduler(Scheduler):
         return max(1, min(limit, min(until[s.seq_id] - len(s.token_ids) for s in self.alike)))
 
     def finish_steps(self, num_steps: int, now: float) -> None:
-        """``finish_step`` for ``num_steps`` steps of the same sequences, all alike. The last of them began ``now``."""
+        """``finish_step`` for ``num_steps`` steps of the same sequences, all alike. The last step began at ``now``."""
         self.now = now
         self._totals.num_steps += num_steps - 1
         self._go_on(num_steps)
 
     def abort_all(self) -> list[TokenDelta]:
-        """End every request; returns what no delta has told of their tokens yet."""
+        """End every request; return deltas of their tokens that have not been reported yet."""
         untold = [self._delta(s, num_told) for s, num_told in self._started.values() if s.num_output_tokens > num_told]
         self._started.clear()
         for request_id in self.request_ids():
             self.abort(request_id)
         return untold
 
-    # Steps of the above
+    # Parts of the above
 
     def _advance_level(self, plan: StepPlan, level: list[Sequence]) -> None:
         until = self._alike_until
@@ -97,7 +97,7 @@ class SteadyScheduler(Scheduler):
         others = [] if len(alike) == len(level) else [s for s in level if len(s.token_ids) >= until.get(s.seq_id, 0)]
         sizes = [(s.seq_id, s.num_computed_tokens, len(s.token_ids)) for s in others]
         if sum([self._kv.num_blocks_to_append(*size) for size in sizes]) > self._kv.pool.num_free:
-            super()._advance_level(plan, level)  # some have to give way
+            super()._advance_level(plan, level)  # some sequence has to be preempted
             return
         for sequence in others:
             if self._becomes_alike(sequence):
@@ -109,7 +109,7 @@ class SteadyScheduler(Scheduler):
         self.alike, self.num_alike_tokens = alike, sum([s.num_computed_tokens for s in alike])
 
     def _becomes_alike(self, sequence: Sequence) -> bool:
-        """Whether a sequence that decodes just goes on for a while; it gets the block that it needs for that."""
+        """Whether a decoding sequence will be alike for a while; if so, it gets the block that it needs for that."""
         request, start, end = sequence.request, sequence.num_computed_tokens, len(sequence.token_ids)
         if sequence.num_output_tokens <= len(request.output_token_ids):
             return False  # its first token is still to come
@@ -127,7 +127,7 @@ class SteadyScheduler(Scheduler):
 
     def _go_on(self, num_steps: int) -> None:
         running = SequenceStatus.RUNNING
-        going = [s for s in self.alike if s.status is running]  # others have given way
+        going = [s for s in self.alike if s.status is running]  # the others were preempted
         self._totals.num_generated_tokens += num_steps * len(going)
         for sequence in going:
             sequence.num_computed_tokens += num_steps
@@ -137,7 +137,7 @@ class SteadyScheduler(Scheduler):
                 sequence.token_ids.extend((FIRST_OUTPUT_TOKEN_ID + sequence.seq_id,) * num_steps)
 
     def _with_untold(self, delta: TokenDelta) -> TokenDelta:
-        """``delta``, and the tokens before it that were not told of."""
+        """``delta``, extended by the tokens before it that were not reported."""
         request_id, position = delta.request_id, delta.position
         if delta.finish_reason is not None:
             sequence, num_told = self._started.pop(request_id, (None, position))
@@ -161,7 +161,7 @@ class SteadyScheduler(Scheduler):
         super()._drop(sequence)
 
     def _introduce(self, plan: StepPlan, sequence: Sequence) -> None:
-        """No executor is to be told of the tokens and blocks."""
+        """There is no executor to be given the tokens and blocks."""
         self._held_by_executor.add(sequence.seq_id)
 
     def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:

@@ -9,7 +9,9 @@ from shoal_cluster.sim.cluster import SimCluster
 
 @dataclass(slots=True)
 class Series:
-    """Of one replica: time s, share of the last interval it was busy, share of its blocks held, requests waiting."""
+    """Samples of one replica: time in s, share of the last interval spent in steps, share of blocks allocated, and
+    requests waiting.
+    """
 
     time_s: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
@@ -18,7 +20,7 @@ class Series:
 
 
 class Timeline:
-    """Samples ``cluster`` every ``interval_s`` from now until its last request has ended. It changes nothing."""
+    """Samples ``cluster`` every ``interval_s`` until its last request has ended, without changing the run."""
 
     def __init__(self, cluster: SimCluster, interval_s: float) -> None:
         self.series: dict[str, Series] = {}

@@ -1,4 +1,4 @@
-"""Public request traces: who came when, with how many tokens, and what prompts share."""
+"""Public request traces: arrival times, lengths, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ TRACE_FORMATS: tuple[TraceFormat, ...] = get_args(TraceFormat)
 
 MOONCAKE_BLOCK_TOKENS = 512
 LENGTHS_SEED = 0
-MAX_TOKENS = 2**24  # of a prompt, and of an answer
+MAX_TOKENS = 2**24  # per prompt, and per answer
 
 
 def read_trace(path: Path, trace_format: TraceFormat, limit: int | None = None) -> list[SimRequest]:
-    """Read up to ``limit`` requests of a trace file, plain or ``.gz``, in order of arrival; the first comes at 0 s.
+    """Read up to ``limit`` requests of a trace file, plain or ``.gz``. Returned in order of arrival, the first at 0 s.
 
-    ``mooncake``: JSON lines with timestamp (ms since any time), input_length, output_length and hash_ids, one id, a
-    number or a text, for each 512 tokens of prompt (Mooncake, FAST '25). ``azure``: CSV with TIMESTAMP, ContextTokens,
-    GeneratedTokens (Splitwise, ISCA '24); it does not say what prompts share, so they share nothing. ``lengths``: CSV
-    with num_prefill_tokens and num_decode_tokens (Vidur, MLSys '24); no arrival times either, so they are made up: one
-    request a second, Poisson.
+    ``mooncake``: JSON lines with timestamp (ms since any epoch), input_length, output_length and hash_ids, one id
+    (number or string) per 512 prompt tokens (Mooncake, FAST '25). ``azure``: CSV with TIMESTAMP, ContextTokens and
+    GeneratedTokens (Splitwise, ISCA '24); it does not say which prompts share prefixes, so none do. ``lengths``: CSV
+    with num_prefill_tokens and num_decode_tokens (Vidur, MLSys '24); it has no arrival times either, so they are
+    synthetic: Poisson, one request per second.
 
     Raises:
         NotFound: no such file.
-        ConfigError: a line that is not of the format, which is named; or there is none.
+        ConfigError: the file cannot be read, has no requests, or has one that is not of the format; the message says
+            which.
     """
     if not path.is_file():
         raise NotFound(f"trace: no file {str(path)!r}")
@@ -109,7 +110,7 @@ def _azure(lines: Iterable[str]) -> Iterator[SimRequest]:
 
 
 def _lengths(lines: Iterable[str]) -> Iterator[SimRequest]:
-    """Arrivals are made up: one a second on average, at random (Poisson), the same in every run."""
+    """Arrival times are synthetic: Poisson, one request per second, the same in every run."""
     rng = Random(LENGTHS_SEED)
     now = 0.0
     for number, row in enumerate(csv.DictReader(lines)):
@@ -119,7 +120,7 @@ def _lengths(lines: Iterable[str]) -> Iterator[SimRequest]:
 
 
 def _count(row: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """Tokens, as ``row`` has them."""
+    """The token count in ``row[name]``. Raises ValueError: not a whole number of at least ``least``, or too large."""
     count = int(row[name])
     if isinstance(row[name], bool) or (isinstance(row[name], float) and row[name] != count):
         raise ValueError(f"{name}: got {row[name]}; must be a whole number")

@@ -1,4 +1,4 @@
-"""Requests to simulate: arrivals with prompts whose common beginnings are known."""
+"""Requests to simulate: arrivals, and prompts whose shared prefixes are known."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 _PIECE, _ROUND = struct.Struct("<QI"), struct.Struct("<Q")
 FIRST_UNIQUE_TOKEN_ID = 2**30  # above the block ids of a trace
 MAX_REQUESTS = 10_000_000
-MAX_ARRIVAL_S = 366 * 86_400.0  # replicas tell 30 times a second that they are there, requests or none
+MAX_ARRIVAL_S = 366 * 86_400.0  # simulated time is not free without requests: idle replicas send heartbeats
 
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
     """One arrival.
 
-    ``prompt_runs`` is the prompt as (token id, count) runs: prompts that begin with the same runs share a prefix. A
-    trace's prompts are never all in memory at once. ``max_tokens`` is what its client allows, where that is known.
-    Requests of different ``round`` share nothing, whatever their prompts.
+    ``prompt_runs`` is the prompt as (token id, count) runs: prompts that begin with the same runs share a prefix. The
+    prompts of a trace are thus never all in memory token by token. ``max_tokens`` is the client's limit, where that is
+    known. Requests of different ``round`` share no prefix, whatever their prompts.
     """
 
     request_id: str
@@ -47,7 +47,7 @@ class SimRequest:
         return array("I", np.repeat(np.array(token_ids, np.uint32), counts).tobytes())
 
     def block_hashes(self, block_size: int) -> tuple[BlockHash, ...]:
-        """One for each full block, chained: equal exactly where prompts are. Made of the runs, not of every token."""
+        """Chained hashes of the full blocks, equal exactly where prefixes are. Computed from the runs, not per token."""
         hashes: list[BlockHash] = []
         parent, pieces, room = _ROUND.pack(self.round) if self.round else b"", b"", block_size
         for token_id, count in self.prompt_runs:
@@ -64,7 +64,7 @@ class SimRequest:
 def poisson(
     *, requests_per_s: float, num_requests: int, num_prompt_tokens: int, num_output_tokens: int, seed: int
 ) -> list[SimRequest]:
-    """Independent arrivals of prompts that share nothing."""
+    """Poisson arrivals of prompts that share no prefix."""
     return shared_prefixes(
         requests_per_s=requests_per_s,
         num_requests=num_requests,
@@ -86,7 +86,7 @@ def shared_prefixes(
     num_output_tokens: int,
     seed: int,
 ) -> list[SimRequest]:
-    """Independent arrivals; each belongs to a random group, whose prompts begin with the same tokens."""
+    """Poisson arrivals; each belongs to a random group, whose prompts share a prefix."""
     rng = Random(seed)
     now = 0.0
     requests = []
@@ -102,7 +102,7 @@ def speed_up(requests: Iterable[SimRequest], speed: float) -> list[SimRequest]:
     """The same requests, arriving ``speed`` times as fast.
 
     Raises:
-        ConfigError: no such speed, or one at which they would come for more than ``MAX_ARRIVAL_S``.
+        ConfigError: ``speed`` is not a finite number above 0, or the last request would arrive after ``MAX_ARRIVAL_S``.
     """
     if not 0 < speed < math.inf:
         raise ConfigError(f"speed: got {speed!r}; must be a finite number above 0")
@@ -114,17 +114,17 @@ def speed_up(requests: Iterable[SimRequest], speed: float) -> list[SimRequest]:
 
 
 def repeat(requests: Sequence[SimRequest], times: int) -> list[SimRequest]:
-    """``requests``, in order of arrival from 0 s, that many times one after the other: as long a time as ever, with
-    other users in each round.
+    """``requests`` (in order of arrival from 0 s) ``times`` over, one round after the other at the same rate. Rounds
+    share no prefixes, as if each had other users.
 
     Raises:
-        ConfigError: that are more than ``MAX_REQUESTS``.
+        ConfigError: more than ``MAX_REQUESTS`` in all.
     """
     if not requests:
         return []
     if len(requests) * times > MAX_REQUESTS:
         raise ConfigError(f"repeat: got {times} times {len(requests)} requests; must be at most {MAX_REQUESTS} in all")
-    length_s = requests[-1].arrival_s * (1 + 1 / len(requests))  # with a gap to the next round as between requests
+    length_s = requests[-1].arrival_s * (1 + 1 / len(requests))  # rounds are one mean gap between requests apart
     return [
         replace(r, request_id=f"{r.request_id}-{number}", arrival_s=r.arrival_s + number * length_s, round=number)
         if number

@@ -1,4 +1,4 @@
-"""Addresses: where a gateway listens unless told otherwise, and how."""
+"""Default addresses of a gateway, and how to listen at an address."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 
 
 def listen(address: str, *, share_port: bool = False) -> socket.socket:
-    """A TCP socket at "host:port", or "[IPv6 address]:port"; "[::]" takes IPv4 too, as gRPC's does.
+    """A listening TCP socket at "host:port" or "[IPv6 address]:port"; "[::]" accepts IPv4 too, as it does in gRPC.
 
     Args:
-        share_port: with other processes that do, too.
+        share_port: share the port (SO_REUSEPORT) with other processes that also set this.
 
     Raises:
-        OSError: it is in use, or not an address of this machine.
+        OSError: the address is in use, or is not one of this machine.
     """
     host, _, port = address.rpartition(":")
     if not host.startswith("["):

@@ -1,4 +1,4 @@
-"""The ``shoal`` command. Commands with heavy imports are loaded when they run, so that help is immediate."""
+"""The ``shoal`` command. Commands with heavy imports are loaded only when they run, so that help is immediate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal_replica.errors import ShoalError
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A command, or a group of them, known by its target, ``module:name``, and its line in the help."""
+    """A command or group that is not imported yet: its target, ``module:name``, and its line in the help."""
 
     target: str
     help: str
@@ -43,7 +43,7 @@ LATER = {
 
 
 class _Shoal(TyperGroup):
-    """Loads commands late, and says Shoal's own errors in one line."""
+    """Loads commands lazily, and prints Shoal's own errors in one line instead of a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *LATER]

@@ -1,4 +1,4 @@
-"""The cluster's configuration, as written under ``args`` in the Serve YAML. Unknown keys are errors."""
+"""The cluster's configuration, as given under ``args`` in the Serve YAML. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Settings(BaseModel):
 
 
 class ReplicaSettings(Settings):
-    """One replica: its engine and what it takes of a node."""
+    """Settings of a replica: its engine, and the resources that it takes on a node."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     quantization: Literal["none", "int8", "int4"] = Field("none", description="weights, rounded when loaded")
@@ -98,7 +98,7 @@ class ReplicaSettings(Settings):
 
     @property
     def devices(self) -> str:
-        """What computes, in words."""
+        """The devices that compute, in words."""
         ranks = f"{self.num_ranks} × " if self.num_ranks > 1 else ""
         if self.device == "npu":
             return f"{ranks}npu"
@@ -138,7 +138,7 @@ class ReplicaSettings(Settings):
 
 
 class ScheduleSettings(Settings):
-    """A minimum by the clock; see policies.autoscaling_config.Schedule."""
+    """A scheduled minimum of replicas; see policies.autoscaling_config.Schedule."""
 
     cron: str
     duration_s: float
@@ -147,7 +147,7 @@ class ScheduleSettings(Settings):
 
 
 class ScalingSettings(Settings):
-    """Bounds of the replica count and when to move within them; see policies.autoscaling_config.ScaleConfig."""
+    """Bounds of the number of replicas, and when to scale within them; see policies.autoscaling_config.ScaleConfig."""
 
     min_replicas: int = 1
     max_replicas: int = 1
@@ -160,8 +160,8 @@ class ScalingSettings(Settings):
 
 
 class ObjectiveSettings(Settings):
-    """What clients should not have to wait longer for. A request is within the objective when it meets both. For its
-    turn and for ``shed_late`` a first token is due twice its own prefill later, as long prompts cannot be sooner.
+    """The latency objective. A request meets it if it meets both times. For the order of the queue and for
+    ``shed_late``, a first token is due later by twice the request's own prefill time, since long prompts take longer.
     """
 
     ttft_s: float = Field(2.0, gt=0, description="from a request's arrival to its first token")
@@ -169,7 +169,7 @@ class ObjectiveSettings(Settings):
 
 
 class GatewaySettings(Settings):
-    """The front door. A port of 0 takes a free one."""
+    """Settings of the gateway. Port 0 picks a free one."""
 
     grpc_address: Address = DEFAULT_GRPC_ADDRESS
     http_address: Address = DEFAULT_HTTP_ADDRESS
@@ -195,14 +195,14 @@ class GatewaySettings(Settings):
 
 
 class LogSettings(Settings):
-    """What gateway and replicas write to standard error: one line for each request, and whatever goes wrong."""
+    """Settings of the log that gateways and replicas write to standard error: a line per request, and errors."""
 
     format: Literal["json", "text"] = "json"
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class TraceSettings(Settings):
-    """OpenTelemetry. Without an endpoint nothing is traced, and nothing is paid."""
+    """OpenTelemetry tracing. Without an endpoint nothing is traced, at no cost."""
 
     otlp_endpoint: str | None = Field(
         None, pattern=r"https?://\S+", description="OTLP over HTTP: http://collector:4318"
@@ -237,18 +237,18 @@ class ClusterConfig(Settings):
         return config
 
     def scale_config(self) -> ScaleConfig:
-        """What the autoscaler is told. Raises ConfigError: a value is outside its limits."""
+        """The settings for the autoscaler. Raises ConfigError: a value is outside its limits."""
         fields = self.scaling.model_dump(exclude={"schedules"})
         schedules = tuple(Schedule(**s.model_dump()) for s in self.scaling.schedules)
         return ScaleConfig(ttft_objective_s=self.objective.ttft_s, schedules=schedules, **fields)
 
     def with_scaling(self, changes: dict[str, Any]) -> ClusterConfig:
-        """With some keys of ``scaling`` changed. Raises ConfigError as ``from_args`` does."""
+        """A copy with some keys of ``scaling`` changed. Raises ConfigError as ``from_args`` does."""
         return ClusterConfig.from_args(self.model_dump() | {"scaling": self.scaling.model_dump() | changes})
 
     @property
     def name(self) -> str:
-        """The model's name for clients: the last part of a path unless one is given."""
+        """The name that clients use for the model: ``served_model_name``, else the last part of the model's path."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
@@ -259,7 +259,7 @@ def error_line(error: Any, *section: str) -> str:
         return f"{key}: unknown key"
     if error["type"] == "missing":
         return f"{key}: required"
-    if error["type"] == "value_error":  # our own, which says what was given
+    if error["type"] == "value_error":  # our own message, which includes the value
         return f"{key}: {error['ctx']['error']}"
     shown = repr(error["input"])
     if len(shown) > MAX_SHOWN_VALUE:

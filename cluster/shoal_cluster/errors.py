@@ -1,4 +1,4 @@
-"""How each error is said to clients: its gRPC status, its HTTP code, and OpenAI's error words.
+"""How errors are reported to clients: the gRPC status, the HTTP status, and OpenAI's error type and code.
 
 =================  ====================  ====  =======================  =======================
 error              gRPC status           HTTP  OpenAI type              OpenAI code
@@ -36,7 +36,7 @@ from shoal_replica.errors import (
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """The words for one type of error. ``grpc_status`` names a member of ``grpc.StatusCode``."""
+    """How one type of error is reported. ``grpc_status`` names a member of ``grpc.StatusCode``."""
 
     grpc_status: str
     http_status: int
@@ -46,7 +46,7 @@ class ErrorKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReport:
-    """An error as a client may see it: one line, and no more than the client did or can do about it."""
+    """An error as a client may see it: one line about what the client did wrong or can do, and nothing internal."""
 
     kind: ErrorKind
     message: str
@@ -70,7 +70,7 @@ ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
     InvalidArgument: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value"),
     PromptTooLong: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"),
     PermissionDenied: ErrorKind("PERMISSION_DENIED", 403, "invalid_request_error", "permission_denied"),
-    # Over HTTP a model is all that a client can name.
+    # Over HTTP, a model is the only thing that a client can name.
     NotFound: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
     ResourceExhausted: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
     DeadlineExceeded: ErrorKind("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded"),
@@ -80,7 +80,7 @@ ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
 }
 
 
-MAX_MESSAGE = 600  # characters: a gRPC status travels as a header, and headers have a limit
+MAX_MESSAGE = 600  # characters: a gRPC status message travels in a header, and headers are limited in size
 
 
 def _one_line(text: str) -> str:
@@ -89,7 +89,7 @@ def _one_line(text: str) -> str:
 
 
 def report_error(error: BaseException, request_id: str) -> ErrorReport:
-    """What to tell the client about ``error``. What was not raised on purpose stays in the log."""
+    """What to tell the client about ``error``. The message of an error that is not a ShoalError stays in the log."""
     kind = next((ERROR_KINDS[base] for base in type(error).__mro__ if base in ERROR_KINDS), INTERNAL)
     if kind is INTERNAL:
         return ErrorReport(kind=INTERNAL, message=f"internal error (request id {request_id})")

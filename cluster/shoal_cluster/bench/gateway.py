@@ -1,4 +1,4 @@
-"""How many tokens a second one gateway core streams: a feed, a gateway and its clients, a process each."""
+"""How many tokens per second one gateway core can stream. Feed, gateway and clients run in a process each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXT = "Tokens of plain words, as a model would say them, one after another and 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLoad:
-    """So many streams at once, each of so many tokens, all of them a token in each of ``steps_per_s`` steps."""
+    """``num_streams`` concurrent streams of ``num_tokens`` each; every step gives each stream one token."""
 
     num_streams: int = 256
     num_tokens: int = 400
@@ -49,7 +49,7 @@ class StreamLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCost:
-    """``core_share`` is the gateway's processor time over the run's; a message may hold several tokens."""
+    """What streaming cost. ``core_share`` is the gateway's CPU time per wall time; messages may hold several tokens."""
 
     face: Face
     num_streams: int
@@ -62,7 +62,7 @@ class StreamCost:
 
 
 def measure_streams(load: StreamLoad) -> StreamCost:
-    """Stream ``load`` through a gateway in this process."""
+    """Stream ``load`` through a gateway in this process, and measure."""
     return asyncio.run(_measure(load))
 
 
@@ -102,7 +102,7 @@ async def _measure(load: StreamLoad) -> StreamCost:
 
 @asynccontextmanager
 async def _open(core: _Core, face: Face) -> AsyncIterator[int]:
-    """One face over ``core``, on the port that it gives."""
+    """Serve ``core`` and yield the port of one face, gRPC or HTTP."""
     free = GatewaySettings(grpc_address="127.0.0.1:0", http_address="127.0.0.1:0")
     ingress = await Ingress.open(cast("HttpCore", core), free)
     yield ingress.grpc_port if face == "grpc" else ingress.http_port
@@ -110,7 +110,7 @@ async def _open(core: _Core, face: Face) -> AsyncIterator[int]:
 
 
 class _Core:
-    """A gateway without Serve: calls go to the one replica at once, all else is the real thing."""
+    """A gateway without Ray Serve: calls go straight to the one replica; everything else is the real code."""
 
     def __init__(self, ledger: GatewayLedger, tokenizer: Tokenizer, num_tokens: int) -> None:
         self._ledger = ledger
@@ -142,7 +142,7 @@ class _Core:
         return True
 
     def check_model(self, name: str) -> None:
-        """Every name is served."""
+        """Accepts every name."""
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
@@ -168,7 +168,7 @@ class _Core:
 
 
 class _Placement:
-    """A call that stays open: the streams end by their tokens."""
+    """A Serve call that stays open: streams end by their last token."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ class _Placement:
 
 
 def _run_replica(load: StreamLoad, text_ids: tuple[int, ...], addresses: Queue[tuple[str, int]], start: Event) -> None:
-    """A replica that is only its feed: each step a token for every stream."""
+    """A replica that consists of its feed only: each step sends a token to every stream."""
     stats = ReplicaStats(
         time_s=0.0,
         block_size=BLOCK_SIZE,
@@ -219,7 +219,7 @@ def _run_replica(load: StreamLoad, text_ids: tuple[int, ...], addresses: Queue[t
         await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big"))
         writer.write(frame(Snapshot(0, stats, ())))
         seq = 0
-        while not await asyncio.to_thread(start.wait, BEAT_S):  # silence would be taken for a death
+        while not await asyncio.to_thread(start.wait, BEAT_S):  # a silent feed would be taken for a dead replica
             seq += 1
             writer.write(frame(Update(seq, stats)))
         started_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What placing a request costs the gateway: decisions and ledger updates as in a busy cluster, on one core."""
+"""What placing requests costs a gateway: decisions and ledger updates as in a busy cluster, on one core."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from shoal_replica.stats import ReplicaStats
 BLOCK_SIZE = 16
 BLOCKS_PER_CONVERSATION = 125
 BLOCKS_PER_TURN = 20
-STEPS_PER_S = 30.0  # of one replica: a feed message each
-MOST_REPORTS = 20  # of room, of each replica, until somebody goes
+STEPS_PER_S = 30.0  # of each replica; every step is a feed message
+MOST_REPORTS = 20  # of free room, per replica, by which a held request must have been sent
 MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLoad:
-    """The cluster and the traffic: conversations of 125 blocks, 20 of each prompt's blocks new, of tenants in turn.
+    """The cluster and its traffic: conversations of 125 blocks, prompts with 20 new blocks each, tenants in turn.
 
-    ``num_held`` requests wait at the gateway all the while: no replica has room but the one that has just reported it.
+    ``num_held`` requests wait at the gateway throughout: only the replica that has just reported room has any.
     """
 
     num_replicas: int = 64
@@ -53,8 +53,9 @@ class RouterLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterCost:
-    """Processor times in microseconds; a decision is a request's way through the queue, its record and reservation.
-    With requests held it is one's that comes and stays, and another's that goes, with the report of room that it had.
+    """CPU times in microseconds. A decision takes a request through the queue, records it and reserves its room. With
+    held requests, it covers one request that arrives and stays, and another that is sent, with the report of free room
+    that let it go.
 
     ``core_share`` is the share of one core that decisions and updates take at the load's rate.
     """
@@ -78,7 +79,7 @@ class RouterCost:
 
 
 def measure_router(load: RouterLoad) -> RouterCost:
-    """Run ``load`` as fast as it goes and report what each part took."""
+    """Run ``load`` as fast as possible and report the time of each part."""
     try:
         return asyncio.run(_measure(load))
     finally:
@@ -123,7 +124,9 @@ async def _measure(load: RouterLoad) -> RouterCost:
 
 @dataclass(frozen=True, slots=True)
 class _Came:
-    """A request: its conversation's replica, how many blocks of it that has, and those that are new."""
+    """A request that has arrived: the replica that caches its conversation, the number of its blocks cached there, and
+    its new blocks.
+    """
 
     waiter: Waiter
     owner: str
@@ -132,7 +135,7 @@ class _Came:
 
 
 class _Bench:
-    """A gateway's ledger, and replicas that are only what they would tell it."""
+    """A gateway's real ledger and dispatcher; replicas exist only as the feed messages they would send."""
 
     def __init__(self, load: RouterLoad) -> None:
         self._load = load
@@ -151,15 +154,15 @@ class _Bench:
         self._conversations: dict[str, deque[list[BlockHash]]] = {}
         self._seq = 0
         self._follower = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
-        self._came: dict[str, _Came] = {}  # and were not sent yet
-        self._early_s = 0.0  # of who was sent before its turn to be counted
+        self._came: dict[str, _Came] = {}  # requests not sent yet
+        self._early_s = 0.0  # time of an update that already sent the next request
         self.num_index_bytes = 0
         self.num_matched = 0
         self.decisions_s: list[float] = []
         self.updates_s: list[float] = []
 
     def fill(self) -> None:
-        """Every replica joins with its share of the blocks; notes the memory that the index takes for them."""
+        """Let every replica join with its share of the blocks, and measure the memory that the index takes for them."""
         for replica_id in self.replica_ids:
             rows = [self._hashes(BLOCKS_PER_CONVERSATION) for _ in range(self._load.num_conversations)]
             self._conversations[replica_id] = deque(rows)
@@ -171,17 +174,17 @@ class _Bench:
             self.ledger.view.apply_snapshot(replica_id, self._stats(), hashes, time.monotonic())
             del hashes
         gc.collect()
-        gc.freeze()  # what the replicas hold is in other processes: no gateway's collector goes through it
+        gc.freeze()  # in a live cluster these lists are in other processes, out of the gateway's garbage collector
         self.num_index_bytes = psutil.Process().memory_info().rss - before
-        for replica_id in self.replica_ids:  # the first was filled seconds ago: it is to live
+        for replica_id in self.replica_ids:  # heartbeats: the first was filled seconds ago
             self.ledger.hear(replica_id, Update(0, None, (), (), (), ()))
 
     def hold(self, number: int) -> None:
-        """A turn of a conversation comes, and waits."""
+        """A request arrives that will be held."""
         self._come(number)
 
     def request(self, number: int) -> None:
-        """One comes, and one is placed: then accepted and cached by the chosen replica, which evicts another."""
+        """One request arrives and one is placed. The chosen replica accepts it, caches its blocks and evicts others."""
         took_s, self._early_s = self._come(number) + self._early_s, 0.0
         num_left = MOST_REPORTS * self._load.num_replicas if self._load.num_held else 0
         while (came := self._first_sent()) is None:
@@ -202,7 +205,7 @@ class _Bench:
         removed, left = oldest[-BLOCKS_PER_TURN:], oldest[:-BLOCKS_PER_TURN]
         self._conversations[chosen].append(left if len(left) > BLOCKS_PER_TURN else [*came.new, *left])
         self._step(chosen, came.new, tuple(removed), (request_id,))
-        if self._first_sent() is not None:  # by that report already
+        if self._first_sent() is not None:  # that report has already sent the next request
             self._early_s = self.updates_s.pop()
         self.ledger.unfollow(request_id)
 
@@ -210,7 +213,7 @@ class _Bench:
         return next((came for came in self._came.values() if came.waiter.turn.done()), None)
 
     def _come(self, number: int) -> float:
-        """Seconds of letting one in."""
+        """Let a request arrive; return the seconds that it took."""
         owner = self._rng.choice(self.replica_ids)
         rows = self._conversations[owner]
         conversation = rows[self._rng.randrange(len(rows))]
@@ -233,7 +236,7 @@ class _Bench:
         return took_s
 
     def quiet_step(self) -> None:
-        """A replica's step that caches nothing new."""
+        """A step of some replica that caches no new block."""
         self._step(self._rng.choice(self.replica_ids), (), (), ())
 
     def _step(

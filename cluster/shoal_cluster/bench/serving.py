@@ -1,4 +1,4 @@
-"""What serving adds to an engine: a gateway with one replica beside the same engine alone, in turns on one load."""
+"""What serving adds to an engine: a gateway with one replica and the bare engine take turns on the same load."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from shoal_replica.errors import Unavailable
 from shoal_replica.request import StartTimes
 from shoal_replica.sampling_params import SamplingParams
 
-MIN_REQUESTS = 96  # of an arm at a number of clients
-NUM_RAY_CPUS = 4.0  # logical: the cluster's actors share whatever cores there are
+MIN_REQUESTS = 96  # per arm and number of clients
+NUM_RAY_CPUS = 4.0  # logical: the cluster's actors share the cores that there are
 BATCH_TIMEOUT_S = 300.0
 TIMES_IN_ENGINE = ("shoal_replica_queue_seconds_sum", "shoal_replica_prefill_seconds_sum")
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 9000  # ordinary tokens of any vocabulary
@@ -42,7 +42,7 @@ GENERATE = "/shoal.v1.Generation/Generate"
 
 Prompt = tuple[int, ...]
 Stream = Callable[[Prompt], AsyncIterator[int]]
-"""Runs a prompt; the number of tokens in each piece as it comes."""
+"""Runs a prompt and yields the number of tokens in each chunk as it arrives."""
 
 Spread = tuple[float, float, float]
 """Lower quartile, median, upper quartile."""
@@ -50,12 +50,12 @@ Spread = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLoad:
-    """Clients that ask again as soon as they are answered; every prompt is new.
+    """A closed loop: each client sends its next request as soon as the last one is answered. Every prompt is new.
 
     Attributes:
-        path: the Serve YAML whose model and replica settings both arms have.
-        concurrencies: numbers of clients, one after the other.
-        num_rounds: turns that each arm has at least; with few clients it has more.
+        path: the Serve YAML whose model and replica settings both arms use.
+        concurrencies: numbers of clients to measure with, one after the other.
+        num_rounds: least number of turns per arm; with few clients there are more.
     """
 
     path: Path
@@ -66,11 +66,11 @@ class ServingLoad:
     seed: int = 0
 
     def num_turns(self, concurrency: int) -> int:
-        """How often each arm has its turn."""
+        """How many turns each arm has."""
         return max(self.num_rounds, -(-MIN_REQUESTS // _batch_size(concurrency)))
 
     def batch(self, concurrency: int, number: int) -> Batch:
-        """The prompts of that turn."""
+        """The prompts of turn ``number``."""
         rng = Random(f"{self.seed} {concurrency} {number}")
         prompts = [
             tuple(rng.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.num_prompt_tokens))
@@ -85,7 +85,7 @@ def _batch_size(concurrency: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one arm does in one turn."""
+    """The work of one arm in one turn."""
 
     prompts: tuple[Prompt, ...]
     concurrency: int
@@ -98,11 +98,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What came of a batch.
+    """The measurements of a batch.
 
     Attributes:
-        in_engine_s: mean from a request's arrival at the engine to its first token, by the engine's clock: its wait for
-            a step, and the steps. What these take differs between two processes by where their memory lies.
+        in_engine_s: mean time from a request's arrival at the engine to its first token, by the engine's clock: the
+            wait for a step, and the steps. Step times differ between two processes by where their memory lies.
     """
 
     ttfts_s: tuple[float, ...]
@@ -115,14 +115,14 @@ class Sample:
 
     @property
     def hops_s(self) -> float:
-        """Mean time to the first token, without that in the engine."""
+        """Mean time to first token outside the engine."""
         return statistics.mean(self.ttfts_s) - self.in_engine_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingCost:
     """Medians over the turns. ``added_ttft_ms``, ``added_hops_ms`` and ``throughput_ratio`` compare the arms within
-    each turn; ``hops`` are times to the first token without those in the engine.
+    each turn; ``hops`` is the part of the time to first token that is spent outside the engine.
     """
 
     concurrency: int
@@ -138,7 +138,7 @@ class ServingCost:
 
 
 def measure_serving(load: ServingLoad, on_progress: Callable[[str], None]) -> Iterator[ServingCost]:
-    """Start both arms, let them take turns at each batch, and compare; one after the other for ``concurrencies``.
+    """Start both arms, let them take turns on each batch, and compare, for each of ``concurrencies``.
 
     Raises:
         ConfigError, NotFound, Unavailable: the YAML is wrong, or an arm does not come up.
@@ -173,11 +173,11 @@ def _compare(
         else:
             through = served(batch)
             pairs.append((engine(batch), through))
-    return costs_of(concurrency, pairs[1:])  # the first one warms up
+    return costs_of(concurrency, pairs[1:])  # the first pair is the warm-up
 
 
 def costs_of(concurrency: int, pairs: Sequence[tuple[Sample, Sample]]) -> ServingCost:
-    """Of (engine alone, served) samples of the same batches."""
+    """The costs, from (engine alone, served) samples of the same batches."""
 
     def median(value: Callable[[Sample, Sample], float]) -> float:
         return statistics.median(value(alone, served) for alone, served in pairs)
@@ -201,7 +201,7 @@ def costs_of(concurrency: int, pairs: Sequence[tuple[Sample, Sample]]) -> Servin
 
 
 async def run_batch(stream: Stream, batch: Batch) -> Sample:
-    """``batch.concurrency`` clients share the prompts; each starts the next when its last has ended."""
+    """Let ``batch.concurrency`` clients share the prompts; each starts its next prompt when the last has ended."""
     waiting = list(batch.prompts)
     ttfts_s: list[float] = []
     num_tokens = 0
@@ -231,7 +231,7 @@ def _cluster(document: dict[str, Any], address: str, metrics_url: str) -> Iterat
         deploy(document, ray.dashboard_url, lambda progress: None)
         with asyncio.Runner() as runner:
             host, _, port = address.rpartition(":")
-            clients: list[WireClient] = []  # those that have no call
+            clients: list[WireClient] = []  # connections without a call
 
             async def measure(batch: Batch) -> Sample:
                 while len(clients) < batch.concurrency:
@@ -266,7 +266,7 @@ def _body(prompt: Prompt, batch: Batch) -> bytes:
 
 
 def _time_in_engine(metrics_url: str) -> float:
-    """Seconds from arrivals at the engine to first tokens, summed over all requests so far."""
+    """Seconds from arrival at the engine to first token, summed over all requests so far."""
     with urlopen(metrics_url, timeout=BATCH_TIMEOUT_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     samples = (sample for family in families for sample in family.samples)
@@ -275,7 +275,7 @@ def _time_in_engine(metrics_url: str) -> float:
 
 @contextmanager
 def _engine_alone(config: ClusterConfig) -> Iterator[Arm]:
-    """In a process of its own, as a replica is; its clients are in there with it."""
+    """Run the engine in a process of its own, as a replica does; its clients are in the same process."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_run_engine, args=(config, theirs), daemon=True)
@@ -306,8 +306,8 @@ def _receive(connection: Connection) -> Sample:
 
 
 def _run_engine(config: ClusterConfig, connection: Connection) -> None:
-    """Answers each batch with a sample until the other end closes; the first sample only says that it is up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it: by closing its side
+    """Answer each batch with a sample until the other end closes; an empty first sample says that the engine is up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing its end
 
     async def main() -> None:
         llm = await AsyncLLM.start(engine_config(config))
@@ -331,5 +331,5 @@ def _run_engine(config: ClusterConfig, connection: Connection) -> None:
             connection.send(replace(sample, in_engine_s=statistics.mean(map(sum, starts))))
         await llm.stop()
 
-    with suppress(ConnectionError):  # closed amid a batch
+    with suppress(ConnectionError):  # the other end closed during a batch
         asyncio.run(main())

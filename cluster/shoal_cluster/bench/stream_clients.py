@@ -1,4 +1,4 @@
-"""Who reads the streams of ``shoal bench gateway``: a process of its own, so that only the gateway is measured."""
+"""The clients of ``shoal bench gateway``, in a process of their own, so that only the gateway is measured."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ EVENT_END = b"\n\n"
 
 
 def read_streams(face: Face, port: int, num_streams: int, num_tokens: int, results: Queue[tuple[int, int]]) -> None:
-    """Open all streams, read them to their ends, and tell how many tokens and messages came."""
+    """Open all streams, read each to its end, and report the number of tokens and of messages."""
     read = _read_grpc if face == "grpc" else _read_http
     results.put(asyncio.run(read(port, num_streams, num_tokens)))
 
 
 def stream_id(number: int) -> str:
-    """The id of that stream's request."""
+    """The request id of stream ``number``."""
     return f"stream-{number}"
 
 
 async def _read_grpc(port: int, num_streams: int, num_tokens: int) -> tuple[int, int]:
-    """All over one channel."""
+    """Read all streams over one channel."""
     async with GatewayClient(f"127.0.0.1:{port}") as client:
 
         async def read(number: int) -> list[int]:
@@ -44,7 +44,7 @@ async def _read_grpc(port: int, num_streams: int, num_tokens: int) -> tuple[int,
 
 
 async def _read_http(port: int, num_streams: int, num_tokens: int) -> tuple[int, int]:
-    """Each on a connection of its own. Events are counted; only the last but one is read: it has the usage."""
+    """Read each stream on its own connection. Events are counted, not parsed, but for the last but one: the usage."""
     loop = asyncio.get_running_loop()
     streams = [EventCounter(stream_id(number), num_tokens) for number in range(num_streams)]
     for stream in streams:
@@ -54,7 +54,7 @@ async def _read_http(port: int, num_streams: int, num_tokens: int) -> tuple[int,
 
 
 class EventCounter(asyncio.Protocol):
-    """One streamed completion, as cheaply as it can be read."""
+    """Reads one streamed completion as cheaply as possible."""
 
     def __init__(self, request_id: str, max_tokens: int) -> None:
         body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "stream": True}
@@ -64,7 +64,7 @@ class EventCounter(asyncio.Protocol):
             f"content-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
         ).encode() + sent
         self._tail = b""
-        self.num_events = -2  # the usage and the end are none of the tokens' messages
+        self.num_events = -2  # the usage and the end marker do not count
         self.num_tokens = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -1,7 +1,7 @@
-"""gRPC calls over a bare socket, one at a time: a client's library takes half a millisecond that is not the server's.
+"""gRPC calls over a bare socket, one at a time: a client library would add half a millisecond to the server's time.
 
-HTTP/2 as far as such a call needs it (RFC 9113, and HPACK's literals of RFC 7541). Trailers are not read: whoever asks
-knows how much is to come.
+Implements as much of HTTP/2 as such a call needs (RFC 9113, and the literals of HPACK, RFC 7541). Trailers are not
+read: the caller knows how much to expect.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_BODY = DEFAULT_WINDOW - MESSAGE_HEAD
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """One frame of HTTP/2."""
+    """One HTTP/2 frame."""
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream_id.to_bytes(4, "big") + payload
 
 
 def header_block(path: str) -> bytes:
-    """The headers of a gRPC call, each a literal without a place in any table."""
+    """The headers of a gRPC call, each as an HPACK literal without indexing."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -39,16 +39,16 @@ def header_block(path: str) -> bytes:
 
 
 class WireClient(asyncio.Protocol):
-    """A connection for calls of one method whose answers are streams. Made by ``connect``."""
+    """A connection for calls of one server-streaming method. Made by ``connect``."""
 
     def __init__(self, path: str) -> None:
         self._head = header_block(path)
         self._next_id = 1
         self._buffer = b""
-        self._body = b""  # of the answer, as far as its messages are incomplete
+        self._body = b""  # start of an incomplete message of the response
         self._messages: deque[bytes] = deque()
         self._is_over = True
-        self._window = DEFAULT_WINDOW  # of the connection; a call's own is never smaller
+        self._window = DEFAULT_WINDOW  # send window of the connection; a stream's own is never smaller
         self._lost: Exception | None = None
         self._news = asyncio.Event()
         self._transport: asyncio.Transport
@@ -59,10 +59,10 @@ class WireClient(asyncio.Protocol):
         return client
 
     async def call(self, body: bytes) -> AsyncIterator[bytes]:
-        """The answer's messages as they come; iterate to the end before the next call.
+        """Yield the response messages as they arrive; iterate to the end before the next call.
 
         Raises:
-            ValueError: ``body`` does not fit into the window that every server opens with.
+            ValueError: ``body`` does not fit into the default initial window.
             ConnectionError: the server has reset the call or closed the connection.
         """
         if len(body) > MAX_BODY:
@@ -119,7 +119,7 @@ class WireClient(asyncio.Protocol):
         self._news.set()
 
     def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id not in (0, self._next_id - 2):  # last words of a call that is over
+        if stream_id not in (0, self._next_id - 2):  # late frames of an earlier call
             return
         if kind == DATA:
             self._body += payload

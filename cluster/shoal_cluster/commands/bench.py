@@ -1,4 +1,4 @@
-"""``shoal bench``: what the parts cost on this machine."""
+"""``shoal bench``: what the parts of Shoal cost on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shoal bench engine``: the engine's workloads beside the machine's floor and other engines, in one run."""
+"""``shoal bench engine``: Shoal's engine, the machine's floor and other engines on the same workloads, in one run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def engine(
             only=only or (),
         ),
     )
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that the workers are ended
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that cleanup runs and ends the workers
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))
     errors = Console(stderr=True, highlight=False)
     with errors.status("starting") as status:
@@ -95,7 +95,7 @@ def engine(
     shown = table(outcome, contenders, f"{Path(model).name}, {threads} thread(s), {repeats} round(s)")
     console = Console(highlight=False)
     wide = console.options.update(max_width=MAX_WIDTH)
-    console.width = max(console.width, console.measure(shown, options=wide).maximum)  # a folded figure cannot be read
+    console.width = max(console.width, console.measure(shown, options=wide).maximum)  # wrapped figures cannot be read
     console.print(shown)
     for name, reason in outcome.failures.items():
         errors.print(f"{name} fell out: {reason}", markup=False)

@@ -1,4 +1,4 @@
-"""``shoal bench scaling``: autoscalers beside each other on one load, simulated."""
+"""``shoal bench scaling``: autoscalers compared on one load, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shoal bench serving``: what a gateway costs beside the bare engine."""
+"""``shoal bench serving``: what a gateway adds to the bare engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def serving(
         num_output_tokens=output_tokens,
         num_rounds=rounds,
     )
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is ended
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that cleanup runs and ends what was started
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))
     if not as_json:
         typer.echo(HEADER)

@@ -1,4 +1,4 @@
-"""A gateway's gRPC client: domain values in, domain values out, ShoalErrors for what goes wrong."""
+"""A gRPC client for gateways: domain values in, domain values out, gRPC errors raised as ShoalErrors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ERRORS: dict[grpc.StatusCode, type[ShoalError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
 }
 CONTROL_TIMEOUT_S = 10.0
-OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)  # where gateways share a port, each gets its part of clients
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)  # gateways that share a port split connections
 
 
 class GatewayClient:
@@ -64,7 +64,7 @@ class GatewayClient:
         )
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
-        """Stream a call; closing the iterator cancels it."""
+        """Stream the answer to a call; closing the iterator cancels the call."""
         metadata = call.trace.headers() if call.trace is not None else ()
         stream = self._generate(call, timeout=call.timeout_s, metadata=metadata)
         try:
@@ -84,7 +84,7 @@ class GatewayClient:
         return row
 
     async def explain(self, request_id: str) -> Explanation:
-        """What is known of a request's placement."""
+        """What the gateways know of a request's placement."""
         try:
             request = control_pb2.ExplainRouteRequest(request_id=request_id)
             explanation: Explanation = await self._explain(request, timeout=CONTROL_TIMEOUT_S)
@@ -101,7 +101,7 @@ class GatewayClient:
         return row
 
     async def tune(self, changes: Mapping[str, float], *, reset: bool, admin_key: str | None) -> ScalingRow:
-        """Change the autoscaler's settings."""
+        """Change the autoscaler's settings; return them as they are then."""
         metadata = () if admin_key is None else (("authorization", BEARER + admin_key),)
         request = scaling_codec.tune_to_proto(changes, reset=reset)
         try:

@@ -1,4 +1,4 @@
-"""``shoal demo``: a whole cluster on this machine, eight chats at once, and then it is yours until Ctrl-C."""
+"""``shoal demo``: start a whole cluster on this machine, run eight chats at once, and keep it up until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shoal_cluster.serve.call import GenerateCall, Message, Usage
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.sampling_params import SamplingParams
 
-NUM_RAY_CPUS = 4.0  # logical: the demo's actors share whatever cores there are
+NUM_RAY_CPUS = 4.0  # logical: the demo's actors share the cores that there are
 CHAT_TIMEOUT_S = 120.0
 SYSTEM = (
     "You are Shoal, a patient guide to the sea. You answer every question in two or three short sentences, in plain "
@@ -50,7 +50,7 @@ QUESTIONS = (
 
 @dataclass(slots=True)
 class Chat:
-    """One question and what has come back for it."""
+    """One question and the answer so far."""
 
     question: str
     request_id: str
@@ -64,7 +64,7 @@ def demo(
     once: Annotated[bool, typer.Option("--once", help="Stop everything after the answers.")] = False,
 ) -> None:
     """Start Ray, apply the YAML, ask eight questions that share one system prompt, and stay up until Ctrl-C."""
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is ended
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that cleanup runs and ends what was started
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))
     console = Console(highlight=False)
     path = config or local_yaml()
@@ -93,7 +93,7 @@ def demo(
 
 
 def local_yaml() -> Path:
-    """``deploy/serve/local.yaml``, of the checkout or as installed."""
+    """The path of ``deploy/serve/local.yaml``, in the checkout or as installed."""
     return Path(str(resources.files("shoal_deploy").joinpath("local.yaml")))
 
 
@@ -166,7 +166,7 @@ def _summary(chats: list[Chat]) -> Table:
 
 
 def _addresses(grpc_address: str, http_address: str, chat: Chat, new_key: str | None) -> str:
-    shoal = "shoal" if shutil.which("shoal") else sys.argv[0]  # as the reader can call it: `make` changes no PATH
+    shoal = "shoal" if shutil.which("shoal") else sys.argv[0]  # as the user can call it: `make` does not change PATH
     tune = f"{shoal} tune --max-replicas 3"
     controls = (
         f"{ADMIN_KEY_VARIABLE}={new_key} {tune}\n           {new_key} is this demo's admin key" if new_key else tune
@@ -183,7 +183,7 @@ controls   {controls}
 
 
 def _wait_for_interrupt() -> None:
-    """Return at Ctrl-C, SIGTERM or the terminal's end. They are blocked first, or their own action would come first."""
+    """Return at Ctrl-C, SIGTERM or SIGHUP. The signals are blocked first, so that their handlers do not run."""
     stopping = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
     typer.echo("up; Ctrl-C stops everything")

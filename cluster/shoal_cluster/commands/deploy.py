@@ -1,4 +1,4 @@
-"""Applying a Serve YAML the way ``serve deploy`` does, with the mistakes found first and the wait made visible."""
+"""Applies a Serve YAML as ``serve deploy`` does, but checks it first and shows the progress."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ APP_IMPORT_PATH = "shoal_cluster.serve.app:build"
 DEPLOY_TIMEOUT_S = 300.0
 POLL_S = 0.25
 DEFAULT_DASHBOARD_URL = "http://127.0.0.1:8265"
-CODE = ("import_path", "runtime_env", "args")  # of an application: where they change, Serve replaces all replicas
-ACTOR_OPTIONS = (  # of a deployment: where they change, Serve replaces its replicas
+CODE = ("import_path", "runtime_env", "args")  # of an application: if one changes, Serve replaces all its replicas
+ACTOR_OPTIONS = (  # of a deployment: if one changes, Serve replaces the deployment's replicas
     "ray_actor_options",
     "placement_group_bundles",
     "placement_group_strategy",
@@ -32,19 +32,19 @@ ACTOR_OPTIONS = (  # of a deployment: where they change, Serve replaces its repl
     "max_replicas_per_node",
     "gang_scheduling_config",
 )
-ROLLING_SHARE = 0.2  # of its replicas that Serve replaces at a time, where a deployment does not say
+ROLLING_SHARE = 0.2  # of its replicas that Serve replaces at a time, unless the deployment says otherwise
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
     """Read a Serve YAML with one Shoal application.
 
     Returns:
-        the whole document, and the application's arguments.
+        The whole document, and the application's validated ``args``.
 
     Raises:
         NotFound: no such file.
-        ConfigError: it is not YAML, holds no Shoal application, or its ``args`` or the gateway's ``user_config`` are
-            wrong.
+        ConfigError: it is not YAML, has no Shoal application, or the ``args`` or the gateway's ``user_config`` are
+            invalid.
     """
     if not path.is_file():
         raise NotFound(f"no file {str(path)!r}")
@@ -63,13 +63,13 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
 
 
 def arguments_of(document: object) -> dict[str, Any] | None:
-    """The ``args`` of the Shoal application in a Serve document, to be read or changed; None where there is none."""
+    """The ``args`` of the Shoal application in a Serve document, to read or change in place; None if there is none."""
     application = _application(document)
     return None if application is None else application["args"]
 
 
 def _application(document: object) -> dict[str, Any] | None:
-    """Shoal's in a Serve document, with ``args`` that may be empty."""
+    """The Shoal application in a Serve document, its ``args`` filled in if missing; None if there is none."""
     applications = document.get("applications") if isinstance(document, dict) else None
     for application in applications if isinstance(applications, list) else ():
         if isinstance(application, dict) and application.get("import_path") == APP_IMPORT_PATH:
@@ -79,12 +79,12 @@ def _application(document: object) -> dict[str, Any] | None:
 
 
 def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[str], None]) -> None:
-    """Send the document to the cluster's dashboard; wait until every application runs and no replica of what it was
-    before, if its code, arguments or actors' options have changed, is left. Those have their time to drain on top.
+    """Send the document to the cluster's dashboard. Wait until every application runs and no replica is left of an
+    application or deployment whose code, arguments or actor options have changed; their drain time extends the timeout.
 
     Raises:
-        ConfigError: the cluster refused it; the last line of its reason.
-        Unavailable: not so after DEPLOY_TIMEOUT_S, or no dashboard at ``dashboard_url``.
+        ConfigError: the cluster refused the document; the message is the last line of its reason.
+        Unavailable: not done after DEPLOY_TIMEOUT_S plus the drain time, or no dashboard at ``dashboard_url``.
     """
     from ray.dashboard.modules.serve.sdk import ServeSubmissionClient  # heavy
 
@@ -96,7 +96,7 @@ def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[
         raise Unavailable(f"no Ray dashboard at {dashboard_url}") from None
     except ValueError as error:
         raise ConfigError(f"address: {dashboard_url!r} is not a dashboard's, as http://HOST:8265 is: {error}") from None
-    except RuntimeError as error:  # what the client makes of an HTTP error
+    except RuntimeError as error:  # the client raises it for HTTP errors
         raise ConfigError(error_line([str(error)])) from None
     limit_s = DEPLOY_TIMEOUT_S + drain_s
     deadline = time.monotonic() + limit_s
@@ -127,7 +127,7 @@ def deploy_file(
 
 
 def _applications(client: Any, dashboard_url: str) -> dict[str, Any]:
-    """What Serve says of its applications, by name."""
+    """Serve's status of its applications, by name."""
     try:
         applications: dict[str, Any] = client.get_serve_details()["applications"]
     except (OSError, RuntimeError) as error:  # no connection, or an HTTP error
@@ -136,9 +136,12 @@ def _applications(client: Any, dashboard_url: str) -> dict[str, Any]:
 
 
 def replaced(applications: Mapping[str, Any], document: Mapping[str, Any]) -> tuple[frozenset[str], float]:
-    """What of ``applications``, as Serve tells them, gives way to ``document``: ids of the replicas of those that go or
-    whose code or arguments change, and of deployments whose actors' options do; and the longest that any of these
-    takes to drain, in seconds: all replicas of an application that goes at once, others batch by batch.
+    """What ``document`` replaces in ``applications``, Serve's present status.
+
+    Returns:
+        The ids of the replicas of applications that are removed or whose code or arguments change, and of deployments
+        whose actor options change; and the longest that any of these deployments may take to drain, in seconds. All
+        replicas of a removed application drain at once, others batch by batch.
     """
     ids: set[str] = set()
     drain_s = 0.0
@@ -156,10 +159,10 @@ def replaced(applications: Mapping[str, Any], document: Mapping[str, Any]) -> tu
 
 
 def is_done(applications: Mapping[str, Any], former: Collection[str]) -> bool:
-    """Whether all run, no replica of ``former`` is left, and a deployment that should have replicas has one.
+    """Whether all applications run, no ``former`` replica is left, and deployments that should have replicas have one.
 
-    Serve calls an application running while the count of its replicas changes, whatever there is of them. A deployment
-    is healthy when just those that it should have run, and of the version that it should: what is there then stays.
+    Serve calls an application RUNNING even while its number of replicas changes, however many there are. A deployment
+    is HEALTHY when exactly the replicas that it should have are running, in the right version; those stay.
     """
     return all(application["status"] == "RUNNING" for application in applications.values()) and all(
         deployment["status"] == "HEALTHY"
@@ -173,7 +176,7 @@ def is_done(applications: Mapping[str, Any], former: Collection[str]) -> bool:
 
 
 def progress(applications: Mapping[str, Any], former: Collection[str]) -> str:
-    """Each deployment with its replicas that run, those that should, and those that have yet to go."""
+    """For each deployment: how many new replicas run, how many should, and how many former ones are left."""
     parts = []
     for application in applications.values():
         for name, deployment in application["deployments"].items():
@@ -184,12 +187,12 @@ def progress(applications: Mapping[str, Any], former: Collection[str]) -> str:
 
 
 def _code(application: Mapping[str, Any] | None) -> str:
-    """As it is sent: a tuple is a list there."""
+    """The fields of CODE in canonical JSON, where tuples and lists compare equal."""
     return json.dumps([(application or {}).get(key) or {} for key in CODE], sort_keys=True)
 
 
 def _options(application: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
-    """Those of a deployment's actors that are written out."""
+    """The actor options that the application sets explicitly for a deployment."""
     for deployment in (application or {}).get("deployments") or ():
         if deployment["name"] == name:
             return {key: deployment[key] for key in ACTOR_OPTIONS if key in deployment}
@@ -197,8 +200,8 @@ def _options(application: Mapping[str, Any] | None, name: str) -> dict[str, Any]
 
 
 def _num_batches(deployment: Mapping[str, Any]) -> int:
-    """At most, in which Serve replaces its replicas one after the other. A batch is the share of them, rounded down, or
-    one: no fewer than half the share, or each replica by itself.
+    """Upper bound on the number of batches in which Serve replaces the deployment's replicas. A batch is the rolling
+    share of the replicas, rounded down, but at least one: no less than half the share, or each replica by itself.
     """
     share = deployment["deployment_config"].get("rolling_update_percentage") or ROLLING_SHARE
     return max(1, min(len(deployment["replicas"]), math.ceil(2 / share)))

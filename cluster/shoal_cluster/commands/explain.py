@@ -1,4 +1,4 @@
-"""``shoal explain``: why a request went where it went, and why there are as many replicas as there are."""
+"""``shoal explain``: why a request was placed where it was, and why there are as many replicas as there are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shoal_cluster.serve.explanation import Explanation
 
 REJECTED = "rejected"
-COLUMN_WIDTH = 13  # of a replica's numbers, and of why it was rejected
+COLUMN_WIDTH = 13  # minimum width of a replica's column: its numbers, or why it was rejected
 
 
 def explain(
@@ -92,7 +92,7 @@ async def _fetch_scaling(address: str) -> ScalingRow:
 
 
 def _print_scaling(console: Console, record: ScaleRecord) -> None:
-    """Two lines: the decision, and what it weighed."""
+    """Print two lines: the decision, and the terms that it weighed."""
     when = time.strftime("%H:%M:%S", time.localtime(record.time_s))
     count = f"{record.num_before} -> {record.num_after}" if record.num_before != record.num_after else record.num_after
     console.print(f"{when}  {count}  {record.reason}", markup=False)
@@ -101,7 +101,7 @@ def _print_scaling(console: Console, record: ScaleRecord) -> None:
 
 
 def _print_candidates(console: Console, record: RouteRecord) -> None:
-    """One column a candidate, the best first, as many as the terminal has room for; one row a term."""
+    """Print a column per candidate, best first, as many as fit the terminal, and a row per term."""
     from rich.table import Table
 
     decision = record.decision

@@ -1,4 +1,4 @@
-"""A Ray node of our own on this machine: started, found by its address, and stopped with everything in it."""
+"""A private Ray node on this machine: started, reached by its address, and stopped with everything that runs in it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,15 @@ STOP_GRACE_S = 3.0
 LOG_LINES = 10
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 USUAL_EPHEMERAL = 32_768
-FIRST_PORT = 20_000  # Ray's workers have those from 10002 to 19999
+FIRST_PORT = 20_000  # Ray's workers use ports 10002 to 19999
 
 
 class LocalRay:
-    """One head node with its dashboard on loopback, in a temporary folder. Use it as a context manager.
+    """One head node with its dashboard on loopback and its files in a temporary folder. Use it as a context manager.
 
     Args:
-        num_cpus: what the node offers to actors; logical, it may exceed the machine's.
-        resources: what else it offers, by name.
-
-    Raises:
-        Unavailable: from ``wait_until_up``: Ray did not come up; the message ends with what it last said.
+        num_cpus: logical CPUs that the node offers to actors; may exceed the machine's.
+        resources: custom resources that it offers, by name.
     """
 
     def __init__(self, num_cpus: float, resources: Mapping[str, float] | None = None) -> None:
@@ -49,14 +46,14 @@ class LocalRay:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": os.environ.get("RAY_AUTH_TOKEN_PATH") or str(make_token(self.folder)),
             "RAY_ENABLE_AUTO_CONNECT": "0",
-            # Ten times a second, Serve's default, its control loop and those whom it asks take an eighth of a core.
+            # At Serve's default of ten times a second, the control loop and the actors it polls take 1/8 of a core.
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": os.environ.get("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5"),
             "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",  # at Ray's 15 a replica gets what others leave of the cores
+            "RAY_worker_niceness": "0",  # at Ray's 15, replicas only get what other processes leave of the cores
         }
         self._log = self.folder / "ray-start.log"
-        # The interpreter's own folder first: Ray starts its workers with the `python` it finds.
+        # The interpreter's own folder comes first: Ray starts its workers with the `python` that it finds in PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
         command += [f"--port={self.gcs_port}", f"--num-cpus={num_cpus:g}", f"--temp-dir={self.folder / 'ray'}"]
@@ -82,7 +79,11 @@ class LocalRay:
         return f"127.0.0.1:{self.gcs_port}"
 
     def wait_until_up(self) -> None:
-        """Return when the dashboard answers."""
+        """Return when the dashboard answers.
+
+        Raises:
+            Unavailable: Ray has ended or did not come up in time; the message ends with the last lines of its log.
+        """
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -91,12 +92,12 @@ class LocalRay:
                 with urllib.request.urlopen(f"{self.dashboard_url}/api/version", timeout=2):
                     return
             except urllib.error.HTTPError:
-                return  # it answers, if only to ask for the token
+                return  # it is up, if only to ask for the token
             except OSError:
                 time.sleep(0.2)
         what = "ended" if self._process.poll() is not None else f"did not come up within {START_TIMEOUT_S:g} s"
         said = self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
-        raise Unavailable("\n".join([f"Ray {what}; it said last:", *said]))  # its folder goes with it, log and all
+        raise Unavailable("\n".join([f"Ray {what}; it said last:", *said]))  # the log goes with the folder
 
     def stop(self) -> None:
         """End Ray and every process it started, then remove its folder."""
@@ -125,7 +126,7 @@ class LocalRay:
 
 
 def make_token(folder: Path) -> Path:
-    """A new token for Ray's own authentication, readable by us alone."""
+    """Create a token file for Ray's authentication, readable by this user alone."""
     path = folder / "token"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
@@ -133,9 +134,9 @@ def make_token(folder: Path) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on and, where there are such, that no outgoing connection is given.
+    """Free loopback ports below the ephemeral range, if that leaves any, so that no outgoing connection is given one.
 
-    They are used some time later, and a cluster that starts opens connections by the hundred.
+    They are bound only some time later, and a starting cluster opens connections by the hundred.
     """
     try:
         end = int(EPHEMERAL_RANGE.read_text().split()[0])

@@ -1,4 +1,4 @@
-"""``shoal status``: the block ledger of every replica, and the cluster's sums."""
+"""``shoal status``: the block ledger of every replica, and the cluster's totals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shoal generate`` and ``shoal chat``: words in, words out, as they come."""
+"""``shoal generate`` and ``shoal chat``: send a prompt and stream the answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
 from shoal_replica.errors import ShoalError
 
-if TYPE_CHECKING:  # gRPC and what it brings load only when a command runs
+if TYPE_CHECKING:  # gRPC and its dependencies are imported only when a command runs
     from shoal_cluster.serve.call import GenerateCall, Message, Usage
 
 Address = Annotated[str, typer.Option(help="The gateway's gRPC address.")]
@@ -65,11 +65,11 @@ def chat(
         try:
             answer = asyncio.run(_stream(address, _call(None, tuple(history), max_tokens, temperature, seed)))
         except KeyboardInterrupt:
-            history.pop()  # an answer cut short is no part of the conversation
+            history.pop()  # an interrupted answer is not part of the conversation
             typer.echo()
             continue
         except ShoalError as error:
-            history.pop()  # the conversation may go on without it
+            history.pop()  # the conversation can go on without this turn
             typer.echo(str(error), err=True)
             continue
         history.append(Message("assistant", answer.text))
@@ -79,7 +79,7 @@ def chat(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A finished stream. ``seconds`` is its whole length as the client saw it."""
+    """A finished stream. ``seconds`` is its total duration as the client saw it."""
 
     request_id: str
     text: str
@@ -119,7 +119,7 @@ def _call(
 
 
 async def _stream(address: str, call: GenerateCall) -> _Answer:
-    """Print the answer as it comes."""
+    """Print the answer as it arrives, and return it."""
     from shoal_cluster.commands.client import GatewayClient
 
     started = time.monotonic()

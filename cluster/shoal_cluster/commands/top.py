@@ -55,7 +55,7 @@ def top(
 
 
 def _past(url: str) -> Past:
-    """The last ten minutes."""
+    """The samples of the last ten minutes."""
     columns = msgspec.json.decode(_get(f"{url}/history?seconds={FINE_S:g}"), type=dict[str, list[float | None]])
     rows = zip(*columns.values(), strict=True)
     samples = (msgspec.convert(dict(zip(columns, row, strict=True)), Sample) for row in rows)
@@ -63,7 +63,7 @@ def _past(url: str) -> Past:
 
 
 def _updates(url: str) -> Iterator[Update | str]:
-    """Updates as they come; a text instead where the stream has broken and is dialled again."""
+    """Yield updates as they arrive, or a message whenever the stream has broken and is being reconnected."""
     while True:
         try:
             with urllib.request.urlopen(url, timeout=SILENCE_S) as stream:
@@ -78,10 +78,10 @@ def _updates(url: str) -> Iterator[Update | str]:
 
 
 def _get(url: str) -> bytes:
-    """An answer's body.
+    """The body of a GET response.
 
     Raises:
-        Unavailable: no gateway answers there.
+        Unavailable: no gateway answers at ``url``.
     """
     try:
         with urllib.request.urlopen(url, timeout=SILENCE_S) as answer:

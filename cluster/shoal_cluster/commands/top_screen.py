@@ -1,4 +1,4 @@
-"""What ``shoal top`` paints: one update as a screen of text. Pure: an update in, a renderable out."""
+"""The screen of ``shoal top``. A pure function: an update in, a renderable out."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ EVENT_STYLES |= dict.fromkeys(("lost", "died", "failed"), "red")
 POOL_STYLES = (("running", "cyan"), ("reserved", "yellow"), ("cached", "blue"), ("free", "bright_black"))
 SPARKS = " ▁▂▃▄▅▆▇█"
 NONE = "–"
-FIXED_LINES = 23  # of a screen, beside replicas and events; what is over at the bottom is cropped
-NARROW = 120  # columns, below which less is shown
+FIXED_LINES = 23  # lines of a screen without replicas and events; what does not fit is cropped at the bottom
+NARROW = 120  # on terminals with fewer columns, less is shown
 COLUMNS = ("used", "run", "wait", "due", "tok/s", "step", "hits", "routed", "age")
 ONLY_WIDE = frozenset({"due", "hits", "routed"})
 
@@ -39,7 +39,7 @@ class Past:
             self.samples.append(sample)
 
     def line(self, name: str, width: int, top: float | None = None) -> str:
-        """The field's last ``width`` samples as a line of blocks; highest is ``top``, or the highest of them."""
+        """The last ``width`` samples of a field as a sparkline, scaled to ``top`` or else to the highest of them."""
         values = [getattr(sample, name) for sample in list(self.samples)[-width:]]
         highest = top or max((value for value in values if value is not None), default=0.0) or 1.0
         return "".join(
@@ -49,7 +49,7 @@ class Past:
 
 
 def screen(update: Update, past: Past, trouble: str, width: int, height: int | None) -> RenderableType:
-    """Everything that the page shows but full records. ``height`` None shows all lines."""
+    """Everything that the dashboard page shows except full records. ``height`` None shows all lines."""
     fixed = FIXED_LINES + len(update.events) + (3 if width < NARROW else 0)
     num_rows = len(update.replicas) if height is None else max(3, height - fixed)
     parts: list[RenderableType] = [
@@ -206,7 +206,7 @@ def _line(when: str, what: str, why: str, style: str = "bold") -> Text:
 
 
 def _parts(blocks: tuple[int, int, int, int, int]) -> tuple[int, int, int, int]:
-    """Running, reserved, cached and free: a promise takes empty blocks first, as on the page."""
+    """Split into running, reserved, cached and free; reservations take empty blocks first, as on the dashboard page."""
     allocated, cached, reserved, free, _ = blocks
     promised = min(reserved, free)
     empty = max(0, free - cached - promised)

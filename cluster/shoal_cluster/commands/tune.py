@@ -1,4 +1,4 @@
-"""``shoal tune``: the autoscaler's settings, shown and changed while the cluster runs."""
+"""``shoal tune``: show and change the autoscaler's settings while the cluster runs."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class SimRequest:
         return array("I", np.repeat(np.array(token_ids, np.uint32), counts).tobytes())
 
     def block_hashes(self, block_size: int) -> tuple[BlockHash, ...]:
-        """Chained hashes of the full blocks, equal exactly where prefixes are. Computed from the runs, not per token."""
+        """Chained hashes of the full blocks, equal exactly where prefixes are. Computed from the runs, not tokens."""
         hashes: list[BlockHash] = []
         parent, pieces, room = _ROUND.pack(self.round) if self.round else b"", b"", block_size
         for token_id, count in self.prompt_runs:

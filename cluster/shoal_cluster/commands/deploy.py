@@ -83,7 +83,8 @@ def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[
     application or deployment whose code, arguments or actor options have changed; their drain time extends the timeout.
 
     Raises:
-        ConfigError: the cluster refused the document; the message is the last line of its reason.
+        ConfigError: the cluster refused the document, or an application failed; says Shoal's own error, if there is
+            one, else the last line of the reason.
         Unavailable: not done after DEPLOY_TIMEOUT_S plus the drain time, or no dashboard at ``dashboard_url``.
     """
     from ray.dashboard.modules.serve.sdk import ServeSubmissionClient  # heavy

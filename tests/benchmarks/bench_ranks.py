@@ -1,9 +1,9 @@
-"""What a step costs to send to ranks and back, without a model: ``python tests/benchmarks/bench_ranks.py``.
+"""Round-trip time of a step from the engine to its ranks, without a model: ``python tests/benchmarks/bench_ranks.py``.
 
 The ranks are real processes on the real channel; their runners return tokens at once.
 
-``bench_ranks.py MODEL``: what a decode step of a model costs, on one rank and on two, which sum in shared memory or by
-gloo: wall time and the processor time of all ranks. Rounds alternate; the best counts.
+``bench_ranks.py MODEL``: the cost of a decode step of a model on one rank, and on two that sum through shared memory or
+gloo: wall time, and CPU time of all ranks. The groups take turns; their best rounds count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NUM_ROUNDS, STEPS_OF_ROUND, PROMPT_LEN, NUM_BLOCKS = 5, 40, 32, 1024
 
 
 class NullRunner:
-    """A model that takes no time."""
+    """A model runner that returns tokens without computing anything."""
 
     num_collectives = progress = 0
     awaited_rank = None
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 class DecodingGroup:
-    """Ranks that hold sequences and decode them, a token each a step."""
+    """A group of ranks that decode sequences, one token per sequence and step."""
 
     def __init__(self, model: str, num_ranks: int, command: tuple[str, ...], num_seqs: int) -> None:
         parallel = ParallelConfig(tensor_parallel_size=num_ranks, rank_timeout_s=60)
@@ -102,7 +102,7 @@ class DecodingGroup:
         self.executor.execute(SchedulerOutput(0, shares, new))
 
     def round(self) -> tuple[float, float]:
-        """Milliseconds of a step: by the clock, and of processors."""
+        """Milliseconds per step: wall time, and CPU time of all ranks."""
         started, before = time.perf_counter(), self._processor_s()
         for _ in range(STEPS_OF_ROUND):
             self._step += 1

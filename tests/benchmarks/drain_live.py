@@ -1,4 +1,4 @@
-"""Replicas taken from a real cluster under load: every stream must end whole, with the tokens it would have had anyway.
+"""Scales a live cluster down under load: every stream must end complete, with the tokens it would have had anyway.
 
 python tests/benchmarks/drain_live.py --downs 50
 """
@@ -51,7 +51,7 @@ TIMEOUT_S = 120.0
 
 
 async def stream(client: GatewayClient, prompt: str, num_tokens: int) -> tuple[int, ...]:
-    """A whole answer's tokens. Raises ShoalError where the client would see one."""
+    """The tokens of a whole answer. Raises ShoalError if the call fails."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     call = GenerateCall(request_id=uuid.uuid4().hex, text=prompt, sampling_params=params, timeout_s=TIMEOUT_S)
     token_ids: list[int] = []
@@ -61,7 +61,9 @@ async def stream(client: GatewayClient, prompt: str, num_tokens: int) -> tuple[i
 
 
 async def measure(address: str, num_downs: int, width: int, num_tokens: int) -> Counter[str]:
-    """Keep ``width`` streams open while the count goes to three and back to one until ``num_downs`` are gone."""
+    """Keep ``width`` streams open while the cluster scales to three replicas and back to one, until ``num_downs``
+    replicas have been removed.
+    """
     seen: Counter[str] = Counter()
     async with GatewayClient(address) as client:
         expected = {prompt: await stream(client, prompt, num_tokens) for prompt in PROMPTS}

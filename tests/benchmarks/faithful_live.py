@@ -1,11 +1,11 @@
-"""A live cluster of two replicas and its simulation on the same arrivals: they should say the same.
+"""Compares a live cluster of two replicas with its simulation on the same arrivals: the results should agree.
 
 python tests/benchmarks/faithful_live.py
 
-Each rate has a calibration run before it, with other arrivals and prompts. Step times are fitted to what the replicas
-tell of their work in it; a request's way there and back is by how much first tokens of cached prompts came later in it
-than in its simulation. The run that is compared takes no part in either.
-With --steps, step times are those of one engine alone instead:
+A calibration run with other arrivals and prompts precedes each rate. Step times are fitted to the stats that the
+replicas report during it. The delay of a request's way there and back is how much later first tokens of cached prompts
+came in the calibration run than in its simulation. Neither uses the run that is compared.
+With --steps, step times are those of a single engine instead:
 
 shoal bench engine --threads 1 --repeats 3 --workloads s --json steps.json
 """
@@ -60,27 +60,27 @@ from shoal_replica.stats import ReplicaStats  # noqa: E402
 TOLERANCE = 0.15
 TIMEOUT_S = 300.0
 INTERVAL_S = 1.0
-LOOK_S = 0.1  # between looks at what the replicas tell
-FEED_DELAY_S = 0.005  # where it is not measured
-CALIBRATION_SEED = 1000  # other prompts and arrivals than those of the runs that are compared
+LOOK_S = 0.1  # between two polls of the replicas' stats
+FEED_DELAY_S = 0.005  # used where it is not measured
+CALIBRATION_SEED = 1000  # prompts and arrivals must differ from those of the runs that are compared
 NUM_GROUPS, NUM_PREFIX_TOKENS, NUM_OWN_TOKENS, NUM_OUTPUT_TOKENS = 8, 512, 32, 16
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 9000  # ordinary tokens
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What both say of a run."""
+    """The figures of a run that are compared."""
 
     requests_per_s: float
     ttft_mean_s: float
     hit_rate: float
-    ttft_cold_s: float  # mean, of prompts that nothing was cached of
+    ttft_cold_s: float  # mean over requests with no prompt token cached; ``ttft_warm_s``: over the others
     ttft_warm_s: float
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request of the live run: whose prefix it has, and what became of it."""
+    """One request of the live run: the group whose prefix it has, its times, and its usage."""
 
     group: int
     asked_s: float
@@ -90,7 +90,7 @@ class Asked:
 
 
 def prompt(group: int, number: int, seed: int) -> tuple[int, ...]:
-    """The group's beginning and tokens of its own."""
+    """The group's shared prefix, followed by tokens of its own."""
     prefix, own = Random(f"{seed} group {group}"), Random(f"{seed} request {number}")
     return (
         *(prefix.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(NUM_PREFIX_TOKENS)),
@@ -115,11 +115,11 @@ async def ask(client: GatewayClient, group: int, number: int, seed: int, started
 
 
 Told = list[tuple[ReplicaStats, ReplicaStats]]
-"""What a replica told, and what it told a little later."""
+"""Pairs of stats of a replica: earlier, and a little later."""
 
 
 async def look(client: GatewayClient, told: Told, ages_s: list[float]) -> None:
-    """Look at the replicas, and how old the gateway's picture of them is, until cancelled."""
+    """Collect the replicas' stats, and their ages at the gateway, until cancelled."""
     before: dict[str, ReplicaStats] = {}
     while True:
         for row in (await client.cluster()).replicas:
@@ -133,7 +133,7 @@ async def look(client: GatewayClient, told: Told, ages_s: list[float]) -> None:
 
 
 async def watched(address: str, num_requests: int, rate: float, seed: int) -> tuple[list[Asked], Told]:
-    """A run, and what the replicas told meanwhile."""
+    """Do a live run; return its requests, and the stats that the replicas reported meanwhile."""
     async with GatewayClient(address) as client:
         told: Told = []
         ages_s: list[float] = []
@@ -147,8 +147,8 @@ async def watched(address: str, num_requests: int, rate: float, seed: int) -> tu
 
 
 def calibrate(address: str, config: ClusterConfig, num_requests: int, rate: float, seed: int) -> tuple[StepTime, float]:
-    """Step times of a live run, and the seconds that the way there and back adds to the first token of a request whose
-    prompt is cached.
+    """Step times fitted to a live run, and the seconds that the way to a replica and back adds to the first token of a
+    request whose prompt is cached.
     """
     asked, told = asyncio.run(watched(address, num_requests, rate, seed))
     step_time = fit_live(told)
@@ -157,7 +157,7 @@ def calibrate(address: str, config: ClusterConfig, num_requests: int, rate: floa
 
 
 async def live(client: GatewayClient, num_requests: int, rate: float, seed: int) -> list[Asked]:
-    """Poisson arrivals of random groups, whatever the answers do."""
+    """Send Poisson arrivals from random groups, in an open loop: without waiting for answers."""
     rng = Random(seed)
     for number in range(4):  # warms up both replicas
         await ask(client, number, number, -1 - seed, 0.0)
@@ -187,13 +187,13 @@ def shown_of(asked: list[Asked]) -> Shown:
 
 
 def mean(values: Iterable[float]) -> float:
-    """0 of nothing."""
+    """The mean; 0 if there are no values."""
     values = list(values)
     return statistics.mean(values) if values else 0.0
 
 
 def simulated(asked: list[Asked], config: ClusterConfig, step_time: StepTime, way_s: float) -> Shown:
-    """The same arrivals and prompts, in simulated time."""
+    """Simulate the same arrivals and prompts."""
     replica = config.replica
     assert replica.num_blocks is not None
     requests = [
@@ -230,7 +230,7 @@ def simulated(asked: list[Asked], config: ClusterConfig, step_time: StepTime, wa
 
 
 def compare(real: Shown, model: Shown) -> bool:
-    """Print both; whether they agree."""
+    """Print both runs' figures; return whether they agree within TOLERANCE."""
     agree = True
     for name in ("requests_per_s", "ttft_mean_s", "hit_rate"):
         seen, made = getattr(real, name), getattr(model, name)
@@ -243,7 +243,7 @@ def compare(real: Shown, model: Shown) -> bool:
 
 
 def configured() -> tuple[dict[str, Any], str]:
-    """The local cluster's document, on ports of its own."""
+    """The Serve document of the local cluster, on free ports, and its gRPC address."""
     document, _ = read_config(ROOT / "deploy" / "serve" / "local.yaml")
     args = document["applications"][0]["args"]
     grpc_address, http_address = (f"127.0.0.1:{port}" for port in free_ports(2))

@@ -1,7 +1,9 @@
-"""Two tenants, one with ten times the other's requests and more than the cluster can do: what the light one feels.
-Or many that ask alike, or each less than the one before, or beside one that asks for next to nothing: what fairness
-among them costs. Or nine that ask for less than half of what there is, beside one that asks for more: what the nine
-feel.
+"""Fairness between tenants, in simulated time. By default two tenants, one of which sends ten times as many requests as
+the other, more in all than the cluster can serve: the latency of the light one.
+--alike, --zipf, --beside-tiny: many tenants with equal load, with load falling from one to the next, or with equal load
+beside a tenant with next to none: what fairness among them costs.
+--flood: nine tenants that need less than half of the capacity, beside one that floods the cluster: the latency of the
+nine.
 
 python tests/benchmarks/tenants_sim.py
 python tests/benchmarks/tenants_sim.py --alike 5 20 500
@@ -24,7 +26,7 @@ from shoal_cluster.sim.run import report, run, simulate
 from shoal_cluster.sim.workload import SimRequest, poisson
 from shoal_replica.config import CacheConfig, SchedulerConfig
 
-LIGHT_RATE, HEAVY_RATE = 1.3, 13.0  # requests/s; four replicas do 14.0
+LIGHT_RATE, HEAVY_RATE = 1.3, 13.0  # requests/s; four replicas serve 14.0
 CONFIG = SimConfig(
     num_replicas=4,
     cache=CacheConfig(num_blocks=1000, block_size=512, enable_partial_reuse=False),
@@ -35,7 +37,7 @@ CONFIG = SimConfig(
 
 @dataclass(frozen=True)
 class Felt:
-    """Times to first token of each tenant, and how long the whole took."""
+    """Times to first token of each tenant, and the duration of the run with both."""
 
     alone: Distribution
     light: Distribution
@@ -48,7 +50,7 @@ class Felt:
 
 
 def tenant(name: str, requests_per_s: float, duration_s: float, seed: int) -> list[SimRequest]:
-    """Independent arrivals of prompts of 2 000 tokens, 16 tokens out."""
+    """Poisson arrivals of requests with 2 000 prompt tokens and 16 output tokens."""
     requests = poisson(
         requests_per_s=requests_per_s,
         num_requests=round(requests_per_s * duration_s),
@@ -56,7 +58,7 @@ def tenant(name: str, requests_per_s: float, duration_s: float, seed: int) -> li
         num_output_tokens=16,
         seed=seed,
     )
-    first = 10**6 * seed  # token ids of its own
+    first = 10**6 * seed  # distinct token ids per tenant: no shared prefixes
     return [
         replace(
             r,
@@ -69,7 +71,7 @@ def tenant(name: str, requests_per_s: float, duration_s: float, seed: int) -> li
 
 
 def felt(duration_s: float, seed: int) -> Felt:
-    """The light tenant alone on the cluster, then both."""
+    """Run the light tenant alone on the cluster, then both tenants."""
     light = tenant("light", LIGHT_RATE, duration_s, 2 * seed + 1)
     heavy = tenant("heavy", HEAVY_RATE, duration_s, 2 * seed + 2)
     alone = run(SimCluster(CONFIG), light)
@@ -92,8 +94,10 @@ def many(
     exponent: float = 0.0,
     is_beside_tiny: bool = False,
 ) -> tuple[float, float]:
-    """Shares in the objective of the same requests, of lengths like those of chats: of one tenant, and of so many, the
-    k-th of which asks ``k ** -exponent`` times as often as the first; a tiny one beside them wants 40 tokens each 3 s.
+    """Goodput of the same requests, with lengths as in chats, as one tenant's and as those of ``num_tenants`` tenants.
+
+    The k-th tenant asks ``k ** -exponent`` times as often as the first. ``is_beside_tiny`` adds a tenant that sends a
+    prompt of 40 tokens every 3 s.
     """
     rng, now = Random(seed), 0.0
     weights = [number**-exponent for number in range(1, num_tenants + 1)]
@@ -113,7 +117,7 @@ def many(
 
 
 def flood(requests_per_s: float, duration_s: float, seed: int) -> tuple[Distribution, Distribution]:
-    """Times to first token of nine tenants that ask for 45 % of what there is, and of one beside them."""
+    """Times to first token of nine tenants that need 45 % of the capacity, and of one that floods the cluster."""
     modest = [r for n in range(9) for r in tenant(f"modest-{n}", 0.7, duration_s, 10 * seed + n + 1)]
     flooding = tenant("flood", requests_per_s, duration_s, 10 * seed + 10)
     cluster = run(SimCluster(CONFIG), sorted(modest + flooding, key=lambda r: r.arrival_s))

@@ -1,4 +1,4 @@
-"""The engine benchmark: Shoal, the machine's floor and other engines on the same work, in turn, in one run.
+"""The engine benchmark: Shoal, the machine's floor and other engines take turns on the same work in one run.
 
-``shoal bench engine`` is its face. Each engine lives in a process of its own; only the workers import torch.
+Its command is ``shoal bench engine``. Each engine runs in a process of its own; only the workers import torch.
 """

@@ -1,4 +1,4 @@
-"""What takes part in a run: Shoal, the floor's meter and the peers, and how each one's worker is started."""
+"""The contenders of a run (Shoal and its variants, the floor meter, the peers) and how their workers are started."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from shoal_replica.errors import ConfigError
 
 SHOAL = "shoal"
 FLOOR = "floor"
-NEEDS_FILE = ("openvino", "llamacpp")  # a GGUF, where the others take Shoal's folder
+NEEDS_FILE = ("openvino", "llamacpp")  # these read a GGUF file; the others read Shoal's model folder
 PEER_WORKLOADS = {"vllm": "abcdef", "openvino": "abcdef", "llamacpp": "abcef", "transformers": "abcef"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One worker's name, command, environment and the workloads that it takes part in (letters).
+    """A worker's name, command and environment, and the letters of the workloads that it takes part in.
 
-    ``is_shoal``: it is Shoal's engine, so it tells of its model and its steps.
+    ``is_shoal``: it runs Shoal's engine, and so reports its model and its steps.
     """
 
     name: str
     command: tuple[str, ...]
     workloads: str
-    environment: Mapping[str, str] = field(default_factory=dict)  # beside this process's
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's
     is_shoal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """Who takes part, as a command line says it.
+    """The contenders as given on the command line.
 
     Attributes:
-        engine_options: ``KEY=VALUE``, arguments of ``LLM`` for Shoal and its variants.
-        variants: ``NAME:KEY=VALUE``; Shoal once more, as ``shoal-NAME``, with this argument as well.
+        engine_options: ``KEY=VALUE``: arguments of ``LLM`` for Shoal and its variants.
+        variants: ``NAME:KEY=VALUE``: Shoal again, as ``shoal-NAME``, with this argument added.
         peers: ``NAME=INTERPRETER[:MODEL_PATH]``.
-        environment, options: ``NAME:KEY=VALUE``, of a peer.
-        only: ``NAME:LETTERS``, the workloads of a peer or a variant.
+        environment, options: ``NAME:KEY=VALUE``, for a peer.
+        only: ``NAME:LETTERS``: the workloads of a peer or a variant.
     """
 
     engine_options: Sequence[str] = ()
@@ -57,13 +57,13 @@ class Entries:
 
 
 def make_contenders(model: str, num_threads: int, entries: Entries) -> list[Contender]:
-    """The floor's meter, Shoal, its variants, then the peers in their order, all on the same cores.
+    """The floor meter, Shoal, its variants, then the peers in the given order, all on the same cores.
 
     Args:
-        model: a folder; peers that read such folders get it unless they have a path of their own.
+        model: a model folder; peers that read such folders get it unless they have a path of their own.
 
     Raises:
-        ConfigError: fewer cores than threads; a name, interpreter, path or option that is none.
+        ConfigError: fewer cores than threads, or an invalid name, interpreter, path or option.
     """
     cores = usable_cores(num_threads)
     if len(cores) < num_threads:
@@ -92,7 +92,7 @@ def make_contenders(model: str, num_threads: int, entries: Entries) -> list[Cont
 
 
 def _own(name: str, module: str, workloads: str, settings: worker.Settings) -> Contender:
-    """A worker under this interpreter: a module of this package."""
+    """A worker that is a module of this package, under this interpreter."""
     path = os.pathsep.join(p for p in sys.path if p)
     return Contender(
         name=name,
@@ -104,7 +104,9 @@ def _own(name: str, module: str, workloads: str, settings: worker.Settings) -> C
 
 
 def _peer(text: str, settings: worker.Settings, environment: Mapping[str, str], workloads: str | None) -> Contender:
-    """NAME is an adapter of ``worker.PEERS``, or begins with one and a hyphen: ``llamacpp-q8_0``."""
+    """A peer from ``NAME=INTERPRETER[:MODEL_PATH]``. NAME is an adapter of ``worker.PEERS``, alone or followed by a
+    hyphen and a label: ``llamacpp-q8_0``.
+    """
     name, _, place = text.partition("=")
     interpreter, _, path = place.partition(":")
     adapter = name.partition("-")[0]
@@ -148,10 +150,10 @@ def _with_options(settings: worker.Settings, options: Mapping[str, str]) -> work
 
 
 def _grouped(texts: Sequence[str], option: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """``NAME:KEY=VALUE`` settings by name.
+    """``NAME:KEY=VALUE`` settings, grouped by name.
 
     Raises:
-        ConfigError: not of that form, or of no peer in ``names``.
+        ConfigError: a setting is not of that form, or its name is not in ``names``.
     """
     groups: dict[str, dict[str, str]] = {name: {} for name in names}
     for text in texts:
@@ -166,7 +168,7 @@ def _grouped(texts: Sequence[str], option: str, names: Sequence[str]) -> dict[st
 
 
 def _typed(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Values as JSON where they are, else as text: ``16`` is a number, ``int8`` a word."""
+    """Values parsed as JSON where possible, else kept as text: ``16`` is a number, ``int8`` a string."""
     return {key: _value(text) for key, text in settings.items()}
 
 
@@ -189,7 +191,7 @@ def _engine_options(texts: Sequence[str]) -> dict[str, Any]:
     """``KEY=VALUE`` settings for Shoal's ``LLM``.
 
     Raises:
-        ConfigError: not of that form.
+        ConfigError: a setting is not of that form.
     """
     pairs = [text.partition("=") for text in texts]
     if wrong := [key for key, equals, _ in pairs if not (key and equals)]:

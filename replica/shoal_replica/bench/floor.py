@@ -1,4 +1,4 @@
-"""What the machine allows: memory bandwidth and matrix throughput, and what they make of a decoder's work."""
+"""The machine's floor: memory bandwidth and matrix throughput, and the least time that a decoder's work takes there."""
 
 from __future__ import annotations
 
@@ -10,35 +10,39 @@ from shoal_replica.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Bytes and floating-point operations per second of the cores in use."""
+    """Bytes read and floating-point operations per second, of the cores in use."""
 
     read_bytes_s: float
     gemm_flops_s: float
 
     @classmethod
     def best(cls, samples: Sequence[Floor]) -> Floor:
-        """The best of each: a floor is what could be, not what a busy machine gave."""
+        """The best of each quantity: the floor is what the machine can do, not what it did while busy."""
         return cls(max(s.read_bytes_s for s in samples), max(s.gemm_flops_s for s in samples))
 
     def decode_s(self, model: ModelConfig, num_seqs: int, context: int) -> float:
-        """A step of one token each: weights once and KV once, or the operations, whichever takes longer."""
+        """Seconds of a step that decodes a token per sequence: reading weights and KV cache once or computing,
+        whichever takes longer.
+        """
         read = model.weight_bytes + num_seqs * context * model.block_bytes(1)
         return max(read / self.read_bytes_s, num_seqs * _token_flops(model, context, head=True) / self.gemm_flops_s)
 
     def prefill_s(self, model: ModelConfig, num_tokens: int, cached: int = 0) -> float:
-        """Tokens ``[cached, num_tokens)`` of a prompt, and the logits of its last."""
+        """Seconds to compute tokens ``[cached, num_tokens)`` of a prompt, and the logits of its last token."""
         flops = sum(_token_flops(model, position, head=False) for position in range(cached, num_tokens))
         return (flops + 2 * model.vocab_size * model.hidden_size) / self.gemm_flops_s
 
     def batch_s(self, model: ModelConfig, num_seqs: int, prompt_len: int, output_len: int, cached: int = 0) -> float:
-        """``num_seqs`` prompts of which ``cached`` tokens are there already, then their outputs, step by step."""
+        """Seconds for the prefill of ``num_seqs`` prompts, each with ``cached`` tokens cached, and for decoding their
+        outputs step by step.
+        """
         return num_seqs * self.prefill_s(model, prompt_len, cached) + sum(
             self.decode_s(model, num_seqs, prompt_len + i) for i in range(1, output_len)
         )
 
 
 def _token_flops(model: ModelConfig, context: int, *, head: bool) -> int:
-    """Multiplications and additions of one token that attends to ``context`` others."""
+    """Multiplications and additions for one token that attends to ``context`` others; ``head``: with its logits."""
     embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
     linears = 2 * (model.num_parameters - embeddings)
     attention = 4 * model.num_layers * model.num_heads * model.head_size * context

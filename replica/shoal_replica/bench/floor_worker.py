@@ -1,6 +1,6 @@
-"""Measures the floor in a worker process, between the engines.
+"""Measures the machine's floor in a worker process, between the engines' turns.
 
-``{"op": "floor", "read_bytes": n}`` gives one sample; n: how much is read at a time, as many bytes as the weights have.
+``{"op": "floor", "read_bytes": n}`` takes one sample; n is the number of bytes read in one pass: the weights' size.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from torch.nn import functional
 from shoal_replica.bench.worker import Engine, Settings, serve
 
 GEMM_SIZES = ((256, 576, 1536), (1024, 576, 3072), (2048, 2048, 2048))
-GEMM_DTYPES = (torch.bfloat16, torch.float32)  # processors without a product of bf16 are ten times slower at it
+GEMM_DTYPES = (torch.bfloat16, torch.float32)  # without bf16 instructions, bf16 is ten times slower
 MIN_SAMPLE_S = 0.15
-ROW = 1024  # values of a row of the matrix that is read
+ROW = 1024  # values per row of the matrix that is read
 ROW_BYTES = 4 * ROW
 
 
 class FloorMeter(Engine):
-    """Reads memory in huge pages by the fastest of three readers; multiplies matrices of models in the faster dtype.
+    """Reads memory in huge pages with the fastest of three readers, and multiplies matrices of model sizes in the
+    faster dtype.
 
-    The readers are a sum, one stream a thread, the dot product of one half with the other, two streams, and a matrix
-    times a vector, several.
+    The readers are a sum (one stream per thread), the dot product of one half with the other (two streams), and a
+    matrix-vector product (several).
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -53,7 +54,7 @@ class FloorMeter(Engine):
         return {"read_bytes_s": read, "gemm_flops_s": flops}
 
     def _read(self, num_bytes: int) -> float:
-        """Bytes per second, of whole pairs of rows."""
+        """Bytes read per second, over whole pairs of rows."""
         num_pairs = max(1, num_bytes // (2 * ROW_BYTES))
         if self._data.numel() != 2 * num_pairs * ROW:
             self._data = _huge_pages(2 * num_pairs * ROW_BYTES)
@@ -63,18 +64,18 @@ class FloorMeter(Engine):
 
 
 def _matrices(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """m rows of k values, and a weight of n outputs."""
+    """An input of shape [m, k] and a weight of shape [n, k]."""
     return torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
 
 
 def _flops(x: Tensor, weight: Tensor) -> float:
-    """Operations per second of x times weight."""
+    """Floating-point operations per second of x times the transposed weight."""
     return 2 * x.numel() * weight.shape[0] / _seconds(partial(functional.linear, x, weight))
 
 
 def _huge_pages(num_bytes: int) -> Tensor:
-    """Float32 ones in pages as large as the system gives: small ones cost a third of the bandwidth. Private memory, for
-    what can be shared gets small pages by default.
+    """Float32 ones in huge pages where the system has them: small pages cost a third of the bandwidth. The mapping is
+    private, because shared memory gets small pages by default.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -83,7 +84,7 @@ def _huge_pages(num_bytes: int) -> Tensor:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Seconds of a call, the mean of those in ``MIN_SAMPLE_S``: what can be kept up, as the engines must."""
+    """Mean seconds per call over ``MIN_SAMPLE_S``: a sustained rate, as the engines need it."""
     work()
     num_calls, started = 0, time.perf_counter()
     while (passed_s := time.perf_counter() - started) < MIN_SAMPLE_S:

@@ -1,4 +1,4 @@
-"""How busy the machine's processors are, and what they are."""
+"""How busy the machine's processors are, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd"
 
 
 class ForeignShare:
-    """The share of one core that other processes took since this was made.
+    """The CPU time that other processes have used since this object was created, as a share of one core.
 
-    A share of 0.2 means that for a fifth of the time a core did something else. The system counts in hundredths of a
-    second, so a run of some tenths tells little.
+    A share of 0.2 means that one core did something else for a fifth of the time. The system counts in hundredths of a
+    second, so over a few tenths of a second the share says little.
 
     Args:
-        own_cpu_s: processor seconds used so far by what is measured; this process's own are not foreign either.
+        own_cpu_s: returns the CPU seconds that the measured process has used; those of this process are not foreign
+            either.
     """
 
     def __init__(self, own_cpu_s: Callable[[], float]) -> None:
@@ -39,14 +40,18 @@ class ForeignShare:
 
 
 def usable_cores(num_threads: int) -> list[int]:
-    """The first ``num_threads`` of the cores that this process may use; all it asks for where none can be named."""
+    """The first ``num_threads`` cores that this process may use, fewer if it may use fewer. Where the system has no
+    affinity, cores 0 to ``num_threads`` - 1.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return list(range(num_threads))
     return sorted(os.sched_getaffinity(0))[:num_threads]
 
 
 def describe_machine() -> dict[str, Any]:
-    """What a reader needs to compare figures: processor, its matrix features, cores, memory, system."""
+    """What is needed to compare figures between machines: processor, its vector and matrix features, cores, memory and
+    system.
+    """
     fields = _cpuinfo()
     flags = fields.get("flags", fields.get("Features", "")).split()
     return {

@@ -1,4 +1,4 @@
-"""What a run says: rows of min, median and max, beside the floor and the peers; as a table and as JSON."""
+"""The report of a run: min, median and max per row, compared with the floor and the peers; as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One contender's samples of one row, in the order of rounds.
+    """One contender's samples of one row, in order of rounds.
 
-    ``floors`` has, for each sample, what the machine allowed at that time for the contender's weights (a peer's: for
-    Shoal's); none where the row has no floor. ``ratios`` has, by name of each other engine of Shoal's, the median over
-    common rounds of its figure over this contender's: for times below 1 is faster than this contender, for rates
-    above 1 is.
+    ``floors``: for each sample, the floor at that time with the contender's weights (for a peer, with Shoal's); empty
+    if the row has no floor. ``ratios``: by name of each other Shoal engine, the median over common rounds of its figure
+    divided by this contender's. That engine is faster than this contender if the ratio is below 1 for times, above 1
+    for rates.
     """
 
     row: str
@@ -49,19 +49,19 @@ class Line:
 
     @property
     def ratio_to_floor(self) -> float | None:
-        """The median of each sample's ratio to its own floor."""
+        """The median of the samples' ratios, each to its own floor."""
         if not self.floors:
             return None
         return statistics.median(value / floor for value, floor in zip(self.values, self.floors, strict=True))
 
     @property
     def foreign(self) -> float:
-        """The worst repetition's."""
+        """The highest foreign share of all repetitions."""
         return max(sample.foreign for sample in self.samples)
 
 
 def lines(outcome: Outcome, contenders: Sequence[Contender]) -> list[Line]:
-    """A line for each row and contender that has samples, in the rows' order, Shoal first."""
+    """A line for each row and contender with samples, in order of rows, Shoal first."""
     contenders = [c for c in contenders if c.name != FLOOR]
     models = {c.name: outcome.model(c.name if c.is_shoal else SHOAL) for c in contenders}
     found = []
@@ -77,14 +77,14 @@ def lines(outcome: Outcome, contenders: Sequence[Contender]) -> list[Line]:
 
 
 def paired_ratio(shoal: Iterable[Sample], other: Iterable[Sample]) -> float | None:
-    """The median over common rounds of the one's value over the other's: what disturbs a round disturbs both."""
+    """The median over common rounds of Shoal's value over the other's: what disturbs a round disturbs both."""
     theirs = {sample.round: sample.value for sample in other}
     ratios = [s.value / theirs[s.round] for s in shoal if theirs.get(s.round)]
     return statistics.median(ratios) if ratios else None
 
 
 def table(outcome: Outcome, contenders: Sequence[Contender], title: str) -> Table:
-    """The ratio table, for a terminal."""
+    """The table of figures and ratios, for a terminal."""
     ours = [c.name for c in contenders if c.is_shoal]
     found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in ("workload", "engine"):
@@ -113,7 +113,7 @@ def table(outcome: Outcome, contenders: Sequence[Contender], title: str) -> Tabl
 
 
 def as_json(outcome: Outcome, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """Everything measured, with what is needed to run it again; ``tests/benchmarks/ENGINE.md`` says the keys."""
+    """All measurements, and what is needed to repeat them; ``tests/benchmarks/ENGINE.md`` documents the keys."""
     rows: dict[str, Any] = {}
     for line in lines(outcome, contenders):
         row = rows.setdefault(line.row, asdict(ROWS[line.row]) | {"engines": {}})
@@ -147,7 +147,7 @@ def as_json(outcome: Outcome, contenders: Sequence[Contender]) -> dict[str, Any]
 
 
 def _floors(row: str, samples: Sequence[Sample], model: ModelConfig) -> list[float]:
-    """For each sample; none for a mixture of experts, where how much is read depends on the tokens."""
+    """The floor of each sample; empty for mixtures of experts, where the weights that are read depend on the tokens."""
     workload = GENERATED.get(row[0])
     if workload is None or model.moe is not None:
         return []

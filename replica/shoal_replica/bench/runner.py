@@ -1,4 +1,4 @@
-"""The run: every worker loaded once, then rounds in which each workload goes to each contender in turn."""
+"""A benchmark run: load every worker once, then do rounds in which the contenders take turns at each workload."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ShoalError, Unavailable
 
 MB = 1e6
-MAX_READ_BYTES = 1 << 30  # of a larger model's weights the floor reads so many
+MAX_READ_BYTES = 1 << 30  # the floor meter reads no more, even if the weights are larger
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One figure: of which row and contender, in which round.
+    """One figure of a row and contender, in one round.
 
     Attributes:
-        foreign: the share of a core that others took meanwhile.
-        floor: the better of what the machine gave just before and just after; None where a row has no floor.
+        foreign: share of a core that other processes used meanwhile.
+        floor: the better of the floors measured just before and just after; None if the row has no floor.
     """
 
     row: str
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to run. ``timeout_s`` is for one answer, ``start_timeout_s`` for loading."""
+    """What to run. ``timeout_s`` limits one answer of a worker, ``start_timeout_s`` its loading."""
 
     workloads: str
     repeats: int
@@ -52,7 +52,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run gave. ``failures`` names the peers that fell out, and why; the figures before that are kept."""
+    """The results of a run. ``failures`` says which peers and variants dropped out, and why; their earlier figures are
+    kept.
+    """
 
     samples: list[Sample] = field(default_factory=list)
     floors: list[Floor] = field(default_factory=list)
@@ -66,9 +68,9 @@ class Outcome:
 
 
 class Runner:
-    """One run over ``contenders``, of which the floor's meter and Shoal come first.
+    """One run over ``contenders``, the floor meter and Shoal first.
 
-    All workers but the one whose turn it is are stopped, so that threads that spin take nothing from it.
+    All workers except the one whose turn it is are stopped, so that their spinning threads take no CPU time from it.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class Runner:
         self._last_floor = Floor(0.0, 0.0)
 
     async def run(self) -> Outcome:
-        """Start all, warm up, do the rounds, end all.
+        """Start all workers, warm them up, do the rounds, and end them.
 
         Raises:
-            ConfigError: a worker that cannot be loaded.
-            Unavailable, DeadlineExceeded: Shoal's worker or the floor's failed, or any did while it was loaded.
+            ConfigError: a worker cannot be loaded.
+            Unavailable, DeadlineExceeded: Shoal's worker or the floor meter failed, or any worker while loading.
         """
         async with contextlib.AsyncExitStack() as stack:
             for contender in self._contenders:
@@ -107,7 +109,7 @@ class Runner:
         self._workers[contender.name] = worker
         self.outcome.hellos[contender.name] = worker.hello
         if "e" in self._chosen(contender) and not contender.is_shoal:
-            # Peers take up to minutes to load, so theirs is this one start; Shoal's are taken in the rounds.
+            # Peers may take minutes to load, so this start is their only sample; Shoal is started again in each round.
             self.outcome.samples.append(Sample("e", contender.name, 0, worker.ready_s, worker.ready_foreign))
 
     async def _round(self, number: int) -> None:
@@ -121,11 +123,15 @@ class Runner:
 
     @staticmethod
     def _is_repeated(letter: str, contender: Contender) -> bool:
-        """(f) is read once at the end, (g) comes with (a), and a peer is loaded once."""
+        """Whether a workload runs in every round: (f) is read once at the end, (g) is a by-product of (a), and peers
+        are loaded only once.
+        """
         return letter not in "fg" and (letter != "e" or contender.is_shoal)
 
     async def _guarded(self, contender: Contender, work: Any, what: str) -> None:
-        """A peer that fails is out, and the rest goes on; without Shoal or the floor there is nothing to compare."""
+        """Do ``work``. A peer or variant that fails drops out, and the run goes on; without Shoal or the floor meter
+        there is nothing to compare, so their errors are raised.
+        """
         if contender.name in self.outcome.failures:
             work.close()
             return
@@ -150,7 +156,7 @@ class Runner:
         worker = self._workers[name]
         if letter == "e" and contender.is_shoal:
             async with running(contender, self._plan.start_timeout_s):
-                pass  # peers at work between the rounds push its files out of the page cache
+                pass  # an unmeasured start, since peers push its files out of the page cache between rounds
             async with running(contender, self._plan.start_timeout_s) as fresh:
                 self._note({"e": fresh.ready_s}, name, number, fresh.ready_foreign)
         elif letter == "s":
@@ -168,7 +174,7 @@ class Runner:
             self._note(workload.figures(answers), name, number, share, floor)
 
     async def _measure_floor(self) -> Floor:
-        """What the machine gives at this moment, kept as the floor before the next repetition."""
+        """Measure the floor now, and keep it as the one before the next repetition."""
         read_bytes = min(self.outcome.hellos[SHOAL]["info"]["weight_bytes"], MAX_READ_BYTES)
         answer = await self._turn(FLOOR, {"op": "floor", "read_bytes": read_bytes})
         self._last_floor = Floor(answer["read_bytes_s"], answer["gemm_flops_s"])
@@ -176,7 +182,9 @@ class Runner:
         return self._last_floor
 
     async def _memory(self, contender: Contender) -> None:
-        """The peak of the whole run, with at least one batch of (a) in it; beyond the weights and the blocks in use."""
+        """Note the peak memory of the whole run, which includes at least one batch of (a); for Shoal also the part
+        beyond the weights and the KV blocks used.
+        """
         name = contender.name
         if "a" not in self._chosen(contender):
             await self._generate(name, Request(self._prompts("f", 0).batch(BATCH, PROMPT_LEN), 2), steps=False)

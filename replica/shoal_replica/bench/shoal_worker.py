@@ -1,7 +1,7 @@
-"""Shoal's engine in a worker process: ``LLM``, as users call it, and what it tells of its steps.
+"""Shoal's engine in a worker process: ``LLM`` as users call it, plus the timing of its steps.
 
-``"steps": true`` in a request adds the timing of each step to its answer. ``{"op": "kv_bytes"}`` asks for the bytes of
-the KV blocks that have been given out so far: the others have never been written, so they take no memory.
+``"steps": true`` in a request adds the timing of each step to the answer. ``{"op": "kv_bytes"}`` asks for the bytes of
+the KV blocks that have been allocated at least once; the others were never written, so they take no memory.
 """
 
 from __future__ import annotations

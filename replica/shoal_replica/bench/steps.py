@@ -1,12 +1,12 @@
-"""Workload (s): what single steps take, for models of step time such as the simulator's. Shoal's alone.
+"""Workload (s): durations of single steps, to fit step-time models such as the simulator's. Only Shoal runs it.
 
-The result's ``steps`` holds
+``steps`` in the result holds
 
-* ``prefill``: steps of one prompt's chunk: ``num_new_tokens``, after ``num_computed_tokens`` of it, and ``seconds``;
-* ``decode``: steps of one token for each of ``num_seqs`` sequences, at ``context`` computed tokens each on average.
+* ``prefill``: steps with one prompt chunk, of ``num_new_tokens`` tokens after ``num_computed_tokens`` computed ones;
+* ``decode``: steps with one token for each of ``num_seqs`` sequences, at ``context`` computed tokens each on average.
 
-``seconds`` has a value per repetition, of whole steps: scheduling, forward, sampling and update; ``forward_s`` of the
-forward alone.
+``seconds`` has the duration of the whole step (scheduling, forward, sampling and update), a value per repetition;
+``forward_s`` that of the forward alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DECODE_STEPS = 16
 
 
 def requests(prompts: Prompts, max_num_batched_tokens: int) -> list[Request]:
-    """First the prompts whose chunks are measured, then the batches whose decode steps are.
+    """The prompts whose chunks are measured, then the batches whose decode steps are measured.
 
-    While a batch's prompts are computed, those that came first decode already; outputs are long enough for DECODE_STEPS
-    steps of all together after that.
+    While the prompts of a batch are being computed, the first ones already decode; outputs are long enough for
+    DECODE_STEPS steps with all sequences after that.
     """
     found = [Request(prompts.batch(1, length), 1) for length in PREFILL_LENS]
     for num_seqs, context in DECODE_SHAPES:
@@ -36,14 +36,14 @@ def requests(prompts: Prompts, max_num_batched_tokens: int) -> list[Request]:
 
 
 class StepTable:
-    """Gathers repetitions of the workload."""
+    """Collects the step times of all repetitions."""
 
     def __init__(self) -> None:
         self._prefill: dict[tuple[int, int], list[Mapping[str, float]]] = {}
         self._decode: dict[tuple[int, float], list[Mapping[str, float]]] = {}
 
     def add(self, requests: Sequence[Request], answers: Answers) -> None:
-        """Take one repetition. A batch that the engine never ran all together leaves nothing."""
+        """Add one repetition. A batch whose sequences never decoded all together is left out."""
         for request, answer in zip(requests, answers, strict=True):
             num_seqs = len(request.prompts)
             if request.max_tokens == 1:

@@ -1,15 +1,15 @@
-"""One engine in a process of its own, driven by JSON lines: the loop, and the adapters of the engines compared with.
+"""An engine in a process of its own, driven by JSON lines: the request loop, and the adapters of the peer engines.
 
     INTERPRETER worker.py ADAPTER '{"model": PATH, "num_threads": 1, "cores": [0], "options": {}}'
 
-A script by itself: it runs under the interpreter where the engine is installed, and needs only that engine and
-Python 3.10. It writes one line when the engine has given its first token, or ``{"failed": ...}``; then it answers each
-line
+This file is a stand-alone script: it runs under the interpreter where the peer is installed, and needs only that engine
+and Python 3.10. It writes one line when the engine has produced its first token, or ``{"failed": ...}``. Then it
+answers each line
 
     {"op": "generate", "prompts": [[token id, ...], ...], "max_tokens": n}
 
-with ``{"seconds": s, "num_tokens": [n, ...]}``. Sampling is greedy and ignores end tokens.
-It ends with its standard input.
+with ``{"seconds": s, "num_tokens": [n, ...]}``. Sampling is greedy and ignores end-of-sequence tokens. The process ends
+when its standard input closes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FIRST_PROMPT = list(range(100, 132))
-KV_GIB = 2  # what engines that ask for a size are given
+KV_GIB = 2  # KV cache size, for engines that need one
 MAX_LEN = 2048
 MAX_BATCHED_TOKENS = 2048
 PR_SET_PDEATHSIG = 1
@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """How an engine is to be loaded. ``options`` are the engine's own, by name."""
+    """How to load an engine. ``options`` are the engine's own options, by name."""
 
     model: str
     num_threads: int
@@ -43,21 +43,21 @@ class Settings:
 
 
 class Missing(Exception):
-    """A package that this interpreter does not have."""
+    """A package is not installed for this interpreter."""
 
 
 class Engine:
-    """What an adapter gives the loop."""
+    """The interface of an adapter."""
 
     versions: dict[str, str]
     info: dict[str, Any]
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """``max_tokens`` tokens for each prompt, all prompts together."""
+        """Generate ``max_tokens`` tokens for each prompt, all prompts in one batch."""
         raise NotImplementedError
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do one request. What is timed is the engine's call alone."""
+        """Answer one request. Only the call of the engine is timed."""
         if request["op"] != "generate":
             raise ValueError(f"no operation {request['op']!r}")
         started = time.perf_counter()
@@ -119,9 +119,10 @@ class OpenVino(Engine):
 
 
 class LlamaCpp(Engine):
-    """llama.cpp's C interface through llama-cpp-python, as its batched example drives it.
+    """llama.cpp's C interface through llama-cpp-python, used as in llama.cpp's batched example.
 
-    One sequence and many have a context each: with a cache that sequences share, each would attend over all cells.
+    Single sequences and batches have separate contexts. Caches are not unified (``kv_unified``), because in a unified
+    one each sequence attends over all cells.
     """
 
     BATCH = 2048
@@ -131,7 +132,7 @@ class LlamaCpp(Engine):
         self._api = api = load("llama_cpp")
         self._numpy = load("numpy")
         self.versions = {"llama-cpp-python": api.__version__}
-        self._log = api.llama_log_callback(lambda *_: None)  # kept: C calls it
+        self._log = api.llama_log_callback(lambda *_: None)  # kept alive: C calls it
         api.llama_log_set(self._log, ctypes.c_void_p(0))
         api.llama_backend_init()
         self.info = {"system": api.llama_print_system_info().decode()}
@@ -168,7 +169,7 @@ class LlamaCpp(Engine):
         return self._contexts[num_seqs]
 
     def _decode(self, context: Any, rows: list[tuple[int, int, int, bool]], outputs: list[list[int]]) -> None:
-        """Compute rows of (token, position, sequence, whether to sample); append what is sampled."""
+        """Compute rows of (token, position, sequence, whether to sample); append sampled tokens to ``outputs``."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for i, (token, position, seq, samples) in enumerate(rows):
@@ -183,7 +184,7 @@ class LlamaCpp(Engine):
 
 
 class Transformers(Engine):
-    """``generate`` of Hugging Face transformers on one padded batch, bfloat16, SDPA."""
+    """Hugging Face transformers' ``generate`` on one batch of prompts of equal length, bfloat16, SDPA."""
 
     def __init__(self, settings: Settings) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -217,7 +218,7 @@ PEERS: dict[str, Callable[[Settings], Engine]] = {
 
 
 def load(package: str) -> Any:
-    """Import a package by name, or raise Missing when it, and not something that it needs, is not there."""
+    """Import a package by name. Raises Missing: it, or a package that it imports, is not installed."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -225,9 +226,9 @@ def load(package: str) -> Any:
 
 
 def serve(make_engine: Callable[[Settings], Engine], settings: Settings) -> None:
-    """Load an engine and answer requests until standard input ends.
+    """Load an engine and answer requests until standard input closes.
 
-    The protocol takes standard input and output for itself: what libraries print goes to standard error.
+    Standard input and output belong to the protocol; what libraries print goes to standard error.
     """
     requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -235,7 +236,7 @@ def serve(make_engine: Callable[[Settings], Engine], settings: Settings) -> None
     os.dup2(nothing, 0)
     if sys.platform == "linux":
         os.sched_setaffinity(0, settings.cores)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # stopped, it would not see its input end
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # while stopped, it cannot see its input close
 
     def say(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
@@ -246,7 +247,7 @@ def serve(make_engine: Callable[[Settings], Engine], settings: Settings) -> None
     except Missing as error:
         say({"failed": f"package {error} is not installed there"})
         return
-    except Exception as error:  # whatever an engine raises is told to the one who waits, and ends this process
+    except Exception as error:  # whatever an engine raises is reported, and ends this process
         say({"failed": f"{type(error).__name__}: {error}"})
         raise
     say({"ready": True, "versions": engine.versions | {"python": sys.version.split()[0]}, "info": engine.info})
@@ -264,9 +265,9 @@ def main() -> None:
     serve(PEERS[adapter], Settings(**json.loads(settings)))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # llama.cpp's and vLLM's own clean-up at exit can hang or crash
+    os._exit(0)  # llama.cpp's and vLLM's cleanup at exit can hang or crash
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this file's folder: its other modules are not the engine's
+    sys.path.pop(0)  # this file's folder: its modules must not shadow those of the engine
     main()

@@ -1,4 +1,4 @@
-"""A worker process as the benchmark holds it: started, asked, stopped while others run, and always ended."""
+"""A worker process from the benchmark's side: started, sent requests, stopped while others run, and always ended."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 @contextlib.asynccontextmanager
 async def running(contender: Contender, start_timeout_s: float) -> AsyncIterator[WorkerProcess]:
-    """A contender's worker, loaded; its whole process tree is ended on leaving.
+    """Start a contender's worker and yield it loaded; on exit, its whole process tree is killed.
 
     Raises:
-        ConfigError: it cannot be started, or the engine cannot be loaded there.
-        Unavailable, DeadlineExceeded: it ended, or took too long.
+        ConfigError: the worker cannot be started, or cannot load its engine.
+        Unavailable, DeadlineExceeded: it ended while loading, or took too long.
     """
     with tempfile.TemporaryFile() as log:
         started = time.perf_counter()
@@ -57,12 +57,12 @@ async def running(contender: Contender, start_timeout_s: float) -> AsyncIterator
 
 
 class WorkerProcess:
-    """A worker that was started; ``running`` makes it.
+    """A started worker; made by ``running``.
 
     Attributes:
-        ready_s: from the start of the process to the engine's first token.
-        ready_foreign: the share of a core that others took meanwhile.
-        hello: what it told of itself: ``versions`` and ``info``.
+        ready_s: seconds from the start of the process to the engine's first token.
+        ready_foreign: share of a core that other processes used meanwhile.
+        hello: what the worker reported of itself: ``versions`` and ``info``.
     """
 
     def __init__(self, contender: Contender, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
@@ -76,14 +76,14 @@ class WorkerProcess:
         self._is_killed = False
 
     async def load(self, started: float, timeout_s: float) -> None:
-        """Wait until the engine has given its first token. ``started`` is when, by ``perf_counter``."""
+        """Wait for the engine's first token. ``started``: when the process was started, by ``perf_counter``."""
         foreign = ForeignShare(self.cpu_s)
         self.hello = await self._answer(timeout_s, LOADING)
         self.ready_s = time.perf_counter() - started
         self.ready_foreign = foreign.read()
 
     async def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a request and wait for its answer.
+        """Send a request and wait for the answer.
 
         Raises:
             Unavailable: the worker has failed or ended.
@@ -94,14 +94,14 @@ class WorkerProcess:
         return await self._answer(timeout_s, f"doing {request['op']!r}")
 
     def pause(self) -> None:
-        """Stop every thread of the tree, spinning ones too, until ``resume``."""
+        """Stop every thread of the process tree, spinning ones too, until ``resume``."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def cpu_s(self) -> float:
-        """Processor seconds that the tree has used."""
+        """CPU seconds that the process tree has used."""
         total = 0.0
         for process in self._tree():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -110,7 +110,7 @@ class WorkerProcess:
         return total
 
     def peak_bytes(self) -> int:
-        """The sum of the tree's peak resident sizes."""
+        """The sum of the peak resident set sizes of the process tree."""
         return sum(_peak_bytes(process.pid) for process in self._tree())
 
     async def _answer(self, timeout_s: float, doing: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class WorkerProcess:
         assert stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
-                with contextlib.suppress(ConnectionError):  # it has ended: what it said before is read below
+                with contextlib.suppress(ConnectionError):  # it has ended; anything it wrote before is read below
                     await stdin.drain()
                 line = await stdout.readline()
         except TimeoutError:
@@ -149,22 +149,24 @@ class WorkerProcess:
         return f"status {status}" if status >= 0 else signal.Signals(-status).name
 
     def _last_words(self) -> str:
-        log = self._log.fileno()  # the worker writes at this file's position, so that must not move
+        log = self._log.fileno()  # the worker writes at this file's position, which must not move
         tail = os.pread(log, SHOWN_LOG_BYTES, max(0, os.fstat(log).st_size - SHOWN_LOG_BYTES))
         lines = tail.decode(errors="replace").strip().splitlines()[-SHOWN_LOG_LINES:]
         return "; it last wrote:\n  " + "\n  ".join(lines) if lines else ""
 
     def kill(self) -> None:
-        """End the tree at once: a worker has nothing to save. By group too, for children whose parent has ended."""
+        """Kill the process tree at once: a worker has nothing to save. The process group is killed too, for children
+        whose parent has ended.
+        """
         if self._is_killed:
-            return  # its ids may be others' by now
+            return  # its process ids may have been reused
         self._is_killed = True
         self._signal(signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kill the tree and wait until it is gone."""
+        """Kill the process tree and wait for the worker's end."""
         self.kill()
         async with asyncio.timeout(END_TIMEOUT_S):
             await self._process.wait()

@@ -1,4 +1,4 @@
-"""The work that every engine is given, and the figures read off its answers."""
+"""The workloads that every engine is given, and the figures computed from its answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_WORKLOADS = DEFAULT_WORKLOADS + "s"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: its name, its unit, and whether more of it is better."""
+    """One row of the table: its title, its unit, and whether higher is better."""
 
     title: str
     unit: str
@@ -45,13 +45,13 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Prompts that are generated for together, and the tokens that each gets."""
+    """A batch of prompts, and the number of tokens to generate for each."""
 
     prompts: Sequence[Sequence[int]]
     max_tokens: int
 
     def message(self, *, steps: bool) -> dict[str, Any]:
-        """What a worker is sent."""
+        """The message to a worker; ``steps`` asks for step timings, too."""
         return {"op": "generate", "prompts": self.prompts, "max_tokens": self.max_tokens} | (
             {"steps": True} if steps else {}
         )
@@ -62,14 +62,16 @@ Answers = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests made one after the other of fresh prompts, and the figures, by row, of their answers."""
+    """The requests of a workload, made from fresh prompts and sent one after the other; how to compute figures from the
+    answers, by row; and the floors of these figures.
+    """
 
     requests: Callable[[Prompts], list[Request]]
     figures: Callable[[Answers], dict[str, float]]
     floors: Callable[[Floor, ModelConfig], dict[str, float]]
 
     def warm_up(self, prompts: Prompts) -> list[Request]:
-        """The same shapes, shortened."""
+        """The same requests with fewer prompts and tokens."""
         return [
             Request(request.prompts[:WARM_UP_PROMPTS], min(request.max_tokens, WARM_UP_TOKENS))
             for request in self.requests(prompts)
@@ -77,7 +79,7 @@ class Workload:
 
 
 class Prompts:
-    """Random ordinary tokens. Equal seeds give equal prompts, so that each engine of a round gets the same."""
+    """Prompts of random ordinary tokens. Equal seeds give equal prompts, so all engines of a round get the same."""
 
     def __init__(self, vocab_size: int, seed: str) -> None:
         self._high = vocab_size - 1
@@ -88,7 +90,7 @@ class Prompts:
 
 
 def throughput() -> Workload:
-    """(a) Many prompts together; (g) is read off its steps, where the engine tells of them."""
+    """(a) Throughput of a large batch; (g) is computed from its steps, where the engine reports them."""
 
     def figures(answers: Answers) -> dict[str, float]:
         (answer,) = answers
@@ -105,7 +107,7 @@ def throughput() -> Workload:
 
 
 def stream() -> Workload:
-    """(b) One sequence: milliseconds a token after the first, which a prompt of its own measures."""
+    """(b) A single sequence: milliseconds per token after the first, whose time is measured by a request of its own."""
 
     def requests(prompts: Prompts) -> list[Request]:
         return [Request(prompts.batch(1, STREAM_PROMPT_LEN), n) for n in (1, STREAM_OUTPUT_LEN)]
@@ -131,7 +133,7 @@ def first_token() -> Workload:
 
 
 def shared_prefix() -> Workload:
-    """(d) Prompts that begin alike: the beginning never seen, then seen in the batch before."""
+    """(d) Prompts with a shared prefix: first cold, then again with the prefix cached by the batch before."""
 
     def requests(prompts: Prompts) -> list[Request]:
         (shared,) = prompts.batch(1, SHARED_LEN)
@@ -152,10 +154,10 @@ GENERATED = {"a": throughput(), "b": stream(), "c": first_token(), "d": shared_p
 
 
 def check_workloads(letters: str, field: str = "--workloads") -> str:
-    """The letters in their order, once each; (g) brings (a) with it.
+    """The letters in canonical order without repeats; (g) implies (a).
 
     Raises:
-        InvalidArgument: a letter that is no workload, or none at all.
+        InvalidArgument: a letter is not a workload, or there is none.
     """
     if not letters or set(letters) - set(ALL_WORKLOADS):
         raise InvalidArgument(field, letters, f"must be letters of {ALL_WORKLOADS!r}")

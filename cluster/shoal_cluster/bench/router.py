@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 BLOCKS_PER_CONVERSATION = 125
 BLOCKS_PER_TURN = 20
 STEPS_PER_S = 30.0  # of each replica; every step is a feed message
-MOST_REPORTS = 20  # of free room, per replica, by which a held request must have been sent
+MOST_REPORTS = 20  # of room, per replica, within which a held request must be sent
 MICROSECONDS = 1e6
 
 

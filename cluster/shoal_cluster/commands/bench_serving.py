@@ -30,7 +30,7 @@ def serving(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each arm at each number of clients, at least.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each.")] = False,
 ) -> None:
-    """Run one replica behind a gateway and the same engine alone in turns: time to first token, tokens a second."""
+    """Compare one replica behind a gateway with the bare engine, in turns: time to first token, tokens per second."""
     from shoal_cluster.bench.serving import ServingLoad, measure_serving
     from shoal_cluster.commands.demo import local_yaml
 

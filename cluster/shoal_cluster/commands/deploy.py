@@ -120,7 +120,7 @@ def deploy_file(
         str, typer.Option(envvar="RAY_DASHBOARD_ADDRESS", help="the cluster's dashboard")
     ] = DEFAULT_DASHBOARD_URL,
 ) -> None:
-    """Check a Serve YAML, apply it as ``serve deploy`` does, and wait until it alone runs."""
+    """Check a Serve YAML, apply it as ``serve deploy`` does, and wait until it runs and what it replaces is gone."""
     document, _ = read_config(config)
     with Console().status("deploying") as status:
         deploy(document, address, lambda progress: status.update(f"deploying: {progress}"))

@@ -29,8 +29,8 @@ def explain(
     scaling: Annotated[bool, typer.Option("--scaling", help="Show scaling decisions instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A request's decisions as JSON.")] = False,
 ) -> None:
-    """Show every routing decision made for a request, taken again here from its record, or that it is held or was
-    refused; or with --scaling every scaling decision kept.
+    """Show every routing decision made for a request, replayed here from its record, or that it is held or was refused.
+    With --scaling, show the recorded scaling decisions instead.
     """
     from rich.console import Console
 

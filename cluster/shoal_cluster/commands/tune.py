@@ -27,7 +27,7 @@ def tune(
     burst_memory_s: Annotated[float | None, typer.Option(help="How long a past peak is held ready for.")] = None,
     reset: Annotated[bool, typer.Option("--reset", help="Go back to the deployment's settings first.")] = False,
 ) -> None:
-    """Change the autoscaler's settings in place, or show them when nothing is to change."""
+    """Change the autoscaler's settings in place, or show them if no change is given."""
     given: dict[str, float | None] = {
         "min_replicas": min_replicas,
         "max_replicas": max_replicas,

@@ -1,4 +1,4 @@
-"""What became of every request of a run."""
+"""The outcome of every request of a run."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class FeedMessage(msgspec.Struct, frozen=True):
 
     ``stats`` None: the last ones still hold. ``added``: requests that these ``stats`` are the first to count;
     ``promised``: reservations that no stats count yet. ``in_flight``: requests that have arrived, each with how many
-    blocks of its prompt were cached then; ``landed``: requests that have left before their first token.
+    blocks of its prompt were cached then; ``landed``: requests that have left before their first token. ``wishes``:
+    requests that gateways (by id) hold and mean to send here.
     """
 
     stats: ReplicaStats | None

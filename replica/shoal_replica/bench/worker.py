@@ -218,7 +218,7 @@ PEERS: dict[str, Callable[[Settings], Engine]] = {
 
 
 def load(package: str) -> Any:
-    """Import a package by name. Raises Missing: it, or a package that it imports, is not installed."""
+    """Import a package by name. Raises Missing, with the name: it, or a package that it imports, is not installed."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

@@ -67,9 +67,9 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExplainRoute(self, request, context):
-        """The recorded routing decisions of a request, oldest first: one per time it was placed, by whichever gateway. Of one
-        that is held, where it stands in the queue; of one that was refused, why.
-        Errors: NOT_FOUND when nothing is kept of the request, UNAVAILABLE when a gateway that may keep some does not answer.
+        """The recorded routing decisions of a request, oldest first: one per placement, by any gateway. For a request that is
+        held, its place in the queue; for one that was refused, why.
+        Errors: NOT_FOUND if no gateway has a record of it, UNAVAILABLE if a gateway that may have one does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,7 +84,7 @@ class ControlServicer:
 
     def Tune(self, request, context):
         """Change the autoscaler's settings in place; no replica is replaced. They hold until they are tuned again or the
-        deployment's own settings change. Needs the admin key as metadatum `authorization: Bearer KEY`.
+        deployment's own settings change. Needs the admin key in the metadata, as `authorization: Bearer KEY`.
         Errors: PERMISSION_DENIED without the key, INVALID_ARGUMENT for a value outside its limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -56,13 +56,14 @@ def admit(
     limits: AdmissionLimits,
     num_held_tokens: float = 0,
     num_held: int = 0,
+    num_refused_tokens: float = 0,
 ) -> Admission:
     """Admit ``query``, which has just come, if some replica that can ever hold it has a queue under ``limits``.
 
     Reservations count as queued. So does each replica's part of ``num_held_tokens``, which other requests held at the
-    gateway have to compute, and of ``num_held``, the number of these requests. Whether it can be in time only shows
-    while it waits, see ``stay``: much of what is queued now is due later and goes after it, or is lost and may never
-    go.
+    gateways have to compute before it, and of ``num_held``, the number of these requests. Whether it can be in time
+    only shows while it waits, see ``stay``. A refused request is told when there will be room for it behind those
+    refused lately, which come back with ``num_refused_tokens``.
     """
     told = candidates.told
     if reason := misfit(query, candidates):
@@ -79,6 +80,7 @@ def admit(
             f"every replica's queue is full ({eligible.size} replicas; the limit is {limits.max_waiting_tokens} tokens "
             f"or {limits.max_waiting_requests} requests each)"
         )
+        excess += num_refused_tokens / eligible.size
         return Admission(False, reason, _retry_after_s(float((excess * _token_s(candidates)[eligible]).min())))
     return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
 
@@ -123,13 +125,15 @@ class AdmissionRecord(NamedTuple):
     waited_s: float | None
     deadline_in_s: float
     admission: Admission
+    num_refused_tokens: float = 0.0
 
     def replay(self) -> Admission:
         """Answer again from the record: equal to ``admission``."""
         if self.waited_s is not None:
             waited = self.waited_s, self.num_held_tokens
             return stay(self.query, self.replicas, self.limits, *waited, self.deadline_in_s)
-        return admit(self.query, self.replicas, self.limits, self.num_held_tokens, self.num_held)
+        held = self.num_held_tokens, self.num_held, self.num_refused_tokens
+        return admit(self.query, self.replicas, self.limits, *held)
 
 
 def misfit(query: RouteQuery, candidates: Candidates) -> str:

@@ -10,12 +10,15 @@ from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.overload import Backlog, Claim, met_together
-from shoal_cluster.policies.pace import PACE_AGE_S, Pace
+from shoal_cluster.policies.pace import Pace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.standing import EPSILON_S
 from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
 
-NUM_HELD_AT_ONCE = 1000  # with n times as many held, dates are made for all together n times less often
+MOST_TOGETHER = 1000
+"""Dates are made together for so many of the most urgent requests. With that many before them, the others start no
+sooner for dates of their own, and all tokens that go through the gateway would wait for these to be made.
+"""
 
 
 class DueDates:
@@ -25,19 +28,12 @@ class DueDates:
 
     Attributes:
         pace: how long prompts take.
-        num_tokens: prompt tokens to compute, of the requests that are not lost.
     """
 
     def __init__(self, objective: LatencyObjective, prefill: PrefillTime, by_urgency: HeldOrder) -> None:
         self.pace = Pace(prefill)
-        self.num_tokens = 0
         self._objective = objective
         self._by_urgency = by_urgency
-        self._together_s = -math.inf  # when dates were made for all together
-
-    def forget(self, held: Held) -> None:
-        """The request is no longer held."""
-        self.num_tokens -= held.num_counted_tokens
 
     def renew(self, everybody: Collection[Held], plan: Plan, latest_s: float, is_new: bool, now: float) -> None:
         """Make due dates such that each can be met by itself. ``latest_s``: a replica can begin with more work by then;
@@ -61,9 +57,9 @@ class DueDates:
         now, num_held = replicas.now, len(everybody)
         if num_held == 1 and not next(iter(everybody)).is_lost:
             return
-        if now - self._together_s < PACE_AGE_S * num_held / NUM_HELD_AT_ONCE:
-            return
-        self._together_s = now
+        if num_held > MOST_TOGETHER:
+            urgent = self._by_urgency.first(MOST_TOGETHER)
+            everybody = [held for held in everybody if held in urgent]
         backlog = Backlog.of(replicas, self.pace.token_s)
         if not backlog.levels:
             return
@@ -87,9 +83,6 @@ class DueDates:
         due_s = self._objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)
         held.due_s, held.takes_s = max(due_s, held.not_before_s), takes_s
         held.is_lost = held.due_s > arrival_s + held.length_s
-        num_counted_tokens = 0 if held.is_lost else num_tokens
-        self.num_tokens += num_counted_tokens - held.num_counted_tokens
-        held.num_counted_tokens = num_counted_tokens
         self._by_urgency.put(held)
 
     def _claim(self, held: Held, begins_s: float) -> Claim:

@@ -22,11 +22,13 @@ RESUMED_PRIORITY = -MAX_PRIORITY - 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingRequest:
     """A request that waits at the gateway. ``arrival_s`` and ``deadline_s`` are on the clock of ``PendingQueue.next``'s
-    ``now``. The client chooses the deadline, so the queue's order does not depend on it.
+    ``now``. The client chooses the deadline, so the queue's order does not depend on it. A request that
+    ``is_admitted`` has been placed before: it is not refused now for want of room.
     """
 
     query: RouteQuery
     arrival_s: float
+    is_admitted: bool = False
     deadline_s: float = math.inf
     tenant: str = ""
     priority: int = 0  # lower goes first, whatever the due dates
@@ -57,8 +59,6 @@ class Held:
     takes_s: float = 0.0
     is_lost: bool = False  # it misses its objective: ``due_s`` is a later date
     not_before_s: float = -math.inf  # ``due_s`` is no earlier, until dates are made for all together
-    num_counted_tokens: int = 0  # its part of ``DueDates.num_tokens``: 0 while it is lost
-    lost_tokens: int = 0  # its part of ``HeldOrder``'s sum of lost tokens: 0 unless it is lost
     due_s: float = 0.0
     length_s: float = 0.0  # of its objective, from arrival
     is_particular: bool = False  # not every replica may take it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from itertools import accumulate, islice
 
 from shoal_cluster.policies.held import Held
@@ -40,7 +41,7 @@ class HeldOrder:
         self._num_changes = shares.num_changes
         self._num_put = 0
         self._ranked: list[Entry] = []
-        self._lost_tokens: list[int] = []  # of each entry of ``_ranked``: what it has to compute if it is lost, else 0
+        self._tokens: list[int] = []  # of each entry of ``_ranked``: what it has to compute
         self._by_begin: list[BeginsBy] = []
 
     @property
@@ -53,13 +54,11 @@ class HeldOrder:
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
         begins_by_s = held.due_s - held.takes_s
-        lost_tokens = held.num_new_tokens if held.is_lost else 0
         if held.entry is None or held.begins_by is None:
             self._num_put += 1
             number = self._num_put
         elif held.begins_by[0] == begins_by_s and held.entry[0][2] == held.due_s:
-            if held.lost_tokens != lost_tokens:
-                self._lost_tokens[bisect_left(self._ranked, held.entry)] = held.lost_tokens = lost_tokens
+            self._tokens[bisect_left(self._ranked, held.entry)] = held.num_new_tokens
             return
         else:
             number = held.entry[1]
@@ -70,8 +69,7 @@ class HeldOrder:
         self._num_particular += held.is_particular
         place = bisect_left(self._ranked, held.entry) if self._ranked else 0
         self._ranked.insert(place, held.entry)
-        self._lost_tokens.insert(place, lost_tokens)
-        held.lost_tokens = lost_tokens
+        self._tokens.insert(place, held.num_new_tokens)
         insort(self._by_begin, held.begins_by)
         if place < self._last_considered:
             self._to_consider = None
@@ -81,7 +79,7 @@ class HeldOrder:
         assert held.entry is not None
         assert held.begins_by is not None
         place = bisect_left(self._ranked, held.entry) if len(self._ranked) > 1 else 0
-        del self._ranked[place], self._lost_tokens[place]
+        del self._ranked[place], self._tokens[place]
         del self._by_begin[bisect_left(self._by_begin, held.begins_by) if self._ranked else 0]
         held.entry = held.begins_by = None
         self._num_particular -= held.is_particular
@@ -126,12 +124,28 @@ class HeldOrder:
         assert held.entry is not None
         return [other for _, _, other in self._ranked[: bisect_left(self._ranked, held.entry) + 1]]
 
-    def num_lost_tokens_before(self, held: Held, due_s: float) -> int:
-        """Tokens to compute of lost requests that would still go before ``held`` if that were due at ``due_s``."""
+    def before(self, held: Held, due_s: float) -> tuple[int, int]:
+        """Prompt tokens of the requests that would go before this one if it were due at ``due_s``, and how many those
+        are. Ties do not count.
+        """
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
         rank = (*self.rank(held)[:2], due_s)
-        return sum(self._lost_tokens[: bisect_left(self._ranked, (rank,))])
+        place = bisect_left(self._ranked, (rank,))
+        is_among = held.entry is not None and held.entry[0] < rank  # it is due sooner, if only by a rounding
+        return sum(self._tokens[:place]) - is_among * held.num_new_tokens, place - is_among
+
+    def backwards(self) -> Iterator[Held]:
+        """All requests, the last in the order first."""
+        if self._num_changes != self._shares.num_changes:
+            self._rank_anew()
+        return (held for _, _, held in reversed(self._ranked))
+
+    def first(self, count: int) -> set[Held]:
+        """The most urgent ``count`` requests."""
+        if self._num_changes != self._shares.num_changes:
+            self._rank_anew()
+        return {held for _, _, held in self._ranked[:count]}
 
     def that_begin_by(self, time_s: float) -> list[Held]:
         """The requests that have to begin at ``time_s`` or earlier."""
@@ -175,4 +189,4 @@ class HeldOrder:
             held.entry = (self.rank(held), number, held)
             ranked.append(held.entry)
         self._ranked, self._to_consider = sorted(ranked), None
-        self._lost_tokens = [held.lost_tokens for _, _, held in self._ranked]
+        self._tokens = [held.num_new_tokens for _, _, held in self._ranked]

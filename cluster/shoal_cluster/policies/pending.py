@@ -13,10 +13,10 @@ from heapq import nsmallest
 from random import Random
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, Ints
+from shoal_cluster.policies.columns import CAPACITY, ROOM, Ints
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.due_dates import DueDates
-from shoal_cluster.policies.held import Held, PendingRequest, QueuePlace
+from shoal_cluster.policies.held import RESUMED_PRIORITY, Held, PendingRequest, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.look import Considered, Draw, Look, look
 from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
@@ -123,7 +123,6 @@ class PendingQueue:
         del self._held[held.pending.query.request_id]
         self.num_tokens -= held.num_new_tokens
         self._by_urgency.remove(held)
-        self._dates.forget(held)
         self._shares.leave(held.pending.tenant, held.pending.priority)
 
     def know_size(self, request_id: str, num_new_tokens: int, now: float) -> None:
@@ -133,13 +132,15 @@ class PendingQueue:
         self._dates.note(held, now)
 
     def before(self, request_id: str) -> tuple[int, int]:
-        """Prompt tokens that the other held requests have to compute, and how many requests these are. Tokens of a
-        request whose objective is lost count only if its turn comes before this one's objective ends: it fills no
-        queue for requests that can still meet theirs.
+        """Prompt tokens of the other held requests that go before this one while its objective can be met, and how many
+        these are: requests that come after it, such as those whose objective is lost, fill no queue for it.
         """
         its = self._held[request_id]
-        num_lost_tokens = self._by_urgency.num_lost_tokens_before(its, its.pending.arrival_s + its.length_s)
-        return self._dates.num_tokens - its.num_counted_tokens + num_lost_tokens, len(self._held) - 1
+        return self._by_urgency.before(its, its.pending.arrival_s + its.length_s)
+
+    def last(self) -> PendingRequest | None:
+        """The request that is last in order, of those that may be refused: they have not been placed before."""
+        return next((held.pending for held in self._by_urgency.backwards() if not held.pending.is_admitted), None)
 
     def up_to(self, request_id: str, now: float) -> tuple[QueuePlace, ...]:
         """The requests that come before this one, the most urgent first, then itself; empty if it is not held."""
@@ -191,6 +192,8 @@ class PendingQueue:
                 self._know_sizes(view, present, now)
             wishes = view.wishes(now) if self._is_one_of_many else ()
             self._dates.renew_together(self._held.values(), wishes, plan, present)
+        if len(self._held) > 1 and not self._has_unplanned and int(present.columns[ROOM].max(initial=-1)) < 1:
+            return None  # no replica has a free slot and a free block: nothing could start
         if len(self._held) > self._config.max_considered:
             self._by_urgency.tell_apart(present.least_capacity())
         order = self._by_urgency.to_consider()
@@ -258,7 +261,7 @@ class PendingQueue:
         return Dispatch(
             pending,
             sent.decision.best,
-            seen[-1].due_s,
+            now if pending.priority == RESUMED_PRIORITY else seen[-1].due_s,  # its client is in mid-answer
             sent.candidates,
             sent.seed,
             sent.decision,

@@ -61,7 +61,7 @@ class Generation:
         self.num_resumes = 0
         self._chunks: deque[Chunk] = deque()
         self._ready = asyncio.Event()
-        self.failure: BaseException | None = None
+        self._failure: BaseException | None = None
         self._legs: set[asyncio.Task[None]] = set()
         self._gone: set[str] = set()  # replicas that cannot finish what they took
 
@@ -87,8 +87,8 @@ class Generation:
                         yield replace(chunk, usage=self.usage())
                         return
                     yield chunk
-                if self.failure is not None:
-                    raise self.failure
+                if self._failure is not None:
+                    raise self._failure
         finally:
             deadline.cancel()
             if not self._is_done:  # else their calls are returning: to cancel one would count as its failure
@@ -101,7 +101,7 @@ class Generation:
         Whoever refuses a call keeps that itself: then there is more than the refusal of a former call of this id. Of a
         call whose id another one has nothing is kept: that is the one who is asked for.
         """
-        routes, call_id, error = self._ledger.routes, self._request.request_id, self.failure
+        routes, call_id, error = self._ledger.routes, self._request.request_id, self._failure
         if isinstance(error, InvalidArgument) and error.field == "request_id":
             return
         was_placed = any(leg.replica_id for leg in self._times.legs) or routes.of_call(call_id)
@@ -291,8 +291,8 @@ class Generation:
 
     def fail(self, error: BaseException) -> None:
         """End the call with ``error``, which ``chunks`` raises; not where it has failed already."""
-        if self.failure is None:
-            self.failure = error
+        if self._failure is None:
+            self._failure = error
             if not self._is_done:  # its client may be long in reading: nobody else is to wait for that
                 for leg in self._legs:
                     leg.cancel()

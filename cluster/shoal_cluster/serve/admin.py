@@ -1,4 +1,4 @@
-"""Who may change the running cluster: whoever shows the admin key. Without a key nobody may."""
+"""Access to controls of the running cluster: it takes the admin key. If none is configured, nobody has access."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_admin_key(configured: str | None, given: str | None) -> None:
 
 
 def key_of_header(authorization: str | None) -> str | None:
-    """The key of an ``authorization`` header or metadatum; None when there is none."""
+    """The key in an ``authorization`` header or gRPC metadata value; None if there is none."""
     if authorization is None or not authorization.startswith(BEARER):
         return None
     return authorization.removeprefix(BEARER)

@@ -21,8 +21,8 @@ from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_cluster.serve.request_router import BlockRouter
 from shoal_replica.build import resolve_config
 
-# Both deployments and their handles: streams of calls between actors by gRPC, and one event loop in a gateway, so that
-# the router and the gateway share the ledger without locks.
+# For both deployments and their handles: calls between actors go by gRPC, and a gateway has one event loop, so that its
+# router and the gateway itself share the ledger without locks.
 ENVIRONMENT = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -34,10 +34,10 @@ CLOSE_S = 15.0
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Bind the gateway over the replicas.
+    """Bind the gateway to the replicas.
 
     Raises:
-        ConfigError, NotFound: one line naming what is wrong in ``args``.
+        ConfigError, NotFound: one line that names what is wrong in ``args``.
     """
     config = ClusterConfig.from_args(_with_admin_key(args))
     _check_model(config)
@@ -66,7 +66,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _with_admin_key(args: dict[str, Any]) -> dict[str, Any]:
-    """The key need not stand in the YAML: this process may have it in its environment."""
+    """``args`` with the admin key from this process's environment, so that the YAML need not contain it."""
     gateway, key = args.get("gateway", {}), os.environ.get(ADMIN_KEY_VARIABLE)
     if not key or not isinstance(gateway, dict):
         return args
@@ -74,7 +74,7 @@ def _with_admin_key(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resources(replica: ReplicaSettings) -> dict[str, Any]:
-    """Of a replica's one process, or of its engine's with the placement group that holds its ranks as well."""
+    """Resources of a replica's only process, or of its engine's process and the placement group for its ranks."""
     if replica.num_ranks == 1:
         resources = replica.resources | DEVICE_RESOURCES[replica.device]
         return {"ray_actor_options": _actor(replica.num_cpus, resources)}
@@ -90,7 +90,7 @@ def _actor(num_cpus: float, resources: dict[str, float]) -> dict[str, Any]:
 
 
 def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
-    """Serve's own bounds are wide and its delays none: those of the policy change without a new deployment."""
+    """Serve's own bounds are wide and its delays zero: those of the policy can change without a new deployment."""
     settings = config.scale_config()
     return AutoscalingConfig(
         min_replicas=0,
@@ -108,7 +108,7 @@ def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
 
 
 def _check_model(config: ClusterConfig) -> None:
-    """The model exists and fits the largest node; whether it fits an NPU, the replica finds out."""
+    """Check that the model exists and fits the largest node. Whether it fits an NPU, the replica finds out."""
     nodes = [n["Resources"].get("memory", 0) for n in ray.nodes() if n["Alive"]] if ray.is_initialized() else []
     replica = config.replica
     resolve_config(

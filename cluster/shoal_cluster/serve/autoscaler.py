@@ -1,4 +1,4 @@
-"""Serve's door to ``desired_replicas()``: a policy class that runs with the Serve controller's control loop."""
+"""Adapter from Serve to ``desired_replicas()``: a policy class that runs in the Serve controller's control loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard
 from shoal_cluster.serve.scaling_link import BoardLink
 from shoal_replica.stats import ReplicaStats
 
-MAX_REPORT_AGE_S = 5.0  # reports come once a second; of a gateway that is gone none is to count for long
+MAX_REPORT_AGE_S = 5.0  # reports come once a second; that of a gateway that is gone must not count for long
 LEDGER_FIELDS = (
     "block_size",
     "num_total_blocks",
@@ -50,12 +50,12 @@ logger = logging.getLogger("ray.serve")
 
 
 def ledger_metrics(stats: ReplicaStats) -> dict[str, float]:
-    """What a replica records for the policy: Serve carries named numbers."""
+    """What a replica records for the policy: Serve carries numbers by name."""
     return {name: getattr(stats, name) for name in LEDGER_FIELDS}
 
 
 class BlockScaling:
-    """Callable policy. ``settings`` is a ScaleConfig in builtins; it holds until a gateway tells a newer one."""
+    """Callable policy. ``settings`` is a ScaleConfig as builtins, in force until a gateway reports its own."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._base = msgspec.convert(settings, ScaleConfig)
@@ -93,7 +93,7 @@ class BlockScaling:
         return decision.num_replicas, {}
 
     def _meet(self, context: AutoscalingContext) -> BoardLink:
-        """The link to the board; it ends with this policy."""
+        """The link to the scaling board; it ends with this policy."""
         if self._link is None:
             self._link = BoardLink(ScalingBoard(context.app_name or "", RayStore()))
             weakref.finalize(self, self._link.stop)
@@ -111,7 +111,7 @@ class BlockScaling:
         return tuple(aged)
 
     def _config(self, context: AutoscalingContext, reports: list[GatewayReport]) -> ScaleConfig:
-        """The settings in force: a gateway's, tuned; scaled when Serve is told to serve at a part of its capacity."""
+        """The settings in force: the gateways', tuned; bounds are scaled if Serve is told to run at part capacity."""
         if reports:
             self._base = max(reports, key=lambda r: (r.base_since_s, r.time_s)).base
         config = self._base
@@ -133,7 +133,7 @@ class BlockScaling:
 
 
 def _row(context: AutoscalingContext, replica_id: Any, num_reserved_tokens: int) -> ReplicaView:
-    """The last numbers a replica has recorded, as of the oldest. Stats are None until every one of them has come."""
+    """A replica by the last numbers that it recorded, as of the oldest. Its stats are None until all have arrived."""
     metrics = context.raw_metrics or {}
     values: dict[str, float] = {}
     oldest_s = math.inf

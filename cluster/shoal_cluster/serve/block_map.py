@@ -1,4 +1,4 @@
-"""A replica's block pool as a picture: one cell a block, or a few blocks where there are very many."""
+"""A replica's block pool as a picture: one cell per block, or per few blocks where there are very many."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ MAX_CELLS = 4096
 
 
 class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
-    """``cells`` in the order of block ids, each as hot as the hottest of its ``blocks_per_cell`` blocks.
+    """``cells`` are in the order of block ids, each as hot as the hottest of its ``blocks_per_cell`` blocks.
 
-    A cell is 0 where empty; 1 to 127 where a prefix is cached, the higher the later it will be evicted; 128 plus the
-    references where allocated (BlockPool.heat).
+    A cell is 0 if empty; 1 to 127 if it caches a prefix, the higher the later it will be evicted; 128 plus the number
+    of references if allocated (``BlockPool.heat``).
     """
 
     num_blocks: int
@@ -20,17 +20,17 @@ class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def block_map(heat: bytes, max_cells: int = MAX_CELLS) -> BlockMap:
-    """The map of a pool of which ``heat`` has one byte a block, in at most ``max_cells`` cells."""
+    """The map of a pool, from one byte of ``heat`` per block, in at most ``max_cells`` cells."""
     per_cell = max(1, -(-len(heat) // max_cells))
     cells = heat if per_cell == 1 else bytes(max(heat[i : i + per_cell]) for i in range(0, len(heat), per_cell))
     return BlockMap(num_blocks=len(heat), blocks_per_cell=per_cell, cells=cells)
 
 
 def encode_block_map(heat: bytes) -> bytes:
-    """A replica's answer to the question for its blocks."""
+    """A replica's answer when it is asked for its blocks."""
     return msgspec.msgpack.encode(block_map(heat))
 
 
 def decode_block_map(body: bytes) -> BlockMap:
-    """What ``encode_block_map`` made. Raises msgspec.DecodeError."""
+    """Decode what ``encode_block_map`` made. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(body, type=BlockMap)

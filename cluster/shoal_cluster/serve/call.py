@@ -1,4 +1,4 @@
-"""A call as the gateway sees it: what both faces (gRPC, HTTP) hand in, and the chunks they get back."""
+"""A call as the gateway sees it: what both front ends (gRPC, HTTP) hand in, and the chunks they get back."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from shoal_replica.stats import ReplicaStats
 if TYPE_CHECKING:
     from shoal_cluster.serve.metrics.tally import Point
 
-MAX_PROMPTS = 128  # of one completion
-CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"  # before the request's id, in the body of OpenAI's answers
-TURN_LENGTH = 64  # characters that take as long as a turn does by itself
+MAX_PROMPTS = 128  # in one completion request
+CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"  # before the request's id, as the id of OpenAI answers
+TURN_LENGTH = 64  # what a chat turn costs besides its text, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
-    """What a client asked, before tokenising. Exactly one of ``text``, ``token_ids`` and ``messages`` is given.
+    """What a client asked for, before tokenisation. Exactly one of ``text``, ``token_ids`` and ``messages`` is given.
 
     ``timeout_s`` counts from the arrival at the gateway; None means the gateway's own limit.
     """
@@ -60,14 +60,14 @@ class GenerateCall:
 
     @property
     def length(self) -> int:
-        """Characters that take as long to tokenise as what was given."""
+        """What was given, in characters of text that would take as long to tokenise."""
         turns = self.messages or ()
         return len(self.text or "") + sum(len(turn.role) + len(turn.content) + TURN_LENGTH for turn in turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a request over all its sequences, and who computed them."""
+    """Tokens of a request over all its sequences, and the replica that computed them."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -79,7 +79,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """New text and tokens of one sequence. Text may lag behind tokens: an unfinished character, a possible stop.
+    """New text and tokens of one sequence. Text lags behind tokens at an unfinished character or possible stop string.
 
     ``finish_reason`` comes with a sequence's last chunk; ``usage`` with the request's last chunk.
     """
@@ -94,7 +94,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """The served model as clients may ask for it."""
+    """The served model, as it is described to clients."""
 
     name: str
     max_model_len: int
@@ -108,8 +108,9 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
-    """One replica as the gateway knows it. ``stats`` is None until its feed has spoken; ``age_s`` is its stats' age.
-    One that is ``stalled`` takes nothing new until it gets on; ``slowness``: times as long as the fastest for a prompt.
+    """One replica as the gateway knows it. ``stats`` is None until its feed has delivered some; ``age_s`` is their age.
+    A ``stalled`` replica gets nothing new until it makes progress. ``slowness`` is how many times as long as the
+    fastest replica it takes for a prompt.
 
     ``start_report`` says what its memory went to when it started.
     """
@@ -126,7 +127,7 @@ class ReplicaRow:
 
     @classmethod
     def of(cls, view: ReplicaView, start_report: str) -> ReplicaRow:
-        """As the gateway's view has it."""
+        """From a row of the gateway's view."""
         return cls(
             replica_id=view.replica_id,
             node_id=view.node_id,
@@ -142,8 +143,8 @@ class ReplicaRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRow:
-    """The cluster's sums, beside its replicas. ``latency`` is what this gateway's clients had lately, ``quality`` how
-    true its view was; ``devices`` are those of each replica.
+    """The replicas, and this gateway's totals. ``latency`` is what its clients saw lately, ``quality`` how accurate its
+    view was; ``devices`` describes those of each replica.
     """
 
     model: str
@@ -161,11 +162,11 @@ class ClusterRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRow:
-    """The autoscaler as the gateway knows it, a second old at most.
+    """The autoscaler as the gateway knows it, at most a second old.
 
     Attributes:
         config: the settings in force; ``tuned`` names those that differ from the deployment's.
-        current: the last look, a change or not; None until the autoscaler has spoken. Its ``time_s`` dates it.
+        current: the last decision, dated by its ``time_s``, whether or not it changed the count; None before the first.
         records: the last decisions that changed the count, oldest first.
     """
 
@@ -176,7 +177,7 @@ class ScalingRow:
 
 
 class GatewayCore(Protocol):
-    """What the faces need of the gateway. Every method raises ShoalError subclasses for what clients did wrong."""
+    """What the front ends need of the gateway. Methods raise subclasses of ShoalError for clients' mistakes."""
 
     def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         """Stream a call. Closing the iterator cancels the request and frees its blocks."""
@@ -199,16 +200,16 @@ class GatewayCore(Protocol):
     def cluster(self) -> ClusterRow: ...
 
     async def metrics(self) -> Iterable[Point]:
-        """What is counted here, and what replicas and the autoscaler tell."""
+        """What is counted here, and what replicas and the autoscaler report."""
         ...
 
     def refuse_unread(self) -> None:
-        """Count a call that a face could not read."""
+        """Count a call that a front end could not parse."""
         ...
 
     async def explain(self, request_id: str) -> Explanation:
-        """What is known of a request's placement, whichever gateway has it. Raises NotFound when nothing is kept, and
-        Unavailable when another gateway, which may keep something, does not answer.
+        """What is known of a request's placement, from whichever gateway has it. Raises NotFound when nothing is kept,
+        and Unavailable when another gateway, which may have something, does not answer.
         """
         ...
 
@@ -217,27 +218,27 @@ class GatewayCore(Protocol):
         ...
 
     def events(self, limit: int) -> Sequence[Event]:
-        """What happened last, oldest first, at most ``limit``."""
+        """The last events, oldest first, at most ``limit``."""
         ...
 
     def deployment(self) -> DeploymentRow | None:
-        """What Serve says of the replicas; None while it says nothing."""
+        """What Serve reports about the replicas; None while it reports nothing."""
         ...
 
     async def block_map(self, replica_id: str) -> BlockMap:
-        """A replica's block pool as it is now. Raises NotFound, and Unavailable when the replica does not answer."""
+        """A replica's block pool as it is now. Raises NotFound, or Unavailable when the replica does not answer."""
         ...
 
     async def replica_past(self, replica_id: str) -> Sequence[PastSample]:
-        """What a replica remembers of itself, oldest first. Raises as ``block_map`` does."""
+        """What a replica remembers of its past, oldest first. Raises as ``block_map`` does."""
         ...
 
     def scaling(self) -> ScalingRow:
-        """The autoscaler's settings, its last look and its last decisions."""
+        """The autoscaler's settings and last decisions."""
         ...
 
     async def tune(self, changes: Mapping[str, float], *, reset: bool) -> ScalingRow:
-        """Change the autoscaler's settings in place; with ``reset`` go back to the deployment's first."""
+        """Change the autoscaler's settings in place; with ``reset``, first go back to the deployment's."""
         ...
 
     def check_admin(self, key: str | None) -> None:
@@ -245,13 +246,13 @@ class GatewayCore(Protocol):
         ...
 
     async def drain(self, replica_id: str) -> None:
-        """Let a replica finish what it runs and be replaced. Raises as ``block_map`` does."""
+        """Let a replica finish its requests and be replaced. Raises as ``block_map`` does."""
         ...
 
     def knows_call(self, request_id: str) -> bool:
-        """Whether a request of that id runs here or is still on record."""
+        """Whether a request with that id runs here or is still on record."""
         ...
 
     def is_ready(self) -> bool:
-        """Whether a replica can take a request, or the next request would start one: the deployment may have none."""
+        """Whether a replica can take a request, or the next request would start one: deployments may scale to zero."""
         ...

@@ -1,4 +1,4 @@
-"""How far Serve's calls stay behind their requests."""
+"""How long Serve's calls are delayed behind their requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ BURST_S = 0.05
 
 
 class CallDelay:
-    """A call takes some milliseconds of the gateway's loop and of the replica's. Of requests that come together the
-    last would wait for the calls of those before it, so these are put off by what some dozens of requests take to read.
+    """A call takes some milliseconds of both the gateway's and the replica's event loop. When requests come together,
+    the last would wait for the calls of those before it, so the calls are delayed by about as long as some dozens of
+    requests take to read.
 
     Everything here happens on one event loop.
     """
@@ -19,8 +20,8 @@ class CallDelay:
         self._latest_s = 0.0
 
     async def wait(self) -> None:
-        """A request is on its way. Returns ``BEHIND_S`` later if no other was in the ``BURST_S`` before or comes
-        meanwhile, ``BURST_S`` later if one was or does.
+        """A request has been sent: wait before making its call. Waits ``BEHIND_S`` if no other request was sent in the
+        ``BURST_S`` before or is sent meanwhile, else ``BURST_S``.
         """
         now = asyncio.get_running_loop().time()
         is_alone, self._latest_s = now - self._latest_s >= BURST_S, now

@@ -1,4 +1,4 @@
-"""Sees every call from its arrival to its end, however that comes, and says once what became of it."""
+"""Observes every call from its arrival to its end, however that comes, and reports once what became of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 CUT_S = 1.0
-"""Within which a call that was cut has told its client."""
+"""Within this time a call that was cut has told its client."""
 
 
 class CallWatch:
@@ -39,7 +39,7 @@ class CallWatch:
         self.finish_reasons: list[FinishReason] = []
 
     def take(self, chunk: Chunk) -> None:
-        """A chunk goes to the client."""
+        """Note a chunk that goes to the client."""
         if chunk.finish_reason is not None:
             self.finish_reasons.append(chunk.finish_reason)
 
@@ -63,7 +63,7 @@ class CallWatch:
 
 
 class CallObserver:
-    """Counts calls, notes in the journal those that went wrong, and hands each call's record to ``listeners``."""
+    """Counts calls, notes refused and failed ones in the journal, and hands each call's record to ``listeners``."""
 
     def __init__(
         self, metrics: GatewayMetrics, journal: Journal, listeners: tuple[Callable[[CallRecord], None], ...] = ()
@@ -77,7 +77,7 @@ class CallObserver:
 
     @contextmanager
     def observe(self, call: GenerateCall) -> Iterator[CallWatch]:
-        """Around a call's whole life. What is raised inside passes through."""
+        """Context for a call's whole life. What is raised inside passes through."""
         self._metrics.num_active += 1
         watch = CallWatch(call, CallTimes(time.monotonic(), call.sampling_params.n, self._metrics))
         outcome, error = RequestOutcome.FINISHED, None
@@ -116,7 +116,7 @@ class CallObserver:
 
 
 def outcome_of(error: BaseException) -> RequestOutcome:
-    """What an error that ends a call means for it."""
+    """The outcome of a call that ends with ``error``."""
     match error:
         case ResourceExhausted():
             return RequestOutcome.SHED
@@ -131,7 +131,7 @@ def outcome_of(error: BaseException) -> RequestOutcome:
 
 
 def open_tracer(settings: TraceSettings, model: str, gateway_id: str) -> CallTracer | None:
-    """A listener that makes traces; None where no endpoint is set. Raises ConfigError: OpenTelemetry is missing."""
+    """A tracer, if an endpoint is set. Raises ConfigError if OpenTelemetry is missing."""
     if settings.otlp_endpoint is None:
         return None
     from shoal_cluster.serve.tracing import CallTracer  # OpenTelemetry's exporter is an extra

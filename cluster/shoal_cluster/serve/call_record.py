@@ -1,4 +1,4 @@
-"""What is left of a call when it is over: how it ended, its numbers and times. Nothing of what was said in it."""
+"""What is left of a call when it is over: how it ended, its numbers and times, but nothing of its content."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class CallRecord:
 
     Attributes:
         arrived_s, ended_s: the gateway's monotonic clock. ``time_s`` is the Unix time of the arrival.
-        usage: None when it ended before it was placed.
-        error: the type of what ended it; empty when it finished.
+        usage: None when it ended before its placement began.
+        error: type of the error that ended it; empty when it finished.
         legs: its placements, oldest first.
     """
 

@@ -1,4 +1,4 @@
-"""When one call's tokens came, as its client saw it."""
+"""When one call's tokens came, as its client saw them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal_replica.request import StartTimes
 
 
 class TokenWatch(Protocol):
-    """Who counts waiting times as they happen. Called for every chunk: it must cost a microsecond, not more."""
+    """Counts waiting times as they happen. Called for every chunk: it must cost no more than a microsecond."""
 
     def add_first_token(self, seconds: float, now: float) -> None:
         """A call's first token came ``seconds`` after the call."""
@@ -22,15 +22,15 @@ class TokenWatch(Protocol):
 
 @dataclass(slots=True)
 class LegTimes:
-    """One placement of a call, on the same clock. None for what has not happened.
+    """One placement of a call, on the gateway's monotonic clock. None for what has not happened.
 
     Attributes:
-        placed_s: handed to Serve.
-        routed_s: it went to the replica that took it.
-        queue_s, prefill_s: how long it waited there for its first step, and from then to its first token, by the
+        placed_s: when the placement began: the request entered the gateway's queue.
+        routed_s: when it went to the replica that took it.
+        queue_s, prefill_s: how long it waited there for its first step, and from then for its first token, by the
             replica's own clock.
-        first_token_s, last_token_s: of those that went on to the client.
-        end: why it did not finish there; empty when it did, or still runs.
+        first_token_s, last_token_s: of the tokens that went on to the client.
+        end: why it did not finish there; empty if it did, or still runs.
     """
 
     placed_s: float
@@ -43,7 +43,7 @@ class LegTimes:
     end: str = ""
 
     def take(self, start: StartTimes | None, now: float) -> None:
-        """A token came."""
+        """Note tokens that came, with ``start`` if they are the placement's first."""
         self.last_token_s = now
         if self.first_token_s is None:
             self.first_token_s = now
@@ -52,7 +52,7 @@ class LegTimes:
 
 
 class CallTimes:
-    """One call on the gateway's monotonic clock, seconds. A resume is part of the gap in which it happens."""
+    """One call, in seconds on the gateway's monotonic clock. A resume is part of the token gap in which it happens."""
 
     __slots__ = ("_last_s", "_num_gaps", "_sum_gaps_s", "_watch", "arrived_s", "first_token_s", "legs")
 
@@ -76,7 +76,7 @@ class CallTimes:
         return self._sum_gaps_s / self._num_gaps if self._num_gaps else 0.0
 
     def start_leg(self, now: float) -> LegTimes:
-        """The call is being placed."""
+        """Begin another placement of the call."""
         self.legs.append(LegTimes(now))
         return self.legs[-1]
 

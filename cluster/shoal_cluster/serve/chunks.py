@@ -11,7 +11,7 @@ from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall
 
 
 def open_chunks(core: GatewayCore, call: GenerateCall) -> AbstractAsyncContextManager[AsyncGenerator[Chunk, None]]:
-    """The stream of ``call``, closed at the end of the context, which cancels what still runs."""
+    """The stream of ``call``. It is closed at the end of the context, which cancels what still runs."""
     return aclosing(cast("AsyncGenerator[Chunk, None]", core.generate(call)))
 
 
@@ -19,11 +19,11 @@ def open_chunks(core: GatewayCore, call: GenerateCall) -> AbstractAsyncContextMa
 async def open_merged_chunks(
     core: GatewayCore, calls: Sequence[GenerateCall]
 ) -> AsyncIterator[AsyncIterator[tuple[int, Chunk]]]:
-    """The streams of ``calls`` run together: (number of the call, chunk) as they come, all closed at the end.
+    """The streams of ``calls``, run together: (number of the call, chunk) as they come. All are closed at the end.
 
     The first error of any is raised to the reader. A slow reader holds the streams back.
     """
-    if len(calls) == 1:  # the usual case needs no queue between
+    if len(calls) == 1:  # the usual case needs no queue
         async with open_chunks(core, calls[0]) as chunks:
             yield ((0, chunk) async for chunk in chunks)
         return

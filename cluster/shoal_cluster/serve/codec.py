@@ -1,7 +1,8 @@
 """`shoal.v1.Generation`: proto to domain and back. Nothing is lost either way.
 
-Defaults of absent fields are those an OpenAI or vLLM user expects (temperature 1, no truncation of the distribution,
-one sequence), but ``max_tokens``, which is as many as the model has room for: a stream can be cancelled at any time.
+Absent fields get the defaults that an OpenAI or vLLM user expects (temperature 1, no truncation of the distribution,
+one sequence), except ``max_tokens``: by default it is as many as the model has room for, since a stream can be
+cancelled at any time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.ite
 
 
 def parse(message_type: type[M], raw: bytes) -> M:
-    """A message from its bytes. Raises InvalidArgument when they are none, or a string in them is not UTF-8."""
+    """Parse a message. Raises InvalidArgument when ``raw`` is malformed, or a string in it is not UTF-8."""
     try:
         return message_type.FromString(raw)
     except DecodeError:
@@ -62,11 +63,11 @@ def call_from_proto(
     tenant: str | None = None,
     trace: TraceContext | None = None,
 ) -> GenerateCall:
-    """What a client asked; ``fresh_id`` names a request that has no id of its own. ``tenant`` comes from the metadata,
-    which a proxy may set, and goes before what the message says.
+    """The call that a client asked for. ``fresh_id`` stands in for an id that it lacks. ``tenant`` comes from the
+    metadata, which a proxy may set, and takes precedence over the message's.
 
     Raises:
-        InvalidArgument: no prompt, or a field outside its limits.
+        InvalidArgument: there is no prompt, or a field is outside its limits.
     """
     prompt = request.WhichOneof("prompt")
     if prompt is None:
@@ -89,7 +90,7 @@ def call_from_proto(
 
 
 def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
-    """The request that asks for ``call``; its ``timeout_s`` travels as the deadline, not in the message."""
+    """The request for ``call``. Its ``timeout_s`` travels as the RPC's deadline, its ``trace`` as metadata."""
     request = pb.GenerateRequest(
         sampling_params=sampling_params_to_proto(call.sampling_params),
         model=call.model,
@@ -110,7 +111,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
 def sampling_params_from_proto(params: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidArgument for a field outside its limits."""
     given: dict[str, Any] = {"max_tokens": None, **{field.name: value for field, value in params.ListFields()}}
-    return SamplingParams(**given)  # which makes tuples of what is repeated
+    return SamplingParams(**given)  # which turns repeated fields into tuples
 
 
 def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
@@ -145,7 +146,7 @@ def chunk_from_proto(response: pb.GenerateResponse) -> Chunk:
 
 
 def chunk_from_bytes(raw: bytes) -> Chunk:
-    """What a client reads of the stream."""
+    """One message of the stream, as a client reads it."""
     return chunk_from_proto(pb.GenerateResponse.FromString(raw))
 
 

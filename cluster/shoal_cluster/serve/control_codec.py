@@ -1,4 +1,4 @@
-"""`shoal.v1.Control`: proto to domain and back. Nothing is lost either way."""
+"""`shoal.v1.Control`: proto to domain and back. Only a cluster's ``latency`` and ``devices`` are not sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal_protos import control_pb2 as pb
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
 
-_STATS_SCALARS = (  # of ReplicaStats, under the same names in the proto; its blocks are a message of their own
+_STATS_SCALARS = (  # fields of ReplicaStats with the same names in the proto; its blocks are a message of their own
     "time_s",
     "block_size",
     "num_running",
@@ -62,7 +62,7 @@ _VIEW_SCALARS = (
 
 
 def cluster_to_proto(cluster: ClusterRow) -> pb.Cluster:
-    """With the sums of the block ledger."""
+    """The cluster, with its replicas' block ledgers summed."""
     return pb.Cluster(
         model=cluster.model,
         replicas=map(_replica_to_proto, cluster.replicas),
@@ -92,7 +92,7 @@ def cluster_from_proto(cluster: pb.Cluster) -> ClusterRow:
 
 
 def cluster_from_bytes(raw: bytes) -> ClusterRow:
-    """What a client reads of ListReplicas."""
+    """The answer of ListReplicas, as a client reads it."""
     return cluster_from_proto(pb.Cluster.FromString(raw))
 
 

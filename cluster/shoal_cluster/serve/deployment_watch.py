@@ -1,4 +1,4 @@
-"""What Serve says of the replicas' deployment: how many are wanted, which start, run and stop, and what went wrong.
+"""What Serve reports about the replicas: how many are wanted, which start, run and stop, and what went wrong.
 
 Routers are told of running replicas only; starts, failed starts and stops are known to Serve's controller.
 """
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeReplica:
-    """A replica's life as Serve sees it. ``state`` is Serve's word: STARTING, RUNNING, STOPPING and others."""
+    """A replica as Serve sees it. ``state`` is Serve's word: STARTING, RUNNING, STOPPING and others."""
 
     replica_id: str
     state: str
@@ -39,10 +39,10 @@ class DeploymentRow:
     """The deployment of replicas. Owner: Serve's controller; up to ``PERIOD_S`` old.
 
     Attributes:
-        num_wanted: replicas that the autoscaler has asked for last.
+        num_wanted: replicas that the autoscaler last asked for.
         status: Serve's word: HEALTHY, UPDATING, UPSCALING, UNHEALTHY and others.
-        trigger: Serve's word for what brought that about.
-        message: what Serve says of it, empty when all is well.
+        trigger: Serve's word for what caused that status.
+        message: Serve's explanation of it, empty when all is well.
         deployed_s: Unix time of the application's last deployment.
     """
 
@@ -55,23 +55,23 @@ class DeploymentRow:
 
     @property
     def start_failure(self) -> str:
-        """Why no replica comes up, once so many starts in a row have failed that Serve says so; else empty, and while
-        a replica runs: Serve says it of a failing scale-up too, which takes nothing from those that are there.
+        """Why no replica comes up. Empty until so many starts in a row have failed that Serve reports it, and while a
+        replica runs: Serve reports a failing scale-up too, which does not affect the replicas that are there.
 
-        Of a version that has never run Serve then starts no more, until it is deployed anew or more replicas are
-        wanted; of another it goes on trying.
+        Of a version that has never run, Serve then starts no more replicas until it is deployed anew or more are
+        wanted; of any other it keeps trying.
         """
         if self.trigger not in START_FAILURES or self.num_in("RUNNING"):
             return ""
         return error_line([self.message])
 
     def num_in(self, *states: str) -> int:
-        """Replicas in any of ``states``."""
+        """Number of replicas in any of ``states``."""
         return sum(replica.state in states for replica in self.replicas)
 
 
 def read_deployment(details: Mapping[str, Any], application: str, deployment: str) -> DeploymentRow | None:
-    """One deployment out of Serve's instance details; None while it is not there."""
+    """Read one deployment out of Serve's instance details; None while it is not there."""
     found = details["applications"].get(application)
     if found is None or deployment not in found["deployments"]:
         return None
@@ -95,20 +95,20 @@ def read_deployment(details: Mapping[str, Any], application: str, deployment: st
 
 
 def error_line(messages: Iterable[str]) -> str:
-    """The error itself, without the tracebacks around it: ours if there is one, else the last line."""
+    """The error without the tracebacks around it: the last one of ours if there is any, else the last line."""
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if OUR_ERROR.match(line)]
     return OUR_ERROR.sub("", (ours or lines or ["no reason given"])[-1])
 
 
 def _word(value: str) -> str:
-    """The value of Serve's enums, which are strings; ``str()`` would name the enum."""
+    """The value of one of Serve's string enums; ``str()`` would include the enum's name."""
     return str.__str__(value)
 
 
 def note_changes(before: DeploymentRow | None, after: DeploymentRow, journal: Journal, now_s: float) -> None:
-    """Write into ``journal`` what is new in ``after``, which is of ``now_s`` (Unix time). Of what a first look finds,
-    starts and trouble are news.
+    """Write into ``journal`` what is new in ``after``, which was read at ``now_s`` (Unix time). Of what is found the
+    first time, only starts and trouble are news.
     """
     known = {r.replica_id: r for r in before.replicas} if before is not None else {}
     now = {r.replica_id: r for r in after.replicas}
@@ -126,16 +126,16 @@ def note_changes(before: DeploymentRow | None, after: DeploymentRow, journal: Jo
             journal.note(EventKind.DIED, "it never became ready", replica_id=replica_id)
     trouble = after.status in ("UNHEALTHY", "DEPLOY_FAILED") and after.message
     if trouble and (before is None or before.message != after.message):
-        # A replica that is replaced, after a drain too, makes Serve say UNHEALTHY for a while: that is no failure.
+        # Replacing a replica, even after a drain, makes Serve say UNHEALTHY for a while: that is no failure.
         kind = EventKind.FAILED if after.status == "DEPLOY_FAILED" else EventKind.CHANGED
         journal.note(kind, f"Serve says {after.status}: {' '.join(after.message.split())}")
 
 
 class DeploymentWatch:
-    """Asks every ``PERIOD_S``; ``latest`` is the last answer, None before the first.
+    """Asks Serve every ``PERIOD_S``; ``latest`` is its last answer, None before the first and while it does not answer.
 
     Args:
-        ask: Serve's instance details. Raises Unavailable when they cannot be had now.
+        ask: returns Serve's instance details. Raises Unavailable if they cannot be had now.
     """
 
     def __init__(

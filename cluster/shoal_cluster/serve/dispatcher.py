@@ -1,4 +1,4 @@
-"""Where requests wait at the gateway until a replica can start them."""
+"""Holds requests at the gateway until a replica can start them."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
 
 MIN_WAKE_S = 0.001
-"""How far past a date to look whether it is past."""
+"""Margin after a deadline at which to wake up, so that it has certainly passed."""
 
 LOOK_S = 1.0
-"""How often to look, with no replica there, whether any will come."""
+"""How often a held request checks, while no replica takes requests, whether one will come."""
 
 NUM_LOOKS = 4
-"""While its patience would last, how often one who waits looks whether there is a replica yet."""
+"""A held request checks whether there is a replica at least this many times per ``patience_s``."""
 
 MAX_TOLD = 64
-"""Of the queue, to who asks where a request stands in it."""
+"""How much of the queue is shown to a client that asks where its request stands."""
 
 FEED_DELAY_S = 0.005
-"""From a gateway's promise to the others' knowing it: a hop to the replica, ``feed.GATHER_S``, and a hop back."""
+"""Time until the other gateways know of a promise: a hop to the replica, ``feed.GATHER_S``, and a hop back."""
 
 
 @dataclass(slots=True)
 class Waiter:
-    """A request's turn."""
+    """A request in the queue; ``turn`` is done when its turn has come."""
 
     pending: PendingRequest
     turn: asyncio.Future[Dispatch]
@@ -57,10 +57,12 @@ class Dispatcher:
     """Holds requests in a PendingQueue and looks at it again whenever the ledger has news.
 
     Args:
-        holding: entered while a request is held, with its prompt tokens: the autoscaler is to know.
-        patience_s: how long a request is held while there is no replica that could ever take it, and none starts.
-        is_growing: whether replicas are starting, as far as is known; what waits for them waits to its own deadline.
-        start_failure: why none of them comes up, empty while one may: then nobody waits.
+        holding: context entered while a request is held, with its prompt tokens: it tells the autoscaler.
+        patience_s: how long a request is held while no replica could ever take it and none is starting.
+        is_growing: whether replicas are starting, as far as is known; a request that waits for one is held until its
+            own deadline.
+        start_failure: why replicas fail to start, empty while one may still come up. Once it is set and there is no
+            replica, requests are refused rather than held.
     """
 
     def __init__(
@@ -87,22 +89,22 @@ class Dispatcher:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait here."""
+        """Number of requests held here."""
         return len(self._queue)
 
     @property
     def num_held_tokens(self) -> int:
-        """Prompt tokens that they have to compute."""
+        """Prompt tokens that the held requests have to compute."""
         return self._queue.num_tokens
 
     def explain(self, request_id: str) -> Explanation:
-        """All that is known here of a client's request."""
+        """All that this gateway knows of a client's request."""
         return replace(self._ledger.routes.of_request(request_id), held=self._held(request_id))
 
     async def wait(self, pending: PendingRequest) -> Dispatch:
-        """Return when it is the request's turn; its place is reserved. Cancelling this takes it out of the queue.
+        """Return when it is the request's turn, with room for it reserved. Cancelling this takes it out of the queue.
 
-        Raises: as ``enter`` and ``until_turn`` do.
+        Raises: what ``enter`` and ``until_turn`` raise.
         """
         try:
             return await self.until_turn(pending, self.enter(pending))
@@ -110,15 +112,15 @@ class Dispatcher:
             self.leave(pending)
 
     async def until_turn(self, pending: PendingRequest, waiter: Waiter) -> Dispatch:
-        """``wait`` for a request that has entered; whoever let it enter lets it ``leave`` afterwards.
+        """``wait`` for a request that has entered; the caller must let it ``leave`` afterwards.
 
-        Raises:
-            InvalidArgument: the replicas that had blocks enough have left; not for one that is resumed, nor are these:
-            ResourceExhausted: none could start it within the objective, where the limits have one, or before its
-                deadline.
-            DeadlineExceeded: nor could any before its deadline, had it been idle.
-            Unavailable: there was no replica for ``patience_s``, and none was starting; or those that were to start
-                have failed to.
+        Raises (for a resumed request, only Unavailable):
+            InvalidArgument: the replicas that had enough blocks have left.
+            ResourceExhausted: no replica can start it any more within the objective, where the limits have one, or
+                before its deadline.
+            DeadlineExceeded: its deadline was too short: even an idle replica could not have met it.
+            Unavailable: there was no replica for ``patience_s`` and none was starting, or those that were starting
+                have failed.
         """
         if waiter.turn.done():
             return waiter.turn.result()
@@ -126,7 +128,7 @@ class Dispatcher:
             return await self._until(waiter.turn, pending)
 
     def leave(self, pending: PendingRequest) -> None:
-        """A request has had its turn, or is not to have one. Idempotent; another of its id stays."""
+        """Drop a request that has had its turn or gives it up. Idempotent; another request of the same id stays."""
         request_id = pending.query.request_id
         waiter = self._waiters.get(request_id)
         if waiter is not None and waiter.pending is pending:
@@ -135,14 +137,13 @@ class Dispatcher:
             self._ledger.wish(self._queue.wishes())
 
     def enter(self, pending: PendingRequest) -> Waiter:
-        """Put a request in the queue; if a replica can start it, it is its turn at once, or after other gateways.
+        """Put a request in the queue. If a replica can start it, its turn comes at once, or after other gateways'.
 
-        Whoever is not to wait is refused here, before the next one of a burst enters and counts it.
+        A request that must not be held is refused here, before the next one of a burst enters and counts it.
 
-        Raises:
-            InvalidArgument: no replica has blocks enough.
-            ResourceExhausted: every replica has too much to do, or too much waits for a first one; not for one that is
-                resumed.
+        Raises (not for a resumed request):
+            InvalidArgument: no replica has enough blocks.
+            ResourceExhausted: every replica's queue is full, or too much waits for a first replica.
         """
         waiter = Waiter(pending, asyncio.get_running_loop().create_future())
         self._queue.push(pending)
@@ -154,7 +155,7 @@ class Dispatcher:
         return waiter
 
     def take_turn(self) -> None:
-        """Look what can start now, but where there are other gateways not all at once."""
+        """Send what can start now; several gateways take turns, so that they do not all look at once."""
         ledger = self._ledger
         if self._turn is not None:
             return
@@ -165,7 +166,7 @@ class Dispatcher:
             self._turn = asyncio.get_running_loop().call_later(num_delays * FEED_DELAY_S, self.dispatch)
 
     def dispatch(self) -> None:
-        """Send what can start now, and tell the other gateways what is left."""
+        """Send what can start now, and tell the other gateways what stays held."""
         self._turn = None
         if not self._waiters and self._ledger.num_gateways == 1:
             return
@@ -173,7 +174,7 @@ class Dispatcher:
         self._ledger.wish(self._queue.wishes())
 
     def _held(self, request_id: str) -> tuple[HeldRequest, ...]:
-        """What waits of it: the call of that id, or its calls where it had several prompts."""
+        """The held requests of a client's request: the call of that id, or its calls if it had several prompts."""
         now, time_s = time.monotonic(), time.time()
         found = []
         for pending in self._queue:
@@ -187,7 +188,7 @@ class Dispatcher:
         return tuple(found)
 
     def _present(self, place: QueuePlace) -> QueuePlace:
-        """Without the replica, where that has gone since the look that planned it."""
+        """``place``, without its replica if that has left since the look that planned it."""
         is_there = place.replica_id in self._ledger.view.replica_ids
         return place if is_there else place._replace(replica_id="")
 
@@ -203,7 +204,7 @@ class Dispatcher:
             self._waiters.pop(dispatch.pending.query.request_id).turn.set_result(dispatch)
 
     def _send_all(self, named: NamedPlacement) -> None:
-        """Other rules do not wait for a replica that can start."""
+        """Place everything by another system's rule: such rules do not wait for a replica that can start."""
         ledger = self._ledger
         for pending in tuple(self._queue):
             dispatch = named.dispatch(pending, ledger.view, ledger.weights, time.monotonic(), self._rng)
@@ -214,13 +215,13 @@ class Dispatcher:
                 self._waiters.pop(request_id).turn.set_result(dispatch)
 
     def _is_full(self) -> bool:
-        """Whether more is held than one replica's queue may: that many wait for the first to come, and no more."""
+        """Whether more is held than one replica's queue may hold: no more than that waits for a first replica."""
         limits = self.limits
         is_full = self.num_held > limits.max_waiting_requests or self.num_held_tokens > limits.max_waiting_tokens
         return is_full and self.num_held > 1  # the newcomer itself is among them
 
     def _admit(self, pending: PendingRequest) -> None:
-        """Whether to hold it at all, where it cannot start at once."""
+        """Refuse a request that cannot start at once if it should not be held either."""
         query, now = pending.query, time.monotonic()
         candidates = self._ledger.view.candidates(query.block_hashes, now)
         num_new_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
@@ -230,7 +231,7 @@ class Dispatcher:
         self._obey(AdmissionRecord(query, candidates, self.limits, *held, None, math.inf, admission), pending)
 
     def _obey(self, record: AdmissionRecord, pending: PendingRequest) -> None:
-        """Raise what a refused request's client is told."""
+        """Raise the error that the client gets if the request was refused."""
         admission = record.admission
         if admission.admitted:
             return
@@ -262,10 +263,10 @@ class Dispatcher:
             left_s = self._time_left_s(pending)
             is_alone = not self._ledger.can_place(excluded)
             if not (is_alone or is_checked) and is_resumed:
-                is_alone = self._is_misfit(pending)  # nothing is wrong with it: who could hold it may come back
+                is_alone = self._is_misfit(pending)  # the request is valid: a replica that can hold it may come back
             elif not (is_alone or is_checked):
                 self._check_fits(pending)
-            is_checked = False  # it was as it entered, but not against who came since, nor without who has left
+            is_checked = False  # ``enter`` checked it, but replicas may have joined or left since
             alone_since_s = min(alone_since_s, loop.time()) if is_alone else math.inf
             if is_alone and (failure := self._start_failure()):
                 raise self._unavailable(pending, f"no replica could be started: {failure}")
@@ -279,7 +280,7 @@ class Dispatcher:
                 return turn.result()
 
     def _time_left_s(self, pending: PendingRequest) -> float:
-        """Until the request's objective is lost, or its deadline; raises what a refused client is told when one is."""
+        """Seconds until the request's objective or deadline is lost. Once one is, raises what its client is told."""
         if (self.limits.objective is None and pending.deadline_s == math.inf) or pending.priority == RESUMED_PRIORITY:
             return math.inf
         now = time.monotonic()
@@ -301,7 +302,7 @@ class Dispatcher:
     def _refused(
         self, pending: PendingRequest, candidates: Candidates, error: ShoalError, record: AdmissionRecord | None = None
     ) -> ShoalError:
-        """``error``, on record."""
+        """Record the refusal and return ``error``."""
         waiting = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
         terms = (
             ("prompt_tokens", pending.query.num_prompt_tokens),

@@ -8,7 +8,7 @@ from shoal_replica.config import EngineConfig
 
 
 def engine_config(config: ClusterConfig) -> EngineConfig:
-    """What every replica of ``config`` runs. Reads the checkpoint's folder, and makes it where it is missing.
+    """The configuration of every replica's engine. Reads the checkpoint's folder, and makes it if it is missing.
 
     Raises:
         ConfigError, NotFound: as ``resolve_config`` does.

@@ -1,4 +1,4 @@
-"""Why a request went where it went, waits or was refused: as this gateway knows, or the one that decided."""
+"""Explains why a request went where it did, waits or was refused, from this gateway's records or another's."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ ANSWER_TIMEOUT_S = 3.0
 
 
 class Gateways(Protocol):
-    """All gateways that run, this one among them. Both raise Unavailable when they cannot be told or reached."""
+    """All running gateways, including this one. Both methods raise Unavailable if they cannot list or reach them."""
 
     async def ask(self, request_id: str) -> Sequence[Coroutine[object, object, tuple[str, bytes]]]:
-        """Ask each what it has of a request; for each, what waits for its name and its answer."""
+        """Ask each gateway what it has of a request. Returns one coroutine each, which gives its name and answer."""
         ...
 
     async def names(self) -> Sequence[str]:
-        """Who they are."""
+        """The gateways' names."""
         ...
 
 
 class Explainer:
-    """Other gateways are asked where nothing is known here but a refusal: a client that tries again may meet another
-    gateway. Who does not answer in time is not waited for.
+    """Asks the other gateways, too, if this one has nothing or only a refusal: a client that retries may reach another
+    gateway. One that does not answer in time is not waited for.
 
     Args:
-        name: this gateway's.
-        known: what this gateway has of a request.
-        gateways: None where there is one gateway alone.
+        name: this gateway's name.
+        known: returns what this gateway has of a request.
+        gateways: None if there is only one gateway.
     """
 
     def __init__(self, name: str, known: Callable[[str], Explanation], gateways: Gateways | None) -> None:
@@ -63,11 +63,11 @@ class Explainer:
         return explanation
 
     def told(self, request_id: str) -> tuple[str, bytes]:
-        """Our name, and what this gateway has, for another one."""
+        """This gateway's name and what it has of a request, for another gateway."""
         return self._name, explanation_to_bytes(self._known(request_id))
 
     async def _ask(self, request_id: str, gateways: Gateways) -> Explanation:
-        """What those who answer have; raises Unavailable where that is nothing and another may have something."""
+        """What the gateways that answer have. Raises Unavailable if that is nothing and one of them is silent."""
         answering: list[asyncio.Task[tuple[str, bytes]]] = []
         failure: Exception | None = None
         try:
@@ -81,7 +81,7 @@ class Explainer:
             for task in answering:
                 task.cancel()
         outcomes = await asyncio.gather(*answering, return_exceptions=True)
-        # What is none is an error, or an older release's answer.
+        # Anything but a tuple is an error, or the answer of an older release.
         answers = dict(outcome for outcome in outcomes if isinstance(outcome, tuple))
         explanation = Explanation.of([explanation_from_bytes(told) for told in answers.values()])
         if explanation or (answers and len(answers) == len(outcomes)):
@@ -91,7 +91,7 @@ class Explainer:
 
 
 async def _silent(gateways: Gateways, heard: set[str]) -> str:
-    """Those who have not answered, by name where that can be told."""
+    """The gateways that have not answered, by name where the names are known."""
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             names = sorted(set(await gateways.names()) - heard)

@@ -1,4 +1,4 @@
-"""What is known of why a request went where it went, waits, or was refused."""
+"""Why a request went where it did, waits, or was refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that was refused, or given up. ``time_s`` is wall-clock; ``terms`` are what decided it, or how far it
-    had come. ``retry_after_s`` is 0 where nothing is known of when to try again. ``record`` is there where admission
-    refused it.
+    """A request that was refused or given up. ``time_s`` is Unix time; ``terms`` are the numbers that decided it, or
+    how far the request had come. ``retry_after_s`` is 0 where it is not known when to try again. ``record`` is set if
+    admission refused it.
     """
 
     time_s: float
@@ -37,7 +37,7 @@ class Refusal:
         terms: tuple[tuple[str, float], ...],
         record: AdmissionRecord | None = None,
     ) -> Refusal:
-        """What its client was told."""
+        """From the error that its client was told."""
         retry_after_s = error.retry_after_s if isinstance(error, ResourceExhausted) else None
         return cls(time_s, request_id, str(error), retry_after_s or 0.0, terms, record)
 
@@ -50,8 +50,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class HeldRequest:
-    """A request that waits at its gateway, ``number`` of ``num_held`` by urgency. ``queue`` ends with it: the last few
-    before it, each with the replica where the last look over them planned it.
+    """A request that its gateway holds, ``number`` of ``num_held`` by urgency. ``queue`` has the last few requests
+    ahead of it, then itself, each with the replica that the last look (a pass over the queue) planned it for.
     """
 
     time_s: float
@@ -73,7 +73,7 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class SentBy:
-    """The look that sent a request: ``queue`` ends with it; those before it stayed, each for the replica it names."""
+    """The look that sent a request. ``queue`` ends with it; those ahead of it stayed, each for the replica it names."""
 
     request_id: str
     queue: tuple[QueuePlace, ...]
@@ -87,8 +87,8 @@ class SentBy:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that gateways keep of a client's request, each part oldest first. ``looks`` are of the records' requests;
-    ``num_left_off`` counts older records and refusals that a message had no room for.
+    """All that gateways keep of a client's request, each part oldest first. ``looks`` are those of the requests in
+    ``records``; ``num_left_off`` counts older records and refusals that did not fit into a message.
     """
 
     records: tuple[RouteRecord, ...] = ()
@@ -102,12 +102,12 @@ class Explanation:
 
     @property
     def left_off(self) -> str:
-        """What is to be said of what is left off; empty for nothing."""
+        """A sentence about what was left off; empty if nothing was."""
         return f"{self.num_left_off} older decisions are left off: a message has no room" if self.num_left_off else ""
 
     @classmethod
     def of(cls, several: Sequence[Explanation]) -> Explanation:
-        """What several gateways say together."""
+        """Several explanations combined."""
         return cls(
             records=tuple(sorted((r for each in several for r in each.records), key=lambda record: record.time_s)),
             looks=tuple(look for each in several for look in each.looks),
@@ -118,7 +118,7 @@ class Explanation:
 
 
 def clock(time_s: float) -> str:
-    """Wall-clock time, local."""
+    """``time_s`` (Unix time) as local wall-clock time."""
     return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 

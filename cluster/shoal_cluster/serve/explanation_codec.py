@@ -1,4 +1,4 @@
-"""`shoal.v1.Control.ExplainRoute`: proto to domain and back. Nothing is lost but what a message has no room for."""
+"""`shoal.v1.Control.ExplainRoute`: proto to domain and back. Nothing is lost but what does not fit into a message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal, S
 from shoal_protos import control_pb2 as pb
 
 MAX_PART_BYTES = 3 * 2**19
-"""Of records, and of refusals: clients take messages of 4 MiB unless they are told to take more."""
+"""Limit for the records, and again for the refusals: clients take messages of up to 4 MiB unless told otherwise."""
 
 Part = TypeVar("Part", pb.RouteRecord, pb.Refusal)
 
@@ -59,17 +59,17 @@ def explanation_from_proto(response: pb.ExplainRouteResponse) -> Explanation:
 
 
 def explanation_to_bytes(explanation: Explanation) -> bytes:
-    """What a gateway answers to another."""
+    """A gateway's answer to another gateway."""
     return bytes(explanation_to_proto(explanation).SerializeToString())
 
 
 def explanation_from_bytes(raw: bytes) -> Explanation:
-    """The same read."""
+    """Decode another gateway's answer."""
     return explanation_from_proto(pb.ExplainRouteResponse.FromString(raw))
 
 
 def _newest(parts: Iterable[Part]) -> list[Part]:
-    """Of ``parts``, which come newest first, as many as there is room for, oldest first; one at least."""
+    """As many of ``parts``, given newest first, as there is room for, at least one; returned oldest first."""
     kept: list[Part] = []
     num_bytes = 0
     for part in parts:

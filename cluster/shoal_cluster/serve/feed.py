@@ -1,10 +1,12 @@
 """The feed: one socket from a replica to each gateway, written once per engine step.
 
-A replica sends a ``Snapshot`` when a gateway dials, then ``Update``s numbered without a gap. A gateway that sees a gap,
-or hears nothing for ``SILENCE_S``, dials again. Gateways submit their requests by it. What they promise a replica and
-mean to send it, it passes on to the others, so that they do not all send their next request to the same one, and the
-most urgent goes first. It tells them of each other's prompts that are not computed yet, too: what begins alike is to
-follow them.
+A replica sends a ``Snapshot`` when a gateway connects, then ``Update``s numbered without a gap. A gateway that sees a
+gap, or hears nothing for ``SILENCE_S``, reconnects. Gateways submit their requests on it.
+
+The replica passes on to each gateway the others' promises (room for requests that are on their way) and wishes
+(requests that they hold and plan to send here), so that they do not all send their next request to the same replica,
+and the most urgent goes first. It also tells them of each other's prompts that are not computed yet, so that prompts
+with the same beginning follow those.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ from shoal_replica.engine import Engine, StepReport
 from shoal_replica.request import Request, TokenDelta
 
 MAX_BACKLOG_BYTES = 32 * 2**20
-GATHER_S = 0.002  # how long promises are gathered before the other gateways are told
+GATHER_S = 0.002  # how long promises are collected before the other gateways are told
 
 
 class FeedServer:
-    """The replica's end. Requests belong to the gateway that sent them; when it is gone, they are aborted.
+    """The replica's end of its feeds. Requests belong to the gateway that sent them; when it is gone, they are aborted.
 
-    ``answers`` makes the body of the answer to each question that a gateway may ask. ``on_submit`` takes requests that
-    come by the feed, with their gateway's id.
+    ``answers`` maps each question that a gateway may ask to a function that makes the answer's body. ``on_submit``
+    takes requests that arrive on the feed, with their gateway's id.
     """
 
     def __init__(self, engine: Engine, answers: Mapping[str, Callable[[], bytes]] | None = None) -> None:
@@ -84,7 +86,7 @@ class FeedServer:
         return True
 
     def disown(self, request_id: str, gateway_id: str) -> None:
-        """The request has ended. Unknown ids are ignored."""
+        """Forget a request that has ended. Unknown ids are ignored."""
         if (subscriber := self._subscribers.get(gateway_id)) is not None:
             subscriber.request_ids.discard(request_id)
             subscriber.promises.pop(request_id, None)
@@ -92,12 +94,12 @@ class FeedServer:
                 self._tell_others()
 
     def refuse(self, request_id: str, gateway_id: str, reason: str, field: str = "") -> None:
-        """Tell a gateway at once that a request of its does not run here. One that is not connected finds out."""
+        """Tell a gateway at once that a request of its own does not run here, if the gateway is connected."""
         if (subscriber := self._subscribers.get(gateway_id)) is not None:
             subscriber.transport.write(frame(Refused(request_id, reason, field)))
 
     async def stop(self) -> None:
-        """Close every connection; what they still buffer is sent as far as the gateways read."""
+        """Close every connection; what is still buffered is sent as far as the gateways read it."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
@@ -108,16 +110,16 @@ class FeedServer:
         if self._telling is not None:
             self._telling.cancel()
 
-    # What connections tell
+    # Called by connections
 
     def connected(self, connection: _Connection) -> None:
-        """Somebody has dialled."""
+        """A connection was made."""
         self._connections.add(connection)
-        if self._unsubscribe is None:  # it was about to be let in when we stopped
+        if self._unsubscribe is None:  # it was being accepted when the server stopped
             connection.hang_up()
 
     def subscribe(self, gateway_id: str, transport: asyncio.Transport) -> Subscriber:
-        """A gateway has said who it is. Its older connection, if there is one, is hung up on."""
+        """A gateway has identified itself. Its older connection, if there is one, is aborted."""
         if (older := self._subscribers.pop(gateway_id, None)) is not None:
             self._forget(older)
             older.transport.abort()
@@ -143,15 +145,15 @@ class FeedServer:
             self._forget(subscriber)
 
     def take(self, subscriber: Subscriber, message: FromGateway) -> None:
-        """A gateway has said something."""
+        """Handle a message of a gateway."""
         match message:
-            case Submit() if self._subscribers.get(subscriber.gateway_id) is subscriber:  # else lost to its gateway
+            case Submit() if self._subscribers.get(subscriber.gateway_id) is subscriber:  # else lost: it reconnected
                 self.on_submit(message.request, subscriber.gateway_id)
             case Abort() if message.request_id in subscriber.request_ids:
                 self._engine.abort(message.request_id, message.index)
             case Recall() if message.request_id in subscriber.request_ids:
                 self._engine.hand_back(message.request_id)
-            case Promise() if message.request_id not in subscriber.request_ids:  # else it has overtaken its promise
+            case Promise() if message.request_id not in subscriber.request_ids:  # else overtaken by the request
                 subscriber.promises[message.request_id] = message
                 self._tell_others()
             case Withdraw() if subscriber.promises.pop(message.request_id, None) is not None:
@@ -183,7 +185,7 @@ class FeedServer:
                     self._land(subscriber, delta.request_id)
         for subscriber in tuple(self._subscribers.values()):
             if subscriber.is_behind(MAX_BACKLOG_BYTES):
-                subscriber.transport.abort()  # it will dial again and take a snapshot
+                subscriber.transport.abort()  # it will reconnect and get a snapshot
                 continue
             accepted, subscriber.accepted = tuple(subscriber.accepted), []
             deltas = tuple(sorted((d for d in report.deltas if d.request_id in subscriber.request_ids), key=_can_wait))
@@ -191,12 +193,12 @@ class FeedServer:
             subscriber.send(report, deltas, accepted, promised, wishes)
 
     def _tell_others(self) -> None:
-        """What one of the gateways means to do has changed."""
+        """A gateway's promises, wishes or prompts have changed: tell the others, if there are any."""
         if len(self._subscribers) > 1:
             self._tell_soon()
 
     def _tell_soon(self) -> None:
-        """The next report says what is new of others, or an update of its own, whichever comes first."""
+        """Send what is new in an update of its own after ``GATHER_S``, unless an engine report carries it before."""
         if self._telling is None:
             self._telling = asyncio.get_running_loop().call_later(GATHER_S, self._tell)
 
@@ -205,7 +207,7 @@ class FeedServer:
         for subscriber in tuple(self._subscribers.values()):
             stats, known = subscriber.told
             if stats is None:
-                continue  # its first report is to come
+                continue  # its first report is still to come
             promised, wishes = self._promised_by_others(subscriber), self._news_of_wishes(subscriber)
             if promised != known or wishes is not None or subscriber.has_prompts_to_hear_of:
                 subscriber.send(StepReport((), (), (), stats), (), (), promised, wishes)
@@ -217,7 +219,7 @@ class FeedServer:
         return Promised(len(promises), sum(p.num_blocks for p in promises), sum(p.num_tokens for p in promises))
 
     def _news_of_wishes(self, subscriber: Subscriber) -> tuple[ToldWish, ...] | None:
-        """All that the others mean to send, unless ``subscriber`` knows it."""
+        """All wishes of the other gateways; None if ``subscriber`` knows them already."""
         if subscriber.told_wishes == self._num_wished:
             return None
         subscriber.told_wishes = self._num_wished
@@ -225,7 +227,7 @@ class FeedServer:
         return tuple(ToldWish.at(wish, now) for other in self._others(subscriber) for wish in other.wishes)
 
     def _tell_others_of(self, subscriber: Subscriber, request_id: str) -> None:
-        """A prompt has come that is not computed yet."""
+        """Tell the other gateways of a prompt that has come and is not computed yet."""
         if not (others := self._others(subscriber)):
             return
         prompt = self._in_flight(subscriber, request_id)
@@ -237,8 +239,8 @@ class FeedServer:
         self._tell_others()
 
     def _land(self, subscriber: Subscriber, request_id: str) -> bool:
-        """A prompt is computed, or will not be: the others are to hear it with the blocks that it leaves. False if that
-        is not new.
+        """A prompt is computed, or will not be: note it for the other gateways, which hear of it together with the
+        blocks that it stores. False if that is not new.
         """
         if subscriber.in_flight.pop(request_id, None) is None:
             return False
@@ -254,14 +256,14 @@ class FeedServer:
 
 
 def _can_wait(delta: TokenDelta) -> bool:
-    """Whether others go before it, for gateways write to one client after the other: it neither begins nor ends.
-    A report has one delta of a sequence, so that none changes places with another of its own.
+    """Whether other deltas go first, since gateways write to one client after the other: it neither begins nor ends an
+    answer. A report has one delta per sequence, so sorting never reorders those of the same sequence.
     """
     return delta.start is None and delta.finish_reason is None
 
 
 class _Connection(asyncio.Protocol):
-    """Frames of a gateway as they come, without a task switch for each: requests are among them."""
+    """Handles a gateway's frames as they arrive, without a task switch for each: requests are among them."""
 
     def __init__(self, server: FeedServer) -> None:
         self._server = server
@@ -272,7 +274,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        # Who takes nothing in, as a host that has vanished does not: its requests and promises are not to outlive it.
+        # Drops a peer that acknowledges nothing, like a vanished host: its requests and promises must not outlive it.
         silence_ms = int(feed_messages.SILENCE_S * 1000)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
         self._patience = asyncio.get_running_loop().call_later(feed_messages.SILENCE_S, self.hang_up)
@@ -296,6 +298,6 @@ class _Connection(asyncio.Protocol):
         self._server.lost(self, self._subscriber)
 
     def hang_up(self) -> None:
-        """Close, once what is buffered has been sent."""
+        """Close the connection, once what is buffered has been sent."""
         self._transport.close()
         self.connection_lost(None)

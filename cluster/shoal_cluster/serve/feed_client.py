@@ -32,7 +32,7 @@ from shoal_cluster.serve.feed_messages import (
 from shoal_replica.errors import Unavailable
 from shoal_replica.request import Request
 
-TOKEN_BYTES = 3  # msgpack's, for most ids of a large vocabulary; 1 and 5 for others
+TOKEN_BYTES = 3  # of a token id in msgpack, for most of a large vocabulary; others take 1, 2 or 5
 HASH_BYTES = 18
 MIN_REDIAL_S, MAX_REDIAL_S = 0.02, 1.0
 
@@ -40,13 +40,15 @@ T = TypeVar("T")
 
 
 class FeedClient:
-    """Follows one replica's feed, dialling again whenever it breaks, until closed.
+    """Follows one replica's feed, reconnecting whenever it breaks, until closed.
 
     Args:
-        on_tokens: is told at once of an update with tokens or newly accepted requests; clients wait for them.
-        on_message: is told of every message, in order, once those who wait for tokens have been woken.
-        on_lost: the feed has broken.
-        on_refused: is told of a request that does not run there, why, and which field of it is wrong, if one is.
+        on_message: called with every snapshot and update, in order, after the tasks that wait for its tokens have been
+            woken.
+        on_lost: called when the feed has broken, or could not be connected.
+        on_tokens: called at once with an update that has tokens or newly accepted requests: clients wait for them.
+        on_refused: called for a request that the replica does not run: its id, the reason, and the name of its invalid
+            field, if one is to blame.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class FeedClient:
         self._task = asyncio.get_running_loop().create_task(self._follow(), name=f"shoal-feed-{address[1]}")
 
     def submit(self, request: Request) -> bool:
-        """Bring a request. False if the feed is down, or the request too long for it."""
+        """Send a request. False if the feed is down or the request is too long for it."""
         if self._connection is None or _usual_bytes(request) > MAX_REQUEST_BYTES:
             return False
         data = frame(Submit(request))
@@ -82,30 +84,30 @@ class FeedClient:
         return True
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ask the replica to end one sequence, or a request; when the feed is down it is ended anyway."""
+        """Ask the replica to end one sequence, or a whole request. If the feed is down, the replica ends it anyway."""
         self._send(Abort(request_id, index))
 
     def recall(self, request_id: str) -> None:
-        """Ask for a request back, unless it has started."""
+        """Ask for a request back; the replica keeps it if it has started."""
         self._send(Recall(request_id))
 
     def promise(self, request_id: str, num_blocks: int, num_tokens: int) -> None:
-        """Tell the replica, and by it the other gateways, what a request will take there."""
+        """Tell the replica, and through it the other gateways, what a request will take there."""
         self._send(Promise(request_id, num_blocks, num_tokens))
 
     def withdraw(self, request_id: str) -> None:
-        """The promised request goes elsewhere."""
+        """Take a promise back: the request does not come, or is over."""
         self._send(Withdraw(request_id))
 
     def wish(self, wishes: tuple[ToldWish, ...]) -> None:
-        """Tell the replica, and by it the other gateways, all that this one means to send there."""
+        """Tell the replica, and through it the other gateways, everything that this gateway plans to send there."""
         self._send(Wishes(wishes))
 
     async def ask(self, question: str, timeout_s: float) -> bytes:
-        """The replica's answer.
+        """The replica's answer to a question.
 
         Raises:
-            Unavailable: the feed is down or breaks, the replica does not know the question, or is silent.
+            Unavailable: the feed is down or breaks, or the replica does not know the question or answer in time.
         """
         if self._connection is None:
             raise Unavailable("the replica's feed is not connected")
@@ -125,12 +127,12 @@ class FeedClient:
         return body
 
     def check_health(self) -> None:
-        """Raise if following has ended, which only a bug does."""
+        """Raise RuntimeError if the feed is no longer followed, which only a bug can cause."""
         if self._task.done():
             raise RuntimeError(f"the feed of {self._address} is no longer followed: {self._task}")
 
     def close(self) -> Awaitable[object]:
-        """Stop following. The result may be awaited for the end of the task."""
+        """Stop following. Await the result to wait for the end of the task."""
         self._task.cancel()
         return asyncio.gather(self._task, return_exceptions=True)
 
@@ -149,7 +151,7 @@ class FeedClient:
                 self._send(Subscribe(self._gateway_id))
                 await connection.until_lost()
             except (OSError, TimeoutError, msgspec.DecodeError):
-                pass  # dial again; the view shows the replica as disconnected meanwhile
+                pass  # reconnect; the view shows the replica as disconnected meanwhile
             finally:
                 if self._connection is not None:
                     self._connection.transport.abort()
@@ -179,20 +181,20 @@ class FeedClient:
 
 
 def _usual_bytes(request: Request) -> int:
-    """About what a request's numbers and hashes take, without the milliseconds that encoding a long one takes."""
+    """Estimates the size of a request's token ids and hashes: encoding a long request takes milliseconds."""
     num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
     return TOKEN_BYTES * num_tokens + HASH_BYTES * len(request.block_hashes)
 
 
 class _Connection(asyncio.Protocol):
-    """Messages as they come, without a task switch for each: there are tens of thousands a second."""
+    """Delivers messages as they arrive, without a task switch for each: there are tens of thousands a second."""
 
     def __init__(self, take: Callable[[_Connection, FromReplica], None]) -> None:
         loop = asyncio.get_running_loop()
         self._take = take
         self._frames = frames_from_replica()
         self._lost: asyncio.Future[None] = loop.create_future()
-        self._lost.add_done_callback(lambda lost: lost.exception())  # nobody looks at that of a closed client's
+        self._lost.add_done_callback(lambda lost: lost.exception())  # retrieved: nobody awaits a closed client's
         self._heard_s = loop.time()
         self._clock = loop.time
         self.transport: asyncio.Transport
@@ -211,7 +213,7 @@ class _Connection(asyncio.Protocol):
             self._take(self, message)
 
     def guard(self, take: Callable[[T], None], what: T) -> None:
-        """An error in ``take`` ends the connection: whoever follows the feed sees it."""
+        """Call ``take``. An error in it ends the connection, and ``until_lost`` raises it."""
         try:
             take(what)
         except Exception as error:
@@ -223,7 +225,7 @@ class _Connection(asyncio.Protocol):
             self._lost.set_exception(exc or ConnectionResetError("the feed was closed"))
 
     async def until_lost(self) -> None:
-        """Raises what ended the connection; TimeoutError after ``SILENCE_S`` without a word."""
+        """Wait and raise what ended the connection; TimeoutError after ``SILENCE_S`` without any data."""
         while True:
             silence_s = feed_messages.SILENCE_S
             await asyncio.wait([self._lost], timeout=max(0.0, self._heard_s + silence_s - self._clock()))

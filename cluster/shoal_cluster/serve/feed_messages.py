@@ -1,4 +1,4 @@
-"""What replicas and gateways say on the feed. Frames are msgpack behind a four-byte length."""
+"""The messages between replicas and gateways on the feed. Frames are msgpack behind a four-byte length."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
 
-# What a gateway may ask: a BlockMap; PastSamples; metrics' points; that the replica takes nothing new and is replaced.
+# What a gateway may ask for: a BlockMap; PastSamples; metric points; that the replica drains and is replaced.
 BLOCKS, PAST, METRICS, DRAIN = "blocks", "past", "metrics", "drain"
 SILENCE_S = 5.0
 MAX_FRAME_BYTES = 256 * 2**20  # a snapshot of millions of blocks
-MAX_REQUEST_BYTES = 64 * 2**10  # a longer request comes by Serve's call alone
+MAX_REQUEST_BYTES = 64 * 2**10  # a longer request travels by Serve's call alone
 LENGTH_BYTES = 4
 
 
@@ -29,28 +29,27 @@ class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A request whose turn has come; its ``due_s`` counts from its arrival. Serve's call with the same follows it."""
+    """A request whose turn has come; its ``due_s`` counts from its arrival here. Serve's call with the same follows."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """A gateway wants no more of one sequence (its text has met a stop string), or of a request."""
+    """A gateway wants no more of one sequence (its text has reached a stop string), or of a request."""
 
     request_id: str
     index: int | None = None
 
 
 class Recall(msgspec.Struct, frozen=True, tag="recall"):
-    """A gateway wants a request back that has not started, to place it elsewhere; one that has started stays."""
+    """A gateway wants a request back to place it elsewhere. One that has started stays."""
 
     request_id: str
 
 
 class Promise(msgspec.Struct, frozen=True, tag="promise"):
-    """A gateway is about to send a request: free blocks it will take, prompt tokens it will make the replica compute.
-
-    It stands until the request comes, or a ``Withdraw``.
+    """A gateway is about to send a request, which will take ``num_blocks`` free blocks and make the replica compute
+    ``num_tokens`` prompt tokens. It stands until the request comes, or a ``Withdraw``.
     """
 
     request_id: str
@@ -65,8 +64,8 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class ToldWish(msgspec.Struct, frozen=True, array_like=True):
-    """A Wish on its way: clocks of hosts differ, so its first token is due in seconds from when it is told, and it came
-    so many before.
+    """A Wish as it is sent: a request that a gateway holds and plans to send to this replica. Hosts' clocks differ, so
+    times count from when it is told: its first token is due in ``due_in_s``, and it arrived ``age_s`` before.
     """
 
     priority: int
@@ -94,20 +93,20 @@ class ToldWish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Wishes(msgspec.Struct, frozen=True, tag="wishes"):
-    """All requests that a gateway holds and means to send to this replica when their turn comes."""
+    """All requests that a gateway holds and plans to send to this replica when their turn comes."""
 
     wishes: tuple[ToldWish, ...]
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """A gateway asks for something that updates do not carry. Questions are those of ``FeedServer``'s ``answers``."""
+    """A gateway asks for something that updates do not carry. Questions are the keys of ``FeedServer``'s answers."""
 
     number: int
     question: str
 
 
 class Promised(msgspec.Struct, frozen=True, array_like=True):
-    """Sums of promises: requests, blocks, prompt tokens."""
+    """Sums over promises: requests, blocks, prompt tokens."""
 
     num_requests: int = 0
     num_blocks: int = 0
@@ -116,7 +115,7 @@ class Promised(msgspec.Struct, frozen=True, array_like=True):
 
 class InFlight(msgspec.Struct, frozen=True, array_like=True):
     """Another gateway's prompt that waits at the replica or is being computed, and those of its blocks that were not
-    cached when it came: in a moment they are.
+    cached when it came, but soon will be.
     """
 
     request_id: str
@@ -124,7 +123,9 @@ class InFlight(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
-    """The whole ledger: every cached block and the stats. The next update has number ``seq + 1``."""
+    """The whole ledger: the stats and every cached block, with the other gateways' promises, wishes and prompts in
+    flight. The next update has number ``seq + 1``.
+    """
 
     seq: int
     stats: ReplicaStats
@@ -135,11 +136,11 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
-    """One step, or what else has changed: blocks stored and removed, stats after it, the gateway's own tokens and newly
-    accepted requests, and what other gateways have promised and mean to send, the prompts of theirs that have come, and
-    the ids of those that have ``landed``: computed, or given up.
+    """One step, or what else has changed: blocks stored and removed, the stats after it, and the gateway's own tokens
+    and newly accepted requests. Of the other gateways: their promises and wishes, their prompts that have come
+    (``in_flight``), and the ids of those that have ``landed``: computed, or given up.
 
-    ``stats`` and ``wishes`` are None when nothing has changed since the last ones: they are as true now as then.
+    ``stats`` and ``wishes`` are None when they have not changed: the last ones are still true.
     """
 
     seq: int
@@ -155,9 +156,8 @@ class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A submitted request that Serve's call has not reached does not run here, or no more, and has no token. The
-    gateway places it elsewhere, unless the request itself is wrong: in ``field``. It takes no part in the updates'
-    numbering.
+    """A submitted request whose Serve call has not come yet does not run here, or no longer, and has no token. The
+    gateway places it elsewhere, unless the request itself is invalid, in ``field``. Not part of the updates' numbering.
     """
 
     request_id: str
@@ -166,7 +166,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """To the question of that number; empty where nobody here knows it. It takes no part in the updates' numbering."""
+    """To the question of that number; empty if the replica does not know it. Not part of the updates' numbering."""
 
     number: int
     body: bytes
@@ -182,13 +182,13 @@ _from_replica = msgspec.msgpack.Decoder(FromReplica)
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as it is sent."""
+    """Encode a message as it is sent."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def _frame_size(length: bytes | bytearray, max_bytes: int) -> int:
-    """The size of the frame behind ``length``. Raises ConnectionError when it is over ``max_bytes``."""
+    """The size of the frame, from its length prefix. Raises ConnectionError if it is over ``max_bytes``."""
     size = int.from_bytes(length, "big")
     if size > max_bytes:
         raise ConnectionError(f"a feed frame of {size} bytes is over {max_bytes}")
@@ -196,7 +196,7 @@ def _frame_size(length: bytes | bytearray, max_bytes: int) -> int:
 
 
 class FrameReader(Generic[Message]):
-    """Takes bytes as they come, gives the messages that are complete."""
+    """Takes bytes as they arrive and yields the messages that are complete."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Message], max_bytes: int) -> None:
         self._decode = decoder.decode
@@ -204,7 +204,7 @@ class FrameReader(Generic[Message]):
         self._buffer = bytearray()
 
     def take(self, data: bytes) -> Iterator[Message]:
-        """Raises ConnectionError or msgspec.DecodeError when they are none."""
+        """Raises ConnectionError if a frame is too large, msgspec.DecodeError if it holds no message."""
         buffer = self._buffer
         buffer += data
         start = 0
@@ -221,10 +221,10 @@ class FrameReader(Generic[Message]):
 
 
 def frames_from_gateway() -> FrameReader[FromGateway]:
-    """Of a gateway's connection, which says little at once."""
+    """The reader of a gateway's connection, whose frames are small."""
     return FrameReader(_from_gateway, MAX_REQUEST_BYTES)
 
 
 def frames_from_replica() -> FrameReader[FromReplica]:
-    """Of a replica's connection."""
+    """The reader of a replica's connection."""
     return FrameReader(_from_replica, MAX_FRAME_BYTES)

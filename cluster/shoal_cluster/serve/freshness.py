@@ -1,4 +1,4 @@
-"""Whether what others leave at a board again and again is of now."""
+"""Whether what others keep writing to a board is up to date."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Mapping
 
 
 class Freshness:
-    """By each writer's clock, and where that differs by the reader's: what goes on advancing is of now.
+    """Judges by the writer's clock or, as hosts' clocks differ, by the reader's: a time that keeps advancing is fresh.
 
     Args:
-        max_age_s: how far from now a time may be, and how long ago it may have advanced.
+        max_age_s: how far from now a written time may be, or how long ago it may last have advanced.
     """
 
     def __init__(self, max_age_s: float) -> None:
         self._max_age_s = max_age_s
-        self._advanced: dict[str, tuple[float, float | None]] = {}  # the last time, and when it was seen to advance
+        self._advanced: dict[str, tuple[float, float | None]] = {}  # last time, and when it was seen to advance
 
     def look(self, written_s: Mapping[str, float], unix_s: float, now_s: float) -> frozenset[str]:
-        """Who of those that have written is fresh.
+        """Which writers are fresh.
 
         Args:
-            written_s: Unix times by writer, all that there are.
+            written_s: the last Unix time of each writer.
             unix_s: the reader's Unix time.
-            now_s: the same moment on a clock of the reader's that only goes forward.
+            now_s: the same moment on the reader's monotonic clock.
         """
         before, self._advanced = self._advanced, {}
         for writer, time_s in written_s.items():

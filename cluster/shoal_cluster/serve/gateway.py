@@ -1,4 +1,4 @@
-"""The front door: checks a call, tokenises it once, admits it, and streams what the replicas generate."""
+"""The gateway: checks a call, tokenises it once, admits it, and streams what the replicas generate."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from shoal_replica.llm import with_seed
 from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
 
-LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer ones are tokenised beside the event loop
+LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer texts are tokenised in a thread
 
 
 class Gateway:
-    """A Serve deployment that implements GatewayCore and serves it by gRPC and HTTP on its own sockets."""
+    """A Serve deployment that implements GatewayCore and serves it over gRPC and HTTP on its own sockets."""
 
     async def __init__(self, replicas: DeploymentHandle, config: ClusterConfig) -> None:  # type: ignore[misc]
         set_up_logs(config.logs.format, config.logs.level, process="gateway")
@@ -112,13 +112,13 @@ class Gateway:
         gateways = ServeGateways(own.app_name, own.deployment) if self._settings.num_replicas > 1 else None
         self._explainer = Explainer(own.replica_id.unique_id, self._dispatcher.explain, gateways)
         self._ingress = await Ingress.open(self, self._settings)
-        gc.freeze()  # modules and tokenizer stay; a full collection over them would hold up all streams
+        gc.freeze()  # modules and tokenizer stay; a full collection that visits them would stall all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
         self._ledger.journal.note(EventKind.DEPLOYED, f"this gateway has started: {config.name} on {bounds}")
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve hands over ``user_config`` without replacing the gateway. Raises ConfigError, and then nothing changes:
-        Serve stops this gateway and starts others, which fail alike, so ``shoal deploy`` checks it before.
+        """Serve passes ``user_config`` without replacing the gateway. Raises ConfigError, and then nothing changes; but
+        Serve stops this gateway and starts others, which fail alike: so ``shoal deploy`` checks it first.
         """
         told = UserConfig.from_dict(user_config, self._config)
         self._scaling.rebase(self._config.with_scaling(told.scaling).scale_config())
@@ -129,7 +129,7 @@ class Gateway:
         self._ledger.weights = weights
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Where the faces listen, for whoever asked for free ports."""
+        """The ports that the servers listen on, which matter where free ones were asked for."""
         return {"shoal_grpc_port": self._ingress.grpc_port, "shoal_http_port": self._ingress.http_port}
 
     # GatewayCore
@@ -261,7 +261,7 @@ class Gateway:
             return True
         return self._scaling.row().config.min_replicas == 0 and not self._watch.start_failure()
 
-    # Steps of the above
+    # Helpers, and Serve's hooks
 
     async def _request(self, call: GenerateCall, arrived_s: float) -> Request:
         self.check_model(call.model)
@@ -288,7 +288,7 @@ class Gateway:
         )
 
     def _max_model_len(self) -> int:
-        """The model's limit, or the pool's where that is smaller: known from the ledger once a replica has spoken."""
+        """The model's limit, or that of the largest block pool if smaller; known once a replica has sent its stats."""
         told = self._ledger.view.present(time.monotonic()).stats
         pools = [stats.num_total_blocks * stats.block_size for stats in told if stats is not None]
         return min(self._model.max_model_len, max(pools)) if pools else self._model.max_model_len

@@ -1,4 +1,4 @@
-"""A gateway's books: the view of every replica, the feeds that keep it, and the decisions taken on it. One each."""
+"""A gateway's view of every replica, the feeds that keep it up to date, and the decisions taken on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANSWER_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A running replica as Serve names it, with the address of its feed and what its memory went to at its start."""
+    """A running replica as Serve names it, with its feed's address and the report of what its memory went to."""
 
     replica_id: str
     node_id: str
@@ -44,11 +44,11 @@ class Member:
 
 
 class GatewayLedger:
-    """Everything here happens on one event loop.
+    """One per gateway. Everything here happens on one event loop.
 
     Args:
-        num_gateways: how many place requests on the same replicas; several share what they promise and hold.
-        max_index_entries: of cached blocks known, of all replicas together; see ``PrefixIndex``.
+        num_gateways: how many place requests on the same replicas; several tell each other what they promise and hold.
+        max_index_entries: limit of known cached blocks, for all replicas together; see ``PrefixIndex``.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GatewayLedger:
     ) -> None:
         self.gateway_id = gateway_id
         self.weights = weights
-        self.named: NamedPlacement | None = None  # places by another system's rule
+        self.named: NamedPlacement | None = None  # set while another system's rule places
         self.num_gateways = num_gateways
         self.view = ClusterView(max_index_entries)
         self.journal = Journal()
@@ -69,7 +69,7 @@ class GatewayLedger:
         self._members: dict[str, Member] = {}
         self._feeds: dict[str, FeedClient] = {}
         self._credit = SharedCredit(self.view, self._feeds, num_gateways > 1)
-        self._draining: set[str] = set()  # no members any more; their last requests are followed
+        self._draining: set[str] = set()  # no longer members, but their last requests are followed
         self._followers: dict[str, Follower] = {}
         self._sent = SentRequests()
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
@@ -83,16 +83,16 @@ class GatewayLedger:
         self._changed = asyncio.Event()
 
     def use_rule(self, name: str) -> None:
-        """Place by the rule of that name from now on. Raises ConfigError: there is none."""
+        """Place by the rule of that name from now on. Raises ConfigError if there is none."""
         if name != (OWN_RULE if self.named is None else self.named.routing):
             self.named = placement_by(name)
             self.journal.note(EventKind.CHANGED, f"routing: by {name}")
 
-    # What Serve tells
+    # Members and placements
 
     def set_members(self, members: list[Member]) -> None:
-        """Route to exactly these replicas. One that leaves is followed until its last request has ended or moved on:
-        Serve lets a replica that it stops finish what it runs.
+        """Route to exactly these replicas. The feed of one that leaves is followed until its last request has ended or
+        moved on: Serve lets a replica that it stops finish what it runs.
         """
         wanted = {m.replica_id: m for m in members}
         for replica_id in [r for r in self._members if r not in wanted]:
@@ -114,7 +114,7 @@ class GatewayLedger:
         self._changed.set()
 
     def ranks(self, request_id: str) -> tuple[str, ...]:
-        """Where Serve's call with a dispatched request is to go, best first. Serve asks for calls that came nowhere."""
+        """Where Serve's call for a dispatched request must go, best first. Serve asks until a replica takes it."""
         if (there := self._sent.replica_of(request_id)) is not None and there not in self._members:
             self._refused(there, request_id, "Serve took it away before its call came")
             return ()
@@ -131,7 +131,7 @@ class GatewayLedger:
         return record.decision
 
     def commit(self, dispatch: Dispatch) -> None:
-        """It is a held request's turn: reserve its blocks where it goes and keep the record."""
+        """A held request's turn has come: reserve its blocks where it goes and keep the record."""
         query = dispatch.pending.query
         record = RouteRecord(
             time.time(), query, dispatch.candidates, self.weights, dispatch.seed, dispatch.decision, dispatch.rule
@@ -143,7 +143,7 @@ class GatewayLedger:
         self._commit(record)
 
     def submit(self, request: Request, replica_id: str) -> Callable[[], None] | None:
-        """Send a request by ``replica_id``'s feed; Serve's call follows. Returns how to take it back; None: unsent."""
+        """Send a request on ``replica_id``'s feed; Serve's call follows. Returns how to abort it, None if not sent."""
         feed, request_id = self._feeds.get(replica_id), request.request_id
         if feed is None or replica_id not in self._members or not feed.submit(request):
             return None
@@ -152,28 +152,30 @@ class GatewayLedger:
         return lambda: feed.abort(request_id)
 
     def routed(self, request_id: str, replica_id: str) -> None:
-        """Serve's call went to ``replica_id``, not the first rank if nobody had the request; Serve tells at its end."""
+        """Serve's call went to ``replica_id``, which need not be the first rank if the request was not submitted. Serve
+        says so only when the call ends.
+        """
         self._note_replica(request_id, replica_id)
 
-    # What the gateway asks
+    # Calls, and questions about them
 
     def follow(self, request_id: str, follower: Follower) -> None:
-        """Tell ``follower`` of a request that is about to be placed.
+        """Notify ``follower`` of a request that is about to be placed.
 
         Raises:
-            InvalidArgument: another call of that id is running.
+            InvalidArgument: another call with that id is running.
         """
         if request_id in self._followers:
             raise InvalidArgument("request_id", request_id, "must not be that of a running request")
         self._followers[request_id] = follower
 
     def knows_call(self, call_id: str) -> bool:
-        """Whether a call of that id runs, or is still on record; for a request of several prompts, its first."""
+        """Whether a call with that id runs or is still on record; of a request of several prompts, its first call."""
         ids = call_id, f"{call_id}-0"
         return any(known in self._followers or self.routes.of_call(known) for known in ids)
 
     def unfollow(self, request_id: str) -> None:
-        """The request is over for us: drop its reservation. Unknown ids are ignored."""
+        """The request is over for this gateway: drop its reservation. Unknown ids are ignored."""
         self._followers.pop(request_id, None)
         self._credit.withdraw(request_id)
         self.view.release(request_id)
@@ -188,7 +190,7 @@ class GatewayLedger:
             self._credit.end(request_id, replica_id)
 
     def wish(self, wishes: Mapping[str, tuple[Wish, ...]]) -> None:
-        """What is held here and where it is to go, by replica: the other gateways are to know."""
+        """Tell the other gateways what is held here and where it is planned to go, by replica."""
         self._credit.wish(wishes, time.monotonic())
 
     def abort(self, request_id: str, index: int) -> None:
@@ -210,7 +212,7 @@ class GatewayLedger:
         return await feed.ask(question, ANSWER_TIMEOUT_S)
 
     def start_report(self, replica_id: str) -> str:
-        """What a member told of its start; empty for a stranger."""
+        """What a member reported at its start; empty for a replica that is no member."""
         return member.start_report if (member := self._members.get(replica_id)) is not None else ""
 
     def can_place(self, excluded: Set[str]) -> bool:
@@ -222,7 +224,7 @@ class GatewayLedger:
         return bool(is_eligible(query, self.view.present(time.monotonic())).any())
 
     def _commit(self, record: RouteRecord) -> bool:
-        """Keep the record and reserve what it says; False: nothing is to be."""
+        """Keep the record and reserve what it says. False if there is nothing to reserve."""
         query, candidates, now = record.query, record.replicas, time.monotonic()
         self.routes.add(record)
         self.on_decision(record)
@@ -257,7 +259,7 @@ class GatewayLedger:
         await asyncio.gather(*(feed.close() for feed in self._feeds.values()))
         self._feeds.clear()
 
-    # What the feeds tell
+    # News from the feeds
 
     def _feed(self, replica_id: str, address: tuple[str, int]) -> FeedClient:
         on_message, on_tokens = partial(self.hear, replica_id), partial(self._hear_tokens, replica_id)
@@ -265,7 +267,7 @@ class GatewayLedger:
         return FeedClient(self.gateway_id, address, on_message, on_lost, on_tokens, on_refused)
 
     def _hear_tokens(self, replica_id: str, update: Update) -> None:
-        """Pass tokens on; the books follow at once, but clients wait for tokens."""
+        """Pass tokens on before the books are updated (``hear``): clients wait for them."""
         for request_id in update.accepted:
             self._note_replica(request_id, replica_id)
         for delta in update.deltas:
@@ -273,7 +275,7 @@ class GatewayLedger:
                 follower.on_delta(replica_id, delta)
 
     def hear(self, replica_id: str, message: Snapshot | Update) -> None:
-        """Take one message of a replica's feed into the books. Its tokens have been passed on before."""
+        """Take one message of a replica's feed into the books. Its tokens have been passed on already."""
         now = time.monotonic()
         if isinstance(message, Snapshot):
             if replica_id in self.view:
@@ -299,7 +301,7 @@ class GatewayLedger:
         self.routes.trim()
 
     def _note_replica(self, request_id: str, replica_id: str, is_taken: bool = True) -> None:
-        """A request is at ``replica_id``: its reservation too, and what it may want to say goes there."""
+        """A request is at ``replica_id``: its reservation moves there, and later messages about it go there."""
         if (follower := self._followers.get(request_id)) is None:
             self._credit.withdraw(request_id, replica_id)
             self.view.release(request_id)  # the client has left meanwhile
@@ -328,7 +330,7 @@ class GatewayLedger:
         self._changed.set()
 
     def _where(self, request_id: str) -> str | None:
-        """The replica that has a request, or to which it is on its way by Serve's call alone."""
+        """The replica that has a request, or that it is on its way to by Serve's call alone."""
         held = self.view.reservation(request_id)
         return self._replica_of.get(request_id, held.replica_id if held is not None else None)
 

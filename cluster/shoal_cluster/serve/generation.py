@@ -1,4 +1,4 @@
-"""One call's life in the gateway: placed, followed, resumed where a replica is lost, and cancelled when left."""
+"""One call's life in the gateway: placed, followed, resumed if its replica is lost, cancelled if its client leaves."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from shoal_replica.tokenizer import Tokenizer
 
 MAX_RESUMES = 3
 MAX_REFUSALS = 4
-UNHEARD_S = 0.1  # until a replica is tried again that has no feed to this gateway
-GONE_S = 2.0  # in which a replica that could not finish what it took has broken its feed, or is well
+UNHEARD_S = 0.1  # pause before retrying a replica that has no feed to this gateway
+GONE_S = 2.0  # after which a replica that failed a request but has kept its feed counts as well again
 
-Place = Callable[[Request, RouteQuery, float], Placement]  # until when it may take
+Place = Callable[[Request, RouteQuery, float], Placement]  # the float is the call's deadline
 
 
 class Generation:
     """Runs one request. Iterate ``chunks()`` once; close the iterator to cancel.
 
-    ``times`` is told of every token; the deadline counts from its ``arrived_s``.
+    ``times`` is notified of every token; the deadline counts from its ``arrived_s``.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Generation:
         """Stream the call's chunks; the last one carries the usage.
 
         Raises:
-            DeadlineExceeded: not finished ``timeout_s`` after its arrival.
+            DeadlineExceeded: it was not finished ``timeout_s`` after its arrival, or could not be.
+            InvalidArgument: it fits no replica, a replica found it invalid, or its id is that of a running request.
             ResourceExhausted, Unavailable: no replica would or could run it.
         """
         error = DeadlineExceeded(f"the request was not finished after {timeout_s:g} s")
@@ -91,15 +92,17 @@ class Generation:
                     raise self._failure
         finally:
             deadline.cancel()
-            if not self._is_done:  # else their calls are returning: to cancel one would count as its failure
+            if not self._is_done:  # else its calls are returning: cancelling one would count as a failure
                 self._keep_end(refused_before)
                 await self._cancel_legs()
 
     def _keep_end(self, refused_before: Refusal | None) -> None:
-        """Why there is no whole answer, for who asks; of a client that has left, where its call was never placed.
+        """Record why there is no complete answer, for later explanation; for a client that left, only if its call was
+        never placed.
 
-        Whoever refuses a call keeps that itself: then there is more than the refusal of a former call of this id. Of a
-        call whose id another one has nothing is kept: that is the one who is asked for.
+        A refusal that the dispatcher has recorded meanwhile stands; it differs from ``refused_before``, which is that
+        of an earlier call with this id. If the id is that of another running call, nothing is recorded: explanations
+        by this id are about that call.
         """
         routes, call_id, error = self._ledger.routes, self._request.request_id, self._failure
         if isinstance(error, InvalidArgument) and error.field == "request_id":
@@ -116,7 +119,7 @@ class Generation:
             routes.refuse(Refusal.of(error, time.time(), call_id, terms))
 
     def _next_chunk(self) -> Chunk:
-        """The oldest chunk, together with those of its sequence behind it: a client, or a gateway, that is slower than
+        """The oldest chunk, merged with those of its sequence right behind it: a client or gateway that is slower than
         the tokens gets several at once and falls no further behind.
         """
         first = self._chunks.popleft()
@@ -138,7 +141,7 @@ class Generation:
         return all(output.is_done for output in self._outputs)
 
     def usage(self) -> Usage:
-        """The call's tokens so far."""
+        """The call's token usage so far."""
         return Usage(
             num_prompt_tokens=self._request.num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
@@ -148,7 +151,7 @@ class Generation:
             num_resumes=self.num_resumes,
         )
 
-    # Legs: a request to one replica after another, for some of the call's sequences
+    # Legs: a leg places a request until a replica runs it, for some or all of the call's sequences
 
     def _start_leg(self, request: Request, indexes: range, num_resumes: int) -> None:
         task = self._loop.create_task(self._run_leg(request, indexes, num_resumes))
@@ -161,12 +164,12 @@ class Generation:
             self.fail(error)
 
     async def _run_leg(self, request: Request, indexes: range, num_resumes: int) -> None:
-        """Place a request until a replica takes it, and see it to its end or hand it on."""
+        """Place a request until a replica takes it, and follow it to its end or to the leg that resumes it."""
         refused: dict[str, str] = {}
         for _ in range(MAX_REFUSALS):
             try:
                 refusal = await self._attempt(request, indexes, await self._excluded(refused))
-            except ReplicaUnheard:  # that costs it nothing but time, which its deadline ends
+            except ReplicaUnheard:  # not counted as a resume: it costs only time, which the deadline limits
                 await asyncio.sleep(UNHEARD_S)
                 self._resume(request, indexes, num_resumes)
                 return
@@ -183,15 +186,15 @@ class Generation:
                 return
             refused |= [refusal]
             if refusal[0] not in self._ledger.view:
-                continue  # Serve has taken it away: another may come in its place
+                continue  # Serve has removed the replica: another may come in its place
             if not self._ledger.can_place(refused.keys() | self._gone):
                 break
         reason = next(reversed(refused.values()))
         raise ResourceExhausted(f"refused by {len(refused)} replicas: {reason}", retry_after_s=1.0)
 
     async def _excluded(self, refused: dict[str, str]) -> Set[str]:
-        """The replicas that are not to have it: who has refused it, and who is gone. One of these may be well (its call
-        alone has broken off): where nobody else is, and it stays for ``GONE_S``, it is tried again.
+        """The replicas that must not get the request: those that refused it and those that are gone. One of the latter
+        may be well, if only its call broke off: where there is no other and it stays for ``GONE_S``, it is tried again.
         """
         can_place, gone, ends_s = self._ledger.can_place, self._gone, self._loop.time() + GONE_S
         while gone and not can_place(refused.keys() | gone) and can_place(refused.keys()):
@@ -227,7 +230,9 @@ class Generation:
             self._ledger.unfollow(request.request_id)
 
     def _resume(self, request: Request, indexes: range, num_resumes: int) -> None:
-        """Go on elsewhere after the tokens that the client has, each sequence alone; together when there are none."""
+        """Go on elsewhere after the tokens that the client has: each sequence in its own leg, or, while there are no
+        tokens, all in one.
+        """
         if not any(self._outputs[index].token_ids for index in indexes):
             self._start_leg(request, indexes, num_resumes)
             return
@@ -253,7 +258,7 @@ class Generation:
     # Tokens
 
     def _try_take(self, leg: LegTimes, replica_id: str, delta: TokenDelta) -> None:
-        """``_take``; whatever goes wrong is this call's, for its replica's feed carries others."""
+        """``_take``, with any error made this call's failure: its replica's feed also carries other calls."""
         try:
             self._take(leg, replica_id, delta)
         except Exception as error:
@@ -293,7 +298,7 @@ class Generation:
         """End the call with ``error``, which ``chunks`` raises; not where it has failed already."""
         if self._failure is None:
             self._failure = error
-            if not self._is_done:  # its client may be long in reading: nobody else is to wait for that
+            if not self._is_done:  # at once: a slow client may not read the error for long, and others need the room
                 for leg in self._legs:
                     leg.cancel()
         self._ready.set()

@@ -1,7 +1,7 @@
-"""The gRPC face: `shoal.v1.Generation` and `shoal.v1.Control` over a gateway core, with health and reflection.
+"""The gRPC front end: `shoal.v1.Generation` and `shoal.v1.Control` over a gateway core, with health and reflection.
 
-Requests arrive as bytes and are parsed here, not by the server, so that a malformed one gets INVALID_ARGUMENT instead
-of the server's INTERNAL.
+Requests arrive as bytes and are parsed here rather than by the server, so that a malformed one gets INVALID_ARGUMENT
+instead of the server's INTERNAL.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ CONTROL = "shoal.v1.Control"
 DEFAULT_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 READINESS_PERIOD_S = 0.25
 TENANT_KEY = "x-tenant"
-NUM_TASKS_BEFORE = 2  # a call's leg and its placement: the request goes to its replica before the client hears its id
-KEEPALIVE_OPTIONS = (  # a client that vanished without a word is noticed within 40 s
+NUM_TASKS_BEFORE = 2  # a call's leg and its placement: the request goes to its replica before the client gets its id
+KEEPALIVE_OPTIONS = (  # a client that vanished silently is noticed within 40 s
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 
 _log = logging.getLogger(__name__)
-_followers: set[asyncio.Task[None]] = set()  # the event loop itself keeps tasks only weakly
+_followers: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references to tasks
 
 
 class GenerationService:
@@ -52,7 +52,7 @@ class GenerationService:
         self._core = core
 
     async def generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
-        """Stream a call; whatever ends it early, a cancel included, closes the core's stream at once."""
+        """Stream a call. Whatever ends it early, a cancellation included, closes the core's stream at once."""
         request_id = new_request_id()
         try:
             call = self._read(raw, context, request_id)
@@ -72,9 +72,9 @@ class GenerationService:
             raise
 
     async def _stream(self, call: GenerateCall, context: grpc.aio.ServicerContext) -> None:
-        """The client hears the id beside the call; it has heard it when this ends, unless it has left."""
+        """Stream the chunks. The request id is sent meanwhile: the client has it when this ends, unless it has left."""
         telling = asyncio.create_task(_tell_id(context, call.request_id))
-        telling.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else looks at a leaver's
+        telling.add_done_callback(lambda task: task.cancelled() or task.exception())  # unawaited if the client leaves
         try:
             async with open_chunks(self._core, call) as chunks:
                 async for chunk in chunks:
@@ -94,7 +94,7 @@ class GenerationService:
             request = codec.parse(generation_pb2.TokenizeRequest, raw)
             self._core.check_model(request.model)
             text, messages = codec.tokenize_input_from_proto(request)
-            # A long text takes long; meanwhile the streams go on.
+            # In a thread: a long text takes a while, and streams must go on meanwhile.
             token_ids = await asyncio.to_thread(
                 self._core.tokenize,
                 text,
@@ -109,7 +109,7 @@ class GenerationService:
             return codec.model_card_to_proto(self._core.model_card())
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a server takes."""
+        """The RPC handlers, for a server."""
         return grpc.method_handlers_generic_handler(
             GENERATION,
             {
@@ -148,7 +148,7 @@ class ControlService:
             return scaling_codec.scaling_to_proto(await self._core.tune(changes, reset=reset))
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a server takes."""
+        """The RPC handlers, for a server."""
         return grpc.method_handlers_generic_handler(
             CONTROL,
             {
@@ -168,9 +168,9 @@ async def start_grpc_server(
     credentials: grpc.ServerCredentials | None = None,
     share_port: bool = False,
 ) -> tuple[grpc.aio.Server, int]:
-    """Serve ``core`` at ``address`` ("host:port"; port 0 takes a free one); the server and the port it got.
+    """Serve ``core`` at ``address`` ("host:port"; port 0 takes a free one). Returns the server and its port.
 
-    ``credentials`` turn TLS on. ``share_port`` lets several gateways of one host share a port. Health follows
+    ``credentials`` turn TLS on. ``share_port`` lets several gateways on one host share a port. Health follows
     ``core.is_ready()`` until the server stops.
 
     Raises:
@@ -203,7 +203,7 @@ async def start_grpc_server(
 
 
 async def _follow_readiness(core: GatewayCore, service: health.aio.HealthServicer, server: grpc.aio.Server) -> None:
-    """Keep health equal to readiness; ends with the server."""
+    """Keep the health status equal to readiness, until the server stops."""
     while await server.wait_for_termination(READINESS_PERIOD_S):  # True: it timed out, so the server still runs
         await _set_health(core, service)
 
@@ -223,7 +223,7 @@ async def _tell_id(context: grpc.aio.ServicerContext, request_id: str) -> None:
 
 @asynccontextmanager
 async def _errors_as_status(context: grpc.aio.ServicerContext, request_id: str) -> AsyncIterator[None]:
-    """End the call with the status that belongs to an error raised inside."""
+    """End the call with the status of an error that is raised inside."""
     try:
         yield
     except Exception as error:
@@ -245,7 +245,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception, request_id
 
 
 def _retry_details(status: grpc.StatusCode, message: str, retry_after_s: float) -> bytes:
-    """A google.rpc.Status with a RetryInfo: what clients that retry by themselves read."""
+    """A google.rpc.Status with a RetryInfo, which is read by clients that retry automatically."""
     info = error_details_pb2.RetryInfo()
     info.retry_delay.FromNanoseconds(round(retry_after_s * 1e9))
     details = status_pb2.Status(code=status.value[0], message=message)

@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI's routes over a gateway core, health and metrics."""
+"""The HTTP front end: OpenAI's routes over a gateway core, plus health and metrics."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from shoal_replica.errors import ShoalError
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH)
-TENANT_HEADER = "x-tenant"  # goes before the body's `user`
+TENANT_HEADER = "x-tenant"  # takes precedence over the body's `user`
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
 
 
 class HttpCore(GatewayCore, Protocol):
-    """What this face needs beside: OpenAI's log-probabilities name tokens by their text."""
+    """What this front end needs of the gateway: OpenAI's log-probabilities name tokens by their text."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for."""
@@ -92,7 +92,7 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
 
 
 def http_config(core: HttpCore, max_body_bytes: int, shutdown_s: float) -> uvicorn.Config:
-    """How the application is served; what is under way has ``shutdown_s`` to end, in whole seconds."""
+    """The uvicorn configuration that serves the application; open requests have ``shutdown_s`` to end."""
     return uvicorn.Config(
         build_http_app(core, max_body_bytes),
         log_config=None,
@@ -105,9 +105,9 @@ def http_config(core: HttpCore, max_body_bytes: int, shutdown_s: float) -> uvico
 async def _answer(
     core: GatewayCore, body: ChatRequest | CompletionRequest, request: Request, shape: AnswerShape
 ) -> Response:
-    """Run the body's calls; whatever ends them early, a disconnect included, closes the core's streams."""
+    """Run the body's calls. Whatever ends them early, a disconnect included, closes the core's streams."""
     request_id: str = request.state.request_id
-    if core.knows_call(request_id):  # proxies that try again, and services that pass on an id, bring it again
+    if core.knows_call(request_id):  # proxies that retry, and services that pass an id on, send it again
         request_id = request.state.request_id = f"{request_id}~{new_request_id()[:8]}"
     try:
         core.check_model(body.model)
@@ -144,9 +144,9 @@ def _model_body(card: ModelCard) -> dict[str, Any]:
 
 
 def _invalid_body(error: RequestValidationError) -> Response:
-    """One line for the first wrong field, under its path in the body."""
+    """One line about the first invalid field, named by its path in the body."""
     errors = error.errors()
-    if errors[0]["type"] == "json_invalid":  # its location is a place in the text
+    if errors[0]["type"] == "json_invalid":  # its location is an offset in the text
         message = f"body: {errors[0]['msg']}: {errors[0]['ctx']['error']}"
         return _refusal(400, "invalid_request_error", "invalid_value", message, "body")
     field = _path(errors[0]["loc"])
@@ -159,7 +159,7 @@ def _invalid_body(error: RequestValidationError) -> Response:
 
 
 def _http_error(error: HTTPException) -> Response:
-    """What the router itself refuses: unknown paths, wrong methods, bodies too large."""
+    """What the router itself refuses: unknown paths, wrong methods, bodies that are too large."""
     return _refusal(error.status_code, "invalid_request_error", f"http_{error.status_code}", str(error.detail), None)
 
 

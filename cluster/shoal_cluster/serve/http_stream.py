@@ -1,4 +1,4 @@
-"""Below the routes: who asks (request id), how much (body limit), and whether the client is still there."""
+"""What lies below the routes: request ids, the limit on bodies, event streams, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shoal_replica.errors import ShoalError
 
 T = TypeVar("T")
 
-DRAIN_FACTOR = 8  # how far past the limit a body is read, so that its sender gets to see the refusal
+DRAIN_FACTOR = 8  # how far past the limit a body is still read, so that its sender gets to see the refusal
 
 _log = logging.getLogger(__name__)
 
 
 class RequestFrame:
-    """ASGI middleware: gives each request an id, answers with it in ``x-request-id``, and limits its body.
+    """ASGI middleware: gives each request an id, returns it in ``x-request-id``, and limits the request's body.
 
-    A client may bring its own id in the same header. The id is at ``request.state.request_id``, to be changed there.
+    A client may send its own id in the same header. The id is at ``request.state.request_id``; a route may change it.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -71,12 +71,12 @@ class RequestFrame:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled, and has ended, when the client goes away first.
+    """The result of ``work``. If the client disconnects first, ``work`` is cancelled, and has ended when this raises.
 
-    Plain tasks rather than a cancel scope: a scope would cancel every await of the clean-up too.
+    Uses plain tasks rather than a cancel scope, which would also cancel every await of the clean-up.
 
     Raises:
-        ClientDisconnect: the client went away.
+        ClientDisconnect: the client disconnected.
     """
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(receive))
@@ -92,9 +92,9 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. An error before the first event is a plain error answer, a later one the last event.
+    """Server-sent events. An error before the first event becomes a plain error response, a later one the last event.
 
-    The events' generator is closed as soon as the client goes away.
+    The events' generator is closed as soon as the client disconnects.
     """
 
     media_type = "text/event-stream"
@@ -134,7 +134,7 @@ class EventStream(StreamingResponse):
 
 
 def report(error: Exception, request_id: str) -> ErrorReport:
-    """What the client may know of ``error``; what it may not goes to the log."""
+    """What the client may know of ``error``; an internal error is logged."""
     told = report_error(error, request_id)
     if told.kind is INTERNAL:
         _log.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
@@ -142,7 +142,7 @@ def report(error: Exception, request_id: str) -> ErrorReport:
 
 
 def error_response(error: Exception, request_id: str) -> Response:
-    """OpenAI's error answer."""
+    """The error response in OpenAI's format."""
     told = report(error, request_id)
     headers = {}
     if told.retry_after_s is not None:

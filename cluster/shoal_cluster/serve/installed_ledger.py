@@ -10,13 +10,13 @@ _installed: GatewayLedger | None = None
 
 
 def install(ledger: GatewayLedger) -> None:
-    """Make ``ledger`` this process's."""
+    """Make ``ledger`` the one of this process."""
     global _installed
     _installed = ledger
 
 
 def current() -> GatewayLedger:
-    """This process's ledger."""
+    """This process's ledger. Raises RuntimeError where none is installed."""
     if _installed is None:
         raise RuntimeError("no ledger: only a gateway routes to replicas")
     return _installed

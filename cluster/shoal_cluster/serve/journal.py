@@ -1,4 +1,4 @@
-"""What happened, as this gateway saw it: a bounded log of replicas, streams and deployments."""
+"""What happened, as this gateway saw it: a bounded log of events about replicas, streams and deployments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TEXT_CHARS = 240
 
 
 class EventKind(StrEnum):
-    """What an event is about. Those of one kind that follow each other closely are counted, not repeated."""
+    """What an event is about. Events of a kind in ``COUNTED`` that follow each other closely are counted together."""
 
     DEPLOYED = "deployed"
     STARTING = "starting"
@@ -37,9 +37,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the log.
 
     Attributes:
-        seq: 1 for the first; grows by one, except that an event counted again keeps its number.
-        time_s: Unix time of the first of ``count`` alike.
-        replica_id, request_id: whom it concerns, empty where nobody; of the last of ``count``.
+        seq: 1 for the first, then one more for each; an event that is counted again keeps its number.
+        time_s: Unix time of the first of the ``count`` events.
+        replica_id, request_id: of the last of the ``count`` events; empty if it concerns none.
     """
 
     seq: int
@@ -62,7 +62,7 @@ class Journal:
     def note(
         self, kind: EventKind, text: str, *, replica_id: str = "", request_id: str = "", time_s: float | None = None
     ) -> None:
-        """Add an event of now, or of ``time_s`` where it is known to be older."""
+        """Add an event that happened now, or at ``time_s`` if it is known to be older."""
         if len(text) > MAX_TEXT_CHARS:
             text = text[: MAX_TEXT_CHARS - 1] + "…"
         now = self._clock() if time_s is None else time_s

@@ -1,8 +1,8 @@
-"""Latency as clients had it lately: quantiles and the share of requests within the objective, over a sliding window.
+"""Latency as clients saw it lately: quantiles and the share of requests within the objective, over a sliding window.
 
-Times are counted in buckets that grow by ``GROWTH``, so memory and the cost of an entry do not depend on the load, and
-a quantile is off by at most 2 %. The window moves in ``NUM_SLICES`` steps. Nothing here has a clock: ``now`` is any
-monotonic one, in seconds.
+Times are counted in buckets whose bounds grow by a factor of ``GROWTH``, so memory and the cost of an entry do not
+depend on the load, and a quantile is off by at most 2 %. The window moves in ``NUM_SLICES`` steps. Nothing here reads a
+clock: ``now`` is in seconds on any monotonic one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BUCKETS_PER_E = 1.0 / math.log(GROWTH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyObjective:
-    """What a client should not have to wait longer for: the first token, and each further one on average."""
+    """The longest that a client should have to wait: for the first token, and for each further one on average."""
 
     ttft_s: float = 2.0
     inter_token_s: float = 0.2
@@ -32,7 +32,7 @@ class LatencyObjective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Seconds that half, 95 % and 99 % of ``num`` times stayed within."""
+    """Seconds within which 50 %, 95 % and 99 % of ``num`` times stayed."""
 
     num: int
     p50_s: float
@@ -45,9 +45,9 @@ class LatencySummary:
     """The last ``window_s`` seconds. Quantiles are None when nothing was timed.
 
     Attributes:
-        num_requests: requests that ended, those refused for want of room and those that failed included. Clients'
-            own mistakes and requests that clients left do not count.
-        num_met: those of them that met the objective.
+        num_requests: requests that ended, including those that failed or were refused for want of room. Clients' own
+            mistakes and requests that clients abandoned do not count.
+        num_met: how many of them met the objective.
         ttft: seconds from a request's arrival to its first token.
         inter_token: seconds between the tokens of a sequence; a chunk of several tokens counts as that many.
     """
@@ -75,7 +75,7 @@ class _Slice:
 
 
 class LatencyWindow:
-    """Takes times as they happen and sums up the last ``window_s`` seconds, to within one slice."""
+    """Takes times as they happen and summarises the last ``window_s`` seconds, to within one slice."""
 
     def __init__(self, objective: LatencyObjective, window_s: float = WINDOW_S) -> None:
         self.objective = objective
@@ -89,11 +89,11 @@ class LatencyWindow:
         current.ttft[_bucket(seconds)] += 1
 
     def add_tokens(self, seconds: float, num_tokens: int, now: float) -> None:
-        """``num_tokens`` came, each ``seconds`` after the one before it."""
+        """Count ``num_tokens`` tokens that came, each ``seconds`` after the one before it."""
         self._slice(now).inter_token[_bucket(seconds)] += num_tokens
 
     def add_request(self, met: bool, now: float) -> None:
-        """A request has ended, within the objective or not."""
+        """Count a request that has ended, within the objective or not."""
         current = self._slice(now)
         current.num_requests += 1
         current.num_met += met
@@ -115,7 +115,7 @@ class LatencyWindow:
         )
 
     def _slice(self, now: float) -> _Slice:
-        """The slice of ``now``; those that have left the window are dropped. Time does not run backwards."""
+        """The slice of ``now``; drops those that have left the window. Time does not run backwards."""
         if now < self._end_s:
             return self._newest
         number = int(now / self._slice_s)
@@ -131,7 +131,7 @@ def _bucket(seconds: float) -> int:
 
 
 def _middle(bucket: int) -> float:
-    """The time that is off by the same factor from both ends of a bucket."""
+    """The geometric middle of a bucket: off by the same factor from both of its ends."""
     return float(GROWTH ** (bucket + 0.5))
 
 

@@ -10,7 +10,7 @@ from shoal_cluster.serve.call import ReplicaRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLedger:
-    """Blocks by state: total = allocated + free, and the cached are those of the free that still hold a prefix."""
+    """Blocks by state: total = allocated + free; cached blocks are the free ones that still hold a prefix."""
 
     num_allocated_blocks: int
     num_cached_blocks: int
@@ -24,7 +24,7 @@ class BlockLedger:
 
 
 def sum_blocks(rows: Iterable[ReplicaRow]) -> BlockLedger:
-    """The sums over the replicas whose feed has spoken."""
+    """The sums over the replicas that have sent stats."""
     spoken = [row.stats for row in rows if row.stats is not None]
     return BlockLedger(
         num_allocated_blocks=sum(stats.num_allocated_blocks for stats in spoken),

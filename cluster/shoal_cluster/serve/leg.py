@@ -15,13 +15,14 @@ from shoal_replica.errors import InvalidArgument, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, TokenDelta
 from shoal_replica.text_stream import TextStream
 
-GRACE_S = 2.0  # how far the end of a call and its last tokens may lie apart: they travel separately
+GRACE_S = 2.0  # how far apart the end of a call and its last tokens may arrive: they travel separately
 
 
 class Placement(Protocol):
     """A request on its way to a replica: its outcome, and the way to take it back.
 
-    ``sent`` is done when it has been handed to Serve; until then it waits for its turn.
+    ``sent`` is done when Serve's call has been made. Until then the request waits for its turn, or has been submitted
+    on the feed and its call is delayed.
     """
 
     sent: asyncio.Future[None]
@@ -32,16 +33,16 @@ class Placement(Protocol):
 
 
 class ReplicaLost(ShoalError):
-    """The replica that ran a request is gone, or its feed is."""
+    """The replica that ran a request has gone, or its feed has broken."""
 
 
 class ReplicaUnheard(ReplicaLost):
-    """The replica has no feed to this gateway, which has not noticed yet: it did not run the request, and may soon."""
+    """The replica has no feed to this gateway, which has not noticed yet. It did not run the request but may soon."""
 
 
 @dataclass(slots=True)
 class Output:
-    """One sequence of a call as far as the client has it."""
+    """One sequence of a call, as far as the client has received it."""
 
     text_stream: TextStream
     token_ids: list[int] = field(default_factory=list)
@@ -49,11 +50,11 @@ class Output:
 
 
 class Leg:
-    """Follows a placed request, for the sequences in ``outputs`` (by index), until it needs no more following.
+    """Follows a placed request, for the sequences in ``outputs`` (by index), to its end on one replica.
 
     Args:
-        times: is told when a replica has taken the request.
-        take: gets ``times``, the id of the replica and each delta that goes on where the client's tokens end.
+        times: notes when a replica has taken the request.
+        take: called with ``times``, the replica's id and each delta that continues the client's tokens.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class Leg:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.replica_id = ""
-        self.is_replica_gone = False  # it cannot finish what it took, this request or another
-        self._sent_s: float | None = None  # when it went to ``replica_id`` by the feed
-        self._refusal: Outcome | None = None  # why that does not run it
-        self._lost = ""  # why that does not finish it
-        self._routed: asyncio.Future[None] = loop.create_future()  # a replica has taken it
-        self._ended: asyncio.Future[None] = loop.create_future()  # its sequences are done, or it is refused or lost
+        self.is_replica_gone = False  # the replica cannot finish what it took, be it this request or another
+        self._sent_s: float | None = None  # when the request went to ``replica_id``
+        self._refusal: Outcome | None = None  # why that replica does not run it
+        self._lost = ""  # why that replica does not finish it
+        self._routed: asyncio.Future[None] = loop.create_future()  # done when a replica has taken the request
+        self._ended: asyncio.Future[None] = loop.create_future()  # done when it has finished, or is refused or lost
         self._outputs = outputs
         self._times = times
         self._take = take
@@ -80,16 +81,16 @@ class Leg:
         """Wait for the end. Returns why the replica refused the request, or None when its sequences are done.
 
         Raises:
-            ReplicaLost: the replica that the request went to did not finish it.
-            InvalidArgument: the replica found the request wrong: no other is to run it.
-            Unavailable: no replica said within ``placement_timeout_s`` of its turn that it has taken it.
+            ReplicaLost: the replica did not finish the request; ReplicaUnheard: it has no feed to this gateway.
+            InvalidArgument: the replica found the request invalid: no other replica should run it.
+            Unavailable: no replica confirmed within ``placement_timeout_s`` of its turn that it had taken it.
         """
         outcome = placement.outcome()
-        outcome.add_done_callback(_error)  # nobody else looks at the error of a cancelled call
+        outcome.add_done_callback(_error)  # nobody else retrieves the error of a cancelled call
         try:
             await _first(outcome, self._routed, self._ended, placement.sent)
             if outcome.done() and not placement.sent.done():
-                outcome.result()  # it was never sent: why, is for the client
+                outcome.result()  # it was never sent; the client is told why
             await _first(outcome, self._routed, self._ended, timeout_s=placement_timeout_s)
             if not (outcome.done() or self._routed.done() or self._ended.done()):
                 raise Unavailable(f"no replica could take the request within {placement_timeout_s:g} s")
@@ -106,7 +107,7 @@ class Leg:
                 await _first(self._ended, timeout_s=GRACE_S)
                 lost = f"replica {self.replica_id} ended the request early"
             elif self.is_done:
-                await _first(outcome, timeout_s=GRACE_S)  # to cancel a call that returns would count as its failure
+                await _first(outcome, timeout_s=GRACE_S)  # cancelling a call that is returning would count as a failure
             if not self.is_done:
                 raise ReplicaLost(lost)
             return None
@@ -129,7 +130,7 @@ class Leg:
         if output.is_done:
             return
         if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-            self.is_replica_gone = True  # it is stopping, or its engine has failed: that is not the call's end
+            self.is_replica_gone = True  # it is stopping, or its engine has failed: the call goes on elsewhere
             self._on_lost()
         elif delta.position != len(output.token_ids):
             self._on_lost()
@@ -157,7 +158,7 @@ async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) 
 
 
 def _reason(refusal: Outcome) -> str:
-    """Why another replica is to run the request. Raises InvalidArgument when none is, ReplicaUnheard: this one may."""
+    """Why another replica should run the request. Raises InvalidArgument: none should; ReplicaUnheard: this one may."""
     if refusal.is_unheard:
         raise ReplicaUnheard(refusal.reason)
     if refusal.field:
@@ -166,5 +167,5 @@ def _reason(refusal: Outcome) -> str:
 
 
 def _error(outcome: asyncio.Future[Outcome]) -> BaseException | None:
-    """Why a call that is over failed, if it did."""
+    """The error of a call that is over, if it failed."""
     return asyncio.CancelledError() if outcome.cancelled() else outcome.exception()

@@ -1,7 +1,7 @@
-"""Logs of gateway and replica: one line an event, as JSON or text, to standard error, where Ray keeps them.
+"""Logs of gateway and replica: one line per event, as JSON or text, to standard error, which Ray keeps.
 
-Nothing that a client said is logged. An error in a request is told by its type and where it came from: its message may
-quote the request.
+Nothing that a client said is logged. An error in a request is logged by its type and stack, not by its message, which
+may quote the request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEVELS = {
     RequestOutcome.FINISHED: logging.INFO,
     RequestOutcome.CANCELLED: logging.INFO,
     RequestOutcome.INVALID: logging.INFO,
-    RequestOutcome.SHED: logging.INFO,  # there are many at once, and metrics count them
+    RequestOutcome.SHED: logging.INFO,  # they come in large numbers, and metrics count them
     RequestOutcome.DEADLINE: logging.WARNING,
     RequestOutcome.FAILED: logging.ERROR,
 }
@@ -30,25 +30,25 @@ _requests = logging.getLogger("shoal_cluster.requests")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """For ``extra=``: what a line has beside its message."""
+    """For ``extra=``: the fields that a line has beside its message."""
     return {"fields": values}
 
 
 def error_fields(error: BaseException) -> dict[str, object]:
-    """An error without its words: its type, and the frames it came through, innermost last."""
+    """An error without its message: its type, and the stack frames it came through, innermost last."""
     frames = traceback.extract_tb(error.__traceback__)
     return {"error": type(error).__name__, "stack": [f"{f.filename}:{f.lineno} {f.name}" for f in frames]}
 
 
 def log_call(record: CallRecord) -> None:
-    """The one line for a request that is over."""
+    """Write the one line for a request that is over."""
     level = LEVELS[record.outcome]
     if _requests.isEnabledFor(level):
         _requests.log(level, "request %s", record.outcome.value, extra={"fields": call_fields(record)})
 
 
 def call_fields(record: CallRecord) -> dict[str, object]:
-    """What a request's line says; what is not known is left out. Times are in seconds."""
+    """The fields of a request's line, without those that are not known. Times are in seconds."""
     usage = record.usage
     leg = record.legs[-1] if record.legs else None
     routed_s = record.legs[0].routed_s if record.legs else None
@@ -74,7 +74,7 @@ def call_fields(record: CallRecord) -> dict[str, object]:
 
 
 class LineFormatter(logging.Formatter):
-    """One line a record: a JSON object, or words with ``name=value`` behind them.
+    """One line per record: a JSON object, or text followed by ``name=value`` pairs.
 
     Args:
         constant: fields that every line of the process has.
@@ -104,7 +104,7 @@ class LineFormatter(logging.Formatter):
 
 
 def set_up_logs(form: str, level: str, **constant: object) -> None:
-    """Send what Shoal's loggers of this process say to standard error. Calling it again replaces what was set up."""
+    """Send the output of Shoal's loggers in this process to standard error. A later call replaces an earlier one."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(form, constant))
     for name in ROOTS:

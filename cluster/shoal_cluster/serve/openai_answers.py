@@ -1,4 +1,4 @@
-"""From chunks to OpenAI's answers: whole bodies and server-sent events, for chats and for completions."""
+"""Turns chunks into OpenAI's answers: whole bodies and server-sent events, for chats and for completions."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TokenBytes = Callable[[int], bytes]
 _encoder = msgspec.json.Encoder()
 
 DONE = b"data: [DONE]\n\n"
-LEAST_LOGPROB = -9999.0  # OpenAI's word for minus infinity, which JSON cannot say
+LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """How `/v1/chat/completions` spells a choice. ``opening`` is its first event, before any text.
+    """How `/v1/chat/completions` encodes a choice. ``opening`` is its first event, before any text.
 
-    ``logprobs`` spells log-probabilities of tokens, the first of which begins at ``offset`` in the choice's text; with
-    it comes the offset after the last.
+    ``logprobs`` encodes the log-probabilities of tokens, the first of which begins at ``offset`` in the choice's text,
+    and returns them with the offset after the last.
     """
 
     token_bytes: TokenBytes
@@ -62,7 +62,7 @@ class ChatShape:
 
 @dataclass(frozen=True, slots=True)
 class CompletionShape:
-    """How `/v1/completions` spells a choice; see ChatShape."""
+    """How `/v1/completions` encodes a choice; see ChatShape."""
 
     token_bytes: TokenBytes
     id_prefix: str = COMPLETION_ID
@@ -85,7 +85,7 @@ class CompletionShape:
             texts.append(token_text(spelled))
             offsets.append(max(0, offset - bool(_inside_characters(spelled[:1]))))
             offset += len(spelled) - _inside_characters(spelled)
-            known = (*token.top, (token.token_id, token.logprob))  # the one that was taken is always among them
+            known = (*token.top, (token.token_id, token.logprob))  # the sampled token is always among them
             tops.append({token_text(self.token_bytes(top)): max(logprob, LEAST_LOGPROB) for top, logprob in known})
         body = {
             "tokens": texts,
@@ -100,12 +100,12 @@ AnswerShape = ChatShape | CompletionShape
 
 
 def _inside_characters(spelled: bytes) -> int:
-    """Bytes that no character of UTF-8 begins with."""
+    """Number of UTF-8 continuation bytes."""
     return sum(byte & 0xC0 == 0x80 for byte in spelled)
 
 
 def token_text(spelled: bytes) -> str:
-    """A token as text; one that is only part of a character is shown by its bytes, as OpenAI does."""
+    """A token as text. One that is only part of a character is shown as its bytes, as OpenAI does."""
     try:
         return spelled.decode()
     except UnicodeDecodeError:
@@ -114,7 +114,7 @@ def token_text(spelled: bytes) -> str:
 
 @dataclass(slots=True)
 class _Choice:
-    """One sequence, gathered."""
+    """One sequence, accumulated."""
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -123,7 +123,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class _UsageSum:
-    """Usage over all calls of a body."""
+    """Usage summed over all calls of a request."""
 
     usages: list[Usage] = field(default_factory=list)
 
@@ -141,7 +141,7 @@ class _UsageSum:
 async def whole_answer(
     core: GatewayCore, calls: Sequence[GenerateCall], shape: AnswerShape, request_id: str, model: str
 ) -> Json:
-    """Run ``calls`` to their end; one body. Choices are numbered prompt by prompt."""
+    """Run ``calls`` to their end and return one body. Choices are numbered prompt by prompt."""
     params = calls[0].sampling_params
     choices = [_Choice() for _ in range(params.n * len(calls))]
     usage = _UsageSum()
@@ -173,7 +173,7 @@ async def answer_events(
     model: str,
     include_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
-    """Run ``calls``; server-sent events as chunks come, some at a time. Closing the generator cancels the calls."""
+    """Run ``calls``; yields server-sent events as chunks come. Closing the generator cancels the calls."""
     params = calls[0].sampling_params
     head = _head(shape.event_object, shape, request_id, model)
     if include_usage:
@@ -195,7 +195,7 @@ async def answer_events(
             if chunk.text or logprobs or chunk.finish_reason:
                 events += event(head | {"choices": [shape.delta(index, chunk.text, logprobs, chunk.finish_reason)]})
             if events:
-                yield events  # a write for each piece costs more than all else here
+                yield events  # together: a write for each event costs more than all else here
             if chunk.usage is not None:
                 usage.usages.append(chunk.usage)
     yield (event(head | {"choices": [], "usage": usage.body()}) if include_usage else b"") + DONE

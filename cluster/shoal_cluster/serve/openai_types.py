@@ -1,8 +1,8 @@
-"""What OpenAI's clients may ask, and the calls it becomes.
+"""The request bodies of OpenAI's API, and the calls that they become.
 
 The bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extra fields (top_k, min_p, repetition_penalty,
-ignore_eos, stop_token_ids, priority, cache_salt). Unknown fields are ignored, and null is as good as nothing; fields of
-OpenAI's and vLLM's that would change the answer but are not served here are refused.
+ignore_eos, stop_token_ids, priority, cache_salt). Unknown fields are ignored, and null counts as absent. Fields of
+OpenAI's and vLLM's APIs that would change the answer but are not supported here are refused.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall, Message
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS, SamplingParams
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions; a chat may go on as long as the model has room
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on as long as the model has room
 
 _PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 def _unicode(text: str) -> str:
-    """JSON's escapes can spell half a surrogate pair, which no UTF-8 can."""
+    """Refuses lone surrogates, which JSON's escapes can spell and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -39,7 +39,7 @@ def _words(served: tuple[Any, ...]) -> str:
 
 
 def _only(*served: Any) -> AfterValidator:
-    """Of a field, what is served; null is as good as nothing."""
+    """Accepts only the ``served`` values of a field; null counts as absent."""
 
     def check(value: Any) -> Any:
         if value is not None and value not in served:
@@ -69,7 +69,7 @@ class StreamOptions(_Body):
 
 
 class TextPart(_Body):
-    """One part of a message's content; only text is served."""
+    """One part of a message's content; only text is supported."""
 
     type: Text
     text: Text = ""
@@ -94,7 +94,7 @@ class ChatTurn(_Body):
 
 
 class _Request(_Body):
-    """What both bodies share."""
+    """The fields that both bodies share."""
 
     model: TextOrNull = ""
     max_tokens: int | None = None
@@ -116,7 +116,7 @@ class _Request(_Body):
     user: TextOrNull = ""
     cache_salt: TextOrNull = ""
     response_format: Annotated[Any, _only({"type": "text"})] = None
-    # OpenAI's, then vLLM's.
+    # Not supported: OpenAI's, then vLLM's.
     logit_bias: Unsupported = None
     structured_outputs: Unsupported = None
     guided_json: Unsupported = None
@@ -129,12 +129,12 @@ class _Request(_Body):
     use_beam_search: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     include_stop_str_in_output: Unsupported = None
-    prompt_logprobs: Annotated[Any, _only()] = None  # with 0 there would be some, too
+    prompt_logprobs: Annotated[Any, _only()] = None  # 0 asks for some, too
     skip_special_tokens: Annotated[Any, _only(True)] = None
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with an event that holds the usage."""
+        """Whether a stream ends with an event that carries the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -150,7 +150,7 @@ class _Request(_Body):
             "n": self.n,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "top_k": None if self.top_k == -1 else self.top_k,  # vLLM's other word for all
+            "top_k": None if self.top_k == -1 else self.top_k,  # vLLM also spells "all" this way
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "ignore_eos": self.ignore_eos,
@@ -159,7 +159,7 @@ class _Request(_Body):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
-            seed=None if self.seed == -1 else self.seed,  # its other word for any
+            seed=None if self.seed == -1 else self.seed,  # vLLM also spells "any" this way
             logprobs=logprobs,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -188,7 +188,7 @@ class ChatRequest(_Request):
     add_generation_prompt: Annotated[Any, _only(True)] = None
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
-        """The one call that this is. Raises InvalidArgument."""
+        """The body's only call, in a list. Raises InvalidArgument."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs", self.top_logprobs, "needs logprobs to be true")
         if not self.messages:
@@ -238,7 +238,7 @@ class CompletionRequest(_Request):
 
 
 def _prompts(prompt: object) -> list[str | tuple[int, ...]]:
-    """OpenAI's four shapes of a prompt, as a list."""
+    """The prompts, in any of OpenAI's four shapes, as a list."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):

@@ -1,20 +1,20 @@
 """A placed request at its replica: run to its end, or refused.
 
-A request comes twice: at once as a ``Submit`` on its gateway's feed, and a little later as Serve's call, by which Serve
-counts, drains and cancels. Whichever comes first starts it; the call waits for its end and takes its outcome.
+A request arrives twice: at once as a ``Submit`` on its gateway's feed, and a little later as Serve's call, by which
+Serve counts, drains and cancels. Whichever comes first starts it; the call waits for its end and returns its outcome.
 
-* A call that comes first, or alone (the feed is down, the request too long for it), runs the request. The ``Submit``
-  behind it starts nothing, not even if the request has ended meanwhile.
-* A refusal or hand-back before the call is told by the feed: while the replica is full, the call may wait for long.
-* The outcome of a request that ends, is refused or handed back before its call comes is kept for the call.
-* A gateway that gives a request up says so on the feed, behind its ``Submit``, for the call may never come. A cancelled
-  call ends it too; and when a gateway's feed breaks, all its requests are aborted.
-* The call goes where the request was submitted and nowhere else. If that replica leaves before, the gateway places the
+* A call that comes first, or alone (the feed is down, or the request too long for it), runs the request. The ``Submit``
+  behind it starts nothing, even if the request has ended meanwhile.
+* A refusal or hand-back before the call comes is told on the feed: a full replica may keep the call waiting for long.
+* If a request ends, is refused or is handed back before its call comes, the outcome is kept for the call.
+* A gateway that gives a request up says so on the feed, behind its ``Submit``, since the call may never come. A
+  cancelled call ends the request too; and when a gateway's feed breaks, all its requests are aborted.
+* The call goes where the request was submitted and nowhere else. If that replica leaves first, the gateway places the
   request anew, under another id.
 
-What the same messenger brings twice is two requests of one id: the second runs once the first has ended. What only one
-of the two has brought is forgotten ``KEPT_S`` after its end: whoever waits longer for a call to be taken
-wants it run. So is the oldest when there are more than ``MAX_KEPT``.
+An id that comes the same way again is another request if the first has ended, else the same one. A request that came
+only one way is forgotten ``KEPT_S`` after its end: if the call takes longer than that to come, it is to be run. So is
+the oldest such request when there are more than ``MAX_KEPT``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call to a replica ended. A refused request has left no trace there; ``reason`` says why. ``field`` names
-    what is wrong with it, where that is why: then no other replica is to run it either. ``is_unheard``: the replica has
-    no feed to its gateway now, and may well run it once that is back.
+    """How a call to a replica ended. A refused request has left no trace there; ``reason`` says why it was refused.
+    ``field`` names its invalid field, if that is why: then no other replica should run it either. ``is_unheard``: the
+    replica has no feed to the gateway now, but may well run the request once it has.
     """
 
     refused: bool
@@ -55,26 +55,26 @@ class _Run:
     is_called: bool = False
 
 
-_Key = tuple[str, str]  # gateway, request
+_Key = tuple[str, str]  # gateway id, request id
 
 
 class Runs:
-    """The requests at a replica, as its feed and Serve bring them. Their tokens go to the gateway that sent them."""
+    """The requests at a replica, as its feed and Serve bring them. Tokens go to the gateway that sent the request."""
 
     def __init__(self, engine: Engine, feed: FeedServer) -> None:
         self._engine = engine
         self._feed = feed
         self._runs: dict[_Key, _Run] = {}
-        self._kept: dict[_Key, float] = {}  # those that have ended and came once: since when, oldest first
+        self._kept: dict[_Key, float] = {}  # ended, but came one way only: when kept, oldest first
         feed.on_submit = self._submit
 
     async def call(self, request: Request, gateway_id: str) -> Outcome:
-        """Serve's call: see the request to its end; its ``due_s`` counts from now, or from its ``Submit``. Cancelling
+        """Serve's call: run the request to its end. Its ``due_s`` counts from now, or from its ``Submit``. Cancelling
         this frees its blocks.
 
         Raises:
             EngineDead: the engine has failed.
-            Exception: what else the engine raised when it was to take it.
+            Exception: any other error of the engine in taking the request.
         """
         key = (gateway_id, request.request_id)
         run = self._runs.get(key)
@@ -100,7 +100,7 @@ class Runs:
 
     def _start(self, key: _Key, request: Request) -> _Run:
         now = monotonic()
-        self._kept.pop(key, None)  # an earlier request's of that id
+        self._kept.pop(key, None)  # of an earlier request with that id
         self._forget_kept(now)
         gateway_id, request_id = key
         run = self._runs[key] = _Run(asyncio.get_running_loop().create_future())
@@ -110,11 +110,11 @@ class Runs:
             run.ended.set_result(Outcome(refused=True, reason=str(error)))
         except InvalidArgument as error:  # another gateway's request may have its id
             run.ended.set_result(Outcome(refused=True, reason=str(error), field=error.field))
-        except Exception as error:  # whatever it is, it is this request's: its gateway's feed carries others
+        except Exception as error:  # any error is this request's alone: its gateway's feed carries others
             if not isinstance(error, EngineDead):
                 _log.exception("the engine could not take request %s", request_id)
             run.ended.set_exception(error)
-            run.ended.exception()  # the call raises it, if it comes
+            run.ended.exception()  # counts as retrieved: the call raises it, if it comes
         else:
             if self._feed.own(request, gateway_id):
                 finished.add_done_callback(lambda finished: self._end(key, run, finished.exception()))
@@ -136,8 +136,8 @@ class Runs:
         self._settle(key, run)
 
     def _settle(self, key: _Key, run: _Run) -> None:
-        """Let a run go when it has ended and came twice; keep it for the other when it came once. A call tells its
-        gateway of a refusal itself.
+        """Drop a run that has ended and came both ways; keep it for the other way if it came one way only. If the call
+        has not come, tell the gateway of a refusal on the feed.
         """
         if not run.ended.done():
             return

@@ -1,4 +1,4 @@
-"""Serve's application-level policy: one pool of replicas is sized by its load, others in proportion to it."""
+"""Serve's application-level scaling policy: one pool of replicas is sized by its load, others in proportion to it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ray.serve.config import AutoscalingContext
 from shoal_cluster.serve.autoscaler import BlockScaling
 from shoal_replica.errors import ConfigError
 
-DeploymentID = TypeVar("DeploymentID", bound=Hashable)  # Serve has its own; only it looks inside
+DeploymentID = TypeVar("DeploymentID", bound=Hashable)  # Serve's own type, opaque here
 
 
 class PoolScaling:
-    """Callable policy for the deployments of an application that scale; ``applications[].autoscaling_policy`` names it.
+    """Callable policy for an application's scaling deployments; ``applications[].autoscaling_policy`` names it.
 
     Args:
-        settings: of the pool that is ``sized``: a ScaleConfig in builtins, as BlockScaling takes it.
+        settings: of the pool that is ``sized``: a ScaleConfig as builtins, as BlockScaling takes it.
         sized: the deployment whose count ``desired_replicas()`` decides.
-        ratios: replicas of another deployment for each of those, by its name; rounded up. One that is not named keeps
-            the count it has.
+        ratios: for other deployments, by name: replicas for each replica of the sized pool, rounded up. A deployment
+            that is not named keeps its count.
 
     Raises:
-        ConfigError: a ratio that is no number above 0, or one for the pool itself.
+        ConfigError: a ratio is not a finite number above 0, or is for the sized pool itself.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PoolScaling:
         decisions: dict[DeploymentID, int] = {}
         by_name = {context.deployment_name: deployment_id for deployment_id, context in contexts.items()}
         if (sized := by_name.get(self._sized)) is None:
-            return decisions, {}  # it is not deployed yet, or any more: nothing to go by
+            return decisions, {}  # it is not deployed yet, or no longer: nothing to go by
         decisions[sized], _ = self._policy(contexts[sized])
         for name, ratio in self._ratios.items():
             if name in by_name:

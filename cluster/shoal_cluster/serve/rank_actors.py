@@ -1,5 +1,5 @@
-"""Ranks as Ray actors, each in its own bundle of the replica's placement group. Ray places and ends them; steps go by
-the channel of ``shoal_replica.ranks``."""
+"""Ranks as Ray actors, each in its own bundle of the replica's placement group. Ray places and ends them; steps travel
+over the channel of ``shoal_replica.ranks``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICE_RESOURCES: dict[str, dict[str, float]] = {"cpu": {}, "npu": {"NPU": 1}}
 
 
 def replica_bundles(settings: ReplicaSettings) -> list[dict[str, float]]:
-    """What a replica of several ranks asks of the cluster: one bundle for its engine, then one for each rank."""
+    """The resources that a replica of several ranks requests: one bundle for its engine, then one per rank."""
     rank = {"CPU": settings.num_cpus} | DEVICE_RESOURCES[settings.device]
     return [{"CPU": settings.engine_num_cpus} | settings.resources, *([rank] * settings.parallel_config().num_ranks)]
 
@@ -43,7 +43,7 @@ class RankActor:
 
 
 class RayRanks:
-    """Starts ranks in the bundles of ``group``. Which devices a rank sees is Ray's affair alone."""
+    """Starts ranks in the bundles of ``group``. Ray alone decides which devices a rank sees."""
 
     def __init__(self, settings: ReplicaSettings, group: PlacementGroup) -> None:
         self._settings = settings
@@ -52,7 +52,7 @@ class RayRanks:
 
     @property
     def host(self) -> str:
-        """On one node nothing listens beyond it."""
+        """The engine's address for its ranks: loopback if all of them are on one node."""
         return LOOPBACK if self._is_one_node else str(ray.util.get_node_ip_address())
 
     def launch(self, rank: int, port: int, key: str) -> RankProcess:
@@ -61,7 +61,7 @@ class RayRanks:
             num_cpus=self._settings.num_cpus,
             resources=DEVICE_RESOURCES[self._settings.device],
             max_restarts=0,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self._settings.num_threads)}},  # beside the replica's own
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self._settings.num_threads)}},  # besides the replica's own
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
         )
         handle = actor.remote()
@@ -71,7 +71,7 @@ class RayRanks:
 
 
 class _ActorProcess:
-    """An actor, what its ``serve`` will return, and on this very node its process id to come."""
+    """An actor, the pending result of its ``serve`` and, if it is on this node, that of its ``pid``."""
 
     def __init__(self, actor: Any, end: Any, pid: Any) -> None:
         self._actor = actor
@@ -91,7 +91,7 @@ class _ActorProcess:
 
     def kill(self) -> None:
         if self._pid is not None and self.exit_reason(0.0) is None:
-            # Ray asks the process to end, and waits some seconds for one that is stopped.
+            # Ray asks the process to end, and would wait some seconds for one that is suspended.
             with suppress(GetTimeoutError, RayActorError, ProcessLookupError):
                 os.kill(ray.get(self._pid, timeout=0.0), signal.SIGKILL)
         ray.kill(self._actor)

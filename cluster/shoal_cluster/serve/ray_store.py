@@ -1,4 +1,4 @@
-"""Ray's key-value store, at the head of the cluster. Ray keeps its own books there."""
+"""Ray's key-value store, on the cluster's head node. Ray keeps its own state there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMESPACE = "shoal"
 
 
 class RayStore:
-    """A scaling_board.Store. Each call blocks for about half a millisecond."""
+    """Implements ``scaling_board.Store``. Each call blocks for about half a millisecond."""
 
     def put(self, key: str, value: bytes) -> None:
         with _reaching():

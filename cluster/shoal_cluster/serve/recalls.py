@@ -1,4 +1,4 @@
-"""Requests that are asked back before they start: from replicas that leave, that drain, and that have stalled."""
+"""Asks requests back before they start: from replicas that leave, that drain, or that have stalled."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Recalls:
     """Owner: the gateway's ledger.
 
     Args:
-        feeds, replica_of, dispatched: to the replicas, by id; where each request is; why it was sent there. The
-            ledger's own.
-        can_place: whether a replica other than these takes requests.
+        feeds, replica_of, dispatched: the ledger's own: feeds by replica id; the replica of each request, by its id;
+            and its routing record.
+        can_place: whether a replica other than the given ones takes requests.
 
     Attributes:
-        stalls: who has stalled; hears through here.
-        on_stall: called when one has stalled.
+        stalls: which replicas have stalled; gets its news through this object.
+        on_stall: called when a replica has stalled.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class Recalls:
         self._is_closed = False
 
     def hear(self, replica_id: str, stats: ReplicaStats | None, now: float) -> None:
-        """News of a replica, None for the same again."""
+        """Take news of a replica; ``stats`` is None if they have not changed."""
         if self._timer is None and not self._is_closed:
             self._look_again()
         if self.stalls.hear(replica_id, stats, now):
             self._note_release(replica_id)
 
     def begin(self, replica_id: str, stats: ReplicaStats, now: float) -> None:
-        """Its first news, or the first after its feed broke."""
+        """Take a replica's first news, or its first after its feed broke."""
         self.stalls.forget(replica_id)
         self.hear(replica_id, stats, now)
 
     def look(self, now: float) -> None:
-        """Ask back what waits where a replica has stalled."""
+        """Look for replicas that have stalled, and ask back what waits there."""
         found, released = self.stalls.look(now)
         for replica_id in released:
             self._note_release(replica_id)
@@ -73,8 +73,8 @@ class Recalls:
             self._journal.note(EventKind.LOST, text, replica_id=replica_id)
 
     def recall(self, replica_id: str) -> int:
-        """A replica takes nothing new: what waits there and has not started goes elsewhere, if it can. Returns how many
-        requests were asked back.
+        """Ask a replica that gets nothing new for what waits there and has not started, if it can go elsewhere. Returns
+        how many requests were asked back.
         """
         if (feed := self._feeds.get(replica_id)) is None or not self._can_place({replica_id}):
             return 0
@@ -86,24 +86,24 @@ class Recalls:
         return len(request_ids)
 
     def _can_move(self, request_id: str, replica_id: str) -> bool:
-        """Whether a request may go to another replica, where one takes requests: not back to those that have refused
-        it or handed it back.
+        """Whether a request has another replica to go to: one that takes requests and has not refused it or handed it
+        back before.
         """
         record = self._dispatched.get(request_id)
         return record is None or not record.query.excluded or self._can_place(record.query.excluded | {replica_id})
 
     def forget(self, request_id: str) -> None:
-        """The request is over here."""
+        """Forget a request that is over at this gateway."""
         self._asked.discard(request_id)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
 
     def _look_again(self) -> None:
-        """Where nobody says a word there are no news to look at."""
+        """Look periodically: replicas that are all silent bring no news to look at."""
         self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_again)
         self.look(time.monotonic())
 

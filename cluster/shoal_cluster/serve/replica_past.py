@@ -1,4 +1,4 @@
-"""What a replica remembers of itself, so that a new gateway's timelines do not begin at nothing."""
+"""What a replica remembers of its past, so that a new gateway's timelines do not start empty."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAST_S = 6 * 3600.0
 
 
 class PastSample(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """``PAST_BUCKET_S`` seconds of one replica: rates are means, loads are peaks. ``time_s`` (Unix) is their end."""
+    """A bucket of ``PAST_BUCKET_S`` seconds: rates are means, loads are peaks. ``time_s`` (Unix time) is its end."""
 
     time_s: float
     tokens_per_s: float
@@ -26,7 +26,7 @@ class PastSample(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class ReplicaPast:
-    """Follows an engine from now on; keeps ``PAST_S`` seconds. An idle engine reports once a second."""
+    """Follows an engine from now on; keeps ``PAST_S`` seconds. An idle engine renews its stats once a second."""
 
     def __init__(self, engine: Engine) -> None:
         self._kept: deque[PastSample] = deque(maxlen=int(PAST_S / PAST_BUCKET_S))
@@ -34,7 +34,7 @@ class ReplicaPast:
         self._unsubscribe: Callable[[], None] = engine.subscribe(self._take)
 
     def samples(self) -> list[PastSample]:
-        """Finished buckets, oldest first."""
+        """Complete buckets, oldest first."""
         return list(self._kept)
 
     def encoded(self) -> bytes:
@@ -48,7 +48,7 @@ class ReplicaPast:
         self.add(report.stats)
 
     def add(self, stats: ReplicaStats) -> None:
-        """Count ``stats`` in; a bucket ends with the first stats of the next."""
+        """Count ``stats`` in. A bucket is closed by the first stats of the next."""
         if stats.time_s // PAST_BUCKET_S != self._first.time_s // PAST_BUCKET_S:
             self._close()
             self._first = self._peak = stats
@@ -71,10 +71,10 @@ class ReplicaPast:
 
 
 def decode_past(body: bytes) -> list[PastSample]:
-    """What ``ReplicaPast.encoded`` made. Raises msgspec.DecodeError."""
+    """Decode what ``ReplicaPast.encoded`` made. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(body, type=list[PastSample])
 
 
 def _load(stats: ReplicaStats) -> tuple[int, int]:
-    """What a peak is the highest of: blocks held, then tokens waiting."""
+    """What peaks are compared by: blocks held, then tokens waiting."""
     return stats.num_allocated_blocks, stats.num_waiting_tokens

@@ -31,7 +31,7 @@ from shoal_replica.engine import Engine, StepReport
 from shoal_replica.errors import EngineDead, Unavailable
 from shoal_replica.request import Request
 
-LAST_WORDS_S = 0.5  # for answers and feeds to leave the process
+LAST_WORDS_S = 0.5  # time for answers and feed messages to leave the process
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class ReplicaServer:
     """Owns an Engine and its feed.
 
-    Tokens travel by the feed. The Serve call stays open until the request has ended, so that Serve's own accounting
+    Tokens travel on the feed. The Serve call stays open until the request has ended, so that Serve's own accounting
     (ongoing requests, draining) is true.
     """
 
@@ -78,15 +78,15 @@ class ReplicaServer:
         self._watch = asyncio.get_running_loop().create_task(self._leave_when_dead(), name="shoal-replica-watch")
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Told once to every router: where the feed is, and what the replica has taken of its host."""
+        """Sent once to every router: the feed's address, and a report of what the replica has taken of its host."""
         return {FEED_KEY: list(self._address), REPORT_KEY: self._report}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The ledger's numbers that the autoscaling policy reads."""
+        """The numbers of the block ledger that the autoscaling policy reads."""
         return ledger_metrics(self._engine.stats())
 
     async def generate(self, request: Request, gateway_id: str) -> Outcome:
-        """See a request to its end, as ``Runs.call`` does. Cancelling the call frees its blocks.
+        """Run a request to its end, as ``Runs.call`` does. Cancelling the call frees its blocks.
 
         Raises:
             EngineDead: the engine has failed; the replica is about to be replaced.
@@ -94,7 +94,7 @@ class ReplicaServer:
         return await self._runs.call(request, gateway_id)
 
     def _measure(self, report: StepReport) -> None:
-        """Called after each step, and once a second without any."""
+        """Called with each report of the engine: after each step, and every ``BEAT_S`` (30 ms) without one."""
         self._metrics.take(report)
         self._export.publish_if_due(lambda: self._metrics.points(report.stats), monotonic())
 
@@ -105,8 +105,8 @@ class ReplicaServer:
             raise Unavailable("drained as an administrator has asked; another replica takes its place")
 
     async def _leave_when_dead(self) -> None:
-        """End the process once the engine has failed: Serve replaces a dead actor at its next look, but asks one that
-        is unwell three times and then lets it drain."""
+        """End the process once the engine has failed. Serve replaces a dead actor at its next check, but an unhealthy
+        one only after three failed checks, and lets it drain first."""
         await self._engine.ended()
         try:
             self._engine.check_health()

@@ -7,11 +7,11 @@ import re
 
 from shoal_replica.errors import InvalidArgument
 
-_REQUEST_ID = re.compile(r"[\x21\x22\x24-\x7e]{1,128}")  # without '#', behind which the gateway numbers resumes
+_REQUEST_ID = re.compile(r"[\x21\x22\x24-\x7e]{1,128}")  # without '#': the gateway appends it with a leg's number
 
 
 def new_request_id() -> str:
-    """An id nobody else has."""
+    """A new, unique id."""
     return os.urandom(16).hex()
 
 

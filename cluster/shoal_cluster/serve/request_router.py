@@ -1,4 +1,4 @@
-"""Serve's door to the gateway's choice: one replica per rank, best first."""
+"""Adapter from Serve's request router to the gateway's decisions: one replica per rank, best first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REPORT_KEY = "shoal_start_report"
 
 
 class BlockRouter(RequestRouter):  # type: ignore[misc]
-    """Adapter only. Serve runs a by-value copy of this module, so the ledger is imported where it is used."""
+    """Holds no state. Serve runs a by-value copy of this module, so the ledger is imported where it is used."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         from shoal_cluster.serve.gateway_ledger import Member
@@ -29,7 +29,7 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
     ) -> list[list[RunningReplica]]:
         from shoal_cluster.serve.installed_ledger import current
 
-        if pending_request is not None:  # else Serve asks again at once, and this loop does nothing else any more
+        if pending_request is not None:  # else Serve asks again without a pause and starves this event loop
             pending_request.routing_context.should_backoff = True
         request_id = _request_id(pending_request)
         if request_id is None:
@@ -47,7 +47,7 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _request_id(pending_request: PendingRequest | None) -> str | None:
-    """The id of the Shoal request that a call carries; None for a call that is not a request."""
+    """The id of the Shoal request that a call carries; None for a call that carries none."""
     if pending_request is None or not pending_request.args:
         return None
     return getattr(pending_request.args[0], "request_id", None)

@@ -1,4 +1,4 @@
-"""The last routing decisions, bounded in number and memory."""
+"""The latest routing decisions and refusals, bounded in number and memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MAX_LOOK_BYTES = 32 * 2**20
 MAX_RECORDS_PER_REQUEST = 16
 MAX_REFUSALS = 4096
 MAX_REFUSAL_BYTES = 32 * 2**20
-MAX_BEHIND = 64  # decisions after which the log is trimmed by itself
-BYTES_PER_HASH = 57  # a bytes object of 16 and its place in a tuple
-BYTES_PER_STATS = 1_200  # what a replica said last, with its numbers: measured 1 100 to 1 250
+MAX_BEHIND = 64  # decisions after which the log trims itself
+BYTES_PER_HASH = 57  # a bytes object of 16 bytes and its slot in a tuple
+BYTES_PER_STATS = 1_200  # a replica's stats with their numbers: measured 1 100 to 1 250
 
 
 class _Kept:
-    """A record and, once it is measured, about what it takes beside those kept before it."""
+    """A record and, once measured, about how much memory it takes on top of the records before it."""
 
     __slots__ = ("num_bytes", "record")
 
@@ -37,10 +37,10 @@ class _Kept:
 
 
 class RouteLog:
-    """Records by call, those of its resumes included; the calls decided on longest ago are forgotten first.
+    """Records by call, including those of its resumes. The calls decided on longest ago are forgotten first.
 
-    Forgetting takes about as long as keeping, for what is old lies in no cache. So a decision does not wait for it:
-    ``trim`` does it, after every ``MAX_BEHIND`` decisions unless it has been called.
+    Forgetting takes about as long as keeping, since old records are in no CPU cache. So a decision does not wait for
+    it: ``trim`` does it, which is called after every ``MAX_BEHIND`` decisions at the latest.
     """
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
@@ -69,7 +69,7 @@ class RouteLog:
             records.append(kept)
             if len(records) > MAX_RECORDS_PER_REQUEST:
                 self._measure()
-                dropped = records.pop(1)  # the first answer and the last ones tell
+                dropped = records.pop(1)  # the first and the latest ones explain most
                 self.num_bytes -= dropped.num_bytes
                 request_id = dropped.record.query.request_id
                 if all(other.record.query.request_id != request_id for other in records):
@@ -88,7 +88,7 @@ class RouteLog:
         self._num_look_bytes += num_bytes
 
     def refuse(self, refusal: Refusal) -> None:
-        """Keep why a request was refused or given up, the last for each call; the oldest are forgotten first."""
+        """Keep why a request was refused or given up: the last refusal of each call. The oldest are forgotten first."""
         call_id = refusal.request_id.partition("#")[0]
         if (before := self._refusals.pop(call_id, None)) is not None:
             self._num_refusal_bytes -= before[1]
@@ -106,7 +106,7 @@ class RouteLog:
         return refusal
 
     def trim(self) -> None:
-        """Forget what is too much."""
+        """Forget what exceeds the limits."""
         self._measure()
         self._num_behind = 0
         while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
@@ -131,20 +131,20 @@ class RouteLog:
         return num_bytes + record.replicas.num_bytes + BYTES_PER_STATS * num_new
 
     def _forget_look(self, request_id: str) -> None:
-        """Without its record nobody would find it, and it holds on to prompts' hashes."""
+        """Forget a look with its record: nobody would find it without, and it keeps prompts' hashes alive."""
         self._num_look_bytes -= self._looks.pop(request_id, (None, 0))[1]
 
     def look_of(self, request_id: str) -> Look | None:
-        """The look that sent a request, the last if several did: who came before it, and where they are to wait."""
+        """The look that sent a request, the last if several did: what came before it, and where that was to wait."""
         look, _ = self._looks.get(request_id, (None, 0))
         return look
 
     def of_call(self, call_id: str) -> list[RouteRecord]:
-        """Those kept for a call, oldest first: the first and the last few."""
+        """The records kept for a call, oldest first: the first one and the last few."""
         return [kept.record for kept in self._records.get(call_id, ())]
 
     def of_request(self, request_id: str) -> Explanation:
-        """What is kept of a client's request: of the call of that id, or of its calls where it had several prompts."""
+        """What is kept of a client's request: of the call with that id, or of its calls if it had several prompts."""
         if explanation := self._explain(request_id):
             return explanation
         calls = (self._explain(f"{request_id}-{number}") for number in range(MAX_PROMPTS))
@@ -161,7 +161,7 @@ class RouteLog:
         )
 
     def recent(self, limit: int) -> list[RouteRecord]:
-        """The last of all calls, newest first."""
+        """The latest records of all calls, newest first."""
         calls = itertools.islice(reversed(self._records.values()), limit)
         records = [kept.record for kept in itertools.chain.from_iterable(calls)]
         return sorted(records, key=lambda record: record.time_s, reverse=True)[:limit]

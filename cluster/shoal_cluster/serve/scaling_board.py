@@ -1,8 +1,8 @@
-"""Where gateways and the autoscaler meet: a few keys of Ray's own key-value store.
+"""Where gateways and the autoscaler exchange news: a few keys of Ray's own key-value store.
 
 The policy runs in Serve's controller, which gateways cannot call and which must not wait for them. Gateways leave a
-report each second; the policy leaves what it last decided and its last RECORDS_KEPT changes. What stays there outlives
-a restart of either. Every call blocks for about half a millisecond, as long as Ray's head answers.
+report each second; the policy leaves its last decision and its last RECORDS_KEPT changes of the count. What is stored
+there outlives a restart of either. Every call blocks for about half a millisecond, as long as Ray's head node answers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GatewayReport(msgspec.Struct, frozen=True):
 
 
 class Tuning(msgspec.Struct, frozen=True):
-    """Settings changed at run time. They hold for the ``base`` they were made on: a new deployment starts afresh."""
+    """Settings changed at run time. They hold only for the ``base`` they were made on: a new one starts afresh."""
 
     base: ScaleConfig
     changes: dict[str, float]
@@ -62,7 +62,7 @@ class Store(Protocol):
 
 
 class ScalingBoard:
-    """The keys of one application, typed. A value that another version wrote reads as absent."""
+    """The keys of one application, typed. A value that cannot be read, as of another version, counts as absent."""
 
     def __init__(self, app_name: str, store: Store) -> None:
         self._prefix = f"scaling/{app_name}/"
@@ -90,14 +90,14 @@ class ScalingBoard:
             return None
 
     def put_current(self, record: ScaleRecord) -> None:
-        """What the policy decided at its last look, a change or not."""
+        """Store the policy's last decision, whether or not it changed the count."""
         self._put("current", record)
 
     def current(self) -> ScaleRecord | None:
         return self._get("current", ScaleRecord)
 
     def put_record(self, record: ScaleRecord) -> None:
-        """A decision that changed the target; the oldest of RECORDS_KEPT gives way."""
+        """Store a decision that changed the count, in place of the oldest of RECORDS_KEPT."""
         self._put(f"record/{record.seq % RECORDS_KEPT}", record)
 
     def records(self, after_seq: int, until_seq: int) -> list[ScaleRecord]:
@@ -120,7 +120,7 @@ class ScalingBoard:
 
 
 def _plain(value: object) -> object:
-    """What a record's memory has that msgpack lacks."""
+    """Encodes what a record's ``state`` holds that msgpack lacks."""
     if isinstance(value, MappingProxyType):
         return dict(value)
     raise NotImplementedError(f"a {type(value).__name__} cannot be kept at the board")

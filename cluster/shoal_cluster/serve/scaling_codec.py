@@ -1,4 +1,7 @@
-"""The autoscaler's part of `shoal.v1.Control`: proto to domain and back."""
+"""The autoscaler's part of `shoal.v1.Control`: proto to domain and back.
+
+Schedules are not sent, nor are a record's ``demand`` and ``state``: the proto has none of them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def scaling_to_proto(row: ScalingRow) -> pb.Scaling:
 
 
 def scaling_from_proto(scaling: pb.Scaling) -> ScalingRow:
-    """Schedules stay behind: the proto has none."""
+    """The row without its schedules."""
     return ScalingRow(
         config=_config_from_proto(scaling.settings),
         tuned=tuple(scaling.tuned),

@@ -1,4 +1,4 @@
-"""The gateway's side of scaling: it reports what comes, reads what was decided, and takes new settings."""
+"""The gateway's side of scaling: it reports demand, reads what was decided, and takes new settings."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shoal_cluster.serve.scaling_board import RECORDS_KEPT, GatewayReport, Scali
 from shoal_replica.errors import Unavailable
 
 PERIOD_S = 1.0
-MAX_CURRENT_AGE_S = 10.0  # the policy decides some times a second: an older decision is that of one who has gone
+MAX_CURRENT_AGE_S = 10.0  # the policy decides several times a second: if its last decision is older, it has gone
 
 logger = logging.getLogger(__name__)
 
 
 class DemandMeter:
-    """Counts what comes to one gateway."""
+    """Counts the demand at one gateway."""
 
     def __init__(self) -> None:
         self._demand = Demand()
@@ -37,21 +37,21 @@ class DemandMeter:
         return self._demand
 
     def arrive(self, num_prompt_tokens: int) -> None:
-        """A request that could be served has come."""
+        """Count the arrival of a request that can be served."""
         self._demand += Demand(num_requests=1, num_prompt_tokens=num_prompt_tokens)
 
     def take(self, record: CallRecord) -> None:
-        """One of them is over; it may have been refused for want of room."""
+        """Count a call that is over, if it was refused for want of room."""
         if record.outcome is RequestOutcome.SHED:
             self._demand += Demand(num_shed=1)
 
     def hold(self, num_prompt_tokens: int, sign: int) -> None:
-        """One of them begins to wait for any replica (+1), or no longer does (-1)."""
+        """Count a request that begins (+1) or ceases (-1) to be held."""
         self._demand += Demand(num_held=sign, num_held_tokens=sign * num_prompt_tokens)
 
 
 class ScalingDesk:
-    """Meets the board once in PERIOD_S, and at once when the first request is held.
+    """Exchanges news with the scaling board once per PERIOD_S, and at once when a request is held for lack of replicas.
 
     Args:
         num_gateways: how many gateways report.
@@ -70,7 +70,7 @@ class ScalingDesk:
         self._records: deque[ScaleRecord] = deque(maxlen=RECORDS_KEPT)
         self._hurry = asyncio.Event()
         self._freshness = Freshness(MAX_CURRENT_AGE_S)
-        self._meeting = asyncio.Lock()  # what a meeting has read does not undo a change made meanwhile
+        self._meeting = asyncio.Lock()  # what an exchange reads must not undo a change made meanwhile
         self._task = asyncio.get_running_loop().create_task(self._run(), name="shoal-scaling")
 
     def row(self) -> ScalingRow:
@@ -83,12 +83,12 @@ class ScalingDesk:
         )
 
     def points(self) -> Iterator[Point]:
-        """The autoscaler's series; none before it has spoken."""
+        """The autoscaler's series; none before its first decision."""
         if self._current is not None:
             yield from self._metrics.points()
 
     def is_growing(self) -> bool:
-        """Whether replicas are starting, by a decision that is not old."""
+        """Whether replicas are starting, by a decision that is recent."""
         current = self._current
         if current is None or not self._is_current():
             return False
@@ -100,7 +100,7 @@ class ScalingDesk:
 
     @contextmanager
     def holding(self, num_prompt_tokens: int) -> Iterator[None]:
-        """While inside, a request may wait for any replica; the autoscaler is to know of it at once."""
+        """Context in which a request is held. The autoscaler is told at once of the first that no replica can take."""
         self.meter.hold(num_prompt_tokens, +1)
         if self.meter.demand.num_held == 1 and not self._ledger.can_place(frozenset()):
             self._hurry.set()
@@ -110,16 +110,16 @@ class ScalingDesk:
             self.meter.hold(num_prompt_tokens, -1)
 
     def rebase(self, base: ScaleConfig) -> None:
-        """The deployment has new settings; tuning of the old ones ends."""
+        """Take the deployment's settings; if they are new, tuning of the old ones ends."""
         if base != self._base:
             self._base, self._base_since_s, self._changes = base, time.time(), {}
             self._hurry.set()
 
     async def tune(self, changes: Mapping[str, float], *, reset: bool) -> ScalingRow:
-        """Change settings; with ``reset`` go back to the deployment's first.
+        """Change settings; with ``reset``, first go back to the deployment's.
 
         Raises:
-            InvalidArgument: a name or value that is not allowed; nothing changes.
+            InvalidArgument: a name or value is not allowed; nothing changes.
             Unavailable: the settings could not be stored.
         """
         async with self._meeting:
@@ -132,12 +132,12 @@ class ScalingDesk:
         return self.row()
 
     def check_health(self) -> None:
-        """Raise if reporting has ended, which only a bug does."""
+        """Raise RuntimeError if reporting has ended, which only a bug can cause."""
         if self._task.done():
             raise RuntimeError(f"the gateway reports to the autoscaler no longer: {self._task}")
 
     async def close(self) -> None:
-        """Stop, and leave no report behind."""
+        """Stop reporting, and remove this gateway's report."""
         self._task.cancel()
         await asyncio.wait([self._task])
         try:
@@ -173,7 +173,7 @@ class ScalingDesk:
         last_seq = self._records[-1].seq if self._records else 0
         current, records, tuning = await asyncio.to_thread(self._exchange, report, last_seq)
         self._current = current
-        self._is_current()  # that it has advanced is seen when it comes
+        self._is_current()  # to notice now that the record has advanced
         self._records.extend(records)
         for record in records:
             self._metrics.take(record.num_before, record.num_after, record.num_running)

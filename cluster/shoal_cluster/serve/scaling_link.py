@@ -1,4 +1,4 @@
-"""The policy's side of the board: a thread beside Serve's control loop, which must not wait for anything."""
+"""The policy's side of the scaling board: a thread beside Serve's control loop, which must not wait for anything."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """What the board said last."""
+    """What the board held at the last exchange."""
 
     reports: tuple[GatewayReport, ...] = ()
     tuning: Tuning | None = None
 
 
 class BoardLink:
-    """Meets the board once in PERIOD_S until stopped. ``inbox`` is replaced as a whole; ``tell`` never waits."""
+    """Exchanges news with the board once per PERIOD_S until stopped. ``inbox`` is replaced as a whole; ``tell`` never
+    waits.
+    """
 
     def __init__(self, board: ScalingBoard) -> None:
         self.inbox = Inbox()
@@ -39,8 +41,8 @@ class BoardLink:
         self._thread.start()
 
     def tell(self, record: ScaleRecord, *, changes: bool) -> None:
-        """Leave the last look at the board; when it changed the count, among the records too."""
-        self._last = replace(record, state=None)  # the board gets it twice a second
+        """Queue a decision for the board: as the current one and, if it ``changes`` the count, as a record too."""
+        self._last = replace(record, state=None)  # kept small: it is written twice a second
         if changes:
             try:
                 self._unsent.put_nowait(record)
@@ -48,7 +50,7 @@ class BoardLink:
                 logger.warning("a scaling decision is not recorded: Ray's head does not answer")
 
     def stop(self) -> None:
-        """End the thread, soon."""
+        """End the thread soon."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -59,7 +61,7 @@ class BoardLink:
                 logger.warning("no meeting at the scaling board; trying again", exc_info=True)
 
     def meet(self) -> None:
-        """Leave what is to be told and read what is there."""
+        """Write what is queued for the board, and read what is there."""
         if self._seq is None:
             before = self._board.current()
             self._seq = 0 if before is None else before.seq

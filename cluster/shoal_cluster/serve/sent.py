@@ -1,4 +1,4 @@
-"""What this gateway has sent to replicas, and where Serve's call, which follows each request, is to go."""
+"""What this gateway has sent to replicas, and where the Serve call that follows each request must go."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shoal_replica.request import TokenDelta
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """Who wants to know what becomes of a placed request.
+    """Callbacks for what becomes of a placed request.
 
     Attributes:
         on_routed: it is on its way to this replica, or (True) the replica has taken it.
         on_delta: this replica has computed tokens.
-        on_refused: this replica does not run it after all, why, and which field of it is wrong, if one is.
+        on_refused: this replica does not run it after all; why, and the name of its invalid field, if one is to blame.
         on_lost: the replica's feed has broken.
     """
 
@@ -27,40 +27,40 @@ class Follower:
 
 
 class SentRequests:
-    """Owner: the gateway's ledger.
+    """The requests that are on their way or at a replica. Owner: the gateway's ledger.
 
     Attributes:
-        records: why each request was sent where.
+        records: why each request was sent where it was.
     """
 
     def __init__(self) -> None:
         self.records: dict[str, RouteRecord] = {}
-        self._ranked: set[str] = set()  # of those, whose ranks Serve knows
-        self._submitted: dict[str, str] = {}  # the replica that has the request by its feed
+        self._ranked: set[str] = set()  # those whose ranking Serve has been given
+        self._submitted: dict[str, str] = {}  # the replica on whose feed each request was submitted
 
     def submit(self, request_id: str, replica_id: str) -> None:
-        """A request has gone there by the feed."""
+        """Note that a request was submitted on that replica's feed."""
         self._submitted[request_id] = replica_id
 
     def replica_of(self, request_id: str) -> str | None:
-        """The replica that has the request by its feed."""
+        """The replica on whose feed the request was submitted."""
         return self._submitted.get(request_id)
 
     def ranks(self, request_id: str, decide: Callable[[RouteQuery], RouteDecision]) -> tuple[str, ...]:
-        """Where the call is to go, best first: to the replica that has the request, or by the decision. Asked again,
-        for nobody took it, by a new one.
+        """Where the call must go, best first: to the replica that has the request, else as decided. When Serve asks
+        again because no replica took the call, a new decision is made.
         """
         if (replica_id := self._submitted.get(request_id)) is not None:
             return (replica_id,)
         if (record := self.records.get(request_id)) is None:
             return ()
         if request_id in self._ranked:
-            return decide(replace(record.query, passed=())).ranked  # of then
+            return decide(replace(record.query, passed=())).ranked  # ``passed`` is out of date
         self._ranked.add(request_id)
         return record.decision.ranked
 
     def forget(self, request_id: str) -> None:
-        """The request is over here."""
+        """Forget a request that is over at this gateway."""
         self.records.pop(request_id, None)
         self._ranked.discard(request_id)
         self._submitted.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""Serve's own account of its applications, asked from inside a replica without blocking its event loop."""
+"""Asks Serve's controller for the state of its applications, without blocking the caller's event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def serve_details() -> Mapping[str, Any]:
     """What Ray's dashboard shows at ``/api/serve/applications/``.
 
     Raises:
-        Unavailable: the controller is not there or cannot answer now.
+        Unavailable: the controller does not exist or cannot answer now.
     """
     try:
         controller = await asyncio.to_thread(ray.get_actor, SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)

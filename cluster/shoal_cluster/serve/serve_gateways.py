@@ -1,4 +1,4 @@
-"""All gateways of the application, asked through Serve."""
+"""All gateways of the application, reached through Serve."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 ASKED = "told_of_request"
-"""The gateway's method."""
+"""Name of the gateway's method that answers."""
 
 
 class ServeGateways:
-    """Explainer's Gateways. Serve's broadcast reaches all that run."""
+    """Implements the Explainer's ``Gateways``. Serve's broadcast reaches all gateways that run."""
 
     def __init__(self, app_name: str, deployment: str) -> None:
         self._app_name = app_name
@@ -35,14 +35,14 @@ class ServeGateways:
             if self._handle is None:
                 self._handle = await asyncio.to_thread(serve.get_deployment_handle, self._deployment, self._app_name)
             handle: DeploymentHandle = self._handle
-            # Not ``results_async``: that gives all answers together, so that one gateway that hangs keeps the others'.
+            # Not ``results_async``: it returns all answers together, so one gateway that hangs holds up the others'.
             asked = await handle.broadcast(ASKED, request_id)._fetch_replica_results_async()
-        # RuntimeError: a handle that is not ready. AttributeError: a Serve without that.
+        # RuntimeError: the handle is not ready. AttributeError: this version of Serve has no such method.
         except (RayError, RayServeException, RuntimeError, AttributeError) as error:
             raise Unavailable(f"Serve does not reach the other gateways: {error}") from error
         return [each.get_async() for each in asked]
 
     async def names(self) -> Sequence[str]:
-        """See Gateways. Serve's own ids of those that run, each with its node."""
+        """See Gateways. These are Serve's ids of the gateways that run."""
         row = read_deployment(await serve_details(), self._app_name, self._deployment)
         return [replica.replica_id for replica in row.replicas if replica.state == "RUNNING"] if row is not None else []

@@ -1,8 +1,8 @@
-"""A request on its way: held by the dispatcher until its turn, then at its replica, as a leg follows it.
+"""One placement of a request: held by the dispatcher until its turn, then sent to its replica, where a leg follows it.
 
-It goes there by the feed, which takes a fraction of a millisecond. Serve's call with the same request follows it, so
-that Serve's accounting is true, and brings its outcome; see ``outcome``. The call takes some milliseconds of both
-processes, so it lets the request's first step begin before, and in a burst other requests; see ``call_delay``.
+It is sent on the feed, which takes a fraction of a millisecond. Serve's call with the same request follows, so that
+Serve's accounting is true, and returns the outcome; see ``outcome``. The call takes some milliseconds of both
+processes, so it is delayed: the request's first step goes first and, in a burst, other requests; see ``call_delay``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class ServePlacement:
-    """One placement of ``request``. ``send`` is Serve's call; ``pending`` is the same as the queue sees it;
-    ``call_delay`` is the gateway's.
+    """One placement of ``request``. ``pending`` is the request as the queue sees it; ``send`` makes Serve's call;
+    ``call_delay`` is shared by all of the gateway's placements.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class ServePlacement:
         self._send = send
         self._call_delay = call_delay
         self._task: asyncio.Task[Outcome] | None = None
-        self._take_back: Callable[[], None] | None = None  # from the replica that has it by its feed
+        self._take_back: Callable[[], None] | None = None  # aborts it where it was submitted
         self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def outcome(self) -> asyncio.Future[Outcome]:
-        """Let it go; if it is its turn at once, it is on its way when this returns. Raises what ends it here."""
+        """Start. If its turn comes at once, the request is on its way when this returns. Raises as ``enter`` does."""
         try:
             waiter = self._dispatcher.enter(self._pending)
         except BaseException:
@@ -66,7 +66,7 @@ class ServePlacement:
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._dispatcher.leave(self._pending)  # at once: its id may come again before the task has heard
+        self._dispatcher.leave(self._pending)  # at once: its id may be reused before the task has ended
 
     async def _run(self, waiter: Waiter) -> Outcome:
         if not waiter.turn.done():
@@ -88,14 +88,14 @@ class ServePlacement:
         return outcome
 
     def _submit(self, dispatch: Dispatch) -> None:
-        due_in_s = dispatch.due_s - time.monotonic()  # clocks of hosts differ: the replica counts from its own now
+        due_in_s = dispatch.due_s - time.monotonic()  # hosts' clocks differ: the replica counts from its own now
         hashes = self._pending.query.block_hashes
         self._request = replace(self._request, due_s=due_in_s, yields=dispatch.yields, block_hashes=hashes)
         self._take_back = self._ledger.submit(self._request, dispatch.decision.best)
 
     def _end(self, waiter: Waiter, task: asyncio.Task[Outcome]) -> None:
-        """Also of a task that was cancelled before it began."""
+        """Clean up, also after a task that was cancelled before it began."""
         if not waiter.turn.done():
             self._dispatcher.leave(self._pending)
         if self._take_back is not None and (task.cancelled() or task.exception() is not None):
-            self._take_back()  # nothing came of the call: the request is not to go on without it
+            self._take_back()  # the call has failed: the request must not go on without it

@@ -1,4 +1,4 @@
-"""What gateways tell each other by way of the replicas: what each has promised, means to send and has sent."""
+"""What gateways tell each other through the replicas: what each has promised, plans to send and has sent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shoal_cluster.serve.feed_messages import Snapshot, ToldWish, Update
 
 
 class SharedCredit:
-    """One gateway's part in it; where it is the only one, nothing is told.
+    """One gateway's part of that. A gateway that is the only one tells nothing.
 
     Args:
-        view: whose reservations are the promises.
+        view: its reservations are the promises; takes what the other gateways tell.
         feeds: to the replicas, by id; the ledger's own mapping.
     """
 
@@ -22,7 +22,7 @@ class SharedCredit:
         self._view = view
         self._feeds = feeds
         self._is_one_of_many = is_one_of_many
-        self._told: dict[str, tuple[Wish, ...]] = {}  # wishes, by replica
+        self._told: dict[str, tuple[Wish, ...]] = {}  # wishes as last told, by replica
 
     def promise(self, request_id: str) -> None:
         """Tell what this gateway has reserved for a request."""
@@ -31,18 +31,18 @@ class SharedCredit:
             feed.promise(request_id, held.num_blocks, held.num_tokens)
 
     def withdraw(self, request_id: str, replica_id: str = "") -> None:
-        """A promise is about to end, or to move to ``replica_id``: nobody is to count on it any more."""
+        """Withdraw a promise that is about to end, or to move to ``replica_id``."""
         held = self._view.reservation(request_id) if self._is_one_of_many else None
         if held is not None and held.replica_id != replica_id and (feed := self._feeds.get(held.replica_id)):
             feed.withdraw(request_id)
 
     def end(self, request_id: str, replica_id: str) -> None:
-        """A request that was at ``replica_id`` is over: a promise that came after it would stay for ever."""
+        """Withdraw again for a request that is over: a promise that came after it would stay for ever."""
         if self._is_one_of_many and (feed := self._feeds.get(replica_id)) is not None:
             feed.withdraw(request_id)
 
     def wish(self, wishes: Mapping[str, tuple[Wish, ...]], now: float) -> None:
-        """Tell what this gateway means to send, by replica, as far as it is news."""
+        """Tell what this gateway plans to send, by replica, where that has changed."""
         if not self._is_one_of_many:
             return
         told = {}
@@ -56,11 +56,11 @@ class SharedCredit:
         self._told = {replica_id: of_it for replica_id, of_it in told.items() if of_it}
 
     def take(self, replica_id: str, message: Snapshot | Update, now: float) -> None:
-        """What a replica passes on of the others."""
+        """Take in what a replica passes on from the other gateways."""
         promised = message.promised
         self._view.set_foreign(replica_id, promised.num_requests, promised.num_blocks, promised.num_tokens)
         if isinstance(message, Snapshot):
-            self._told.pop(replica_id, None)  # a feed that is new knows nothing
+            self._told.pop(replica_id, None)  # a new feed knows nothing
             self._view.forget_foreign(replica_id)
         else:
             for request_id in message.landed:

@@ -1,4 +1,4 @@
-"""A replica's picture of one gateway that follows its feed."""
+"""What a replica keeps of one gateway that follows its feed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from shoal_replica.stats import ReplicaStats
 
 
 class Subscriber:
-    """A connected gateway: its place in the numbering, its requests, what it has promised and what it means to send.
+    """A connected gateway: its sequence number, its requests, what it has promised and what it plans to send (wishes).
 
     Attributes:
-        request_ids: those of its requests that are here.
+        request_ids: its requests that are at this replica.
         accepted: those of them that no report has counted yet.
-        in_flight: prompts of them that are not computed yet, by their blocks.
-        wishes: due on this replica's monotonic clock; ``told_wishes``: how often the others' had changed when told.
-        told: the stats and the sums of the others' promises that it knows.
-        unread_bytes: of its snapshot, at most; that it takes a while to read it is no backlog.
+        in_flight: those of them whose prompts are not computed yet, with the prompts' blocks.
+        wishes: due on this replica's monotonic clock; ``told_wishes``: how often wishes had changed when it was told
+            the others'.
+        told: the stats, and the sums of the others' promises, that it was told last.
+        unread_bytes: at most so much of its snapshot is unread; taking a while to read that is no backlog.
     """
 
     def __init__(self, gateway_id: str, transport: asyncio.Transport) -> None:
@@ -36,16 +37,16 @@ class Subscriber:
         self.told: tuple[ReplicaStats | None, Promised] = (None, Promised())
         self.unread_bytes = 0
         self._seq = 0
-        self._launched: dict[str, InFlight] = {}  # the others', untold
+        self._launched: dict[str, InFlight] = {}  # the others', not told yet
         self._landed: list[str] = []
 
     @property
     def has_prompts_to_hear_of(self) -> bool:
-        """Whether others' prompts have come, or have been computed, since it was told."""
+        """Whether other gateways' prompts have come or been computed since it was last told."""
         return bool(self._launched or self._landed)
 
     def is_behind(self, max_bytes: int) -> bool:
-        """Whether more than ``max_bytes`` wait beside what may be left of its snapshot: it does not read."""
+        """Whether it reads too slowly: more than ``max_bytes`` wait besides what may be left of its snapshot."""
         num_bytes = self.transport.get_write_buffer_size()
         self.unread_bytes = min(self.unread_bytes, num_bytes)
         return num_bytes - self.unread_bytes > max_bytes
@@ -67,7 +68,7 @@ class Subscriber:
         promised: Promised,
         wishes: tuple[ToldWish, ...] | None,
     ) -> None:
-        """One update; what the gateway knows already is left out."""
+        """Send one update, without what the gateway knows already."""
         self._seq += 1
         stats = None if report.stats is self.told[0] else report.stats
         self.told = (report.stats, promised)

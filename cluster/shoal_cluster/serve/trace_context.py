@@ -1,4 +1,4 @@
-"""The trace that a request belongs to, as clients tell it: the W3C headers ``traceparent`` and ``tracestate``."""
+"""The trace that a request belongs to, as clients send it: the W3C headers ``traceparent`` and ``tracestate``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class TraceContext:
     state: str = ""
 
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """As a caller sends it."""
+        """The context as headers that a caller sends."""
         parent = ("traceparent", f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}")
         return (parent, ("tracestate", self.state)) if self.state else (parent,)
 
 
 def trace_context(headers: Mapping[str, str]) -> TraceContext | None:
-    """The context in ``headers`` (names in lower case); None without one. A malformed one is ignored, as W3C asks."""
+    """The context in ``headers`` (names in lower case), or None. A malformed one is ignored, as the W3C asks."""
     match = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
     if match is None:
         return None

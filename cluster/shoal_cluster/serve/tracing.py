@@ -1,7 +1,7 @@
-"""OpenTelemetry traces of calls: spans made when a call is over, from its record, so that a call itself pays nothing.
+"""OpenTelemetry traces of calls. Spans are made from a call's record once it is over, so the call itself pays nothing.
 
 Imported only where ``traces.otlp_endpoint`` is set. The engine's part (queue, prefill, decode) is timed by the replica
-and carried back by its feed; the engine knows nothing of traces.
+and carried back on its feed; the engine knows nothing of traces.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Attributes = dict[str, str | int | float | list[str]]
 
 
 class CallTracer:
-    """Sends the spans of each call to an OTLP endpoint over HTTP, in batches, from a thread of the exporter's own.
+    """Sends the spans of each call to an OTLP endpoint over HTTP, in batches, from the exporter's own thread.
 
     Args:
         endpoint: "http://collector:4318"; its ``/v1/traces`` is used.
-        sampled_share: of the calls whose caller has not decided, in [0, 1].
+        sampled_share: share of calls to trace where the caller has not decided, in [0, 1].
     """
 
     def __init__(self, endpoint: str, sampled_share: float, model: str, gateway_id: str) -> None:
@@ -60,7 +60,7 @@ class CallTracer:
         self._tracer = self._provider.get_tracer("shoal")
 
     def take(self, record: CallRecord) -> None:
-        """A call is over: make its spans."""
+        """Make the spans of a call that is over."""
 
         def ns(moment_s: float) -> int:
             return int((record.time_s + moment_s - record.arrived_s) * NS)
@@ -82,12 +82,12 @@ class CallTracer:
         root.end(ns(record.ended_s))
 
     def close(self) -> None:
-        """Send what is left; blocks for up to ``EXPORT_TIMEOUT_S`` or so."""
+        """Send what is left. Blocks for up to about ``EXPORT_TIMEOUT_S``."""
         self._provider.shutdown()
 
 
 def _steps(record: CallRecord) -> Iterator[tuple[str, float, float, Attributes]]:
-    """(name, start, end, attributes) of what a call went through, as far as it came."""
+    """(name, start, end, attributes) of each step that a call has reached."""
     yield "admit", record.arrived_s, record.legs[0].placed_s if record.legs else record.ended_s, {}
     for number, leg in enumerate(record.legs, start=1):
         attributes: Attributes = {"shoal.leg": number, "shoal.replica_id": leg.replica_id}
@@ -97,12 +97,12 @@ def _steps(record: CallRecord) -> Iterator[tuple[str, float, float, Attributes]]
         yield "route", leg.placed_s, record.ended_s if routed_s is None else routed_s, attributes
         if routed_s is None or leg.first_token_s is None or leg.last_token_s is None:
             continue
-        # It queued and was computed by the replica's clock and was routed by ours: neither may outlast the first token.
+        # Queue and prefill are timed by the replica's clock, the rest by ours: neither may outlast the first token.
         started_s = min(routed_s + (leg.queue_s or 0.0), leg.first_token_s)
         computed_s = min(started_s + (leg.prefill_s or 0.0), leg.first_token_s)
         yield "queue", routed_s, started_s, attributes
         yield "prefill", started_s, computed_s, attributes
-        yield "decode", leg.first_token_s, leg.last_token_s, attributes  # what is between the two is the feed's
+        yield "decode", leg.first_token_s, leg.last_token_s, attributes  # the gap after prefill is the feed's
 
 
 def _parent(trace: TraceContext | None) -> Context:
@@ -119,7 +119,7 @@ def _parent(trace: TraceContext | None) -> Context:
 
 
 def _attributes(record: CallRecord, model: str) -> Attributes:
-    """OpenTelemetry's names for generative models where it has any, and our own."""
+    """A call's attributes, under OpenTelemetry's names for generative models where there are any, else our own."""
     attributes: Attributes = {
         "gen_ai.operation.name": "chat" if record.is_chat else "text_completion",
         "gen_ai.request.model": model,

@@ -1,4 +1,4 @@
-"""How true the view was that requests were placed by: its age, and the hits it predicted beside what was found."""
+"""How accurate the view was that requests were placed by: its age, and its predicted against actual cache hits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NUM_AGES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewQuality:
-    """Of one gateway.
+    """The accuracy of one gateway's view.
 
     Attributes:
-        num_requests, num_prompt_tokens: placements whose first token has come, and their prompts' tokens.
-        num_predicted_tokens, num_cached_tokens: of those tokens, predicted to be cached when the request was placed,
-            and found cached when it was started, both in whole blocks.
+        num_requests, num_prompt_tokens: placements whose first token has come, and the tokens of their prompts.
+        num_predicted_tokens, num_cached_tokens: how many of those tokens were predicted to be cached when the request
+            was placed, and found cached when it was started; both in whole blocks.
         age_p50_s, age_p99_s: age of the chosen replica's stats, over the last decisions.
     """
 
@@ -43,7 +43,7 @@ class ViewQuality:
 
 
 class ViewTally:
-    """Remembers what a placement was decided on until its first token says what was true."""
+    """Remembers what a placement was decided on until its first token shows how accurate that was."""
 
     def __init__(self) -> None:
         self._pending: dict[str, tuple[RouteQuery, Candidates]] = {}
@@ -51,12 +51,12 @@ class ViewTally:
         self._ages_s: deque[float] = deque(maxlen=NUM_AGES)
 
     def expect(self, query: RouteQuery, replicas: Candidates, place: int) -> None:
-        """``query`` was placed on ``replicas``' element ``place``; an earlier placement of it does not count."""
+        """Note that ``query`` was placed on element ``place`` of ``replicas``, in place of any earlier placement."""
         self._pending[query.request_id] = (query, replicas)
         self._ages_s.append(max(0.0, replicas.now - replicas.updated_s.item(place)))
 
     def take(self, request_id: str, replica_id: str, num_cached_tokens: int) -> bool:
-        """A token has come. Whether it is the first of a placement that was expected; later ones do not count."""
+        """A token has come. Returns whether it is the first of a noted placement; later ones do not count."""
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return False
@@ -69,11 +69,11 @@ class ViewTally:
         return True
 
     def forget(self, request_id: str) -> None:
-        """It goes elsewhere, or has ended. Unknown ids are ignored."""
+        """Forget a request that goes elsewhere or has ended. Unknown ids are ignored."""
         self._pending.pop(request_id, None)
 
     def quality(self) -> ViewQuality:
-        """So far."""
+        """The accuracy so far."""
         num_requests, num_prompt, num_predicted, num_cached = self._sums
         age_p50_s, age_p99_s = np.percentile(self._ages_s, (50, 99)).tolist() if self._ages_s else (0.0, 0.0)
         return ViewQuality(
@@ -87,5 +87,5 @@ class ViewTally:
 
 
 def predicted_tokens(query: RouteQuery, num_matched_blocks: int) -> int:
-    """Tokens that the replica will find in whole blocks: all but the last one's block, whose logits are needed."""
+    """Tokens that the replica will find cached, in whole blocks before the last token: that one's logits are needed."""
     return min(num_matched_blocks, (query.num_prompt_tokens - 1) // query.block_size) * query.block_size

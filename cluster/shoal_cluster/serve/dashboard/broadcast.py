@@ -1,4 +1,4 @@
-"""One producer for any number of viewers: it starts with the first and ends with the last."""
+"""One producer for any number of viewers: it starts with the first and stops with the last."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 
 
 class Broadcast:
-    """Calls ``produce`` every ``period_s`` seconds while someone watches. A slow viewer misses events, never waits."""
+    """Calls ``produce`` every ``period_s`` seconds while there are viewers. A slow viewer misses events."""
 
     def __init__(self, produce: Callable[[], bytes], period_s: float) -> None:
         self._produce = produce
@@ -26,7 +26,7 @@ class Broadcast:
         return self._task is not None and not self._task.done()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The newest event at once, then each new one. Raises the producer's error if it fails."""
+        """Yield the newest event at once, then each new one. Raises the producer's error if it fails."""
         self._num_viewers += 1
         try:
             if self._task is None or self._task.done():

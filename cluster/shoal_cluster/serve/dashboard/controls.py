@@ -1,4 +1,4 @@
-"""What an administrator may change from the page. Every route here needs the admin key; all others only read."""
+"""What an administrator may change from the page. Every route here needs the admin key; all other routes only read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def controls_router(core: GatewayCore) -> APIRouter:
 
     @router.get("")
     async def controls(request: Request) -> Response:
-        """Whether the key is right, and within what each setting may be changed."""
+        """Whether the key is right, and the limits within which each setting may be changed."""
         try:
             check(request)
         except ShoalError as error:
@@ -36,7 +36,7 @@ def controls_router(core: GatewayCore) -> APIRouter:
         changes: Annotated[dict[str, float], Body(embed=True)],
         reset: Annotated[bool, Body(embed=True)] = False,
     ) -> Response:
-        """Change settings of the autoscaler in place; answers with those in force."""
+        """Change settings of the autoscaler in place. Answers with those in force."""
         try:
             check(request)
             row = await core.tune(changes, reset=reset)
@@ -47,7 +47,7 @@ def controls_router(core: GatewayCore) -> APIRouter:
 
     @router.post("/drain/{replica_id}")
     async def drain(replica_id: str, request: Request) -> Response:
-        """Let a replica finish what it runs and be replaced."""
+        """Let a replica finish its requests and be replaced."""
         try:
             check(request)
             await core.drain(replica_id)

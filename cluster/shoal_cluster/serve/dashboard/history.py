@@ -1,4 +1,4 @@
-"""What the timelines show: a sample a second for ten minutes, then coarser ones to six hours; bounded, in memory."""
+"""What the timelines show: a sample a second for ten minutes, then coarser ones up to six hours; bounded, in memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SAMPLE_PERIOD_S = 1.0
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster at one moment. None is what is not known, or what had nothing to be measured by.
+    """The cluster at one moment. None means unknown, or that there was nothing to measure.
 
     Attributes:
         time_s: Unix time.
         requests_per_s, tokens_per_s: over the meter's last five seconds.
-        ttft_*_s, inter_token_*_s, attainment: of the latency window, as clients of this gateway had it.
+        ttft_*_s, inter_token_*_s, attainment: of the latency window, as clients of this gateway saw it.
         hit_rate: share of prompt tokens found in a prefix cache, over the meter's window.
         utilization: share of all blocks that running sequences hold, in [0, 1].
         num_waiting, waiting_tokens: sequences that wait; prompt tokens that no step has computed yet.
-        num_wanted, num_ready, num_starting, num_draining: replicas by state; wanted is the autoscaler's last word.
+        num_wanted, num_ready, num_starting, num_draining: replicas wanted by the autoscaler, and by state.
     """
 
     time_s: float
@@ -45,7 +45,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     num_draining: float | None = None
 
 
-# How samples become one: rates keep their mean, loads their peak, what should be high its low.
+# How samples are merged: rates and medians keep their mean; loads, p95s and counts their peak; attainment and the
+# number of ready replicas, which should be high, their minimum.
 _MERGE: dict[str, Callable[[Iterable[float]], float]] = {
     "requests_per_s": fmean,
     "tokens_per_s": fmean,
@@ -66,7 +67,7 @@ _MERGE: dict[str, Callable[[Iterable[float]], float]] = {
 
 
 class History:
-    """Samples, oldest first. At most ``FINE_S`` fine ones and ``COARSE_S / BUCKET_S`` merged ones are kept."""
+    """Samples, oldest first: as they came for ``FINE_S`` seconds, then one per ``BUCKET_S``, up to ``COARSE_S`` old."""
 
     def __init__(self) -> None:
         self._fine: deque[Sample] = deque()
@@ -82,7 +83,7 @@ class History:
         return self._fine[-1] if self._fine else None
 
     def add(self, sample: Sample) -> None:
-        """Take the next sample. One that is not later than the last is dropped: the host's clock was set back."""
+        """Add the next sample. One that is not later than the last is dropped: the host's clock was set back."""
         if self._fine and sample.time_s <= self._fine[-1].time_s:
             return
         if self._begin_s is None:
@@ -93,7 +94,7 @@ class History:
         self._drop_old(sample.time_s)
 
     def recall(self, samples: Sequence[Sample]) -> None:
-        """Put ``samples`` (oldest first, ``BUCKET_S`` apart) before the first that was added, instead of any before."""
+        """Put ``samples`` (oldest first, ``BUCKET_S`` apart) before the first one added, replacing older recalls."""
         begin_s = float("inf") if self._begin_s is None else self._begin_s
         own = [sample for sample in self._coarse if sample.time_s >= begin_s]
         self._coarse = deque([*(s for s in samples if s.time_s < begin_s), *own])
@@ -101,7 +102,7 @@ class History:
             self._drop_old(self._fine[-1].time_s if self._fine else self._coarse[-1].time_s)
 
     def since(self, time_s: float) -> list[Sample]:
-        """The samples later than ``time_s``, oldest first. A gap in their times is a time without samples."""
+        """The samples later than ``time_s``, oldest first. A gap in their times means that none were taken then."""
         unfinished = [_merged(self._bucket)] if self._bucket else []
         return [s for s in (*self._coarse, *unfinished, *self._fine) if s.time_s > time_s]
 
@@ -117,7 +118,7 @@ class History:
 
 
 def _merged(samples: list[Sample]) -> Sample:
-    """One sample for several, dated by the last."""
+    """Merge several samples into one, dated by the last."""
     merged: dict[str, float | None] = {}
     for name, merge in _MERGE.items():
         known = [value for value in (getattr(s, name) for s in samples) if value is not None]

@@ -1,4 +1,4 @@
-"""Rates out of totals: what was done per second, by the cluster and by each replica."""
+"""Rates from totals: what was done per second, by the cluster and by each replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HIT_WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Requests taken in and tokens generated per second, and the tokens by replica."""
+    """Requests received and tokens generated per second, and the tokens by replica."""
 
     requests_per_s: float
     tokens_per_s: float
@@ -33,7 +33,7 @@ class _Totals:
 
 
 class Meter:
-    """Looks at the cluster's totals once a second. ``now`` is a monotonic clock, seconds."""
+    """Observes the cluster's totals once a second. ``now`` is in seconds on a monotonic clock."""
 
     def __init__(self) -> None:
         self._seen: deque[_Totals] = deque(maxlen=int(HIT_WINDOW_S / SAMPLE_PERIOD_S) + 1)
@@ -41,7 +41,7 @@ class Meter:
     def observe(
         self, cluster: ClusterRow, cards: list[Card], num_wanted: int | None, now: float, time_s: float
     ) -> Sample | None:
-        """The sample for ``time_s``; None at the first look, which has no rates yet."""
+        """The sample for ``time_s`` (Unix time); None at the first call, when there are no rates yet."""
         spoken = [(row.replica_id, row.stats) for row in cluster.replicas if row.stats is not None]
         totals = _Totals(
             now,
@@ -77,7 +77,7 @@ class Meter:
         )
 
     def rates(self) -> Rates | None:
-        """The rates over the last ``WINDOW_S``, or None before the second look."""
+        """The rates over the last ``WINDOW_S``; None before the second ``observe``."""
         if len(self._seen) < 2:
             return None
         return _between(self._seen[max(0, len(self._seen) - int(WINDOW_S / SAMPLE_PERIOD_S) - 1)], self._seen[-1])
@@ -93,7 +93,7 @@ class Meter:
 
 
 def _grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """By how much. A replica that came or went in between counts for nothing: its share is not known."""
+    """How much each total has grown. A replica that came or went in between is left out: its share is not known."""
     return {replica_id: total - before[replica_id] for replica_id, total in after.items() if replica_id in before}
 
 

@@ -1,6 +1,6 @@
 """The dashboard's routes: the page and its files, live updates, the timelines' past, and full records of decisions.
 
-The page asks nothing of any other host, and its content security policy says so to the browser.
+The page requests nothing from any other host, and its content security policy has the browser enforce that.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def dashboard_router(core: GatewayCore) -> APIRouter:
 
 
 async def _with_redial(broadcast: Broadcast) -> AsyncGenerator[bytes, None]:
-    """The shared events, after the time that a browser should wait before it dials again."""
+    """The shared events, preceded by how long a browser should wait before it reconnects."""
     yield f"retry: {REDIAL_MS}\n\n".encode()
     events = broadcast.events()
     try:
@@ -160,6 +160,6 @@ def _file(name: str) -> Response:
 
 
 def _columns(samples: list[Sample]) -> bytes:
-    """One list a field: a fifth of the size of one object a sample."""
+    """One list per field: a fifth of the size of one object per sample."""
     rounded = [rounded_sample(sample) for sample in samples]
     return msgspec.json.encode({name: [getattr(s, name) for s in rounded] for name in Sample.__struct_fields__})

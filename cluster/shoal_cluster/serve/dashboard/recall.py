@@ -1,4 +1,4 @@
-"""Timelines older than this gateway, put together from what the replicas remember of themselves."""
+"""Timelines from before this gateway, put together from what the replicas remember of their past."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shoal_cluster.serve.replica_past import PastSample
 
 
 def recalled(pasts: Iterable[Sequence[PastSample]]) -> list[Sample]:
-    """The cluster's samples, oldest first: sums over the replicas that remember each time.
+    """The cluster's samples, oldest first: for each time, sums over the replicas that remember it.
 
-    A replica that is gone tells nothing, so these are the least there was. Latencies, hit rates and requests were the
-    former gateway's to know, and are not told.
+    A replica that is gone reports nothing, so these are lower bounds. Latencies, hit rates and requests were known to
+    the former gateway only, and are left out.
     """
     together: dict[float, list[PastSample]] = defaultdict(list)
     for past in pasts:

@@ -1,4 +1,4 @@
-"""Full records of decisions, as the page shows them when one is opened."""
+"""Full records of decisions, as the page shows them when a decision is opened."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal, S
 
 
 def encode_explanation(explanation: Explanation) -> list[dict[str, object]]:
-    """Its records, and a text for what is known besides."""
+    """The routing records, then a text for each refusal, look and held request, and for what was left off."""
     said: tuple[Refusal | SentBy | HeldRequest, ...] = (*explanation.refusals, *explanation.looks, *explanation.held)
     texts: list[dict[str, object]] = [{"text": each.text} for each in said]
     if explanation.left_off:

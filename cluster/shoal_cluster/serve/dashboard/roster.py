@@ -1,4 +1,4 @@
-"""Every replica there is, with its state: those that this gateway follows, and those that only Serve knows."""
+"""Every replica with its state: those that this gateway follows, and those that only Serve knows of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal_cluster.serve.deployment_watch import DeploymentRow, ServeReplica
 
 
 class State(StrEnum):
-    """A replica's state, worst first where cards are sorted by it."""
+    """A replica's state, in the order that cards are sorted by: worst first."""
 
     LOST = "not connected"
     STALLED = "stalled"
@@ -22,8 +22,8 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One replica. ``row`` has nothing but ids where only Serve knows of it; ``started_s`` is None where Serve does
-    not tell (Unix time).
+    """One replica. ``row`` has only ids if just Serve knows of the replica; ``started_s`` is Unix time, None if Serve
+    does not tell.
     """
 
     row: ReplicaRow
@@ -41,7 +41,7 @@ def roster(rows: tuple[ReplicaRow, ...], deployment: DeploymentRow | None) -> li
     cards = [_followed(row, by_serve.pop(row.replica_id, None)) for row in rows]
     for replica in by_serve.values():
         if replica.state == "RUNNING":
-            continue  # the routers have not been told yet, or this gateway has forgotten it before Serve has
+            continue  # the routers have not been told of it yet, or this gateway has dropped it before Serve
         state = State.STARTING if replica.state in _STARTING else State.DRAINING
         cards.append(Card(ReplicaRow(replica_id=replica.replica_id, node_id=replica.node_id), state, replica.started_s))
     return sorted(cards, key=lambda card: (_ORDER[card.state], card.row.replica_id))

@@ -1,4 +1,4 @@
-"""The autoscaler on the page: its last look, its settings, a mark for each decision, and a decision's full record."""
+"""The autoscaler on the page: its last decision, its settings, a mark for each change, and a decision's full record."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scaling(msgspec.Struct, frozen=True, kw_only=True):
-    """The autoscaler's last look and the newest of its decisions.
+    """The autoscaler's last look at the cluster, and its newest decisions that changed the count.
 
     Attributes:
-        reason: of the last look; ``looked_s`` is its Unix time, None before the first.
+        reason: why the last look decided as it did; ``looked_s`` is its Unix time, None before the first.
         settings: what may be tuned, by name; ``tuned`` names those that differ from the deployment's.
         marks: oldest first.
     """
@@ -39,7 +39,7 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scaling_now(row: ScalingRow, num_marks: int) -> Scaling:
-    """What an update tells of ``row``."""
+    """What an update says of ``row``."""
     current = row.current
     return Scaling(
         num_wanted=None if current is None else current.num_after,
@@ -62,7 +62,7 @@ def mark(record: ScaleRecord) -> Mark:
 
 
 def encode_decision(record: ScaleRecord) -> dict[str, object]:
-    """A decision with all that it weighed, for the page's full record."""
+    """A decision with everything that it weighed, for the page's full record."""
     return {
         "seq": record.seq,
         "time_s": record.time_s,
@@ -89,7 +89,7 @@ def encode_decision(record: ScaleRecord) -> dict[str, object]:
 
 
 def limits() -> dict[str, tuple[float, float]]:
-    """The least and the greatest value of what may be tuned, by name."""
+    """The least and the greatest value of each setting that may be tuned, by name."""
     return dict(LIMITS)
 
 

@@ -21,11 +21,11 @@ from shoal_cluster.serve.replica_past import PastSample
 from shoal_replica.errors import NotFound, Unavailable
 
 MAP_AGE_S = 0.5
-RECALL_WITHIN_S = 60.0  # replicas that a new gateway meets later have started later than it
+RECALL_WITHIN_S = 60.0  # replicas that a new gateway meets later than this have started after it
 
 
 class DashboardState:
-    """All of it belongs to one event loop."""
+    """Everything here happens on one event loop."""
 
     def __init__(self, core: GatewayCore) -> None:
         self._core = core
@@ -53,10 +53,10 @@ class DashboardState:
         return encode_update(update)
 
     async def block_map(self, replica_id: str) -> BlockMap:
-        """A replica's blocks, at most ``MAP_AGE_S`` old: any number of viewers cost it one look.
+        """A replica's blocks, at most ``MAP_AGE_S`` old: any number of viewers cost it one question.
 
         Raises:
-            NotFound, Unavailable: as the core's.
+            NotFound, Unavailable: as the core does.
         """
         now = time.monotonic()
         self._maps = {
@@ -67,7 +67,7 @@ class DashboardState:
         return self._maps[replica_id][1]
 
     async def keep_history(self) -> None:
-        """Sample the cluster until cancelled, viewers or not: what happened is looked at afterwards."""
+        """Sample the cluster until cancelled, with or without viewers: history is looked at afterwards."""
         while True:
             cluster = self._core.cluster()
             cards = roster(cluster.replicas, self._core.deployment())
@@ -77,7 +77,7 @@ class DashboardState:
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
     async def recall_past(self) -> None:
-        """Ask the replicas that were here before this gateway what they remember, and put it before the history."""
+        """Ask replicas that are older than this gateway what they remember, and put it before the history."""
         pasts: dict[str, Sequence[PastSample]] = {}
         end_s = time.monotonic() + RECALL_WITHIN_S
         while time.monotonic() < end_s:
@@ -87,12 +87,12 @@ class DashboardState:
                 try:
                     pasts[row.replica_id] = await self._core.replica_past(row.replica_id)
                 except (NotFound, Unavailable):
-                    continue  # it is asked again
+                    continue  # it will be asked again
                 self.history.recall(recalled(pasts.values()))
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
     def _scaling(self) -> Scaling:
-        """Serve's word stands in until the autoscaler has spoken."""
+        """The autoscaler's state; Serve's count of wanted replicas stands in until there is one."""
         scaling = scaling_now(self._core.scaling(), NUM_MARKS)
         deployment = self._core.deployment()
         if scaling.num_wanted is None and deployment is not None:

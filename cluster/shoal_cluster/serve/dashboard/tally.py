@@ -1,4 +1,4 @@
-"""Where the last decisions went: each replica's share of them, and of their prompt blocks that it had cached."""
+"""Where the last decisions went: each replica's share of them, and how many of their prompt blocks it had cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_LOOKED_AT = 100
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A replica's part: of the decisions, and cached of its prompts' full blocks."""
+    """A replica's part: how many decisions chose it, and how many of their prompts' full blocks it had cached."""
 
     num_decisions: int
     num_cached_blocks: int
@@ -23,16 +23,16 @@ class Share:
 
 
 class Tally:
-    """Counts decisions as they are taken; the last ``NUM_COUNTED`` of them."""
+    """Counts decisions as they are made, over the last ``NUM_COUNTED``."""
 
     def __init__(self) -> None:
         self._counted: deque[tuple[str, int, int]] = deque(maxlen=NUM_COUNTED)
         self._last: tuple[float, str] | None = None
 
     def count(self, recent: Callable[[int], Sequence[RouteRecord]]) -> Sequence[RouteRecord]:
-        """Count what is new in ``recent(limit)``, the last decisions, newest first; returns the few it looked at."""
+        """Count what is new in ``recent(limit)``, the last decisions, newest first. Returns those it looked at."""
         records = recent(NUM_LOOKED_AT)
-        if all(_key(record) != self._last for record in records):  # much has happened since the last look
+        if all(_key(record) != self._last for record in records):  # more than these are new
             records = recent(NUM_COUNTED)
         new = list(takewhile(lambda record: _key(record) != self._last, records))
         for record in reversed(new):
@@ -45,11 +45,11 @@ class Tally:
 
     @property
     def num_decisions(self) -> int:
-        """How many are counted."""
+        """How many decisions are counted."""
         return len(self._counted)
 
     def shares(self) -> dict[str, Share]:
-        """By replica, of those that were chosen at least once."""
+        """The shares by replica, for those that were chosen at least once."""
         shares: dict[str, Share] = {}
         for replica_id, num_cached, num_blocks in self._counted:
             so_far = shares.get(replica_id, Share(0, 0, 0))
@@ -64,7 +64,7 @@ def _key(record: RouteRecord) -> tuple[float, str]:
 
 
 def cached_blocks(record: RouteRecord) -> tuple[int, int]:
-    """Of a decision: full blocks of the prompt that the chosen replica had, and all of them."""
+    """How many full blocks of a decision's prompt the chosen replica had cached, and how many there are."""
     best, replicas = record.decision.best, record.replicas
     num_blocks = len(record.query.block_hashes)
     if not best:

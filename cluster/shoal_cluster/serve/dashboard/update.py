@@ -1,4 +1,4 @@
-"""What one update tells the page: the cluster as it is now, in at most ``MAX_UPDATE_BYTES`` of JSON."""
+"""One update for the page: the cluster as it is now, in at most ``MAX_UPDATE_BYTES`` of JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_MARKS = 2
 
 
 class Blocks(msgspec.Struct, frozen=True):
-    """The block ledger: total = allocated + free; the cached are those of the free that still hold a prefix."""
+    """The block ledger: total = allocated + free; cached blocks are the free ones that still hold a prefix."""
 
     allocated: int
     cached: int
@@ -36,7 +36,7 @@ class Blocks(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients of this gateway had in the last ``window_s`` seconds; quantiles are (p50, p95, p99), seconds."""
+    """What this gateway's clients saw in the last ``window_s`` seconds; quantiles are (p50, p95, p99) in seconds."""
 
     window_s: float
     ttft_s: tuple[float, float, float] | None
@@ -49,10 +49,11 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replica(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One card. Sent as a row; the names of its columns are sent once, beside the rows.
+    """One card. It is sent as a row; the names of the columns are sent once, beside the rows.
 
-    ``age_s`` is the age of everything but ``state``, None before the first stats; the numbers then are 0.
-    ``routed`` is its share of the last decisions, ``route_hits`` how much of their prompts it had cached.
+    ``age_s`` is the age of everything but ``state``; it is None before the first stats, when the numbers are 0.
+    ``routed`` is the replica's share of the last decisions, ``route_hits`` the share of their prompts' full blocks that
+    it had cached; both in [0, 1].
     """
 
     replica_id: str
@@ -73,7 +74,7 @@ class Replica(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One routing decision, in a line. ``replica_id`` is the first choice, empty when nobody could take it."""
+    """One routing decision, in a line. ``replica_id`` is the first choice, empty if no replica could take it."""
 
     request_id: str
     time_s: float
@@ -85,9 +86,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the page shows but the past. Rates are None until they are known.
+    """Everything that the page shows, except the past. Rates are None until they are known.
 
-    ``events`` and ``scaling.marks`` are the newest few, oldest first: a page that has missed one sees it by the
+    ``events`` and ``scaling.marks`` are the newest few, oldest first: a page that has missed some sees a gap in the
     numbers and asks for the rest.
     """
 
@@ -168,7 +169,7 @@ def build_update(
 
 
 def encode_update(update: Update, max_bytes: int = MAX_UPDATE_BYTES) -> bytes:
-    """JSON of at most ``max_bytes``: replicas at the end, then old routes, are left out where it would be more."""
+    """JSON of at most ``max_bytes``. If it would be more, the last replicas, then the oldest routes are left out."""
     body = msgspec.json.encode(update)
     while len(body) > max_bytes and (update.replicas or update.routes):
         num_kept = len(update.replicas) * max_bytes // (len(body) + 1)
@@ -183,7 +184,7 @@ def encode_update(update: Update, max_bytes: int = MAX_UPDATE_BYTES) -> bytes:
 
 
 def rounded_sample(sample: Sample) -> Sample:
-    """Without the digits that nobody sees."""
+    """``sample`` without the digits that nobody sees."""
     values = {name: _rounded(getattr(sample, name), 4) for name in Sample.__struct_fields__}
     return Sample(**values)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What the autoscaling policy counts, in Serve's controller."""
+"""The autoscaler's metrics: counted by the policy in Serve's controller, and by gateways from what it has left them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shoal_cluster.serve.metrics.tally import Point, Tally
 
 
 class AutoscalerMetrics:
-    """Told of every decision, changes or not."""
+    """Counts the autoscaler's decisions."""
 
     def __init__(self) -> None:
         self._tally = Tally((d.SCALINGS,))
         self._num_desired = self._num_running = 0
 
     def take(self, num_target: int, num_desired: int, num_running: int) -> None:
-        """``num_desired`` replicas are asked for where ``num_target`` were; ``num_running`` run."""
+        """Take a decision, a change or not: from ``num_target`` replicas to ``num_desired``; ``num_running`` run."""
         if num_desired != num_target:
             self._tally.inc(d.SCALINGS, "up" if num_desired > num_target else "down")
         self._num_desired, self._num_running = num_desired, num_running

@@ -1,7 +1,7 @@
-"""Every metric there is: its name, type, unit, labels and who counts it. Code and documentation are checked against it.
+"""Every metric: its name, type, unit, labels and the process that counts it. Code and docs are checked against this.
 
-A metric is counted once, by its ``source``; the name's second word says which. Label values are enumerated here, but
-for the ids of running gateways and replicas: nothing that a client sends becomes a label.
+A metric is counted once, by its ``source``, which the second word of its name tells. Label values are enumerated here,
+except for the ids of running gateways and replicas: nothing that a client sends becomes a label.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Kind(StrEnum):
 
 
 class Source(StrEnum):
-    """The process that counts."""
+    """The process that counts a metric."""
 
     GATEWAY = "gateway"
     REPLICA = "replica"
@@ -30,15 +30,15 @@ class Source(StrEnum):
 class DecisionReason(StrEnum):
     """Why a routing decision chose what it chose."""
 
-    PREFIX = "prefix"  # the first choice holds more of the prompt than another replica, and none holds more
-    LOAD = "load"  # prompt blocks did not tell the replicas apart, or gave way to load
+    PREFIX = "prefix"  # no replica caches more of the prompt than the chosen one, and some cache less
+    LOAD = "load"  # cached blocks did not tell the replicas apart, or were outweighed by load
     ONLY = "only"  # one replica was eligible
-    UNPLACED = "unplaced"  # none was; Serve asks again until one is
+    UNPLACED = "unplaced"  # no replica was eligible; Serve asks again until one is
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """``values`` are all it can have; None for an id, of which there are as many as running processes."""
+    """``values`` are all that it can have; None for an id, which has one value per running process."""
 
     name: str
     values: tuple[str, ...] | None = None
@@ -225,6 +225,6 @@ SCALINGS = _autoscaler(
     "decisions_total", _C, "decisions", "Changes of the desired count", Label("direction", ("up", "down"))
 )
 
-BY_VIEW = (PLACED_TOKENS, PREDICTED_TOKENS, FOUND_TOKENS, INDEX_EVICTED)  # what a gateway's view of replicas counts
+BY_VIEW = (PLACED_TOKENS, PREDICTED_TOKENS, FOUND_TOKENS, INDEX_EVICTED)  # counted by a gateway's view, not its tally
 
 FAMILIES: tuple[Family, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Family))

@@ -1,4 +1,4 @@
-"""Points as the text that Prometheus scrapes, and the table of definitions that documents them."""
+"""Renders points as the text that Prometheus scrapes, and the definitions as the table that documents them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(points: Iterable[Point]) -> bytes:
-    """``points`` in CONTENT_TYPE, grouped by family in the order of the definitions."""
+    """``points`` as text of type CONTENT_TYPE, grouped by family in the order of the definitions."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Once(points))
     return bytes(generate_latest(registry))
@@ -51,7 +51,7 @@ def _metric(family: Family, points: list[Point]) -> Metric:
 
 
 def markdown_table() -> str:
-    """What ``deploy/prometheus/METRICS.md`` has."""
+    """The table in ``deploy/prometheus/METRICS.md``."""
     lines = ["| name | type | unit | labels | meaning |", "|---|---|---|---|---|"]
     for family in FAMILIES:
         labels = ", ".join(

@@ -1,4 +1,4 @@
-"""What a gateway counts of its own calls, and what it knows of its replicas."""
+"""A gateway's metrics: what it counts of its own calls, and what it knows of its replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_RECENT = 512
 
 
 class GatewayMetrics:
-    """Told of each token, each end and each decision, as they happen, by one event loop. Implements TokenWatch."""
+    """Counts tokens, ended calls and routing decisions as they happen, on one event loop. Implements TokenWatch."""
 
     def __init__(self, gateway_id: str, window: LatencyWindow) -> None:
         own = (f for f in d.FAMILIES if f.source is d.Source.GATEWAY and f not in d.BY_VIEW)
@@ -35,7 +35,7 @@ class GatewayMetrics:
 
     @property
     def num_requests(self) -> int:
-        """All that came, those in progress included."""
+        """All requests that have arrived, including those in progress."""
         return self.num_active + int(self.tally.count(d.REQUESTS))
 
     @property
@@ -60,15 +60,15 @@ class GatewayMetrics:
         self.window.add_tokens(seconds, num_tokens, now)
 
     def add_unread(self) -> None:
-        """A call that could not be read, so that there is nothing to observe."""
+        """Count a call that could not be parsed: there is no more to observe of it."""
         self.tally.inc(d.REQUESTS, RequestOutcome.INVALID)
 
     def add_stall(self) -> None:
-        """A replica has stalled."""
+        """Count a replica that has stalled."""
         self.tally.inc(d.STALLS)
 
     def add_call(self, record: CallRecord) -> None:
-        """A call is over. Those that ended by the client's doing say nothing of the objective."""
+        """Count a call that is over. Those that ended by the client's doing say nothing about the objective."""
         outcome = record.outcome
         met = outcome is RequestOutcome.FINISHED and self.window.objective.is_met(record.ttft_s, record.inter_token_s)
         self.tally.inc(d.REQUESTS, outcome)
@@ -86,12 +86,12 @@ class GatewayMetrics:
 
     def add_decision(self, record: RouteRecord) -> None:
         self.tally.inc(d.DECISIONS, decision_reason(record))
-        if best := record.decision.best:  # its ``ranked`` would order them all
+        if best := record.decision.best:  # ``ranked`` would sort all candidates
             age_s = record.replicas.age_s[record.replicas.replica_ids.index(best)]
             self.tally.histogram(d.VIEW_AGE).observe(float(age_s))
 
     def points(self, replicas: Iterable[ReplicaRow], quality: ViewQuality, index: PrefixIndex) -> Iterator[Point]:
-        """The gateway's own series, those of its view of the replicas included."""
+        """The gateway's own series, including those of its view of the replicas."""
         own = (self._gateway_id,)
         yield from self.tally.points()
         yield Point(d.PLACED_TOKENS, own, quality.num_prompt_tokens)
@@ -111,7 +111,7 @@ class GatewayMetrics:
 
 
 def decision_reason(record: RouteRecord) -> d.DecisionReason:
-    """The one word for a decision; its record tells the whole."""
+    """The one-word reason for a decision; its record has the details."""
     best = record.decision.best
     if not best:
         return d.DecisionReason.UNPLACED

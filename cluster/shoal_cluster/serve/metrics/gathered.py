@@ -1,4 +1,4 @@
-"""What a gateway's page has of others: replicas are asked at each scrape for what their stats do not hold."""
+"""The replicas' series on a gateway's ``/metrics``: at each scrape they are asked for what their stats do not hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAMILY = {family.name: family for family in FAMILIES}
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True):
-    """A point on its way. ``counts`` are a histogram's, whose sum ``value`` is."""
+    """A point as it is sent. ``counts`` are those of a histogram; ``value`` is then its sum."""
 
     name: str
     labels: tuple[str, ...]
@@ -26,7 +26,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_points(points: Iterable[Point]) -> bytes:
-    """For ``decode_points``."""
+    """Encode ``points`` for ``decode_points``."""
     told = []
     for point in points:
         value = point.value
@@ -38,10 +38,10 @@ def encode_points(points: Iterable[Point]) -> bytes:
 
 
 def decode_points(body: bytes) -> list[Point]:
-    """What ``encode_points`` made; series that only another version of this program knows are left out.
+    """Decode what ``encode_points`` made. Series that only another version of this program knows are left out.
 
     Raises:
-        msgspec.DecodeError: it is something else.
+        msgspec.DecodeError: ``body`` is something else.
     """
     points = []
     for told in msgspec.msgpack.decode(body, type=list[_Told]):
@@ -58,7 +58,7 @@ def decode_points(body: bytes) -> list[Point]:
 async def replica_points(replicas: Iterable[ReplicaRow], ask: Callable[[str], Awaitable[bytes]]) -> list[Point]:
     """All series of the replicas: from their stats, and from their answers to ``ask(replica_id)``.
 
-    Of one that does not answer there are only the stats.
+    A replica that does not answer contributes its stats only.
     """
     rows = [row for row in replicas if row.stats is not None]
     points = [point for row in rows if row.stats is not None for point in stats_points(row.replica_id, row.stats)]

@@ -1,4 +1,4 @@
-"""Points to Ray's metrics agent, by ``ray.util.metrics``; the agent of each node is what Prometheus scrapes.
+"""Publishes points to Ray's metrics agent, by ``ray.util.metrics``; Prometheus scrapes the agent of each node.
 
 Everything goes as a gauge: ``deploy/prometheus/METRICS.md`` says why, with figures.
 """
@@ -12,11 +12,11 @@ from ray.util.metrics import Gauge
 
 from shoal_cluster.serve.metrics.tally import Histogram, Point
 
-PERIOD_S = 2.0  # Ray forgets a gauge that was not set for two of its export intervals, of at least a second each
+PERIOD_S = 2.0  # Ray drops a gauge that was not set for two of its export intervals, of at least a second each
 
 
 class RayExport:
-    """One process's series. To publish takes two microseconds a value, so it is done once in ``PERIOD_S``."""
+    """One process's series. Publishing takes two microseconds a value, so it is done once per ``PERIOD_S``."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, Gauge] = {}
@@ -29,7 +29,7 @@ class RayExport:
             await asyncio.sleep(PERIOD_S)
 
     def publish_if_due(self, points: Callable[[], Iterable[Point]], now: float) -> None:
-        """Publish unless that was done less than ``PERIOD_S`` ago; ``now`` is a monotonic clock."""
+        """Publish unless that was done less than ``PERIOD_S`` ago; ``now`` is on a monotonic clock."""
         if now >= self._due_s:
             self._due_s = now + PERIOD_S
             self.publish(points())

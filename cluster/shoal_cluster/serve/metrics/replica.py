@@ -1,4 +1,4 @@
-"""What a replica counts: its stats in metrics' words, and the histograms that only it can fill."""
+"""A replica's metrics: its stats as series, and the histograms that only it can fill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_replica.stats import ReplicaStats
 
 
 def stats_points(replica_id: str, stats: ReplicaStats) -> Iterator[Point]:
-    """The series that ``stats`` hold. ``num_cached_blocks`` of the free ones still hold a prefix."""
+    """The series that ``stats`` hold. Of the free blocks, ``num_cached_blocks`` still hold a prefix."""
     own = (replica_id,)
     yield Point(d.BLOCKS, (*own, "running", d.DEVICE), stats.num_allocated_blocks)
     yield Point(d.BLOCKS, (*own, "cached", d.DEVICE), stats.num_cached_blocks)
@@ -53,7 +53,7 @@ class ReplicaMetrics:
         self._prefill = self._tally.histogram(d.PREFILL_TIME)
 
     def take(self, report: StepReport) -> None:
-        """Count the step that has ended, if one has, and the requests whose first token it brought."""
+        """Count the step that has ended, if one has, and the requests whose first token it produced."""
         if report.step_s is not None:
             self._steps.observe(report.step_s)
         for delta in report.deltas:
@@ -67,7 +67,7 @@ class ReplicaMetrics:
         yield from self.own_points()
 
     def own_points(self) -> Iterator[Point]:
-        """Those that its stats do not hold."""
+        """The series that its stats do not hold."""
         yield from self._tally.points()
         yield Point(d.REPLICA_MEMORY, (self._replica_id, "resident"), self._process.memory_info().rss)
         for kind, num_bytes in self._memory.items():

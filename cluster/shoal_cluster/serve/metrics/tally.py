@@ -1,4 +1,4 @@
-"""What one process has counted. Counting costs a dictionary or list update; nothing is sent from here."""
+"""What one process has counted. Counting is a dictionary or list update; nothing is sent from here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Histogram:
 
     @classmethod
     def of(cls, bounds: tuple[float, ...], counts: list[int], total: float) -> Histogram:
-        """One that was counted elsewhere. Raises ValueError: it has other buckets."""
+        """A histogram that was counted elsewhere. Raises ValueError if it has other buckets."""
         if len(counts) != len(bounds) + 1:
             raise ValueError(f"{len(counts)} counts for {len(bounds)} bounds")
         histogram = cls(bounds)
@@ -39,14 +39,14 @@ class Histogram:
         return histogram
 
     def buckets(self) -> list[tuple[str, int]]:
-        """(upper bound, values up to it), the last for all values."""
+        """(upper bound, number of values up to it); the last is for all values."""
         names = (*(str(bound) for bound in self.bounds), "+Inf")
         return list(zip(names, accumulate(self.counts), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The value of one series now. ``labels`` are in the order of the family's."""
+    """The current value of one series. ``labels`` are in the order of the family's."""
 
     family: Family
     labels: tuple[str, ...]
@@ -54,11 +54,11 @@ class Point:
 
 
 class Tally:
-    """The counters and histograms among ``families``, which one process counts. Each series that can be is there from
-    the start, at zero: a rate then sees its first event.
+    """The counters and histograms among ``families``, as one process counts them. Every possible series is there from
+    the start, at zero, so that a rate sees its first event.
 
     Args:
-        identity: values of the families' id labels, which they have first.
+        identity: values of the families' id labels, which come first.
     """
 
     def __init__(self, families: Iterable[Family], *identity: str) -> None:
@@ -73,12 +73,12 @@ class Tally:
                 self._histograms[family] = Histogram(family.buckets)
 
     def inc(self, family: Family, *labels: str, by: float = 1) -> None:
-        """Raise a counter. KeyError for a label value that its definition does not name."""
+        """Raise a counter. KeyError if its definition does not name a label value."""
         cells = self._counters[family]
         cells[labels] = cells[labels] + by
 
     def count(self, family: Family, *labels: str) -> float:
-        """A counter's value, of the labels given or of all there are."""
+        """A counter's value: for the given labels, or summed over all."""
         cells = self._counters[family]
         return cells[labels] if labels else sum(cells.values())
 

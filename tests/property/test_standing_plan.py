@@ -107,7 +107,7 @@ def outcome(config: SimConfig, requests: list[SimRequest]) -> tuple[str, list[ob
         (3, 20.0, 1, {"faults": (Stall("replica-0001", 1.0, 4.0), Slow("replica-0000", 0.0, 60.0, 3.0))}),
         (4, 20.0, 3, {}),
         (5, 20.0, 1, {"has_shared_pool": True}),
-        (6, 25.0, 1, {"hold": HoldConfig(max_steps_ahead=2.5, max_considered=5)}),
+        (6, 40.0, 1, {"hold": HoldConfig(max_steps_ahead=2.5, max_considered=5)}),
         (7, 30.0, 2, {}),
     ],
 )

@@ -295,7 +295,7 @@ async def test_sheds_with_a_date_when_queues_are_full() -> None:
         held = asyncio.create_task(ask(serve, "held", prompt_token_ids=range(100, 145)))
         await until(lambda: dispatcher.num_held == 1)
         with pytest.raises(ResourceExhausted, match="queue is full") as refused:
-            await ask(serve, "shed", prompt_token_ids=range(200, 220))
+            await ask(serve, "shed", prompt_token_ids=range(200, 250))
         assert refused.value.retry_after_s is not None
         assert dispatcher.num_held == 1
         open_gates(serve)
@@ -399,7 +399,7 @@ async def test_what_is_held_and_what_was_refused_is_explained() -> None:
             assert "number 2 of 2, waits for" in held.text
             assert "before it: next (for a)" in held.text
 
-            dispatcher.limits = AdmissionLimits(max_waiting_tokens=1)
+            dispatcher.desk.limits = AdmissionLimits(max_waiting_tokens=1)
             with pytest.raises(ResourceExhausted) as caught:
                 await ask(serve, "late", prompt_token_ids=[*range(30)])
             (refusal,) = dispatcher.explain("late").refusals

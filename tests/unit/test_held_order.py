@@ -39,16 +39,19 @@ def test_the_order_is_that_of_sorting_anew(num_tenants: int) -> None:
         if event < 0.4 or 0.6 <= event < 0.8:
             held.due_s, held.takes_s = now + rng.randrange(20), rng.choice([0.5, 2.0])
             held.length_s = 1.0
-            held.num_new_tokens, held.is_lost = rng.randrange(1, 100), rng.random() < 0.5
+            held.num_new_tokens = rng.randrange(1, 100)
             order.put(held)
             if rng.random() < 0.3:  # its date is the same
-                held.num_new_tokens, held.is_lost = rng.randrange(1, 100), rng.random() < 0.5
+                held.num_new_tokens = rng.randrange(1, 100)
                 order.put(held)
         if here:
             its = rng.choice(here)
-            before = [one for one in here if order.rank(one) < order.rank(its)]
-            num_lost_tokens = sum(one.num_new_tokens for one in before if one.is_lost)
-            assert order.num_lost_tokens_before(its, its.due_s) == num_lost_tokens
+            before = [one for one in here if (order.rank(one), here.index(one)) < (order.rank(its), here.index(its))]
+            assert order.before(its, its.due_s) == (sum(one.num_new_tokens for one in before), len(before))
+            after = [one for one in here if one is not its and order.rank(one)[:2] <= order.rank(its)[:2]]
+            assert order.before(its, math.inf)[1] == len(after)
+            assert [order.rank(one) for one in order.backwards()] == sorted(map(order.rank, here), reverse=True)
+            assert {order.rank(one) for one in order.first(3)} <= set(sorted(map(order.rank, here))[:3])
         ranked = sorted(here, key=order.rank)
         considered = order.to_consider()
         assert [one.due_s for one, _ in considered] == [one.due_s for one in ranked[:NUM_CONSIDERED]]

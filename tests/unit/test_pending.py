@@ -229,7 +229,11 @@ def test_where_not_all_can_be_in_time_the_longest_is_put_off() -> None:
     *before, its = queue.up_to("long", 2.0)
     assert [place.request_id for place in before] == [f"short{i:02}" for i in range(2, 12)]
     assert its.due_in_s == pytest.approx(4 * 5.0 - 3.0)
-    assert queue.before("short11") == (9 * 160, 10), "what is lost fills no queue"
+    assert queue.before("short11") == (9 * 160, 9)
+    assert queue.before("long") == (0, 0), "had it not been put off"
+    queue.push(pending("later", 100, arrival_s=2.5))
+    assert queue.before("later") == (10 * 160, 10), "the lost one fills no queue"
+    queue.remove("later")
     for short in shorts[5:]:
         queue.remove(short.query.request_id)
     view.settle(["short00", "short01"])
@@ -241,11 +245,11 @@ def test_what_is_lost_fills_no_queue_for_others() -> None:
     lost = [pending(f"lost{i}", arrival_s=0.0) for i in range(40)]
     queue = queue_of(*lost, pending("soon", 100, arrival_s=9.0))
     view = view_of(only=make_stats(num_running=8))
-    assert queue.before("soon") == (40 * 160, 40), "before anybody has looked"
+    assert queue.before("soon") == (40 * 160, 40), "before anybody has looked: all are due before"
     assert queue.next(view, WEIGHTS, 10.0, Random(0)) is None
-    assert queue.before("soon") == (0, 40), "lost by then, and at 9.3 s too: due at 37 s"
+    assert queue.before("soon") == (0, 0), "lost by then, and at 9.3 s too: due at 37 s"
     queue.push(pending("later", 100, arrival_s=10.0))
-    assert queue.before("later") == (100, 41)
+    assert queue.before("later") == (100, 1)
 
 
 def test_priority_goes_before_due_dates() -> None:

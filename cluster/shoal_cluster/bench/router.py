@@ -251,6 +251,7 @@ class _Bench:
         message = Update(self._seq, self._stats(has_room), stored, removed, (), accepted)
         started = time.thread_time()
         self.ledger.hear(replica_id, message)
+        self._dispatcher.take_turn()  # as the event loop would next, if nobody else had news
         self.updates_s.append(time.thread_time() - started)
 
     def _hashes(self, count: int) -> list[BlockHash]:

@@ -80,8 +80,8 @@ def admit(
             f"every replica's queue is full ({eligible.size} replicas; the limit is {limits.max_waiting_tokens} tokens "
             f"or {limits.max_waiting_requests} requests each)"
         )
-        excess += num_refused_tokens / eligible.size
-        return Admission(False, reason, _retry_after_s(float((excess * _token_s(candidates)[eligible]).min())))
+        ahead = excess + num_refused_tokens / eligible.size
+        return Admission(False, reason, _retry_after_s(float((ahead * _token_s(candidates)[eligible]).min())))
     return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
 
 

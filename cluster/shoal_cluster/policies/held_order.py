@@ -126,13 +126,14 @@ class HeldOrder:
 
     def before(self, held: Held, due_s: float) -> tuple[int, int]:
         """Prompt tokens of the requests that would go before this one if it were due at ``due_s``, and how many those
-        are. Ties do not count.
+        are.
         """
+        assert held.entry is not None
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
         rank = (*self.rank(held)[:2], due_s)
-        place = bisect_left(self._ranked, (rank,))
-        is_among = held.entry is not None and held.entry[0] < rank  # it is due sooner, if only by a rounding
+        place = bisect_left(self._ranked, (rank, held.entry[1]))
+        is_among = held.entry[0] < rank  # it is due sooner, if only by a rounding
         return sum(self._tokens[:place]) - is_among * held.num_new_tokens, place - is_among
 
     def backwards(self) -> Iterator[Held]:

@@ -10,24 +10,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from shoal_cluster.policies.admission import (
-    Admission,
-    AdmissionLimits,
-    AdmissionRecord,
-    admit,
-    lateness_s,
-    misfit,
-    stay,
-)
-from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.held import RESUMED_PRIORITY, QueuePlace
 from shoal_cluster.policies.named import NamedPlacement
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
-from shoal_cluster.policies.ranking import uncached_tokens
-from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal
+from shoal_cluster.serve.admission_desk import AdmissionDesk
+from shoal_cluster.serve.explanation import Explanation, HeldRequest
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
-from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
+from shoal_cluster.serve.request_id import call_of
 
 MIN_WAKE_S = 0.001
 """Margin after a deadline at which to wake up, so that it has certainly passed."""
@@ -75,17 +66,19 @@ class Dispatcher:
         is_growing: Callable[[], bool],
         start_failure: Callable[[], str],
     ) -> None:
-        self.limits = limits
         self._ledger = ledger
         self._queue = PendingQueue(hold, ledger.num_gateways > 1)
+        self.desk = AdmissionDesk(ledger, self._queue, limits)
         self._turn: asyncio.TimerHandle | None = None
+        self._has_news = False  # and a look at them is to come
+        self._rested_s = -math.inf  # it comes no sooner
         self._holding = holding
         self._patience_s = patience_s
         self._is_growing = is_growing
         self._start_failure = start_failure
         self._rng = random.Random()
         self._waiters: dict[str, Waiter] = {}
-        ledger.on_news = self.take_turn
+        ledger.on_news = self._hear
 
     @property
     def num_held(self) -> int:
@@ -139,9 +132,10 @@ class Dispatcher:
     def enter(self, pending: PendingRequest) -> Waiter:
         """Put a request in the queue. If a replica can start it, its turn comes at once, or after other gateways'.
 
-        A request that must not be held is refused here, before the next one of a burst enters and counts it.
+        A request that must not be held is refused here, before the next one of a burst enters and counts it. If it may
+        stay and the queue is full, the last request in order has to go instead.
 
-        Raises (not for a resumed request):
+        Raises (not for a request that has been placed before):
             InvalidArgument: no replica has enough blocks.
             ResourceExhausted: every replica's queue is full, or too much waits for a first replica.
         """
@@ -149,10 +143,34 @@ class Dispatcher:
         self._queue.push(pending)
         self._waiters[pending.query.request_id] = waiter
         self.take_turn()
-        is_new = pending.priority != RESUMED_PRIORITY
-        if is_new and not waiter.turn.done() and (self._ledger.can_place(pending.query.excluded) or self._is_full()):
-            self._admit(pending)
+        if not (waiter.turn.done() or pending.is_admitted):
+            self.desk.check_size(pending)
+            self.desk.check_room(pending)
+            self._push_out()
         return waiter
+
+    def _push_out(self) -> None:
+        if (overflow := self.desk.overflow()) is None:
+            return
+        last, error = overflow
+        request_id = last.query.request_id
+        self._queue.remove(request_id)
+        turn = self._waiters.pop(request_id).turn
+        turn.set_exception(error)
+        turn.exception()  # nobody may be left to hear it
+
+    def _hear(self) -> None:
+        """The ledger has news: one look for all that is there by then. While looks send nothing, they may take half of
+        the loop's time: tokens go through it, too.
+        """
+        if not self._has_news and (self._waiters or self._ledger.num_gateways > 1):
+            self._has_news = True
+            rest_s = max(0.0, self._rested_s - time.monotonic())
+            asyncio.get_running_loop().call_later(rest_s, self._look_at_news)
+
+    def _look_at_news(self) -> None:
+        self._has_news = False
+        self.take_turn()
 
     def take_turn(self) -> None:
         """Send what can start now; several gateways take turns, so that they do not all look at once."""
@@ -170,8 +188,11 @@ class Dispatcher:
         self._turn = None
         if not self._waiters and self._ledger.num_gateways == 1:
             return
+        began_s, num_held = time.monotonic(), len(self._queue)
         self._send_startable()
         self._ledger.wish(self._queue.wishes())
+        ended_s = time.monotonic()
+        self._rested_s = 2 * ended_s - began_s if len(self._queue) == num_held else ended_s
 
     def _held(self, request_id: str) -> tuple[HeldRequest, ...]:
         """The held requests of a client's request: the call of that id, or its calls if it had several prompts."""
@@ -179,7 +200,7 @@ class Dispatcher:
         found = []
         for pending in self._queue:
             name = pending.query.request_id
-            call_id = name.partition("#")[0]
+            call_id = call_of(name)
             request, _, number = call_id.rpartition("-")
             if call_id == request_id or (request == request_id and number.isdecimal()):
                 queue, waited_s = self._queue.up_to(name, now), now - pending.arrival_s
@@ -214,104 +235,25 @@ class Dispatcher:
                 ledger.commit(dispatch)
                 self._waiters.pop(request_id).turn.set_result(dispatch)
 
-    def _is_full(self) -> bool:
-        """Whether more is held than one replica's queue may hold: no more than that waits for a first replica."""
-        limits = self.limits
-        is_full = self.num_held > limits.max_waiting_requests or self.num_held_tokens > limits.max_waiting_tokens
-        return is_full and self.num_held > 1  # the newcomer itself is among them
-
-    def _admit(self, pending: PendingRequest) -> None:
-        """Refuse a request that cannot start at once if it should not be held either."""
-        query, now = pending.query, time.monotonic()
-        candidates = self._ledger.view.candidates(query.block_hashes, now)
-        num_new_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
-        self._queue.know_size(query.request_id, num_new_tokens, now)
-        held = self._queue.before(query.request_id)
-        admission = admit(query, candidates, self.limits, *held)
-        self._obey(AdmissionRecord(query, candidates, self.limits, *held, None, math.inf, admission), pending)
-
-    def _obey(self, record: AdmissionRecord, pending: PendingRequest) -> None:
-        """Raise the error that the client gets if the request was refused."""
-        admission = record.admission
-        if admission.admitted:
-            return
-        error: ShoalError = ResourceExhausted(admission.reason, admission.retry_after_s)
-        if admission.never_fits:
-            error = InvalidArgument("prompt", f"{pending.query.num_prompt_tokens} tokens", admission.reason)
-        elif admission.never_in_time:
-            error = DeadlineExceeded(admission.reason)
-        raise self._refused(pending, record.replicas, error, record)
-
-    def _check_fits(self, pending: PendingRequest) -> None:
-        candidates = self._ledger.view.candidates((), time.monotonic())
-        if reason := misfit(pending.query, candidates):
-            admission = Admission(False, reason, never_fits=True)
-            self._obey(
-                AdmissionRecord(pending.query, candidates, self.limits, 0, 0, None, math.inf, admission), pending
-            )
-
-    def _is_misfit(self, pending: PendingRequest) -> bool:
-        return bool(misfit(pending.query, self._ledger.view.candidates((), time.monotonic())))
-
     async def _until(self, turn: asyncio.Future[Dispatch], pending: PendingRequest) -> Dispatch:
         """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
-        excluded, loop = pending.query.excluded, asyncio.get_running_loop()
-        is_resumed = pending.priority == RESUMED_PRIORITY
+        loop = asyncio.get_running_loop()
         alone_since_s = math.inf
         is_checked = True
         while True:
-            left_s = self._time_left_s(pending)
-            is_alone = not self._ledger.can_place(excluded)
-            if not (is_alone or is_checked) and is_resumed:
-                is_alone = self._is_misfit(pending)  # the request is valid: a replica that can hold it may come back
-            elif not (is_alone or is_checked):
-                self._check_fits(pending)
+            left_s = self.desk.time_left_s(pending)
+            if not (is_checked or pending.priority == RESUMED_PRIORITY):  # a replica that can hold that may come back
+                self.desk.check_size(pending)
             is_checked = False  # ``enter`` checked it, but replicas may have joined or left since
+            is_alone = not self.desk.can_take(pending)
             alone_since_s = min(alone_since_s, loop.time()) if is_alone else math.inf
             if is_alone and (failure := self._start_failure()):
-                raise self._unavailable(pending, f"no replica could be started: {failure}")
+                raise self.desk.unavailable(pending, f"no replica could be started: {failure}")
             if alone_since_s + self._patience_s <= loop.time():
                 if not self._is_growing():
-                    raise self._unavailable(pending, "no replica became ready in time")
+                    raise self.desk.unavailable(pending, "no replica became ready in time")
                 alone_since_s = loop.time()
             look_s = min(LOOK_S, alone_since_s + self._patience_s - loop.time()) if is_alone else math.inf
             await asyncio.wait([turn], timeout=min(left_s + MIN_WAKE_S, self._patience_s / NUM_LOOKS, look_s))
             if turn.done():
                 return turn.result()
-
-    def _time_left_s(self, pending: PendingRequest) -> float:
-        """Seconds until the request's objective or deadline is lost. Once one is, raises what its client is told."""
-        if (self.limits.objective is None and pending.deadline_s == math.inf) or pending.priority == RESUMED_PRIORITY:
-            return math.inf
-        now = time.monotonic()
-        left_s = pending.deadline_s - now
-        candidates = self._ledger.view.candidates(pending.query.block_hashes, now)
-        waited_s = now - pending.arrival_s
-        query, limits = pending.query, self.limits
-        late_s = lateness_s(query, candidates, limits, waited_s, left_s)
-        if late_s > 0:
-            held = self.num_held_tokens, self.num_held
-            admission = stay(query, candidates, limits, waited_s, held[0], left_s)
-            self._obey(AdmissionRecord(query, candidates, limits, *held, waited_s, left_s, admission), pending)
-        return -late_s
-
-    def _unavailable(self, pending: PendingRequest, reason: str) -> ShoalError:
-        candidates = self._ledger.view.candidates(pending.query.block_hashes, time.monotonic())
-        return self._refused(pending, candidates, Unavailable(reason))
-
-    def _refused(
-        self, pending: PendingRequest, candidates: Candidates, error: ShoalError, record: AdmissionRecord | None = None
-    ) -> ShoalError:
-        """Record the refusal and return ``error``."""
-        waiting = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
-        terms = (
-            ("prompt_tokens", pending.query.num_prompt_tokens),
-            ("waited_s", time.monotonic() - pending.arrival_s),
-            ("held_requests", self.num_held),
-            ("held_tokens", self.num_held_tokens),
-            ("replicas", len(candidates)),
-            ("least_waiting_tokens", int(waiting.min()) if len(candidates) else 0),
-        )
-        request_id = pending.query.request_id
-        self._ledger.routes.refuse(Refusal.of(error, time.time(), request_id, terms, record))
-        return error

@@ -43,6 +43,7 @@ from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.tally import Point
 from shoal_cluster.serve.ray_store import RayStore
 from shoal_cluster.serve.replica_past import PastSample, decode_past
+from shoal_cluster.serve.request_id import is_later_leg
 from shoal_cluster.serve.scaling_board import ScalingBoard
 from shoal_cluster.serve.scaling_desk import ScalingDesk
 from shoal_cluster.serve.serve_details import serve_details
@@ -101,6 +102,7 @@ class Gateway:
         hold = HoldConfig(objective=DueDates(ttft_s=config.objective.ttft_s))
         limits = AdmissionLimits(
             max_waiting_tokens=self._settings.max_waiting_tokens,
+            max_waiting_requests=replica.max_num_waiting,
             objective=hold.objective if self._settings.shed_late else None,
             pair_s=hold.prefill.pair_s,
         )
@@ -300,6 +302,7 @@ class Gateway:
             deadline_s=deadline_s,
             tenant=request.tenant,
             priority=RESUMED_PRIORITY if request.output_token_ids else request.priority,
+            is_admitted=is_later_leg(request.request_id),
         )
         return ServePlacement(self._ledger, self._dispatcher, request, pending, self._send, self._call_delay)
 

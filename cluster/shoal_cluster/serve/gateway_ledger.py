@@ -219,10 +219,6 @@ class GatewayLedger:
         """Whether a replica other than the ``excluded`` takes requests now."""
         return self.view.present(time.monotonic()).has_open(excluded)
 
-    def can_take(self, query: RouteQuery) -> bool:
-        """Whether a replica takes requests now that is large enough for this one, and not excluded."""
-        return bool(is_eligible(query, self.view.present(time.monotonic())).any())
-
     def _commit(self, record: RouteRecord) -> bool:
         """Keep the record and reserve what it says. False if there is nothing to reserve."""
         query, candidates, now = record.query, record.replicas, time.monotonic()

@@ -16,6 +16,7 @@ from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost, ReplicaUnheard
+from shoal_cluster.serve.request_id import leg_id
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.text_stream import TextStream
@@ -209,7 +210,7 @@ class Generation:
         self._num_legs += 1
         query = self._query
         if self._num_legs > 1:
-            request = replace(request, request_id=f"{self._request.request_id}#{self._num_legs}")
+            request = replace(request, request_id=leg_id(self._request.request_id, self._num_legs))
             if request.output_token_ids:
                 is_caching = bool(query.block_hashes) or query.num_prompt_tokens < query.block_size
                 query = RouteQuery.for_request(request, query.block_size, is_caching)

@@ -7,7 +7,8 @@ import re
 
 from shoal_replica.errors import InvalidArgument
 
-_REQUEST_ID = re.compile(r"[\x21\x22\x24-\x7e]{1,128}")  # without '#': the gateway appends it with a leg's number
+LEG_MARK = "#"
+_REQUEST_ID = re.compile(r"[\x21\x22\x24-\x7e]{1,128}")  # without LEG_MARK
 
 
 def new_request_id() -> str:
@@ -20,3 +21,18 @@ def check_request_id(request_id: str) -> str:
     if not _REQUEST_ID.fullmatch(request_id):
         raise InvalidArgument("request_id", request_id, "must be 1 to 128 printable ASCII characters other than '#'")
     return request_id
+
+
+def leg_id(call_id: str, number: int) -> str:
+    """The id under which a call goes to its ``number``-th replica, from 2 on; no client may use ``LEG_MARK``."""
+    return f"{call_id}{LEG_MARK}{number}"
+
+
+def call_of(request_id: str) -> str:
+    """The call that a request is a leg of."""
+    return request_id.partition(LEG_MARK)[0]
+
+
+def is_later_leg(request_id: str) -> bool:
+    """Whether its call has been placed before."""
+    return LEG_MARK in request_id

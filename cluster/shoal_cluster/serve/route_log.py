@@ -13,6 +13,7 @@ from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.call import MAX_PROMPTS
 from shoal_cluster.serve.explanation import Explanation, Refusal, SentBy
+from shoal_cluster.serve.request_id import call_of
 from shoal_replica.stats import ReplicaStats
 
 MAX_REQUESTS = 4096
@@ -61,7 +62,7 @@ class RouteLog:
 
     def add(self, record: RouteRecord) -> None:
         """Keep ``record``."""
-        call_id, kept = record.query.request_id.partition("#")[0], _Kept(record)
+        call_id, kept = call_of(record.query.request_id), _Kept(record)
         self._unmeasured.append(kept)
         if (records := self._records.get(call_id)) is None:
             self._records[call_id] = [kept]
@@ -89,7 +90,7 @@ class RouteLog:
 
     def refuse(self, refusal: Refusal) -> None:
         """Keep why a request was refused or given up: the last refusal of each call. The oldest are forgotten first."""
-        call_id = refusal.request_id.partition("#")[0]
+        call_id = call_of(refusal.request_id)
         if (before := self._refusals.pop(call_id, None)) is not None:
             self._num_refusal_bytes -= before[1]
         num_bytes = 0 if refusal.record is None else self._size(refusal.record)

@@ -47,6 +47,7 @@ class ServePlacement:
         self._send = send
         self._call_delay = call_delay
         self._task: asyncio.Task[Outcome] | None = None
+        self._is_submitted = False
         self._take_back: Callable[[], None] | None = None  # aborts it where it was submitted
         self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -59,6 +60,7 @@ class ServePlacement:
             raise
         if waiter.turn.done():
             self._submit(waiter.turn.result())
+            self._is_submitted = True
         self._task = asyncio.get_running_loop().create_task(self._run(waiter))
         self._task.add_done_callback(partial(self._end, waiter))
         return self._task
@@ -69,7 +71,7 @@ class ServePlacement:
         self._dispatcher.leave(self._pending)  # at once: its id may be reused before the task has ended
 
     async def _run(self, waiter: Waiter) -> Outcome:
-        if not waiter.turn.done():
+        if not self._is_submitted:
             try:
                 dispatch = await self._dispatcher.until_turn(self._pending, waiter)
             except BaseException:

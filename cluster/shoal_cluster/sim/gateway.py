@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from shoal_cluster.policies.admission import admit, lateness_s, misfit, stay
+from shoal_cluster.policies.admission import Admission, admit, lateness_s, misfit, stay
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY
@@ -104,8 +104,8 @@ class SimGateway:
                 self._look_whether_late(request.request_id, query)
                 return
         candidates = self.view.candidates(query.block_hashes if self.queue is None else (), now)
-        num_tokens, num_held = (0, 0) if self.queue is None else self.queue.before(request.request_id)
-        admission = admit(query, candidates, config.limits, num_tokens, num_held)
+        num_before = (0, 0) if self.queue is None else self.queue.before(request.request_id)
+        admission = self._admission(query, candidates, *num_before)
         if not admission.admitted:
             self._book.refuse(request.request_id, admission.reason)
             if self.queue is not None:
@@ -113,7 +113,23 @@ class SimGateway:
         elif self.queue is None:
             self._place(query, candidates)
         else:
+            self._push_out(self.queue)
             self._look_whether_late(request.request_id, query)
+
+    def _admission(self, query: RouteQuery, candidates: Candidates, num_tokens: int, num_requests: int) -> Admission:
+        """The policy's answer; see ``AdmissionDesk``."""
+        num_gateways = self._config.num_gateways
+        return admit(query, candidates, self._config.limits, num_gateways * num_tokens, num_gateways * num_requests)
+
+    def _push_out(self, queue: PendingQueue) -> None:
+        """Refuse the last request in order if more is held than all replicas' queues may."""
+        if len(queue) <= self._config.limits.max_waiting_requests or (last := queue.last()) is None:
+            return
+        candidates = self.view.candidates((), self._loop.now)
+        admission = self._admission(last.query, candidates, 0, len(queue) - 1)
+        if not admission.admitted and is_eligible(last.query, candidates).any():
+            queue.remove(last.query.request_id)
+            self._book.refuse(last.query.request_id, admission.reason)
 
     def _look_whether_late(self, request_id: str, query: RouteQuery) -> None:
         """Refuse a held request once it can no longer meet its objective, if the limits have one; until then, check
@@ -153,10 +169,14 @@ class SimGateway:
             outcome.num_resumes += outcome.is_open
             return
         outcome.num_resumes += 1
-        priority = RESUMED_PRIORITY if outcome.num_output_tokens else 0
-        self.queue.push(
-            PendingRequest(query=query, arrival_s=outcome.arrival_s, tenant=request.tenant, priority=priority)
+        pending = PendingRequest(
+            query=query,
+            arrival_s=outcome.arrival_s,
+            is_admitted=True,
+            tenant=request.tenant,
+            priority=RESUMED_PRIORITY if outcome.num_output_tokens else 0,
         )
+        self.queue.push(pending)
         self._take_turn()
         self._look_whether_late(request_id, query)
 
@@ -269,7 +289,7 @@ class SimGateway:
         """Put a request back in the queue, for any replica but this one."""
         if self.queue is not None:
             query = _without(pending.query, replica_id)
-            self.queue.push(replace(pending, query=query))
+            self.queue.push(replace(pending, query=query, is_admitted=True))
             self._look_whether_late(query.request_id, query)
 
     def _wish(self, wishes: dict[str, tuple[Wish, ...]]) -> None:

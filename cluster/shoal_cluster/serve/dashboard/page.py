@@ -26,6 +26,7 @@ from shoal_cluster.serve.dashboard.scaling import encode_decision, mark
 from shoal_cluster.serve.dashboard.state import DashboardState
 from shoal_cluster.serve.dashboard.update import rounded_sample
 from shoal_cluster.serve.http_stream import EventStream, error_response
+from shoal_cluster.serve.request_id import call_of
 from shoal_replica.errors import NotFound, ShoalError
 
 UPDATE_PERIOD_S = 0.5
@@ -127,7 +128,7 @@ def dashboard_router(core: GatewayCore) -> APIRouter:
     @router.get("/routes/{request_id}")
     async def route(request_id: str, request: Request) -> Response:
         try:
-            explanation = await core.explain(request_id.partition("#")[0])
+            explanation = await core.explain(call_of(request_id))
         except ShoalError as error:
             return error_response(error, request.state.request_id)
         return JSONResponse(encode_explanation(explanation), headers=HEADERS)

@@ -1,0 +1,141 @@
+"""The gateway's side of admission: which requests may wait here, and what the others' clients are told."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from shoal_cluster.policies.admission import (
+    Admission,
+    AdmissionLimits,
+    AdmissionRecord,
+    admit,
+    lateness_s,
+    misfit,
+    stay,
+)
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
+from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.ranking import is_eligible, uncached_tokens
+from shoal_cluster.policies.returning import Returning
+from shoal_cluster.serve.explanation import Refusal
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
+
+
+class AdmissionDesk:
+    """Asks the policy about requests in ``queue`` and puts each refusal on record, with what it takes to replay it."""
+
+    def __init__(self, ledger: GatewayLedger, queue: PendingQueue, limits: AdmissionLimits) -> None:
+        self._ledger = ledger
+        self._queue = queue
+        self.limits = limits
+        self._returning = Returning()
+
+    def can_take(self, pending: PendingRequest) -> bool:
+        """Whether some replica takes requests now and is large enough for this one."""
+        return bool(is_eligible(pending.query, self._ledger.view.present(time.monotonic())).any())
+
+    def check_size(self, pending: PendingRequest) -> None:
+        """Raise InvalidArgument if no replica has enough blocks for a request."""
+        candidates = self._ledger.view.candidates((), time.monotonic())
+        if reason := misfit(pending.query, candidates):
+            admission = Admission(False, reason, never_fits=True)
+            self._obey(
+                AdmissionRecord(pending.query, candidates, self.limits, 0, 0, None, math.inf, admission), pending
+            )
+
+    def check_room(self, pending: PendingRequest) -> None:
+        """Raise ResourceExhausted if a newcomer, which is in the queue and cannot start at once, must not wait: too
+        much goes before it, or no replica takes requests and more waits than one of them may hold.
+        """
+        query, now = pending.query, time.monotonic()
+        candidates = self._ledger.view.candidates(query.block_hashes, now)
+        num_new_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
+        self._queue.know_size(query.request_id, num_new_tokens, now)
+        if self.can_take(pending) or self._is_full():
+            num_tokens, num_requests = self._queue.before(query.request_id)
+            self._obey(self._admission(pending, candidates, num_tokens, num_requests), pending)
+
+    def overflow(self) -> tuple[PendingRequest, ShoalError] | None:
+        """The request that must leave because more is held than all replicas' queues may, and what its client is told:
+        the last in order, whoever came last.
+        """
+        if len(self._queue) <= self.limits.max_waiting_requests or (last := self._queue.last()) is None:
+            return None
+        candidates = self._ledger.view.candidates(last.query.block_hashes, time.monotonic())
+        record = self._admission(last, candidates, 0, len(self._queue) - 1)
+        if record.admission.admitted or not self.can_take(last):
+            return None
+        return last, self._error(record, last)
+
+    def time_left_s(self, pending: PendingRequest) -> float:
+        """Seconds until a held request's objective or deadline is lost. Once one is, raises what its client is told."""
+        query, limits = pending.query, self.limits
+        if (limits.objective is None and pending.deadline_s == math.inf) or pending.priority == RESUMED_PRIORITY:
+            return math.inf
+        now = time.monotonic()
+        waited_s, left_s = now - pending.arrival_s, pending.deadline_s - now
+        candidates = self._ledger.view.candidates(query.block_hashes, now)
+        late_s = lateness_s(query, candidates, limits, waited_s, left_s)
+        if late_s > 0:
+            held = self._queue.num_tokens + self._returning.num_tokens(now), len(self._queue)
+            admission = stay(query, candidates, limits, waited_s, held[0], left_s)
+            self._obey(AdmissionRecord(query, candidates, limits, *held, waited_s, left_s, admission), pending)
+        return -late_s
+
+    def unavailable(self, pending: PendingRequest, reason: str) -> ShoalError:
+        """The error for a request that no replica comes for, on record."""
+        candidates = self._ledger.view.candidates(pending.query.block_hashes, time.monotonic())
+        return self._refused(pending, candidates, Unavailable(reason))
+
+    def _is_full(self) -> bool:
+        """Whether more is held than one replica's queue may hold: no more than that waits for a first replica."""
+        num_held, limits = len(self._queue), self.limits
+        is_full = num_held > limits.max_waiting_requests or self._queue.num_tokens > limits.max_waiting_tokens
+        return is_full and num_held > 1  # the newcomer itself is among them
+
+    def _admission(
+        self, pending: PendingRequest, candidates: Candidates, num_tokens: int, num_requests: int
+    ) -> AdmissionRecord:
+        """The policy's answer. The other gateways are taken to hold as much as this one."""
+        num_gateways = self._ledger.num_gateways
+        held = num_gateways * num_tokens, num_gateways * num_requests
+        num_refused = num_gateways * self._returning.num_tokens(time.monotonic())
+        admission = admit(pending.query, candidates, self.limits, *held, num_refused)
+        return AdmissionRecord(pending.query, candidates, self.limits, *held, None, math.inf, admission, num_refused)
+
+    def _obey(self, record: AdmissionRecord, pending: PendingRequest) -> None:
+        """Raise the error that the client gets if the request was refused."""
+        if not record.admission.admitted:
+            raise self._error(record, pending)
+
+    def _error(self, record: AdmissionRecord, pending: PendingRequest) -> ShoalError:
+        admission = record.admission
+        error: ShoalError = ResourceExhausted(admission.reason, admission.retry_after_s)
+        if admission.never_fits:
+            error = InvalidArgument("prompt", f"{pending.query.num_prompt_tokens} tokens", admission.reason)
+        elif admission.never_in_time:
+            error = DeadlineExceeded(admission.reason)
+        elif admission.retry_after_s is not None:
+            num_new_tokens = uncached_tokens(record.query, int(record.replicas.num_matched_blocks.max(initial=0)))
+            self._returning.note(num_new_tokens, time.monotonic() + admission.retry_after_s)
+        return self._refused(pending, record.replicas, error, record)
+
+    def _refused(
+        self, pending: PendingRequest, candidates: Candidates, error: ShoalError, record: AdmissionRecord | None = None
+    ) -> ShoalError:
+        """Record the refusal and return ``error``."""
+        waiting = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
+        terms = (
+            ("prompt_tokens", pending.query.num_prompt_tokens),
+            ("waited_s", time.monotonic() - pending.arrival_s),
+            ("held_requests", len(self._queue)),
+            ("held_tokens", self._queue.num_tokens),
+            ("replicas", len(candidates)),
+            ("least_waiting_tokens", int(waiting.min()) if len(candidates) else 0),
+        )
+        request_id = pending.query.request_id
+        self._ledger.routes.refuse(Refusal.of(error, time.time(), request_id, terms, record))
+        return error

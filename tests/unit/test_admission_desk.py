@@ -1,0 +1,165 @@
+"""Who may wait at a gateway, and who has to go when it is full."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from contextlib import nullcontext
+
+import pytest
+from fixtures.cluster_views import make_query, make_stats
+from fixtures.fake_serve import ask, serving
+from fixtures.waiting import until
+
+from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
+from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.returning import Returning
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
+from shoal_replica.errors import InvalidArgument, ResourceExhausted
+from shoal_replica.stats import ReplicaStats
+from shoal_replica.testing import expected_tokens
+
+BUSY = make_stats(num_running=8, num_total_blocks=1000, num_free_blocks=900, step_s=0.1, token_s=1e-3)
+
+
+class Gateway:
+    """A dispatcher over replicas that have said this and say no more."""
+
+    def __init__(self, limits: AdmissionLimits, num_gateways: int = 1, **replicas: ReplicaStats) -> None:
+        self.ledger = GatewayLedger("gateway", RouteWeights(), num_gateways)
+        for name, stats in replicas.items():
+            self.ledger.view.join(name)
+            self.ledger.view.apply_snapshot(name, stats, (), time.monotonic())
+        self.dispatcher = Dispatcher(
+            self.ledger,
+            HoldConfig(),
+            limits,
+            lambda num_tokens: nullcontext(),
+            patience_s=30.0,
+            is_growing=lambda: False,
+            start_failure=lambda: "",
+        )
+
+    def enter(self, request_id: str, num_prompt_tokens: int = 160, **changes: object) -> Waiter:
+        query = make_query(num_prompt_tokens, request_id=request_id)
+        pending = PendingRequest(query=query, arrival_s=time.monotonic(), **changes)  # type: ignore[arg-type]
+        try:
+            return self.dispatcher.enter(pending)
+        except BaseException:
+            self.dispatcher.leave(pending)
+            raise
+
+
+async def test_the_urgent_are_let_in_whatever_waits_behind_them_and_the_last_has_to_go() -> None:
+    gateway = Gateway(AdmissionLimits(max_waiting_requests=10), a=BUSY)
+    bulk = [gateway.enter(f"bulk{i}", tenant="bulk", priority=10) for i in range(10)]
+    with pytest.raises(ResourceExhausted, match="queue is full"):
+        gateway.enter("more", tenant="bulk", priority=10)
+    urgent = [gateway.enter(f"urgent{i}", tenant="light", priority=-10) for i in range(3)]
+    assert gateway.dispatcher.num_held == 10
+    assert not any(waiter.turn.done() for waiter in urgent + bulk[:7])
+    for number in (7, 8, 9):
+        with pytest.raises(ResourceExhausted, match="queue is full"):
+            bulk[number].turn.result()
+        (refusal,) = gateway.dispatcher.explain(f"bulk{number}").refusals
+        assert refusal.record is not None
+        assert refusal.record.replay() == refusal.record.admission
+
+
+async def test_what_has_been_placed_before_is_neither_refused_nor_pushed_out() -> None:
+    gateway = Gateway(AdmissionLimits(max_waiting_requests=2), a=BUSY)
+    first = gateway.enter("first")
+    again = gateway.enter("again", priority=5, is_admitted=True)
+    third = gateway.enter("third", priority=5, is_admitted=True)
+    urgent = gateway.enter("urgent", priority=-5)
+    assert not any(waiter.turn.done() for waiter in (again, third, urgent))
+    with pytest.raises(ResourceExhausted):
+        first.turn.result()
+
+
+async def test_what_a_replica_had_taken_is_not_refused_when_that_is_gone() -> None:
+    async with serving("a", "b", max_num_seqs=1) as serve:
+        dispatcher = serve.hold(AdmissionLimits(max_waiting_requests=4))
+        for made in serve.replicas.values():
+            made.executor.gate.clear()
+        taken = [asyncio.create_task(ask(serve, f"taken{i}", prompt_token_ids=range(9 * i, 9 * i + 8))) for i in (0, 1)]
+        await until(lambda: all(made.executor.is_held for made in serve.replicas.values()))
+        later = [asyncio.create_task(ask(serve, f"later{i}", prompt_token_ids=range(90, 98))) for i in range(5)]
+        await until(lambda: dispatcher.num_held == 5)
+        gone = serve.replicas["a"]
+        await gone.die()
+        serve.leave("a")
+        await until(lambda: dispatcher.num_held == 6)
+        serve.replicas["b"].executor.gate.set()
+        answers = await asyncio.gather(*taken)
+        assert [answer.tokens for answer in answers] == [[expected_tokens(range(9 * i, 9 * i + 8), 4)] for i in (0, 1)]
+        await asyncio.gather(*later)
+        gone.executor.gate.set()
+
+
+async def test_the_refused_are_told_one_after_another() -> None:
+    """Each token takes 1 ms; each prompt has 160."""
+    gateway = Gateway(AdmissionLimits(max_waiting_requests=4), a=BUSY, b=BUSY)
+    for number in range(7):
+        gateway.enter(f"held{number}")
+    told: list[float] = []
+    for number in range(10):
+        with pytest.raises(ResourceExhausted) as refused:
+            gateway.enter(f"refused{number}")
+        assert refused.value.retry_after_s is not None
+        told.append(refused.value.retry_after_s)
+        (refusal,) = gateway.dispatcher.explain(f"refused{number}").refusals
+        assert refusal.record is not None
+        assert refusal.record.replay() == refusal.record.admission
+    steps = [after - before for before, after in itertools.pairwise(told[2:])]
+    assert steps == pytest.approx([0.08] * 7, abs=0.001)  # two replicas work on it
+
+
+def test_returning_counts_those_that_are_to_come() -> None:
+    returning = Returning()
+    for returns_s, num_tokens in ((3.0, 10), (1.0, 20), (2.0, 40)):
+        returning.note(num_tokens, returns_s)
+    assert [returning.num_tokens(now) for now in (0.0, 1.0, 2.5, 3.0)] == [70, 50, 10, 0]
+
+
+async def test_gateways_share_the_limit() -> None:
+    def num_held(num_gateways: int) -> int:
+        gateway = Gateway(AdmissionLimits(max_waiting_tokens=8000), num_gateways, a=BUSY)
+        for number in range(1000):
+            try:
+                gateway.enter(f"call{number}")
+            except ResourceExhausted:
+                return number
+        raise AssertionError("there is no limit")
+
+    assert (num_held(1), num_held(4)) == (50, 13)
+
+
+async def test_a_request_for_the_large_replica_waits_while_that_is_away() -> None:
+    small = make_stats(num_total_blocks=20)
+    gateway = Gateway(AdmissionLimits(), large=BUSY, small=small)
+    gateway.ledger.view.disconnect("large")
+    waiter = gateway.enter("large-one", num_prompt_tokens=1600)
+    assert not waiter.turn.done()
+    gateway.ledger.view.apply_snapshot("large", make_stats(num_total_blocks=1000), (), time.monotonic())
+    gateway.dispatcher.take_turn()
+    assert waiter.turn.result().replica_id == "large"
+    with pytest.raises(InvalidArgument, match="the largest replica has 1000"):
+        gateway.enter("too-large", num_prompt_tokens=160_000)
+
+
+async def test_a_resumed_stream_is_due_at_once_at_its_new_replica() -> None:
+    """Its first-token date is long past: newcomers would all go before it there."""
+    gateway = Gateway(AdmissionLimits(), a=make_stats(num_total_blocks=1000))
+    query, now = make_query(160, request_id="stream#2"), time.monotonic()
+    pending = PendingRequest(query=query, arrival_s=now - 50.0, is_admitted=True, priority=RESUMED_PRIORITY)
+    dispatch = gateway.dispatcher.enter(pending).turn.result()
+    assert dispatch.due_s <= time.monotonic()
+    newcomer = gateway.enter("newcomer").turn.result()
+    assert newcomer.due_s > time.monotonic() + 1.0
+    assert math.isfinite(newcomer.due_s)

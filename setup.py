@@ -1,4 +1,4 @@
-"""Builds what is native with the package: the CPU kernels, and placement. Without a C++ compiler the install goes on:
+"""Builds the package's native parts: the CPU kernels, and placement. Without a C++ compiler the install continues:
 torch and numpy serve instead.
 """
 
@@ -22,7 +22,7 @@ WITHOUT = {
     KERNELS: "the native CPU kernels were not built, torch will serve instead",
     PLACEMENT: "native placement was not built, numpy will serve instead",
 }
-COMPILERS = ("c++", "g++")  # simd.h shuffles vectors by a builtin of GCC that Clang lacks
+COMPILERS = ("c++", "g++")  # simd.h shuffles vectors with a GCC builtin that Clang lacks
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 AVX512BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
@@ -37,7 +37,7 @@ X86_SETS = {
 ARM_SETS: dict[str, tuple[str, ...]] = {"neonbf16": ("-march=armv8.2-a+bf16",), "neon": ()}
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall")
 KERNEL_FLAGS = (*FLAGS, "-ffp-contract=fast", "-Wno-psabi", "-pthread")
-PLACEMENT_FLAGS = (*FLAGS, "-ffp-contract=off")  # costs are numpy's to the last bit
+PLACEMENT_FLAGS = (*FLAGS, "-ffp-contract=off")  # costs equal numpy's to the last bit
 
 
 class BuildNative(build_ext):
@@ -60,7 +60,7 @@ class BuildNative(build_ext):
                 failures.append(str(error))
                 continue
             return
-        target.unlink(missing_ok=True)  # what was built from other sources serves nobody
+        target.unlink(missing_ok=True)  # a library built from other sources must not be used
         why = "; ".join(failures) or f"no C++ compiler found on {sys.platform}"
         warnings.warn(f"{WITHOUT[ext.name]}: {why}", stacklevel=1)
 
@@ -71,7 +71,7 @@ class BuildNative(build_ext):
         _put(linked, target)
 
     def _build_kernels(self, compiler: str, target: Path, objects: Path) -> None:
-        """Make ``target``, without the instruction sets that the compiler does not know. The last, which needs no
+        """Build ``target`` without the instruction sets that the compiler does not know. The last set, which needs no
         flags, must compile.
         """
 
@@ -104,14 +104,14 @@ class BuildNative(build_ext):
 
 
 def _put(linked: Path, target: Path) -> None:
-    """Renamed into place: a process that has the old library mapped keeps it whole."""
+    """Rename the library into place, so that a process that has the old one mapped keeps it intact."""
     fresh = target.with_suffix(".new")
     fresh.write_bytes(linked.read_bytes())
     fresh.replace(target)
 
 
 def _instruction_sets(machine: str) -> dict[str, tuple[str, ...]]:
-    """Sets to build with their flags, the best first."""
+    """The instruction sets to build with their flags, best first."""
     if machine in ("x86_64", "amd64"):
         return X86_SETS
     if machine in ("aarch64", "arm64"):
@@ -120,7 +120,7 @@ def _instruction_sets(machine: str) -> dict[str, tuple[str, ...]]:
 
 
 def _compilers() -> list[str]:
-    """Those that are here, by their paths; one that has two names once."""
+    """Paths of the installed compilers; one with two names is listed once."""
     found = [path for name in COMPILERS if (path := shutil.which(name)) is not None]
     return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
 

@@ -68,7 +68,7 @@ class AsyncLLM:
             while running:
                 delta = await queue.get()
                 if delta.index not in running:
-                    continue  # what came after its stop string
+                    continue  # generated after its stop string
                 if delta.finish_reason is FinishReason.ERROR:
                     self.engine.check_health()
                 if texts and texts[delta.index].push(delta.text_token_ids)[1]:

@@ -59,8 +59,8 @@ class BlockPool:
     """``num_blocks`` blocks; each is free (no references) or allocated (one or more).
 
     Args:
-        holds_prefix: whether a block's content may be reused; such a block is evicted after all that hold nothing.
-        on_evict: called with a block id that holds a prefix when the block is given out and its content is lost.
+        holds_prefix: whether a block's content may be reused; such blocks are evicted after all empty ones.
+        on_evict: called with the id of a block that holds a prefix when it is given out and its content is lost.
     """
 
     def __init__(self, num_blocks: int, holds_prefix: Callable[[int], bool], on_evict: Callable[[int], None]) -> None:
@@ -88,8 +88,8 @@ class BlockPool:
         return self._num_refs[block_id]
 
     def heat(self) -> bytes:
-        """One byte a block, by id: 0 is empty; 1 to 127 holds a prefix, the higher the later it will be evicted; from
-        128 on it is allocated, the rest being its references (at most 127 are told).
+        """One byte per block, in id order. 0: empty. 1 to 127: holds a prefix; higher values are evicted later. 128 and
+        above: allocated, with 128 subtracted the number of references (capped at 127).
         """
         heat = bytearray(min(128 + num_refs, 255) if num_refs else 0 for num_refs in self._num_refs)
         cached = [block_id for block_id in self._free.in_order() if self._holds_prefix(block_id)]
@@ -98,7 +98,7 @@ class BlockPool:
         return bytes(heat)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free blocks, each with one reference. The caller has made sure that there are enough."""
+        """Take ``count`` free blocks, each with one reference. The caller makes sure that there are enough."""
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks were asked for and {len(self._free)} are free")
         block_ids = [self._free.pop() for _ in range(count)]
@@ -120,7 +120,7 @@ class BlockPool:
     def free(self, block_ids: list[int]) -> None:
         """Drop one reference of each block of a sequence, given in the sequence's order.
 
-        The tail of a prefix is queued for eviction before its beginning, which more prompts share.
+        The tail of a prefix is queued for eviction before its beginning, because more prompts share the beginning.
         """
         for block_id in reversed(block_ids):
             if self._num_refs[block_id] <= 0:

@@ -1,4 +1,4 @@
-"""From plain settings to a configuration that fits this host, and from that to an engine's parts."""
+"""Turns plain settings into a configuration that fits this host, and a configuration into an engine's parts."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def resolve_config(
 
     Args:
         model: a Hugging Face folder, a hub id, or the demo model's name.
-        block_size: None is 16 on the CPU, 128 on an NPU.
-        num_blocks: None takes enough for ordinary traffic on the CPU, and all that is left of an NPU.
-        num_host_blocks: blocks in host memory, for what the pool has to give up of its prefix cache.
-        memory_bytes: what weights and pool may take; None asks this host, or the NPU that this process sees.
+        block_size: None means 16 on the CPU and 128 on an NPU.
+        num_blocks: None means enough for ordinary traffic on the CPU, and as many as fit on an NPU.
+        num_host_blocks: blocks in host memory that keep cached prefixes evicted from the pool.
+        memory_bytes: memory that weights and pool may take; None asks this host, or the NPU that this process sees.
 
     Raises:
         NotFound: no such model.
-        ConfigError: settings that cannot work, or do not fit the memory.
+        ConfigError: the settings cannot work, or do not fit the memory.
     """
     scheduler, parallel = scheduler or SchedulerConfig(), parallel or ParallelConfig()
     on_npu = parallel.device == "npu"
     if on_npu and dtype == "auto":
-        dtype = "bfloat16"  # whatever the checkpoint's, it is the one that NPU attention takes
+        dtype = "bfloat16"  # whatever the checkpoint's dtype: the only one served here that NPU attention takes
     shape = ModelConfig.from_folder(ensure_checkpoint(model), dtype, max_model_len, quantization)
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZES[parallel.device]
@@ -92,13 +92,13 @@ def resolve_config(
             )
         cache = replace(cache, num_blocks=default_num_blocks(shape, plan, block_size, scheduler.max_num_seqs))
     config = EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
-    if parallel.is_one_host:  # else each host's own ranks look at its memory
+    if parallel.is_one_host:  # otherwise the ranks on each host check that host's memory
         check_host(config, memory_bytes)
     return config
 
 
 def _check_npu_shapes(config: EngineConfig) -> None:
-    """Refuse what no rank could run before anything is loaded, on a node without NPUs too."""
+    """Refuse shapes that the ranks could not run, before anything is loaded. Works on a node without NPUs too."""
     from shoal_replica.model.npu_memory import check_shape  # needs torch
 
     for rank in range(config.parallel.num_ranks):
@@ -112,7 +112,7 @@ def _fill_npu(
     parallel: ParallelConfig,
     free: int | None,
 ) -> int:
-    """As many KV blocks as fit on every rank's device."""
+    """The number of KV blocks that fit on every rank's device."""
     from shoal_replica.model.npu_memory import EXTRA_BLOCKS, free_bytes, max_num_blocks  # needs torch
 
     _check_npu_shapes(EngineConfig(model=model, cache=cache, scheduler=scheduler, parallel=parallel))
@@ -132,10 +132,10 @@ def _fill_npu(
 
 
 def plan_replica(config: EngineConfig) -> MemoryPlan:
-    """What a replica that is about to start takes: of its host, or of each NPU, by the first rank's share.
+    """The memory that a replica is about to take: of its host, or of each NPU, going by the first rank's share.
 
-    Several NPU ranks, or ranks of several hosts, see what is free there only when they have started: what is usable is
-    0 where nobody has said.
+    With several NPU ranks, or ranks on several hosts, free memory is known only after they have started. ``usable`` is
+    then 0, which means unknown, unless ``device_memory_bytes`` gives it for an NPU.
     """
     parallel = config.parallel
     if parallel.device == "cpu":
@@ -155,10 +155,10 @@ def build_scheduler(config: EngineConfig) -> Scheduler:
 
 
 def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -> Executor:
-    """Load the weights, make the KV pool and run one step, so that the first request is not slower than the next.
+    """Load the weights, allocate the KV pool and warm up, so that the first request is not slower than the next.
 
     Args:
-        launcher: where the ranks come from if there are several; None starts them on this host.
+        launcher: starts the ranks if there are several; None starts them on this host.
 
     Raises:
         NotFound, ConfigError: the model cannot be loaded.
@@ -174,7 +174,7 @@ def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -
 
 def _build_runner(config: EngineConfig) -> Executor:
     read_ahead(Path(config.model.folder))
-    from shoal_replica.model.model_runner import ModelRunner  # brings torch, which the core does without
+    from shoal_replica.model.model_runner import ModelRunner  # imports torch, which the core does without
 
     if config.parallel.device == "npu":
         from shoal_replica.model.npu_memory import check_memory as check_npu_memory
@@ -182,15 +182,15 @@ def _build_runner(config: EngineConfig) -> Executor:
         check_npu_memory(config, rank=0)
     runner = ModelRunner(config.model, config.cache, config.parallel)
     runner.warm_up()
-    # What has been loaded lives as long as the engine; walking it takes the collector 90 ms, amid a stream. Not
-    # even once: there is no garbage yet.
+    # Everything loaded so far lives as long as the engine, and one traversal of it by the garbage collector takes
+    # 90 ms in the middle of a stream. No collection first: there is no garbage yet.
     gc.freeze()
     return runner
 
 
 @contextmanager
 def _paused_collector() -> Iterator[None]:
-    """Importing torch makes objects by the hundred thousand, which the collector would walk time and again."""
+    """Importing torch makes hundreds of thousands of objects, which the collector would traverse again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

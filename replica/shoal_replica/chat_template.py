@@ -45,7 +45,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks the assistant's words for training; when serving it only passes them through."""
+    """``{% generation %}`` marks the assistant's text for training; when serving, its content is passed through."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as an instance attribute)
 
@@ -71,7 +71,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML characters."""
+    """Replaces Jinja's own filter, which would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

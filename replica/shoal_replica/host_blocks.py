@@ -1,8 +1,8 @@
-"""The prefix cache's second tier: blocks in host memory, which come back by a transfer instead of a computation.
+"""The prefix cache's second tier: blocks in host memory, which are brought back by a copy instead of recomputed.
 
-A block that the pool gives out again while it holds a prefix goes to a row of host memory first. So what a preempted
-sequence has computed, and what ended requests have left, outlives its place on the device. Rows are given up in the
-order of their last use. Nothing is moved here: the moves are noted, and each step takes along those before it.
+When the pool gives out a block that holds a prefix, the content is first moved to a row of host memory. The KV of
+preempted sequences and finished requests thus outlives its place on the device. Rows are evicted in LRU order. This
+module moves nothing itself: it records moves, and the next step carries them out.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable
 from shoal_replica.prefix_cache import BlockHash
 
 Move = tuple[int, int]
-"""Block and row, or row and block: from, to."""
+"""(source, destination): block and row on the way out, row and block on the way in."""
 
 
 class HostBlocks:
-    """``num_rows`` rows, each free or holding one full block. No rows is no second tier.
+    """``num_rows`` rows, each free or holding one full block. With no rows there is no second tier.
 
-    A row that a move still reads or writes is not given up: until a step has taken the move, the row is busy.
+    A row that a move still reads or writes is busy, and is not evicted, until a step has taken the move.
 
     Args:
-        on_forget: called with a hash whose row is given to another.
+        on_forget: called with the evicted hash when its row is given to another.
 
     Attributes:
         num_out, num_in: blocks moved to rows and back since the start.
@@ -33,8 +33,8 @@ class HostBlocks:
         self._on_forget = on_forget
         self._rows: dict[BlockHash, int] = {}  # least recently used first
         self._free = list(reversed(range(num_rows)))
-        self._out: list[tuple[BlockHash, int, int]] = []  # hash, block, row: not known to have been moved
-        self._num_sent = 0  # of these, with steps that were planned ahead and may yet be dropped
+        self._out: list[tuple[BlockHash, int, int]] = []  # hash, block, row of moves not known to have been made
+        self._num_sent = 0  # how many of these are in steps planned ahead, which may still be dropped
         self._in: list[Move] = []
         self._busy: set[BlockHash] = set()
 
@@ -45,11 +45,13 @@ class HostBlocks:
         return block_hash in self._rows
 
     def hashes(self) -> Iterable[BlockHash]:
-        """What rows hold, least recently used first."""
+        """The hashes that rows hold, least recently used first."""
         return self._rows.keys()
 
     def keep(self, block_hash: BlockHash, block_id: int) -> bool:
-        """Move a block out, which is about to be overwritten, unless a row has it. False if no row can be had."""
+        """Move out a block that is about to be overwritten, unless a row already holds it. False if no row is free or
+        can be evicted.
+        """
         if block_hash in self._rows:
             self._rows[block_hash] = self._rows.pop(block_hash)
             return True
@@ -63,37 +65,37 @@ class HostBlocks:
         return True
 
     def hold(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Their rows are about to be read: they stay until the next step takes its moves."""
+        """Keep rows that are about to be read until the next step takes its moves."""
         for block_hash in block_hashes:
             self._rows[block_hash] = self._rows.pop(block_hash)
             self._busy.add(block_hash)
 
     def bring(self, block_hash: BlockHash, block_id: int) -> None:
-        """Copy a row that is held to a block."""
+        """Copy a row, protected by ``hold``, to a block."""
         self._in.append((self._rows[block_hash], block_id))
         self.num_in += 1
 
     def take_moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
-        """All moves out (block, row), then in (row, block), for a step that will run."""
+        """All moves out (block, row) and all moves in (row, block), for a step that is sure to run."""
         out, into = tuple((block, row) for _, block, row in self._out), tuple(self._in)
         self._out, self._num_sent, self._in = [], 0, []
         self._busy.clear()
         return out, into
 
     def moves_ahead(self) -> tuple[Move, ...]:
-        """Moves out for a step that is planned ahead: those that no such step before it has."""
+        """Moves out for a step planned ahead: those that no earlier planned step carries."""
         moves = tuple((block, row) for _, block, row in self._out[self._num_sent :])
         self._num_sent = len(self._out)
         return moves
 
     def note_moved(self, num_moves: int) -> None:
-        """The first step planned ahead has run, with ``num_moves`` moves out. One that is dropped leaves its moves."""
+        """The first step planned ahead has run, with ``num_moves`` moves out. A dropped step's moves stay recorded."""
         self._busy.difference_update(block_hash for block_hash, _, _ in self._out[:num_moves])
         del self._out[:num_moves]
         self._num_sent -= num_moves
 
     def check_invariants(self) -> None:
-        """Every row is free or holds one block; what is to be moved has a row."""
+        """Every row is free or holds one block; every block to be moved has a row."""
         rows = [*self._rows.values(), *self._free]
         assert sorted(rows) == list(range(self.num_rows))
         assert all(self._rows[block_hash] == row for block_hash, _, row in self._out)
@@ -102,7 +104,7 @@ class HostBlocks:
         assert 0 <= self._num_sent <= len(self._out)
 
     def _take_row(self) -> int | None:
-        """A free row, or that of the least recently used hash, which is forgotten. None when that one is busy."""
+        """A free row, or that of the least recently used hash, which is evicted. None if that row is busy."""
         if self._free:
             return self._free.pop()
         victim = next(iter(self._rows), None)

@@ -14,12 +14,14 @@ from shoal_replica.prefix_cache import BlockHash, PrefixCache
 
 BlockTable = list[int]
 Cached = int | BlockHash
-"""A cached block: its id, or its hash where only host memory has it."""
+"""A cached block: its id, or its hash if only host memory holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """What ``append`` did to a block table: ``block_ids`` stand from ``first_index`` on; ``copies`` come before use."""
+    """What ``append`` did to a block table: from ``first_index`` on it holds ``block_ids``. Before these are used,
+    ``copies`` (source, destination) must be made.
+    """
 
     first_index: int
     block_ids: tuple[int, ...]
@@ -27,7 +29,7 @@ class TableChange:
 
 
 class KVCacheManager:
-    """Allocates, appends, forks (copy-on-write) and frees block tables. Questions never change anything."""
+    """Allocates, appends, forks (copy-on-write) and frees block tables. Queries never change anything."""
 
     def __init__(self, config: CacheConfig) -> None:
         self.block_size = config.block_size
@@ -40,14 +42,14 @@ class KVCacheManager:
         self._tables: dict[int, BlockTable] = {}
         self._num_committed: dict[int, int] = {}
 
-    # Questions
+    # Queries
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens fill."""
+        """Blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def match(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> list[Cached]:
-        """Cached blocks a sequence of ``num_tokens`` may reuse; its last token is always computed anew."""
+        """Cached blocks that a sequence of ``num_tokens`` may reuse; its last token is always computed anew."""
         if not self.is_caching:
             return []
         wanted = block_hashes[: (num_tokens - 1) // self.block_size]
@@ -61,8 +63,9 @@ class KVCacheManager:
         return found
 
     def match_within(self, block_hashes: Sequence[BlockHash], num_matched: int, tokens: Tokens) -> PartialBlock | None:
-        """Of a sequence of which ``match`` has found ``num_matched`` blocks: the cached block that begins with most of
-        what follows, if that is worth a copy. Its content stands until the next step computes, even if it is given out.
+        """For a sequence of which ``match`` found ``num_matched`` blocks: the cached block that shares the most leading
+        tokens with its next block, if they are worth a copy. The block's content stays valid until the next step
+        computes, even if the block is given out.
         """
         if not len(self._partial):
             return None
@@ -71,24 +74,24 @@ class KVCacheManager:
         return self._partial.find(tokens.hash_before(block_hashes, num_matched), words)
 
     def uncached(self, block_hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
-        """Of a prompt's full blocks, those that will be cached once it is computed, and are not."""
+        """The full blocks of a prompt that are not cached yet and will be once it has been computed."""
         if not self.is_caching:
             return ()
         return block_hashes[len(self.match(block_hashes, len(block_hashes) * self.block_size + 1)) :]
 
     def can_allocate(self, matched: Sequence[Cached], num_tokens: int, num_kept: int = 0) -> bool:
-        """Whether ``num_tokens`` tokens fit beside ``num_kept`` blocks kept for others when ``matched`` are reused."""
+        """Whether ``num_tokens`` tokens fit if ``matched`` is reused and ``num_kept`` free blocks stay reserved."""
         num_held = sum(1 for block in matched if isinstance(block, int) and self.pool.num_refs(block))
         return self.num_blocks_for(num_tokens) - num_held <= self.pool.num_free - num_kept
 
     def cached_hashes(self) -> Iterable[BlockHash]:
-        """Every block hash that is cached, on the device or the host."""
+        """Every cached block hash, on the device or on the host."""
         yield from self.prefix_cache.hashes()
         yield from (block_hash for block_hash in self.host.hashes() if block_hash not in self.prefix_cache)
 
     def fits_last_block(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> bool:
-        """Whether the tokens between go to the last block of the table, and it is this sequence's alone: ``append``
-        would change nothing. So it is for most decodes, and cheaper to ask.
+        """Whether tokens ``[num_computed_tokens, num_tokens)`` go to the last block of the table and no other sequence
+        can read it, so that ``append`` would change nothing. A cheap check that is true for most decodes.
         """
         table = self._tables[seq_id]
         end = len(table) * self.block_size
@@ -116,14 +119,14 @@ class KVCacheManager:
     # Commands
 
     def refresh(self, block_id: int) -> None:
-        """A cached block is of use, without being anybody's: of those that are free it is evicted last."""
+        """Mark a cached block as used without giving it to a sequence: of the free blocks it is evicted last."""
         self.pool.touch([block_id])
         self.pool.free([block_id])
 
     def allocate(self, seq_id: int, matched: Sequence[Cached], num_tokens: int) -> BlockTable:
         """Give a sequence its first block table: the matched blocks, then fresh ones up to ``num_tokens`` tokens.
 
-        What is matched on the host alone gets a fresh block, to which the next step brings it.
+        A match that only the host holds gets a fresh block, into which the next step copies it.
         """
         if seq_id in self._tables:
             raise RuntimeError(f"sequence {seq_id} already has a block table")
@@ -138,9 +141,9 @@ class KVCacheManager:
         return table
 
     def append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> TableChange | None:
-        """Make tokens ``[num_computed_tokens, num_tokens)`` writable: grow the table, and copy what others read.
+        """Make tokens ``[num_computed_tokens, num_tokens)`` writable: grow the table, and copy blocks that others read.
 
-        Returns None when nothing had to change. The caller has made sure that there are enough free blocks.
+        Returns None if nothing had to change. The caller makes sure that there are enough free blocks.
         """
         table = self._tables[seq_id]
         shared = self._read_by_others(table, num_computed_tokens, num_tokens)
@@ -158,7 +161,7 @@ class KVCacheManager:
         return TableChange(first_index, tuple(table[first_index:]), tuple(copies))
 
     def fork(self, parent_id: int, child_id: int) -> BlockTable:
-        """Let a child share all of its parent's blocks; whoever writes a shared block first copies it."""
+        """Let a child share all of its parent's blocks; the first of them to write a shared block copies it."""
         if child_id in self._tables:
             raise RuntimeError(f"sequence {child_id} already has a block table")
         table = list(self._tables[parent_id])
@@ -170,8 +173,8 @@ class KVCacheManager:
     def commit(
         self, seq_id: int, block_hashes: Sequence[BlockHash], num_computed_tokens: int, tokens: Tokens | None = None
     ) -> None:
-        """Enter the blocks that ``num_computed_tokens`` have filled into the prefix cache; with the sequence's
-        ``tokens``, they may be reused in part.
+        """Enter the blocks that the first ``num_computed_tokens`` fill into the prefix cache. If ``tokens`` of the
+        sequence are given, the blocks may also be reused in part.
         """
         if not self.is_caching:
             return
@@ -185,12 +188,12 @@ class KVCacheManager:
         self._num_committed[seq_id] = max(first, last)
 
     def free(self, seq_id: int) -> None:
-        """Give up a sequence's blocks. What they hold stays reusable until they are evicted."""
+        """Release a sequence's blocks. Cached content stays reusable until it is evicted."""
         self.pool.free(self._tables.pop(seq_id))
         del self._num_committed[seq_id]
 
     def check_invariants(self) -> None:
-        """Reference counts are exactly the tables' uses of each block."""
+        """Each block's reference count equals the number of its uses in the block tables."""
         self.pool.check_invariants()
         self.prefix_cache.check_invariants()
         self._partial.check_invariants()
@@ -201,7 +204,7 @@ class KVCacheManager:
         assert self._tables.keys() == self._num_committed.keys()
 
     def _evict(self, block_id: int) -> None:
-        """A block with a prefix is given out again: host memory keeps it if it can."""
+        """A block that holds a prefix is being given out: host memory keeps its content if it can."""
         on_host = self.host.keep(self.prefix_cache.hash_of(block_id), block_id)
         self.prefix_cache.evict(block_id, on_host)
         self._partial.evict(block_id)
@@ -212,8 +215,8 @@ class KVCacheManager:
         return block_id
 
     def _read_by_others(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> list[int]:
-        """Indices of the blocks of the tokens between that are not this sequence's alone: another one uses them, or
-        they hold a cached prefix, which any may come to use.
+        """Indices of the blocks of tokens ``[num_computed_tokens, num_tokens)`` that are not private to this sequence:
+        another one uses them, or they hold a cached prefix, which any sequence may come to use.
         """
         first, last = num_computed_tokens // self.block_size, min(len(table), self.num_blocks_for(num_tokens))
         pool, cache = self.pool, self.prefix_cache

@@ -1,4 +1,4 @@
-"""A replica's books in numbers: what its scheduler tells of blocks, sequences and waiting work after each step."""
+"""A replica's ledger: the numbers of blocks, sequences and waiting tokens that it reports after each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal_replica.waiting_queue import WaitingQueue
 
 
 class Ledger:
-    """Reads the scheduler's books, which are the scheduler's own, as they change."""
+    """Reads the scheduler's own data structures, as they change."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Ledger:
     def stats(
         self, now: float, time_s: float, step_s: float, draining: bool, busy_s: float, pace: Pace
     ) -> ReplicaStats:
-        """As of ``now`` on the engine's clock, which is ``time_s`` on the wall."""
+        """The stats as of ``now`` on the engine's clock, which is ``time_s`` on the wall clock."""
         pool, host = self._kv.pool, self._kv.host
         behind, level = by_progress(self._running)
         return ReplicaStats(
@@ -63,7 +63,7 @@ class Ledger:
         )
 
     def check_invariants(self) -> None:
-        """Queues, statuses and block tables tell one story; an idle scheduler holds no block."""
+        """Queues, statuses and block tables agree; an idle scheduler holds no block."""
         for sequence in self._running:
             assert sequence.status is SequenceStatus.RUNNING
             table = self._kv.block_table(sequence.seq_id)

@@ -1,4 +1,4 @@
-"""The offline API: prompts in, finished outputs out; no cluster, no event loop."""
+"""The offline API: prompts in, finished outputs out, without a cluster or an event loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt. ``token_ids``, ``text`` and ``finish_reason`` are those of the first sequence."""
+    """The result for one prompt. ``token_ids``, ``text`` and ``finish_reason`` are those of the first sequence."""
 
     prompt_token_ids: tuple[int, ...]
     outputs: list[SequenceOutput]
@@ -62,18 +62,19 @@ class LLM:
 
     Args:
         model: a Hugging Face folder, a hub id, or the demo model's name.
-        block_size: tokens of a KV block; None is 16 on the CPU, 128 on an NPU.
-        num_blocks: the KV block pool; None sizes it to what ``max_num_seqs`` and memory allow.
-        num_host_blocks: more blocks in host memory, for what the pool has to give up of its prefix cache.
+        block_size: tokens per KV block; None means 16 on the CPU and 128 on an NPU.
+        num_blocks: size of the KV block pool; None sizes it by ``max_num_seqs`` and the available memory.
+        num_host_blocks: more blocks in host memory, which keep cached prefixes evicted from the pool.
         max_num_seqs, max_num_batched_tokens: limits of one step.
-        dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+        dtype: "auto" (the checkpoint's; bfloat16 on an NPU), "bfloat16" or "float32".
         quantization: "none", or "int8" or "int4" to round weights when they are loaded.
-        num_threads: CPU threads of each rank.
-        tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of whole layers; more than
-            one rank in all runs in processes of their own.
+        num_threads: CPU threads per rank.
+        tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of whole layers; if there
+            is more than one rank in all, each runs in a process of its own.
         max_model_len: None takes the model's.
         device: "cpu" or "npu".
-        graph_sizes: on an NPU, numbers of decodes for which a step is kept as a graph; None chooses, [] has none.
+        graph_sizes: on an NPU, the batch sizes for which decode-only steps are captured as graphs; None chooses them,
+            [] captures none.
 
     Raises:
         NotFound, ConfigError: see ``resolve_config``.
@@ -127,7 +128,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for all prompts together; outputs come in the prompts' order.
+        """Generate for all prompts together; outputs are in the order of the prompts.
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
@@ -155,7 +156,7 @@ class LLM:
         return [outputs[r.request_id].result for r in requests]
 
     def subscribe(self, subscriber: Callable[[StepTiming], None]) -> Callable[[], None]:
-        """Call ``subscriber`` after every step from now on. Returns the way to stop that."""
+        """Call ``subscriber`` after every step from now on. Returns a function that unsubscribes it."""
         self._subscribers.append(subscriber)
         return lambda: self._subscribers.remove(subscriber)
 
@@ -199,12 +200,12 @@ class LLM:
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """The same parameters with a seed chosen, so that the request's draws are repeatable from here on."""
+    """The same parameters with a seed, chosen if there was none, so that the draws are repeatable from here on."""
     return params if params.seed is not None else replace(params, seed=secrets.randbelow(MAX_SEED))
 
 
 class _Collector:
-    """Gathers the deltas of one request into its output. Text is followed token by token only for stop strings."""
+    """Gathers the deltas of one request into its output. Detokenizes token by token only if there are stop strings."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         params = request.sampling_params
@@ -213,7 +214,7 @@ class _Collector:
         self._texts = [TextStream(tokenizer, params.stop, request.prompt_token_ids) for _ in range(params.n)]
 
     def take(self, delta: TokenDelta) -> bool:
-        """Add a delta; True when its text has just met a stop string and the sequence should be aborted."""
+        """Add a delta. True if its text has just completed a stop string, so that the sequence should be aborted."""
         output = self.result.outputs[delta.index]
         output.token_ids.extend(delta.token_ids)
         output.logprobs.extend(delta.logprobs)

@@ -1,9 +1,9 @@
-"""The step after the one that runs, planned while it runs.
+"""Plans the next step while the current one runs.
 
-Between two steps that only decode, little is left to decide: each sequence goes on by one token unless the running step
-ends it. So that much is planned ahead, and the executor goes on at once when the step ends; its tokens are taken in
-while the next step runs. Whatever needs a decision (a request that waits and has room, blocks that run out, siblings to
-start) is left to the scheduler, which then plans the next step as if nothing had been planned.
+Between two decode-only steps little is left to decide: each sequence goes on by one token unless the running step ends
+it. So the next step is planned ahead, the executor starts it as soon as the current one ends, and the current one's
+tokens are processed while the next step runs. Whatever needs a decision (a waiting request that has a slot, blocks that
+run out, siblings to start) is left to the scheduler, which then plans the next step as if nothing had been planned.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from shoal_replica.request import FinishRule, Sequence
 
 
 class Lookahead:
-    """Reads the scheduler's books, and takes blocks for the tokens to come. Blocks are a sequence's from then on.
+    """Reads the scheduler's state, and allocates blocks for the tokens to come. A sequence keeps such blocks even if
+    the planned step is dropped.
 
     Args:
-        by_id, running, waiting: the scheduler's own, as they change.
-        finish: what ends a sequence.
+        by_id, running, waiting: the scheduler's own collections, as they change.
+        finish: decides when a sequence ends.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class Lookahead:
         self._waiting = waiting
         self._max_num_seqs = max_num_seqs
         self._finish = finish
-        self._untold: dict[int, list[TableChange]] = {}  # of sequences whose planned step may yet be dropped
+        self._untold: dict[int, list[TableChange]] = {}  # by sequence: changes in planned steps that have not run
 
     def plan(self, before: SchedulerOutput) -> SchedulerOutput | None:
-        """The step after ``before``, whose result is not known yet. None where that is for the scheduler to decide."""
+        """The step after ``before``, whose result is not known yet. None if the scheduler has to decide."""
         if self._has_candidates():
             return None
         shares = {share.seq_id: share for share in before.scheduled}
@@ -68,12 +69,13 @@ class Lookahead:
         return SchedulerOutput(before.step + 1, tuple(scheduled), block_updates=tuple(updates), moves_out=moves)
 
     def confirm(self, ahead: SchedulerOutput, result: StepResult) -> SchedulerOutput | None:
-        """``ahead`` without those that the step before it ends by ``result``. None if there is more to decide.
+        """``ahead`` without the sequences that ``result``, of the step before it, ends. None if the scheduler has to
+        decide.
 
-        Changes nothing and may be called in the executor's thread, before ``result`` is taken in or after.
+        Changes nothing, and may be called in the executor's thread, before or after ``result`` is processed.
         """
         starts = {share.seq_id: share.num_computed_tokens for share in ahead.scheduled}
-        # One that the step before has left out, though it was planned, has been aborted in between.
+        # A sequence that was planned but is missing from the step before has been aborted in between.
         gone = starts.keys() - {token.seq_id for token in result.sampled}
         for token in result.sampled:
             sequence, start = self._by_id.get(token.seq_id), starts.get(token.seq_id)
@@ -90,22 +92,22 @@ class Lookahead:
         return SchedulerOutput(ahead.step, kept, block_updates=updates, moves_out=ahead.moves_out)
 
     def note_told(self, ahead: SchedulerOutput) -> None:
-        """A planned step has run: the executor knows its blocks."""
+        """A planned step has run: the executor knows its block updates."""
         self._kv.host.note_moved(len(ahead.moves_out))
         for seq_id, _, _ in ahead.block_updates:
             if seq_id in self._untold:
                 self._untold[seq_id].pop(0)
 
     def take_untold(self, seq_id: int) -> list[TableChange]:
-        """Blocks that a sequence was given for steps that did not run."""
+        """Changes to a sequence's block table that were planned for steps that did not run."""
         return self._untold.pop(seq_id, [])
 
     def _has_candidates(self) -> bool:
-        """Whether the scheduler could start somebody, but for blocks."""
+        """Whether the scheduler could start a waiting sequence, apart from blocks."""
         return len(self._waiting) > 0 and len(self._running) < self._max_num_seqs
 
     def _can_grow(self, growing: list[tuple[int, int]]) -> bool:
-        """Whether each takes a free block at most, and no copy of one that others read."""
+        """Whether a free block for each is enough, and no block that others read would have to be copied."""
         if len(growing) > self._kv.pool.num_free:
             return False
         return not any(self._kv.reads_shared(seq_id, start, start + 1) for seq_id, start in growing)

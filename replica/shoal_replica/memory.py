@@ -1,4 +1,4 @@
-"""How much memory there is, and how many blocks to make of it."""
+"""How much host memory is available, and how many KV blocks to allocate from it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
 CGROUP_STAT = Path("/sys/fs/cgroup/memory.stat")
 
 DEFAULT_TOKENS_PER_SEQUENCE = 1024
-POOL_SHARE = 0.8  # of what weights and activations leave; the rest is for the process itself
+POOL_SHARE = 0.8  # of the memory that weights and activations leave; the rest is for the process itself
 
 
 def available_bytes() -> int:
-    """Host memory that can still be taken, the container's limit respected."""
+    """Bytes of host memory that can still be allocated, within the container's limit."""
     available = int(psutil.virtual_memory().available)
     if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()) != "max":
         stat = dict(line.split() for line in CGROUP_STAT.read_text().splitlines())
-        # Files that were read count as used until somebody needs the room.
+        # Cached file pages count as used, though the system reclaims them when memory is needed.
         used = int(CGROUP_USAGE.read_text()) - int(stat.get("inactive_file", 0))
         available = min(available, int(limit) - used)
     return max(0, available)
 
 
 def default_num_blocks(model: ModelConfig, plan: MemoryPlan, block_size: int, max_num_seqs: int) -> int:
-    """Room for ``max_num_seqs`` sequences of ordinary length, or one of full length if that is more; as memory allows.
+    """Blocks for ``max_num_seqs`` sequences of ordinary length, or one of full length if that is more, if they fit.
 
     At least 1: a pool that cannot hold the model at all is refused by ``MemoryPlan.check``.
     """

@@ -1,4 +1,4 @@
-"""What to change where a replica does not fit: settings that take less, those first that cost its users least."""
+"""What to change if a replica does not fit: settings that take less memory, starting with those that cost least."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def host_changes(
     free_bytes: int,
     ranks: Sequence[int] | None = None,
 ) -> Iterator[tuple[str, MemoryPlan]]:
-    """Changes of a CPU replica, and the plan of each; see ``plan_host``."""
+    """Possible changes to a CPU replica, each with the plan that it makes; see ``plan_host``."""
     for change, settings in _changes(model, scheduler, parallel):
         yield change, plan_host(*settings, cache, free_bytes, ranks)
 
 
 def check_host(config: EngineConfig, free_bytes: int, ranks: Sequence[int] | None = None) -> None:
-    """Raise ConfigError where what a host has free does not hold a CPU replica, or those ``ranks`` of it."""
+    """Raise ConfigError if a CPU replica, or the given ``ranks`` of it, do not fit a host's free memory."""
     settings = (config.model, config.scheduler, config.parallel, config.cache, free_bytes, ranks)
     plan_host(*settings).check(host_changes(*settings))
 
@@ -40,7 +40,9 @@ def npu_changes(
     cache: CacheConfig,
     free_bytes: int,
 ) -> Iterator[tuple[str, MemoryPlan]]:
-    """Changes of an NPU replica, and the plan that each makes of the first rank of a stage, none of which is larger."""
+    """Possible changes to an NPU replica, each with the plan of a stage's first rank, which is as large as any other
+    of that stage.
+    """
     for change, (m, s, p) in _changes(model, scheduler, parallel):
         yield change, plan_memory(m, s, p, make_shard(m, p, stage * p.tensor_parallel_size), cache, free_bytes)
 

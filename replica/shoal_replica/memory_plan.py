@@ -1,4 +1,4 @@
-"""What memory goes to, reckoned before anything is loaded: of a rank's NPU, or of a CPU replica's host."""
+"""What memory will be used for, calculated before anything is loaded: on a rank's NPU, or on a CPU replica's host."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from shoal_replica.shard import Shard, make_shard
 
 GIB = 2**30
 MIB = 2**20
-# Of an NPU's free memory; the rest is for what an allocator loses between blocks of different sizes.
+# Share of an NPU's free memory that is planned for; the rest covers allocator fragmentation.
 DEVICE_SHARE = 0.95
 # HCCL keeps HCCL_BUFFSIZE (200 MiB unless changed) for each direction of a communicator.
 COMMUNICATOR_BYTES = 2 * 200 * MIB
-# Operators' workspaces, and for each graph what it holds beside the activations that all graphs share.
+# The operators' workspaces, and what each graph holds beside the activations that all graphs share.
 WORKSPACE_BYTES = 256 * MIB
 GRAPH_BYTES = 16 * MIB
-# Blocks on an NPU through which transfers from and to host memory go.
+# Staging blocks on an NPU for transfers to and from host memory.
 STAGING_BLOCKS = 8
-# What a CPU rank's native decoder shows the others at once, twice: rows that a second-level cache holds.
+# The part of a sum that a CPU rank's native decoder shares with the others at once, double-buffered: as many rows as a
+# second-level cache holds.
 EXCHANGE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank on an NPU, or of all ranks on a CPU's host. ``usable`` is what may be taken, 0 if unknown.
+    """Bytes of one rank on an NPU, or of all ranks on a CPU host. ``usable`` is what may be taken, 0 if unknown.
 
-    ``block`` is what one KV block takes there. ``num_other_blocks`` are beside the pool: on an NPU, what transfers to
-    host memory go through; on a CPU the ``num_host_blocks`` themselves. ``kernels`` are those that serve on a CPU.
+    ``block`` is the size of one KV block. ``num_other_blocks`` are allocated beside the pool: on an NPU, staging blocks
+    for transfers to host memory; on a CPU, the ``num_host_blocks`` themselves. ``kernels`` names the CPU kernels used.
     """
 
     device: str
@@ -48,7 +49,7 @@ class MemoryPlan:
 
     @property
     def room_for_blocks(self) -> int:
-        """How many KV blocks fit beside the rest; below 0 where the rest alone does not."""
+        """How many KV blocks fit beside everything else; below 0 if everything else alone does not fit."""
         rest = self.weights + self.activations + self.communication + self.graphs
         return (self.usable - rest) // self.block - self.num_other_blocks
 
@@ -74,10 +75,10 @@ class MemoryPlan:
         return f"{self.device}, {self.dtype}: {shown}{usable} GiB{on_host}"
 
     def check(self, changes: Iterable[tuple[str, MemoryPlan]] = ()) -> None:
-        """Raise ConfigError where it does not fit, naming the smallest change that does.
+        """Raise ConfigError if the plan does not fit, naming the smallest change that makes it fit.
 
         Args:
-            changes: of other settings than the numbers of blocks, the smallest first, with the plan that each makes.
+            changes: changes to settings other than the numbers of blocks, smallest first, each with its plan.
         """
         room = self.room_for_blocks
         if self.num_blocks <= room:
@@ -128,20 +129,20 @@ def plan_host(
     free_bytes: int,
     ranks: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    """The plan of a CPU replica, or of some of its ranks, which share ``free_bytes`` of one host; None is all."""
+    """The plan of a CPU replica, or of the given ``ranks`` of it, which share one host's ``free_bytes``."""
     shards = [make_shard(model, parallel, rank) for rank in (range(parallel.num_ranks) if ranks is None else ranks)]
     plain = replace(model, quantization="none")
     kernels = choose_kernels(model, cache, parallel)
-    # The native decoder holds integers; torch's operators widen them. With tile registers it holds bf16 in three
-    # quarters of what is planned: what loading its largest matrix takes for a moment is in the rest.
+    # The native decoder holds integers; torch's operators widen them. With tile registers (AMX) it holds bf16 weights
+    # in three quarters of what is planned; the temporary memory for loading the largest matrix fits into the rest.
     rounded = model.weight_bytes / plain.weight_bytes if kernels.is_native else 1.0
     weights = int(sum(shard_weight_bytes(plain, shard) for shard in shards) * rounded)
     screen = 0
     is_screened = kernels.is_native and model.dtype == "bfloat16" and model.quantization == "none"
     if is_screened and model.hidden_size % 32 == 0 and parallel.tensor_parallel_size == 1:
-        # The head once more, in 8 bits and a scale for 32: by that, greedy tokens are found.
+        # A second copy of the head, in 8 bits and a scale per 32 weights, by which greedy tokens are found.
         screen = model.vocab_size * model.hidden_size * 17 // 16 * sum(shard.is_last_stage for shard in shards)
-    # What is summed, or handed to the next stage: once to send and once to receive.
+    # What is summed, or handed to the next stage: one buffer to send and one to receive.
     handed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * 4
     summed = 2 * EXCHANGE_BYTES if kernels.is_native else handed
     held = "" if model.quantization == "none" else f" with {model.quantization} weights"
@@ -163,19 +164,19 @@ def plan_host(
 
 
 def _weights_of_npu(model: ModelConfig) -> str:
-    """In which numbers an NPU holds the weights: not all become int8 there."""
+    """The number formats in which an NPU holds the weights: not all of them become int8."""
     if model.quantization == "none":
         return model.dtype
     return f"{model.dtype} with int8 projections (embedding, head{', experts' if model.moe else ''} not)"
 
 
 def num_staging_blocks(cache: CacheConfig) -> int:
-    """Blocks of an NPU through which transfers go."""
+    """Staging blocks on an NPU for transfers to and from host memory."""
     return min(STAGING_BLOCKS, cache.num_host_blocks)
 
 
 def shard_weight_bytes(model: ModelConfig, shard: Shard) -> int:
-    """Weights of a rank as they are held: int8 takes one byte a number of attention and dense MLPs."""
+    """Bytes of a rank's weights as an NPU holds them: int8 takes one byte per weight in attention and dense MLPs."""
     hidden, head, size = model.hidden_size, model.head_size, DTYPE_BYTES[model.dtype]
     rounded = size if model.quantization == "none" else 1
     attention = hidden * head * 2 * (len(shard.heads) + len(shard.kv_heads)) * rounded
@@ -194,17 +195,17 @@ def shard_weight_bytes(model: ModelConfig, shard: Shard) -> int:
 
 
 def activation_bytes(model: ModelConfig, shard: Shard, scheduler: SchedulerConfig) -> int:
-    """The most that lives at once in a step, by the shapes: in attention, in the MLP or experts, or at the logits."""
+    """The most activation memory alive at once in a step, by shapes: in attention, MLP or experts, or at the logits."""
     size = DTYPE_BYTES[model.dtype]
     tokens, hidden, vocab = scheduler.max_num_batched_tokens, model.hidden_size, model.vocab_size
     heads, kv_heads = len(shard.heads) * model.head_size, len(shard.kv_heads) * model.head_size
-    stream = 4 * hidden  # x, its norm, the residual, and the sum that is being made
-    attention = 2 * (heads + 2 * kv_heads) + 2 * heads  # projected, turned; output and its projection
-    mlp = 4 * len(shard.mlp)  # gate and up, their product, what it is made of
+    stream = 4 * hidden  # x, its norm, the residual, and the sum being computed
+    attention = 2 * (heads + 2 * kv_heads) + 2 * heads  # QKV, projected and rotated; output and its projection
+    mlp = 4 * len(shard.mlp)  # gate and up, their product, and its temporaries
     if model.moe is not None:
         chosen = model.moe.num_experts_per_token
         mlp = max(mlp, chosen * (3 * hidden + 4 * model.moe.intermediate_size))
     step = tokens * size * (stream + max(attention, mlp))
-    # Logits in the model's dtype and float32, then of drawn rows: scaled, sorted with 8-byte places, summed.
+    # Logits in the model's dtype and in float32; then for sampled rows: scaled, sorted with 8-byte indices, summed.
     logits = scheduler.max_num_seqs * vocab * (size + 4 + 4 * 4 + 2 * 8)
     return max(step, logits)

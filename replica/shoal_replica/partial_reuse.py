@@ -1,4 +1,4 @@
-"""Cached blocks by what they follow and hold: who leaves a cached prefix within a block copies what it shares of it."""
+"""Partial reuse of cached blocks: a prompt that diverges from a cached prefix within a block copies the shared part."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from itertools import pairwise
 from shoal_replica.prefix_cache import BlockHash, root_hash
 
 TOKEN_BYTES = 4
-WORTH_A_COPY = 4  # a quarter of a block is: fewer tokens are sooner computed than a whole block is copied
+WORTH_A_COPY = 4  # a quarter of a block is: computing fewer tokens takes less time than copying a whole block
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A sequence's tokens, and the salt that keeps them apart from others'."""
+    """A sequence's tokens, and the salt that separates them from other tenants' in the cache."""
 
     token_ids: Sequence[int]
     salt: str
 
     def words(self, first: int, last: int) -> bytes:
-        """Tokens ``[first, last)``, big-endian: such strings are in the order of their tokens."""
+        """Tokens ``[first, last)``, big-endian, so that byte strings compare in the order of their tokens."""
         words = array("I", self.token_ids[first:last])
         if sys.byteorder == "little":
             words.byteswap()
         return words.tobytes()
 
     def hash_before(self, block_hashes: Sequence[BlockHash], index: int) -> BlockHash:
-        """Of all before block ``index``."""
+        """The hash of all tokens before block ``index``."""
         return block_hashes[index - 1] if index else root_hash(self.salt)
 
 
 @dataclass(frozen=True, slots=True)
 class PartialBlock:
-    """A cached block of which the first ``num_tokens`` tokens are another sequence's next ones, too."""
+    """A cached block whose first ``num_tokens`` tokens are also another sequence's next ones."""
 
     block_id: int
     num_tokens: int
 
 
 class PartialReuse:
-    """Which cached blocks follow each prefix, in the order of their tokens: those next to a prompt's place among them
-    have most in common with it.
+    """The cached blocks that follow each prefix, sorted by their tokens: the neighbours of a prompt's place in that
+    order have the most leading tokens in common with it.
 
-    TensorRT-LLM reuses blocks in part, by a copy, likewise (its ``enable_partial_reuse``).
+    TensorRT-LLM reuses blocks in part, by a copy, in the same way (its ``enable_partial_reuse``).
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._followers: dict[BlockHash, list[tuple[bytes, int]]] = {}  # by what goes before: words, block id; sorted
+        self._followers: dict[BlockHash, list[tuple[bytes, int]]] = {}  # by prefix hash: (words, block id), sorted
         self._held: dict[int, tuple[BlockHash, bytes]] = {}  # by block id
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class PartialReuse:
         self._held[block_id] = (before, words)
 
     def evict(self, block_id: int) -> None:
-        """What ``block_id`` holds is lost. Unknown ids are ignored."""
+        """The content of ``block_id`` is lost. Unknown ids are ignored."""
         before, words = self._held.pop(block_id, (None, b""))
         if before is None:
             return
@@ -73,7 +73,7 @@ class PartialReuse:
             del self._followers[before]
 
     def find(self, before: BlockHash, words: bytes) -> PartialBlock | None:
-        """The block after ``before`` that begins with most of ``words``; None where that is not worth a copy."""
+        """The block after ``before`` with the most leading tokens of ``words``; None if too few to be worth a copy."""
         followers = self._followers.get(before)
         if not followers:
             return None
@@ -83,7 +83,7 @@ class PartialReuse:
         return PartialBlock(block_id, num_common) if num_common * WORTH_A_COPY >= self._block_size else None
 
     def check_invariants(self) -> None:
-        """Both maps tell the same."""
+        """Both maps hold the same blocks, and followers are sorted."""
         assert dict(self._told()) == self._held
         assert all(one < other for followers in self._followers.values() for one, other in pairwise(followers))
 
@@ -94,7 +94,7 @@ class PartialReuse:
 
 
 def _num_common(left: bytes, right: bytes) -> int:
-    """How many tokens both begin with."""
+    """The number of leading tokens that both have in common."""
     size = min(len(left), len(right))
     differing = int.from_bytes(left[:size]) ^ int.from_bytes(right[:size])
     return (8 * size - differing.bit_length()) // (8 * TOKEN_BYTES)

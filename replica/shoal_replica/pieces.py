@@ -1,8 +1,10 @@
-"""Prompts in pieces, where tenants share a replica: who had less is not to wait for a long step of who had most.
+"""Prompts in pieces, for tenants that share a replica: requests of tenants that had less service should not wait for a
+long step that computes the prompts of a tenant that had most of it.
 
-Shorter steps alone would cost throughput, for each reads the weights for its decodes once more. So decodes stand back,
-anybody's, and run along as often as they would with whole steps: once for as many prompt tokens as fill one; or two,
-while a prompt of who had less is here.
+A request of the latter *yields* (``Request.yields``), and its prompt is computed in shorter steps. Shorter steps alone
+would cost throughput, because each reads all weights once more for its decodes. So decodes, whosever they are, are left
+out of some steps. They run as often as they would with whole steps: once for every whole step's worth of prompt tokens;
+or for every two steps' worth, while a prompt that does not yield is present.
 """
 
 from __future__ import annotations
@@ -14,31 +16,32 @@ from shoal_replica.request import Sequence
 from shoal_replica.step_plan import StepPlan
 from shoal_replica.waiting_queue import WaitingQueue
 
-PIECES = 8  # of a whole step
-MIN_PIECE = 64  # fewer tokens do not keep a processor's products busy
+PIECES = 8  # per whole step
+MIN_PIECE = 64  # fewer tokens do not keep a processor's matrix products busy
 
 
 class Pieces:
-    """What a step may be, by who is here. ``whole`` is the most tokens of one."""
+    """Limits each step by the requests that are present. ``whole`` is the largest number of tokens in a step."""
 
     def __init__(self, whole: int) -> None:
         least = max(1, min(MIN_PIECE, whole // 4))
         self._whole = whole
         self._piece = max(least, whole // PIECES)
         self._piece_with_decodes = max(least, self._piece // 2)
-        self._num_since_decodes = 0  # prompt tokens planned since decodes ran along
-        self._num_passed = 0  # and since prompts that yield had any
+        self._num_since_decodes = 0  # prompt tokens planned since decodes last ran
+        self._num_passed = 0  # prompt tokens planned since prompts that yield last got any
 
     def plan(
         self, level: Items[Sequence], behind: Items[Sequence], waiting: WaitingQueue, room: int
     ) -> tuple[StepPlan, bool]:
-        """An empty step, and whether the sequences that decode (``level``) stand back: somebody yields, prompts fill a
-        piece, and fewer tokens than a whole step's were computed since they last ran; or than two steps', while a
-        prompt is here that does not yield. A piece that they go with is half as large, but no smaller than worth
-        while: steps are about as long.
+        """An empty step plan, and whether the decoding sequences (``level``) are left out of it. They are if some
+        sequence yields, the prompts fill a piece, and fewer than a whole step's prompt tokens were computed since
+        decodes last ran (two steps' while a prompt that does not yield is present). A piece that decodes join is half
+        as large, within the minimum, so that all steps take about as long.
 
         Args:
-            room: how many of those that wait may start.
+            behind: running sequences with prompts to compute.
+            room: how many of the waiting sequences may start.
         """
         first = next(iter(waiting), None)
         prompts = [*behind, first] if first is not None else behind
@@ -51,7 +54,7 @@ class Pieces:
         return StepPlan(self._whole, self._piece_with_decodes if level else self._piece, is_due), False
 
     def note(self, plan: StepPlan, stood_back: bool) -> None:
-        """A step was planned."""
+        """Record that a step was planned."""
         if stood_back:
             self._num_since_decodes += max(plan.num_prompt_tokens, self._piece)
         else:

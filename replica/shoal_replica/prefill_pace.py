@@ -1,4 +1,4 @@
-"""How fast prompts are computed here, as measured."""
+"""The measured speed at which this replica computes prompts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from shoal_replica.executor import ScheduledSequence
 
 MIN_TOKENS = 64
 MIN_TOKENS_PER_SEQUENCE = 8
-WEIGHT = 0.2  # of the newest step: the last ten or so count
+WEIGHT = 0.2  # of the newest step in the moving mean: about the last ten steps count
 
 WINDOW_S = 60.0
-"""The fastest full step is that of the last one to two of these with any."""
+"""The fastest full step is taken over the current and the previous window of this length that had full steps."""
 
-FORGET_S = 300.0  # without a full step nothing is known any more
+FORGET_S = 300.0  # after this long without a full step, the pace is unknown again
 FULL = 0.9  # of the tokens that a step may have
 
-MIN_FULL_STEPS = 3  # before that many, the fastest may be one that does first what is done once
+MIN_FULL_STEPS = 3  # with fewer, all measured steps may include one-time costs
 
 
 class Pace(NamedTuple):
-    """As in ``ReplicaStats``; 0 where nothing was measured."""
+    """As in ``ReplicaStats``; 0 if nothing was measured."""
 
     token_s: float = 0.0
     full_token_s: float = 0.0
@@ -32,22 +32,23 @@ UNKNOWN_PACE = Pace()
 
 
 class PrefillPace:
-    """A moving mean over steps that were mostly prefill; steps of decodes say nothing of it. What it is depends on the
-    prompts, too: short ones share a step's constant time among fewer tokens, and long ones read what is before them.
+    """Seconds per prompt token: a moving mean over steps that were mostly prefill (decode steps say nothing about it).
+    The mean depends on the prompts too: short ones share a step's constant time among fewer tokens, and the tokens of
+    long ones attend to more context.
 
-    So that replicas can be compared, whatever they compute: the fastest of the last full steps whose tokens read no
-    more than a full step's worth of context each. What decodes beside them add is less than half of it.
+    To compare replicas whatever they compute, it also keeps the fastest of the recent full steps, of those whose tokens
+    have on average no more tokens of context than a full step has tokens. Decodes beside them add less than half to it.
     """
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._max_num_tokens = max_num_batched_tokens
         self._token_s = 0.0
-        self._fastest, self._fastest_before = math.inf, math.inf  # of this window, and of the one before
-        self._since_s = self._full_s = -math.inf  # when this window began, and when a full step ended
+        self._fastest, self._fastest_before = math.inf, math.inf  # in this window, and in the one before
+        self._since_s = self._full_s = -math.inf  # when this window began, and when the last full step ended
         self._num_full = 0
 
     def take(self, scheduled: Sequence[ScheduledSequence], num_decodes: int, step_s: float, now: float) -> None:
-        """A step of ``step_s`` seconds that has ended ``now``; so many decodes were in it beside ``scheduled``."""
+        """Record a step that took ``step_s`` seconds and ended ``now``, with ``num_decodes`` beside ``scheduled``."""
         num_tokens = sum(share.num_new_tokens for share in scheduled) + num_decodes
         if num_tokens < max(MIN_TOKENS, MIN_TOKENS_PER_SEQUENCE * (len(scheduled) + num_decodes)):
             return
@@ -59,7 +60,7 @@ class PrefillPace:
             self._take_full(measured, now)
 
     def told(self, now: float) -> Pace:
-        """As of ``now``."""
+        """The pace as of ``now``."""
         is_known = self._num_full >= MIN_FULL_STEPS and now - self._full_s <= FORGET_S
         return Pace(self._token_s, min(self._fastest, self._fastest_before) if is_known else 0.0)
 

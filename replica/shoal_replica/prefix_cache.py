@@ -1,4 +1,4 @@
-"""Chained block hashes, and the map from hash to the block that holds its KV."""
+"""Chained block hashes, and the map from a hash to the block that holds its KV."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DIGEST_BYTES = 16
 
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[BlockHash]:
-    """Hash every full block of ``token_ids``; each hash covers all tokens before it too.
+    """Hash every full block of ``token_ids``; each hash also covers all tokens before its block.
 
-    Equal in every process (blake2b over little-endian uint32), so a router and a replica agree. ``salt`` keeps
-    tenants and adapters apart.
+    Hashes are equal in every process (blake2b over little-endian uint32), so that routers and replicas agree. ``salt``
+    separates the caches of tenants and adapters.
     """
     hashes: list[BlockHash] = []
     extend_block_hashes(hashes, token_ids, block_size, salt)
@@ -41,15 +41,15 @@ def extend_block_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block
 
 
 def root_hash(salt: str) -> BlockHash:
-    """What the first block's hash goes on from."""
+    """The hash from which the first block's hash is chained."""
     return BlockHash(blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest())
 
 
 class PrefixCache:
-    """Which blocks hold which prefix. Knows nothing of reference counts or eviction order.
+    """Which blocks hold which prefix. Knows nothing about reference counts or eviction order.
 
-    Changes are also noted as events (hashes stored, hashes removed) for whoever mirrors the cache. Host memory may keep
-    a hash that has no block here: to those who mirror, it is cached all the same.
+    Changes are also recorded as events (hashes stored, hashes removed) for mirrors of the cache, such as routers. Host
+    memory may keep a hash that has no block here; for mirrors it stays cached.
     """
 
     def __init__(self) -> None:
@@ -83,13 +83,13 @@ class PrefixCache:
         return self._block_of.get(block_hash)
 
     def hash_of(self, block_id: int) -> BlockHash:
-        """What ``block_id`` holds; it holds a prefix."""
+        """The hash of the prefix that ``block_id`` holds; it must hold one."""
         return self._hash_of[block_id]
 
     def insert(self, block_hash: BlockHash, block_id: int, on_host: bool = False) -> bool:
-        """Remember that ``block_id`` holds ``block_hash``. False if another block already does, or it holds another.
+        """Record that ``block_id`` holds ``block_hash``. False if a block already holds it, or ``block_id`` holds one.
 
-        ``on_host``: host memory has it, too, here and below.
+        ``on_host``, here and in ``evict``: whether host memory holds the hash as well.
         """
         if block_hash in self._block_of or block_id in self._hash_of:
             return False
@@ -109,7 +109,7 @@ class PrefixCache:
             self._note_removed(block_hash)
 
     def note_forgotten(self, block_hash: BlockHash) -> None:
-        """Host memory has it no longer."""
+        """Host memory no longer holds ``block_hash``."""
         if block_hash not in self._block_of:
             self._note_removed(block_hash)
 
@@ -118,7 +118,7 @@ class PrefixCache:
         return block_id in self._hash_of
 
     def take_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
-        """Net (stored, removed) hashes since the last call."""
+        """The hashes stored and removed since the last call, as net changes."""
         stored, removed = list(self._stored), list(self._removed)
         self._stored.clear()
         self._removed.clear()

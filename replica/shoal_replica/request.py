@@ -1,4 +1,4 @@
-"""Request (what was asked), Sequence (how far it got) and the one table of status transitions."""
+"""Request (what was asked for), Sequence (how far it has got), and the table of allowed status transitions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end-of-sequence token, a stop token id or a stop string
     LENGTH = "length"  # max_tokens or the model's context is used up
-    ABORT = "abort"  # the caller went away
+    ABORT = "abort"  # the caller cancelled it, or the engine was stopped
     ERROR = "error"  # the engine failed
 
 
 class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # waiting again; its blocks were taken, its tokens were kept
+    PREEMPTED = "preempted"  # waiting again; its blocks were freed, its tokens kept
     FINISHED = "finished"
 
 
@@ -48,18 +48,18 @@ class Request:
 
     Attributes:
         request_id: unique in the cluster.
-        prompt_token_ids: at least one token; nobody changes them.
+        prompt_token_ids: at least one token; never modified.
         sampling_params: with ``seed`` resolved, so that a resumed request draws the same tokens.
-        output_token_ids: tokens already emitted by another replica; generation goes on after them.
+        output_token_ids: tokens already emitted by another replica; generation continues after them.
         index: number of the first sequence; a resumed sequence of an ``n > 1`` request keeps its own.
         priority: lower runs first, except under the ``fcfs`` policy.
-        arrival_s: when it came, on the engine's clock.
+        arrival_s: arrival time, on the engine's clock.
         due_s: when its first token is due, on the same clock; under the ``deadline`` policy the earliest runs first.
         cache_salt: separates the prefix caches of tenants.
         tenant: whose request it is.
-        yields: its tenant had most of the service lately: its prompt is computed in pieces, so that nobody who comes
-            meanwhile waits for a long step.
-        block_hashes: of the full blocks of its tokens, for whoever has them already; else they are made on arrival.
+        yields: its tenant had most of the service lately, so its prompt is computed in pieces: a request that arrives
+            meanwhile then does not wait for a long step.
+        block_hashes: hashes of the full blocks of its tokens, if already known; missing ones are computed on arrival.
     """
 
     request_id: str
@@ -80,7 +80,7 @@ class Request:
         return len(self.prompt_token_ids)
 
     def known_token_ids(self) -> MutableSequence[int]:
-        """What a sequence of it begins with."""
+        """The tokens with which a sequence of this request starts."""
         return [*self.prompt_token_ids, *self.output_token_ids]
 
 
@@ -88,8 +88,8 @@ class Request:
 class Sequence:
     """Progress of one sequence of a request. Only the scheduler writes it.
 
-    ``num_computed_tokens`` counts tokens whose KV is in blocks; the engine's whole work is to raise it to
-    ``num_tokens``, whereupon one more token is sampled.
+    ``num_computed_tokens`` counts tokens whose KV is in blocks. All that the engine does is raise it to ``num_tokens``;
+    then one more token is sampled.
     """
 
     seq_id: int
@@ -114,7 +114,7 @@ class Sequence:
 
     @property
     def num_behind(self) -> int:
-        """Tokens to compute; one while it decodes."""
+        """Tokens still to compute; 1 while it decodes."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
@@ -127,7 +127,7 @@ class Sequence:
 
     @property
     def unstarted_indexes(self) -> range:
-        """Indexes of the siblings that this sequence starts when it draws its first token."""
+        """Indexes of the sibling sequences that this one starts when it samples its first token."""
         if self.index != self.request.index or self.num_output_tokens:
             return range(0)
         return range(self.request.index + 1, self.request.index + self.request.sampling_params.n)
@@ -139,12 +139,12 @@ class Sequence:
         self.status = status
 
     def start(self, now: float) -> None:
-        """It runs for the first time; ``num_computed_tokens`` are those that it finds cached."""
+        """The sequence runs for the first time; its ``num_computed_tokens`` are those found in the cache."""
         self.first_scheduled_s = now
         self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
 
     def preempt(self) -> None:
-        """It has lost its blocks and waits again."""
+        """The sequence has lost its blocks and waits again."""
         self.move(SequenceStatus.PREEMPTED)
         self.num_computed_tokens = 0
         self.num_preemptions += 1
@@ -156,9 +156,9 @@ class Sequence:
     def delta(
         self, index: int, token: SampledToken | None, finish_reason: FinishReason | None, now: float = 0.0
     ) -> TokenDelta:
-        """What the client hears: ``token``, which was appended last and came at ``now``, or an end without one.
+        """The delta for the client: ``token``, which was appended last and sampled at ``now``, or an end without one.
 
-        ``index`` is the sequence's own, or that of a sibling which ends without having started.
+        ``index`` is the sequence's own, or that of a sibling that ends without having started.
         """
         request, start, first_s = self.request, None, self.first_scheduled_s
         position = len(self.token_ids) - len(request.prompt_token_ids) - (token is not None)
@@ -178,7 +178,7 @@ class Sequence:
 
 
 class StartTimes(NamedTuple):
-    """Of a request at a replica, by its engine's clock: seconds to its first step, then to its first token."""
+    """A request's times at a replica, in seconds: from arrival to its first step, and from there to its first token."""
 
     queue_s: float
     prefill_s: float
@@ -187,7 +187,7 @@ class StartTimes(NamedTuple):
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one sequence. ``position`` counts the output tokens before these.
 
-    ``start`` comes with the first token of a request at a replica.
+    ``start`` is set for the first token of a request at a replica.
     """
 
     request_id: str
@@ -201,13 +201,13 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text_token_ids(self) -> tuple[int, ...]:
-        """Those whose text is part of the answer: not the one that ends it, of the model's or the request's."""
+        """The tokens whose text is part of the answer: all but an end-of-sequence or stop token that ends it."""
         return self.token_ids[:-1] if self.finish_reason is FinishReason.STOP else self.token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class FinishRule:
-    """What ends a sequence of a model, beside its own parameters."""
+    """When a sequence ends: by its own parameters, and by the model's end-of-sequence tokens and maximum length."""
 
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -227,8 +227,8 @@ class FinishRule:
 
 
 def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int, field: str = "prompt") -> None:
-    """Raise InvalidArgument, of the ``field`` that the prompt came in, unless it has tokens of the vocabulary, and
-    (PromptTooLong) room for one more.
+    """Raise InvalidArgument, naming the ``field`` that the prompt came in, if it is empty or has token ids outside the
+    vocabulary, and PromptTooLong if it leaves no room for one more token.
     """
     if not prompt_token_ids:
         raise InvalidArgument(field, "", "must have at least one token")

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen; validated when made."""
+"""A request's sampling parameters, validated on construction."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
 MAX_INTEGER = 2**63 - 1
-MAX_TOP_K = 2**64 - 1  # what the feed can carry; the sampler takes any
+MAX_TOP_K = 2**64 - 1  # the largest that the feed can carry; the sampler has no limit
 MAX_TOKEN_ID = 2**32 - 1
-SMALLEST, LARGEST = math.ulp(0.0), sys.float_info.max  # of the floats above 0
+SMALLEST, LARGEST = math.ulp(0.0), sys.float_info.max  # finite floats above 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +27,19 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate per sequence, at least 1. None means as many as the model has room for,
-            and so does any number beyond its context; one above MAX_INTEGER is kept as that.
+            and so does any number beyond its context; numbers above MAX_INTEGER are clamped to it.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
-        min_p: drop tokens less likely than ``min_p`` times the likeliest, in [0, 1].
+        min_p: drop tokens less likely than ``min_p`` times the likeliest one, in [0, 1].
         presence_penalty, frequency_penalty: OpenAI's, over generated tokens, in [-2, 2].
         repetition_penalty: CTRL's, over prompt and generated tokens; above 0; 1 is off.
         seed: makes the draw repeatable; None lets the gateway choose one.
         n: how many sequences to generate.
         logprobs: None, or how many top log-probabilities to return beside the chosen token's (0 to 20).
-        stop: strings that end the text; they are not part of it.
-        stop_token_ids: token ids that end the sequence; the one that does is among its tokens, but not in its text.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        stop: strings that end the text; the matched string is not part of it.
+        stop_token_ids: token ids that end the sequence; the stop token is among its tokens, but not in its text.
+        ignore_eos: continue past the model's end-of-sequence tokens.
     """
 
     max_tokens: int | None = 16
@@ -97,12 +97,12 @@ class SamplingParams:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether a token is its row's largest logit and nothing else is asked of the row."""
+        """Whether each token is simply the largest logit of its row, and nothing else of the row is needed."""
         return self.is_greedy and not self.has_penalties and self.logprobs is None
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """None is nothing."""
+    """``value`` as a tuple; None is empty."""
     if value is None:
         return ()
     if not isinstance(value, Iterable):
@@ -117,14 +117,14 @@ def _integer(field: str, value: object, low: int, high: int | None) -> None:
 
 
 def _number(field: str, value: object, low: float, high: float, limit: str) -> None:
-    """Raises InvalidArgument unless ``low <= value <= high``, which no NaN is."""
+    """Raise InvalidArgument unless ``low <= value <= high``; NaN never is."""
     number = value if type(value) is float else _real(value)
     if not low <= number <= high:
         raise InvalidArgument(field, value, limit)
 
 
 def _real(value: object) -> float:
-    """NaN where it is no number, or larger than a float can be."""
+    """``value`` as a float; NaN if it is not a number, or too large for a float."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan
     try:

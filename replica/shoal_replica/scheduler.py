@@ -1,7 +1,7 @@
 """Continuous batching: which tokens of which sequences each step computes.
 
-There is no prefill or decode phase. A sequence is behind by ``num_tokens - num_computed_tokens`` and catches up
-within each step's token budget (iteration-level scheduling: Orca, OSDI '22; chunked prefill: Sarathi-Serve, OSDI '24).
+There is no prefill or decode phase. A sequence is behind by ``num_tokens - num_computed_tokens`` and catches up within
+the token budget of each step (iteration-level scheduling: Orca, OSDI '22; chunked prefill: Sarathi-Serve, OSDI '24).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from shoal_replica.waiting_queue import WaitingQueue
 
 
 class Scheduler:
-    """Owns every sequence from ``add`` to its FinishReason. Has no clock, no model and no IO.
+    """Owns every sequence from ``add`` to its FinishReason. Has no clock, no model and no I/O.
 
     Args:
-        max_model_len: most tokens of a sequence, prompt and output together; must fit the pool.
+        max_model_len: most tokens per sequence, prompt and output together; must fit the pool.
         eos_token_ids: tokens that end a sequence unless it ignores them.
     """
 
@@ -45,12 +45,12 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.policy)
-        self._running: list[Sequence] = []  # in rank order: victims come last
+        self._running: list[Sequence] = []  # in rank order: preemption victims come last
         self._held_by_executor: set[int] = set()
         self._dropped: list[int] = []
         self._next_seq_id = 0
         self._totals = Totals()
-        self.now = 0.0  # of the last step, by the caller's clock
+        self.now = 0.0  # time of the last step, on the caller's clock
         self.lookahead = Lookahead(self._kv, self._by_id, self._running, self._waiting, config.max_num_seqs, rule)
         self._pieces = Pieces(config.max_num_batched_tokens)
         self._ledger = Ledger(config, self._kv, self._running, self._waiting, self._totals)
@@ -61,7 +61,7 @@ class Scheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether ``add`` would take another request."""
+        """Whether ``add`` would accept another request."""
         return len(self._waiting) < self.config.max_num_waiting
 
     def __contains__(self, request_id: str) -> bool:
@@ -72,8 +72,8 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidArgument: its id is in use, or its tokens do not fit the model.
-            ResourceExhausted: ``max_num_waiting`` sequences wait already.
+            InvalidArgument: the id is in use, or the tokens do not fit the model.
+            ResourceExhausted: ``max_num_waiting`` sequences are waiting already.
         """
         if request.request_id in self:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
@@ -89,7 +89,7 @@ class Scheduler:
         self._enqueue(self._new_sequence(request, request.index))
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Choose the next step's tokens and give them blocks. None when there is nothing to compute."""
+        """Choose the next step's tokens and allocate blocks for them. None if there is nothing to compute."""
         self.now = now
         behind, level = by_progress(self._running)
         room = self.config.max_num_seqs - len(self._running)
@@ -101,7 +101,7 @@ class Scheduler:
             self._admit_waiting(plan, line, before=sequence)
             self._advance(plan, [sequence])
         self._admit_waiting(plan, line)
-        if decodes_wait and not plan.num_sequences:  # nor has anybody room who waits for a place
+        if decodes_wait and not plan.num_sequences:  # and no waiting sequence could be admitted either
             decodes_wait = False
             self._advance_level(plan, level)
         self._pieces.note(plan, decodes_wait)
@@ -112,7 +112,7 @@ class Scheduler:
         return plan.output(self._totals.num_steps, dropped, self._kv.host.take_moves())
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float = 0.0) -> list[TokenDelta]:
-        """Take a step's tokens, at ``now``: advance sequences, commit full blocks, end those that are done."""
+        """Process a step's tokens at ``now``: advance sequences, commit full blocks, end finished sequences."""
         deltas, self.now = list[TokenDelta](), max(self.now, now)
         self._totals.num_steps = output.step
         sampled = {token.seq_id: token for token in result.sampled}
@@ -142,7 +142,7 @@ class Scheduler:
     ) -> list[TokenDelta]:
         """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored.
 
-        Siblings that have not started end with the sequence that was to start them.
+        Siblings that have not started end with the sequence that would have started them.
         """
         deltas: list[TokenDelta] = []
         own = self._requests.get(request_id, ())
@@ -152,11 +152,11 @@ class Scheduler:
         return deltas
 
     def request_ids(self, only_unstarted: bool = False) -> list[str]:
-        """Requests that have not ended, or only those of which nothing has been computed."""
+        """Ids of the requests that have not ended, or only of those of which nothing has been computed."""
         return [r for r, own in self._requests.items() if not only_unstarted or own[0].first_scheduled_s is None]
 
     def take_block_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
-        """Net (stored, removed) block hashes since the last call."""
+        """The block hashes stored and removed since the last call, as net changes."""
         return self._kv.prefix_cache.take_events()
 
     def cache_hashes(self) -> Iterable[BlockHash]:
@@ -168,7 +168,7 @@ class Scheduler:
         return self._kv.uncached(block_hashes)
 
     def block_heat(self) -> bytes:
-        """One byte a block; see BlockPool.heat."""
+        """One byte per block; see BlockPool.heat."""
         return self._kv.pool.heat()
 
     def stats(
@@ -178,14 +178,14 @@ class Scheduler:
         return self._ledger.stats(self.now, time_s, step_s, draining, busy_s, pace)
 
     def check_invariants(self) -> None:
-        """The books agree, and every request that has not ended is in one queue."""
+        """All data structures agree, and every sequence that has not ended is in exactly one queue."""
         self._kv.check_invariants()
         self._ledger.check_invariants()
         live = {s.seq_id for s in (*self._running, *self._waiting)}
         assert live == self._by_id.keys() == {s.seq_id for group in self._requests.values() for s in group}
         assert all(s.num_tokens <= self._finish_rule.max_model_len for s in self._running)
 
-    # Steps of the above
+    # Internal steps of the above
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         sequence = Sequence(
@@ -205,19 +205,19 @@ class Scheduler:
         self._waiting.push(sequence, expected_cached_tokens(sequence, self._kv, (*self._running, *self._waiting)))
 
     def _advance_level(self, plan: StepPlan, level: list[Sequence]) -> None:
-        """Plan those that decode, one token each."""
+        """Plan the decoding sequences, one token each."""
         self._advance(plan, level)
 
     def _advance(self, plan: StepPlan, sequences: list[Sequence], end: int | None = None) -> None:
-        """Plan running sequences, in rank order, each up to ``end``; those at the back give way when blocks run out."""
+        """Plan running sequences in rank order, each up to token ``end``; if blocks run out, preempt from the back."""
         for sequence in sequences:
             if plan.budget == 0:
                 return
             if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted by one before it
+                continue  # preempted by a sequence before it
             start, num_new = plan.planned_end(sequence), plan.share(sequence, end)
             if num_new == 0:
-                continue  # it yields, or is planned as far as it may be
+                continue  # it yields, or is already planned as far as it may be
             changes = self.lookahead.take_untold(sequence.seq_id)
             if not self._kv.fits_last_block(sequence.seq_id, start, start + num_new):
                 if not self._make_room(sequence, start + num_new):
@@ -234,7 +234,7 @@ class Scheduler:
             plan.compute(sequence, num_new)
 
     def _admit_waiting(self, plan: StepPlan, line: WaitingLine, before: Sequence | None = None) -> None:
-        """Start those next in line while budget, slots and blocks last; only those that rank ``before``."""
+        """Start sequences from the line while budget, slots and blocks last; only those that rank before ``before``."""
         room = self.config.max_num_seqs - len(self._running) - line.num_kept_slots
         admitted: list[Sequence] = []
         any_preempted = self._waiting.has_preempted
@@ -243,7 +243,7 @@ class Scheduler:
             if before is not None and rank(before, self.config.policy) < rank(sequence, self.config.policy):
                 break
             if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
-                break  # blocks are short: nobody new before those who were pushed out are back
+                break  # blocks are short: start no new sequence until the preempted ones are back
             line.pass_first()
             if plan.share(sequence) == 0:
                 continue  # it yields
@@ -267,8 +267,8 @@ class Scheduler:
             self._running.sort(key=lambda s: rank(s, self.config.policy))
 
     def _waits_for_another(self, plan: StepPlan, line: WaitingLine, sequence: Sequence, num_matched: int) -> bool:
-        """Whether another gets on with what ``sequence`` needs next: in its place in this step, as far as they share.
-        Nobody else then takes the slot and the blocks that it is going to need.
+        """Whether ``sequence`` waits for another that computes what it needs next. The other is then planned in its
+        place in this step, as far as the two share, and the slot and blocks that it will need are reserved for it.
         """
         ahead = find_ahead(sequence, num_matched, line.computing, self._kv)
         if ahead is None or not ahead.is_worth_a_wait(sequence, plan, self.config.max_num_batched_tokens):
@@ -276,12 +276,12 @@ class Scheduler:
         self._advance(plan, [ahead.sequence], ahead.num_tokens)  # no block: a prompt has all of its own from the start
         if not plan.includes(ahead.sequence):
             return False
-        if not sequence.request.yields:  # one that does may wait for many pieces: its slot would be idle meanwhile
+        if not sequence.request.yields:  # one that yields may wait for many pieces, and its slot would be idle
             line.keep(sequence, ahead.num_tokens // self._kv.block_size)
         return True
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Preempt from the back until ``sequence`` can grow to ``num_tokens``. False if it had to go itself."""
+        """Preempt from the back until ``sequence`` can grow to ``num_tokens``. False if it was preempted itself."""
         while True:
             needed = self._kv.num_blocks_to_append(sequence.seq_id, sequence.num_computed_tokens, num_tokens)
             if needed <= self._kv.pool.num_free:
@@ -316,11 +316,11 @@ class Scheduler:
             self._totals.note_start(sequence.num_prompt_tokens, sequence.num_cached_tokens, num_from_host)
 
     def _fork_siblings(self, parent: Sequence) -> None:
-        """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks. Each computes the prompt's
-        last token again, which is what its own first token is drawn from.
+        """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks. Each recomputes the last
+        token of the prompt, from which its own first token is sampled.
         """
         for index in parent.unstarted_indexes:
-            child = self._new_sequence(parent.request, index)  # nobody resumes several
+            child = self._new_sequence(parent.request, index)  # starts from the prompt: only n == 1 can be resumed
             child.num_cached_tokens = parent.num_cached_tokens
             child.first_scheduled_s = parent.first_scheduled_s
             if len(self._running) < self.config.max_num_seqs:

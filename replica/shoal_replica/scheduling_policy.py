@@ -1,4 +1,4 @@
-"""Who runs next and who gives way: two pure policies over the scheduler's sequences."""
+"""Which sequence runs next and which is preempted: pure functions over the scheduler's sequences."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Rank = tuple[int, float, float, int]
 
 
 def rank(sequence: Sequence, policy: str) -> Rank:
-    """Sort key of a waiting or running sequence; lower runs first. Total: seq_id breaks ties.
+    """Sort key of a waiting or running sequence; lower runs first. A total order: seq_id breaks ties.
 
-    ``fcfs``: by arrival. ``priority``: by the request's priority, then arrival. ``deadline``: by priority, then by when
-    the first token is due (earliest deadline first), then arrival.
+    ``fcfs``: by arrival. ``priority``: by the request's priority, then arrival. ``deadline``: by priority, then by the
+    time at which the first token is due (earliest deadline first), then arrival.
     """
     request = sequence.request
     priority = 0 if policy == "fcfs" else request.priority
@@ -26,12 +26,12 @@ def rank(sequence: Sequence, policy: str) -> Rank:
 
 
 def order_waiting(waiting: Iterable[Sequence], policy: str) -> list[Sequence]:
-    """Preempted sequences first, for their tokens are already with the client; then by rank."""
+    """Preempted sequences first, because their clients already have tokens; then by rank."""
     return sorted(waiting, key=lambda s: (s.status is not SequenceStatus.PREEMPTED, rank(s, policy)))
 
 
 def by_progress(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Running sequences that have a prompt to compute yet, and those that decode. Written out: each step asks."""
+    """Running sequences that still have a prompt to compute, and those that decode. A plain loop for speed."""
     behind: list[Sequence] = []
     level: list[Sequence] = []
     for sequence in running:
@@ -40,13 +40,13 @@ def by_progress(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Seque
 
 
 def choose_victim(running: SequenceOf[Sequence], policy: str) -> Sequence:
-    """The running sequence that gives its blocks to the others: the one that would run last."""
+    """The running sequence to preempt: the one with the lowest rank, which would run last."""
     return max(running, key=lambda s: rank(s, policy))
 
 
 def due_profile(sequences: Iterable[Sequence], now: float, policy: str) -> tuple[int, ...]:
-    """Tokens to compute before a newcomer that is due within each of ``DUE_WITHIN_S``, cached ones included: only the
-    ``deadline`` policy lets it go before what is due later.
+    """For each bound in ``DUE_WITHIN_S``: tokens (cached ones included) to compute before a new request that is due
+    within that time. Only under the ``deadline`` policy does such a request go before those that are due later.
     """
     profile = [0] * len(DUE_WITHIN_S)
     for sequence in sequences:

@@ -1,4 +1,4 @@
-"""Which part of a model each rank holds: layers by pipeline stage; of a layer heads, MLP columns and experts."""
+"""Which part of a model each rank holds: the layers of its stage, and of each layer heads, MLP columns and experts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ MLP_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rank's part. Ranges are of the whole model's numbering and together cover it.
+    """One rank's part. Ranges use the whole model's numbering, and the ranks together cover the model.
 
-    Shares may differ by one: nothing is padded, and no head count is refused up to one rank a query head. Where there
+    Shares may differ by one: nothing is padded, and every head count works for up to one rank per query head. If there
     are more ranks than KV heads, neighbouring ranks hold the same KV head and share its query heads. Every KV head of
-    a rank serves equally many of the rank's query heads.
+    a rank serves the same number of the rank's query heads.
 
     Attributes:
-        rank: counts through the ranks of stage 0, then those of stage 1.
+        rank: counts through the ranks of stage 0, then those of stage 1, and so on.
         tensor_rank: number within the stage.
-        vocab: rows of embedding and head; ``vocab_share`` of them, fewer at the end.
+        vocab: rows of embedding and head; ``vocab_share`` rows, fewer on the last ranks.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Shard:
 
     @property
     def samples(self) -> bool:
-        """Whether the step's tokens are drawn here: on the first rank of the last stage."""
+        """Whether this rank samples the step's tokens: the first rank of the last stage does."""
         return self.is_last_stage and self.tensor_rank == 0
 
     def block_bytes(self, model: ModelConfig, block_size: int) -> int:
@@ -61,7 +61,7 @@ def whole_shard(model: ModelConfig) -> Shard:
 
 
 def make_shard(model: ModelConfig, parallel: ParallelConfig, rank: int) -> Shard:
-    """The part of ``rank``, one of ``parallel.num_ranks``."""
+    """The shard of ``rank``, one of ``parallel.num_ranks``."""
     size = parallel.tensor_parallel_size
     stage, tensor_rank = divmod(rank, size)
     heads, kv_heads = _heads(model.num_heads, model.num_kv_heads, size, tensor_rank)
@@ -86,16 +86,16 @@ def make_shard(model: ModelConfig, parallel: ParallelConfig, rank: int) -> Shard
 
 
 def _share(total: int, parts: int, index: int) -> range:
-    """Part ``index`` of ``total`` things in ``parts`` parts of nearly one size, the larger ones first."""
+    """Part ``index`` of ``total`` items split into ``parts`` parts of nearly equal size, larger ones first."""
     size, more = divmod(total, parts)
     start = index * size + min(index, more)
     return range(start, start + size + (index < more))
 
 
 def _columns(total: int, parts: int, index: int, least: int) -> range:
-    """A share in the largest unit that still divides well: vector units stay whole.
+    """A share in units of the largest size that still divides well, so that vectors stay whole.
 
-    ``least`` is the unit below which it must not go if it can help it: a group of integer weights.
+    ``least`` is the smallest unit to use if possible: a group of integer weights.
     """
     unit = next(u for u in MLP_UNITS if total % u == 0 and (_divides_well(total // u, parts, u <= least) or u == 1))
     share = _share(total // unit, parts, index)
@@ -107,7 +107,7 @@ def _divides_well(num_units: int, parts: int, is_small: bool) -> bool:
 
 
 def _heads(num_heads: int, num_kv_heads: int, parts: int, index: int) -> tuple[range, range]:
-    """Query heads of a rank, and the KV heads that they read."""
+    """The query heads of a rank, and the KV heads that they read."""
     group = num_heads // num_kv_heads
     if parts <= num_kv_heads:
         kv = _share(num_kv_heads, parts, index)

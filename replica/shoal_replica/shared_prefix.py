@@ -1,4 +1,4 @@
-"""Prompts that begin alike, at one replica at the same time: each common block is to be computed once."""
+"""Prompts with a common prefix that are at a replica at the same time: each common block is computed only once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Sequence, SequenceStatus
 from shoal_replica.step_plan import StepPlan
 
-WORTH_A_STEP = 8  # an eighth of a whole step is: fewer tokens are sooner computed twice than waited for
+WORTH_A_STEP = 8  # an eighth of a whole step is: fewer tokens are computed twice sooner than waited for
 
 
 def num_common_blocks(left: list[BlockHash], right: list[BlockHash]) -> int:
-    """How many leading blocks two sequences have in common. A hash covers all before it, so halving finds the end."""
+    """The number of leading blocks that two sequences have in common, by bisection: a hash covers all blocks before."""
     low, high = 0, min(len(left), len(right))
     if not high or left[0] != right[0]:
         return 0
@@ -29,7 +29,7 @@ def num_common_blocks(left: list[BlockHash], right: list[BlockHash]) -> int:
 
 
 def expected_cached_tokens(sequence: Sequence, kv: KVCacheManager, others: Iterable[Sequence]) -> int:
-    """Tokens that ``sequence`` will find cached: they are, or ``others``, before it, will have computed them."""
+    """Tokens that ``sequence`` will find cached: those cached now, or that ``others`` will have computed before it."""
     if not kv.is_caching:
         return 0
     num_blocks = len(kv.match(sequence.block_hashes, sequence.num_tokens))
@@ -40,8 +40,8 @@ def expected_cached_tokens(sequence: Sequence, kv: KVCacheManager, others: Itera
 
 
 def take_over(sequence: Sequence, matched: Items[Cached], plan: StepPlan, kv: KVCacheManager) -> None:
-    """Give ``sequence`` its blocks and the KV that is cached: the ``matched`` blocks, and what the next one shares with
-    another.
+    """Allocate the blocks of ``sequence`` and take over cached KV: the ``matched`` blocks, and the part of the next
+    block that a cached block shares.
     """
     part = kv.match_within(sequence.block_hashes, len(matched), sequence.tokens)
     if part is not None:
@@ -55,15 +55,17 @@ def take_over(sequence: Sequence, matched: Items[Cached], plan: StepPlan, kv: KV
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Who is about to compute what another needs next. The first ``num_tokens`` of both are the same, whole blocks."""
+    """A sequence that is about to compute what a waiting one needs next: both have the same first ``num_tokens``
+    tokens, which are whole blocks.
+    """
 
     sequence: Sequence
     num_tokens: int
-    num_cached: int  # of these, already
+    num_cached: int  # of these, cached already
 
     def is_worth_a_wait(self, waiting: Sequence, plan: StepPlan, whole_step: int) -> bool:
-        """Whether ``waiting`` rather waits than computes the same: for tokens worth a step, or for half of what it has
-        left where that does not fit into this step anyway, or the other is in it.
+        """Whether ``waiting`` should wait instead of computing the same tokens. It should if they are worth a step, or
+        if they are half of what it has left and the rest of this step cannot hold that, or the other is in this step.
         """
         num_shared = self.num_tokens - self.num_cached
         if WORTH_A_STEP * num_shared >= whole_step:
@@ -75,11 +77,11 @@ class Ahead:
 def find_ahead(
     sequence: Sequence, num_matched_blocks: int, computing: Iterable[Sequence], kv: KVCacheManager
 ) -> Ahead | None:
-    """Who of ``computing`` goes furthest with ``sequence``, which waits, from where the cache ends. None that yields to
-    it.
+    """The sequence in ``computing`` that shares the longest prefix with ``sequence``, a waiting one, beyond what is
+    cached. Sequences that yield to it do not count.
 
     Args:
-        num_matched_blocks: of its prompt, that are cached now.
+        num_matched_blocks: blocks of its prompt that are cached now.
         computing: sequences with prompts to compute.
     """
     last = (sequence.num_tokens - 1) // kv.block_size  # the last token is always computed, so its block is not reused
@@ -91,7 +93,7 @@ def find_ahead(
             other.status is not SequenceStatus.RUNNING
             or other.num_computed_tokens // kv.block_size != num_matched_blocks
         ):
-            continue  # behind, it computes what is cached; ahead, what it has computed is not: its copies count no more
+            continue  # behind, it computes what is cached anyway; ahead, its blocks are not the cached ones
         if other.request.yields and not sequence.request.yields:
             continue
         num_common = min(last, num_common_blocks(sequence.block_hashes, other.block_hashes))

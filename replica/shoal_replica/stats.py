@@ -1,4 +1,4 @@
-"""What a replica says of itself: dated numbers, safe to send."""
+"""A replica's own statistics, with a timestamp and safe to send to other processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DUE_WITHIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, math.inf)
 
 @dataclass(slots=True)
 class Totals:
-    """What a scheduler has done since it was made."""
+    """Counters of a scheduler's work since it was created."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -24,13 +24,13 @@ class Totals:
     num_refused: int = 0
 
     def note_start(self, num_prompt_tokens: int, num_cached_tokens: int, num_from_host: int) -> None:
-        """A prompt has started, so much of it found cached; in host memory there was so much of the same."""
+        """Count a prompt that has started; ``num_from_host`` of its cached tokens were matched in host memory."""
         self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
         self.num_host_cached_tokens += min(num_cached_tokens, num_from_host)
 
     def as_dict(self) -> dict[str, int]:
-        """By name, for ``ReplicaStats``. Written out: it is taken after every step."""
+        """By name, for ``ReplicaStats``. Written out for speed, as it is called after every step."""
         return {
             "num_steps": self.num_steps,
             "num_prompt_tokens": self.num_prompt_tokens,
@@ -51,17 +51,18 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         time_s: wall-clock time of the count (``time.time()`` of the replica's host).
-        num_waiting_tokens: tokens of known prompts that steps have still to compute, of waiting and running requests,
-            less what a waiting one is expected to find cached when its turn comes.
-        num_host_blocks, num_host_cached_blocks: rows of host memory, and those of them that hold a prefix, which the
-            device may hold, too.
-        num_blocks_out, num_blocks_in: blocks moved to host memory and back, totals since the replica started.
-        step_s, busy_s: length of the last step, and of all since the replica started, seconds.
-        token_s: seconds that a prompt token takes, a mean over steps that were mostly prefill; 0 until one was.
-        full_token_s: the same of the fastest of the last full steps, to compare replicas by; 0 if none was lately.
-        by_due: it goes by due dates (``deadline``): what comes later and is due sooner still goes first.
-        num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_steps: totals
-            since the replica started.
+        num_waiting_tokens: tokens still to compute for waiting and running sequences, minus those that a waiting one is
+            expected to find cached when its turn comes.
+        num_host_blocks, num_host_cached_blocks: rows of host memory, and how many of them hold a prefix (which the
+            device may hold as well).
+        num_blocks_out, num_blocks_in: blocks moved to host memory and back; totals since the replica started.
+        step_s, busy_s: duration of the last step, and of all steps since the replica started, in seconds.
+        token_s: seconds per prompt token, a moving mean over steps that were mostly prefill; 0 before the first.
+        full_token_s: the same for the fastest of the recent full steps, to compare replicas by; 0 if there were none.
+        by_due: whether the ``deadline`` policy is used: a later arrival that is due sooner still goes first.
+        due_tokens: see ``due_profile``.
+        num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_refused,
+            num_steps: totals since the replica started.
         num_host_cached_tokens: of ``num_cached_tokens``, those that came back from host memory.
     """
 

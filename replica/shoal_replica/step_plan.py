@@ -1,4 +1,4 @@
-"""A step while it is being put together: what it computes so far, and how much of its budget is left."""
+"""A step under construction: what it computes so far, and how much of its budget is left."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class StepPlan:
     """Collects sequences until ``budget`` tokens are planned; ``output`` is then sent to the executor.
 
     Args:
-        piece: prompt tokens of the step, anybody's, beyond which prompts that yield get none.
-        is_due: whether only those of prompts that yield count: others have passed them for long enough.
+        piece: once this many prompt tokens are planned, prompts that yield get no more.
+        is_due: whether only tokens of prompts that yield count towards ``piece``: others have passed them long enough.
 
     Attributes:
-        num_prompt_tokens, num_yielding_tokens: planned so far; the latter of prompts that yield.
-        has_put_off: whether a prompt that yields got none for the others'.
+        num_prompt_tokens, num_yielding_tokens: prompt tokens planned so far, and those of prompts that yield.
+        has_put_off: whether a prompt that yields was refused tokens because the piece was full.
     """
 
     def __init__(self, budget: int, piece: int, is_due: bool = False) -> None:
@@ -36,12 +36,12 @@ class StepPlan:
         return sequence.seq_id in self._scheduled
 
     def planned_end(self, sequence: Sequence) -> int:
-        """Tokens of ``sequence`` that are computed after this step, so far."""
+        """The number of tokens of ``sequence`` that will be computed after this step, as planned so far."""
         planned = self._scheduled.get(sequence.seq_id)
         return sequence.num_computed_tokens + (0 if planned is None else planned.num_new_tokens)
 
     def share(self, sequence: Sequence, end: int | None = None) -> int:
-        """Tokens of ``sequence`` that the rest of the budget allows, up to its token ``end``, beside those planned."""
+        """More tokens of ``sequence``, beyond those planned and up to its token ``end``, that the budget allows."""
         num_left = len(sequence.token_ids) - sequence.num_computed_tokens
         if num_left == 1:  # it decodes
             return min(1 - self.includes(sequence), self.budget)
@@ -53,7 +53,7 @@ class StepPlan:
         return max(0, min(num_left, self.budget))
 
     def compute(self, sequence: Sequence, num_new: int) -> None:
-        """Plan ``num_new`` tokens, or as many more; the sequence samples when that brings it up to its last token."""
+        """Plan ``num_new`` (more) tokens of ``sequence``; it samples if that brings it up to its last token."""
         seq_id, start, num_tokens = sequence.seq_id, sequence.num_computed_tokens, len(sequence.token_ids)
         planned = self._scheduled.get(seq_id)
         self.num_sequences += planned is None
@@ -66,7 +66,7 @@ class StepPlan:
         self._scheduled[seq_id] = ScheduledSequence(seq_id, start, num_new, start + num_new == num_tokens)
 
     def introduce(self, sequence: Sequence, block_table: BlockTable) -> None:
-        """Send the whole sequence: the executor does not hold it."""
+        """Send the whole sequence, which the executor does not hold."""
         self._new_sequences.append(
             NewSequence(
                 seq_id=sequence.seq_id,
@@ -80,21 +80,23 @@ class StepPlan:
         )
 
     def update_blocks(self, sequence: Sequence, change: TableChange) -> None:
-        """Send what changed in the block table of a sequence that the executor holds."""
+        """Send a change to the block table of a sequence that the executor holds."""
         self._block_updates.append((sequence.seq_id, change.first_index, change.block_ids))
 
     def copy_blocks(self, change: TableChange) -> None:
         self._block_copies.extend(change.copies)
 
     def copy_block(self, source: int, destination: int) -> None:
-        """Before anything is computed. ``source`` may have been given out in this step, as ``destination`` even."""
+        """Copy a block before the step computes. ``source`` may have been given out in this step, even as
+        ``destination``.
+        """
         if source != destination:
             self._block_copies.append((source, destination))
 
     def output(
         self, step: int, dropped_seq_ids: tuple[int, ...], moves: tuple[tuple[Move, ...], tuple[Move, ...]]
     ) -> SchedulerOutput:
-        """``moves`` are those out to host memory, and back in."""
+        """The finished step. ``moves`` are the moves out to host memory, and those back in."""
         return SchedulerOutput(
             step=step,
             scheduled=tuple(self._scheduled.values()),

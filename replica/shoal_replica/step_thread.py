@@ -13,7 +13,7 @@ from shoal_replica.lookahead import Lookahead
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A step that was executed, as it was: one planned ahead may have lost sequences on the way."""
+    """A step as it was executed: if it was planned ahead, sequences may have been removed before it ran."""
 
     output: SchedulerOutput
     result: StepResult
@@ -22,7 +22,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step in the thread's hands. ``future`` gives None when it was planned ahead and was not executed."""
+    """A step submitted to the thread. ``future`` gives None if it was planned ahead and then not executed."""
 
     planned: SchedulerOutput
     future: Future[Landed | None]
@@ -30,7 +30,7 @@ class Flight:
 
 
 class StepThread:
-    """Executes what it is given; one step that was planned ahead follows the one before it at once."""
+    """Executes steps in order; a step that was planned ahead follows the one before it at once."""
 
     def __init__(self, executor: Executor, lookahead: Lookahead) -> None:
         self._executor = executor
@@ -41,11 +41,11 @@ class StepThread:
         return Flight(output, self._thread.submit(self._execute, output), is_ahead=False)
 
     def depart_after(self, flight: Flight, planned: SchedulerOutput) -> Flight:
-        """Right after ``flight``, if that ends as was planned."""
+        """Execute ``planned`` right after ``flight``, if ``Lookahead.confirm`` agrees when that has ended."""
         return Flight(planned, self._thread.submit(self._execute_after, flight.future, planned), is_ahead=True)
 
     async def stop(self, timeout_s: float) -> bool:
-        """Drop what has not begun. False if a step still runs after ``timeout_s``: it still uses the executor."""
+        """Drop steps that have not begun. False if one still runs after ``timeout_s`` and so uses the executor."""
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
@@ -59,7 +59,7 @@ class StepThread:
         return Landed(output, result, time.perf_counter() - started)
 
     def _execute_after(self, before: Future[Landed | None], planned: SchedulerOutput) -> Landed | None:
-        """None: not as planned, and nothing was executed."""
+        """Execute ``planned`` unless it is no longer valid; then return None."""
         landed = before.result(0.0)
         output = self._lookahead.confirm(planned, landed.result) if landed is not None else None
         return None if output is None else self._execute(output)

@@ -1,4 +1,4 @@
-"""Fakes that are product code: a model-free executor and short factories for tests, the simulator and demos."""
+"""Fakes shipped with the product: a model-free executor and short factories for tests, the simulator and demos."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _draw(state: int, index: int) -> int:
 class FakeExecutor:
     """An executor whose "KV" is a hash of all tokens so far, kept in real block slots.
 
-    A step reads what its sequence left in the blocks, as attention does: a wrong block table, a missed copy or a block
-    given out twice changes the tokens.
+    A step reads what its sequence left in the blocks, as attention does, and checks it: a wrong block table, a missed
+    copy or a block given out twice fails an assertion.
     """
 
     def __init__(self, cache_config: CacheConfig) -> None:
@@ -93,7 +93,7 @@ class FakeExecutor:
         return SampledToken(scheduled.seq_id, token_id)
 
     def _check_read(self, tokens: Sequence[int], table: list[int]) -> None:
-        """Attention reads every token before those of the step, not the last one alone."""
+        """Check all tokens before those of the step: attention reads every one of them, not just the last."""
         state = 0
         for position, token_id in enumerate(tokens):
             state = mix(state, token_id)
@@ -101,7 +101,7 @@ class FakeExecutor:
             assert held == state, f"position {position} holds another sequence's"
 
     def check_health(self) -> None:
-        """It is never ill."""
+        """Never fails."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -139,9 +139,9 @@ def make_request(
 
 
 def num_reused_tokens(num_prompt_tokens: int, num_drawn: int, block_size: int) -> int:
-    """Tokens that a prompt finds cached when the same one, alone, has had ``num_drawn`` tokens drawn before."""
+    """Tokens that a prompt finds cached if only the same prompt ran before, with ``num_drawn`` tokens sampled."""
     num_whole = (num_prompt_tokens - 1) // block_size * block_size
-    num_filled = (num_prompt_tokens + num_drawn - 1) // block_size * block_size  # the last drawn one is not computed
+    num_filled = (num_prompt_tokens + num_drawn - 1) // block_size * block_size  # the last sampled one is not computed
     part = num_prompt_tokens - 1 - num_whole
     return num_whole + (part if num_filled > num_whole and part * WORTH_A_COPY >= block_size else 0)
 

@@ -1,4 +1,4 @@
-"""From tokens to the text a client may see: whole characters, ended by the first stop string."""
+"""From tokens to the text that a client sees: whole characters, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shoal_replica.tokenizer import Tokenizer
 
 
 class _StopMatcher:
-    """How much of one stop string the text's end matches (Knuth, Morris and Pratt 1977), one character at a time.
+    """How much of one stop string the end of the text matches (Knuth, Morris and Pratt 1977), a character at a time.
 
-    ``_borders[k]`` is the length of the longest proper prefix of ``stop[:k]`` that also ends it. The table grows only
-    as far as the text has matched, so that a long stop string costs nothing until it is met.
+    ``_borders[k]`` is the length of the longest proper prefix of ``stop[:k]`` that is also its suffix. The table grows
+    only as far as the text has matched, so a long stop string costs nothing until the text begins to match it.
     """
 
     def __init__(self, stop: str) -> None:
@@ -21,7 +21,7 @@ class _StopMatcher:
         self._borders = [0, 0]
 
     def advance(self, character: str) -> bool:
-        """Take one character; whether the stop string is now complete."""
+        """Take one character. Returns whether the stop string is now complete."""
         self.num_matched = self._next(self.num_matched, character)
         if self.num_matched == len(self._borders):
             self._borders.append(self._next(self._borders[-1], self.stop[self.num_matched - 1]))
@@ -34,9 +34,9 @@ class _StopMatcher:
 
 
 class StopChecker:
-    """Passes text on until the first stop string is complete, holding back any end that may begin one.
+    """Passes text on until the first stop string is complete, holding back any end of it that may begin one.
 
-    The first is the one that ends earliest; of several ending together, the longest. Amortised constant work for each
+    The first is the one that ends earliest; of several that end together, the longest. Amortised constant work per
     character and stop string.
     """
 
@@ -46,7 +46,7 @@ class StopChecker:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text now sure to stand before any stop string. After a stop there is none."""
+        """The text that is now certain to precede any stop string; empty after a stop."""
         if self.stopped:
             return ""
         if not self._matchers:
@@ -70,10 +70,10 @@ class StopChecker:
 
 
 class TextStream:
-    """The visible text of one sequence, as its tokens come.
+    """The visible text of one sequence, as its tokens arrive.
 
-    However the tokens are cut into pushes, the texts returned add up to the same: the decoded tokens up to the first
-    stop string. ``context`` are the prompt's, as in ``IncrementalDetokenizer``.
+    However the tokens are split into pushes, the returned texts add up to the same: the decoded tokens up to the first
+    stop string. ``context`` holds the prompt's tokens, as in ``IncrementalDetokenizer``.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TextStream:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens consumed: all that were pushed, or those up to and with the one that completed a stop string."""
+        """Tokens consumed: all that were pushed, or those up to and including the one that completed a stop string."""
         return self._num_tokens
 
     @property
@@ -98,7 +98,7 @@ class TextStream:
         return self._checker.stopped
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
-        """Take tokens; (text to emit, whether a stop string ended the text). Tokens after a stop are not consumed."""
+        """Take tokens. Returns the text to emit and whether a stop string ended it; later tokens are not consumed."""
         if not self._has_stop:
             self._num_tokens += len(token_ids)
             return self._detokenizer.push(token_ids), False
@@ -111,7 +111,7 @@ class TextStream:
         return "".join(texts), self.stopped
 
     def finish(self) -> str:
-        """The text held back, when no more tokens will come; empty after a stop."""
+        """The text held back, once no more tokens will come; empty after a stop."""
         if self.stopped:
             return ""
         return self._checker.push(self._detokenizer.flush()) + self._checker.flush()

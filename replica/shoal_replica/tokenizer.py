@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a Hugging Face ``tokenizer.json``; no transformers, no torch."""
+"""Text to token ids and back, with a Hugging Face ``tokenizer.json``; needs neither transformers nor torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tokenizer:
 
         Raises:
             NotFound: the folder holds no tokenizer.json.
-            ConfigError: a file in it cannot be read as what it should be.
+            ConfigError: a file in it is malformed.
         """
         path = Path(folder)
         file = path / "tokenizer.json"
@@ -50,7 +50,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids it knows, added tokens included. The model's own vocabulary may be padded beyond it."""
+        """Number of token ids, added tokens included. The model's own vocabulary may be padded beyond it."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -58,16 +58,16 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of ``text``. A rendered chat wants ``add_special_tokens=False``: its template wrote them already.
+        """Token ids of ``text``. A rendered chat needs ``add_special_tokens=False``: its template has them already.
 
-        Other threads run meanwhile: the library's call for batches, unlike the one for a text, gives up Python's lock.
+        Other threads can run meanwhile: the library's batch call, unlike the one for a single text, releases the GIL.
 
         Raises:
-            InvalidArgument: ``text`` holds a lone surrogate, which no UTF-8 can spell.
+            InvalidArgument: ``text`` holds a lone surrogate, which UTF-8 cannot encode.
         """
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeEncodeError):  # the library's word for a str that has no UTF-8
+        except (TypeError, UnicodeEncodeError):  # what the library raises for a str that UTF-8 cannot encode
             raise InvalidArgument("text", text, "must be valid Unicode, without lone surrogates") from None
         return tuple(encoding.ids)
 
@@ -76,21 +76,21 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether ``decode`` makes anything of ``token_id``."""
+        """Whether ``decode`` uses ``token_id`` rather than skipping it."""
         if skip_special_tokens and token_id in self._special_ids:
             return False
         return self._tokenizer.id_to_token(token_id) is not None
 
     @property
     def has_byte_fallback(self) -> bool:
-        """Whether what no other token spells is spelled by a token for each byte, as SentencePiece does."""
+        """Whether text that no other token covers is encoded as one token per byte, as SentencePiece does."""
         return bool(self._fallback_ids)
 
     def is_fallback_byte(self, token_id: int) -> bool:
         return token_id in self._fallback_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, special or not; those of a character's part may be no UTF-8."""
+        """The bytes that one token stands for, special or not; part of a character may be invalid UTF-8."""
         if token_id in self._added:
             return self._added[token_id].encode()
         piece = self._tokenizer.id_to_token(token_id)
@@ -126,7 +126,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _template_source(path: Path, config: dict[str, Any]) -> str | None:
-    """``chat_template.jinja`` wins; else the config's template, or the one named default among several."""
+    """``chat_template.jinja`` takes precedence; else the config's template, or of several the one named default."""
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
@@ -136,7 +136,7 @@ def _template_source(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """``bos_token``, ``eos_token`` and their like, stored as text or as ``{"content": text}``."""
+    """``bos_token``, ``eos_token`` and the like, stored as text or as ``{"content": text}``."""
     tokens = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(name)
@@ -152,7 +152,7 @@ def _spelled_byte(piece: str) -> bytes | None:
 
 
 def _fallback_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
-    """The tokens that its decoder takes for a byte each."""
+    """The tokens that the tokenizer's decoder treats as one byte each."""
     if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
         return frozenset()
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(0x100)]
@@ -160,7 +160,7 @@ def _fallback_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _byte_of() -> dict[str, int]:
-    """Byte-level BPE spells printable Latin-1 bytes as themselves and the others as U+0100 onwards (GPT-2's table)."""
+    """Byte-level BPE writes printable Latin-1 bytes as themselves and the others as U+0100 onwards (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

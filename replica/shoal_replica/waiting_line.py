@@ -1,4 +1,4 @@
-"""Those who wait for a place, as one step comes to them."""
+"""The waiting sequences, as one step goes through them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from shoal_replica.request import Sequence
 
 
 class WaitingLine:
-    """In order, each looked at once: a step's budget, slots and blocks only grow less, so that an answer stands for all
-    of it. Of those who are to wait for another's prompt, it keeps count of what must be left for them.
+    """Waiting sequences in order, each considered once per step: budget, slots and blocks only shrink within a step, so
+    an answer holds for all of it. For sequences that wait for another's prompt, it counts the slots and blocks to
+    reserve.
 
     Attributes:
-        computing: running sequences with prompts to compute, whom they may wait for; those that start join them.
-        num_kept_slots, num_kept_blocks: for those who wait for a prompt.
+        computing: running sequences with prompts to compute, which others may wait for; those that start are added.
+        num_kept_slots, num_kept_blocks: reserved for sequences that wait for another's prompt.
     """
 
     def __init__(self, waiting: Iterable[Sequence], computing: Iterable[Sequence], kv: KVCacheManager) -> None:
@@ -38,12 +39,12 @@ class WaitingLine:
         self._line.popleft()
 
     def close(self) -> None:
-        """Nobody else starts in this step."""
+        """Start no further sequence in this step."""
         self._line.clear()
 
     def keep(self, sequence: Sequence, num_given: int) -> None:
-        """A slot for ``sequence``, and its blocks: less the first ``num_given``, which the one it waits for has, and
-        less those that it has in common with others who wait, for they are kept once.
+        """Reserve a slot and blocks for ``sequence``. Not reserved are its first ``num_given`` blocks, which the
+        sequence that it waits for has, nor those that it shares with others in ``keep``, which are reserved once.
         """
         hashes, kept = sequence.block_hashes, self._kept_hashes
         first = bisect_left(hashes, True, lo=num_given, key=lambda block_hash: block_hash not in kept)

@@ -1,4 +1,4 @@
-"""The sequences that wait for a place in a step."""
+"""The sequences that wait to be scheduled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WaitingQueue:
         self._sequences: list[Sequence] = []
         self._is_sorted = True
         self._num_to_compute: dict[int, int] = {}  # by seq_id
-        self.num_tokens = 0  # to compute for all of them, less what they are expected to find cached
+        self.num_tokens = 0  # to compute for all of them, minus what they are expected to find cached
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -30,19 +30,19 @@ class WaitingQueue:
 
     @property
     def has_preempted(self) -> bool:
-        """Whether any of them has run and was pushed out."""
+        """Whether any of them has run before and was preempted."""
         first = next(iter(self), None)
         return first is not None and first.status is SequenceStatus.PREEMPTED
 
     def push(self, sequence: Sequence, num_cached_tokens: int = 0) -> None:
-        """``num_cached_tokens``: of the sequence, which it is expected to find cached when its turn comes."""
+        """Add a sequence that is expected to find ``num_cached_tokens`` tokens cached when its turn comes."""
         self._sequences.append(sequence)
         self._is_sorted = False
         self._num_to_compute[sequence.seq_id] = max(1, sequence.num_tokens - num_cached_tokens)
         self.num_tokens += self._num_to_compute[sequence.seq_id]
 
     def take(self, sequences: list[Sequence]) -> None:
-        """Remove ``sequences``, which keep their order here."""
+        """Remove ``sequences``; the others keep their order."""
         taken = {s.seq_id for s in sequences}
         self._sequences = [s for s in self._sequences if s.seq_id not in taken]
         self.num_tokens -= sum(self._num_to_compute.pop(seq_id) for seq_id in taken)
@@ -52,6 +52,6 @@ class WaitingQueue:
         self.num_tokens -= self._num_to_compute.pop(sequence.seq_id)
 
     def check_invariants(self) -> None:
-        """The sum is that of the sequences here."""
+        """The token counts are those of the queued sequences."""
         assert self._num_to_compute.keys() == {s.seq_id for s in self._sequences}
         assert self.num_tokens == sum(self._num_to_compute.values())

@@ -1,4 +1,4 @@
-"""The operators for the CPU, in vectorised torch. Signatures and meaning are those of ``ops``."""
+"""The operators for CPUs, in vectorised torch. Signatures and meaning are those of ``ops``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def apply_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor, first_expert: int
 ) -> Tensor:
     out = torch.zeros_like(x)
-    # Choices sorted by expert: each expert's tokens then lie side by side.
+    # Sort the choices by expert, so that each expert's tokens are contiguous.
     choices, order = expert_ids.flatten().sort(stable=True)
     num_chosen = expert_ids.shape[1]
     bounds = torch.searchsorted(choices, torch.arange(first_expert, first_expert + len(gate_up) + 1)).tolist()
@@ -116,7 +116,7 @@ def _decode(
     scale: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """One query for each of n sequences, all at once; a KV head's queries are the rows of one product: [n, Hq, D]."""
+    """One query for each of n sequences, all at once: [n, Hq, D]. A KV head's queries are the rows of one product."""
     num_seqs, num_heads, head_size = q.shape
     longest = max(seq_lens)
     keys = _gather(key_cache, tables, longest)
@@ -143,7 +143,8 @@ def _prefill(
     """The last tokens of one sequence: q [t, Hq, D] over ``seq_len`` tokens → [t, Hq, D]."""
     num_queries, num_heads, head_size = q.shape
     num_kv_heads = key_cache.shape[1]
-    # Batch is the KV head, head is the query in its group: the group shares its keys by a stride of 0, not by a copy.
+    # The KV head is the batch dimension, the query head within its group is the head dimension: the group shares its
+    # keys by a stride of 0, not by a copy.
     grouped = q.view(num_queries, num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
     shared = (num_kv_heads, num_heads // num_kv_heads, seq_len, head_size)
     keys = _gather(key_cache, table, seq_len).transpose(0, 1).expand(shared)
@@ -160,7 +161,7 @@ def _prefill(
 
 
 def _gather(cache: Tensor, tables: Tensor, seq_len: int) -> Tensor:
-    """The first ``seq_len`` tokens of each table's blocks: [n, Hkv, seq_len, D], by one copy of whole tiles."""
+    """The first ``seq_len`` tokens of each table's blocks, [n, Hkv, seq_len, D], in one copy of whole tiles."""
     _, num_kv_heads, block_size, head_size = cache.shape
     num_seqs, num_blocks = tables.shape[0], -(-seq_len // block_size)
     heads = torch.arange(num_kv_heads).view(1, -1, 1)
@@ -177,20 +178,20 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[in
 
 def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
     if native.is_available() and x.dtype == torch.float32 and x.is_contiguous():
-        return native.row_maxima(x)  # torch takes several times as long for the place as for the number
+        return native.row_maxima(x)  # torch takes several times as long for the index as for the value
     values, places = x.max(dim=-1)
     return values, places
 
 
 def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
     vocab_size = logits.shape[-1]
-    # Of equally likely tokens at the edge of top-p, lower ids stay.
+    # Of equally likely tokens at the edge of top-p, those with lower ids stay.
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     ks = torch.tensor([min(k or vocab_size, vocab_size) for k in top_ks]).unsqueeze(1)
     ranked = ranked.masked_fill(ranked < ranked.gather(1, ks - 1), -torch.inf)
     probs = ranked.softmax(dim=-1).double()
     limits = torch.tensor(top_ps, dtype=torch.float64).unsqueeze(1)
     before = probs.cumsum(dim=-1) - probs
-    # Rounding may end the sum below 1, so a row that keeps everything is not compared.
+    # Rounding may bring the sum to 1 before the last token, so rows that keep everything are not compared.
     ranked = ranked.masked_fill((before >= limits) & (limits < 1.0), -torch.inf)
     return torch.empty_like(logits).scatter_(1, order, ranked)

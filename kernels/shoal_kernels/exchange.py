@@ -1,4 +1,4 @@
-"""How ranks that share each layer see one another's parts of a sum, from within the native decoder's step."""
+"""How ranks that share each layer exchange their parts of a sum, from within the native decoder's step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shoal_kernels.native_library import EXCHANGE_LINE_BYTES, GATHER, CExchange
 
 
 class LostRank(RuntimeError):
-    """Another rank did not come to an exchange."""
+    """Another rank did not take part in an exchange."""
 
 
 class Exchange(Protocol):
-    """One rank's end, for one decoder. All ranks of it have the same size and capacity.
+    """One rank's end of an exchange, for one decoder. Size and capacity are the same on all ranks.
 
     Attributes:
-        native: what the library is told; it may be used as long as this object lives.
-        failure: what the function that carries the parts raised.
+        native: the struct for the library; valid as long as this object lives.
+        failure: the error that the function carrying the parts raised.
     """
 
     native: CExchange
@@ -30,27 +30,27 @@ class Exchange(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Exchanges that this rank has come to; read by another thread."""
+        """Exchanges that this rank has begun; read by another thread."""
         ...
 
 
 def shared_bytes(size: int, capacity: int) -> int:
-    """Memory of a ``SharedExchange`` between ``size`` ranks with parts of ``capacity`` floats."""
+    """Bytes of memory of a ``SharedExchange`` between ``size`` ranks with parts of ``capacity`` floats."""
     return size * EXCHANGE_LINE_BYTES + 2 * size * capacity * 4
 
 
 class SharedExchange:
-    """Ranks of one host, over memory that all have mapped: a rank waits on a counter of the other.
+    """For ranks on one host, over memory that all have mapped: a rank waits on the counters of the others.
 
     Args:
-        memory: ``shared_bytes`` of it, writable, aligned to a line, zero before the first rank came.
+        memory: ``shared_bytes`` bytes, writable, aligned to a line, zeroed before the first rank uses them.
         timeout_s: the longest wait for another rank.
     """
 
     def __init__(self, memory: memoryview, rank: int, size: int, capacity: int, timeout_s: float) -> None:
         if memory.nbytes < shared_bytes(size, capacity):
             raise ValueError(f"memory: got {memory.nbytes} bytes; must be {shared_bytes(size, capacity)}")
-        self._memory = np.frombuffer(memory, dtype=np.uint8)  # holds it
+        self._memory = np.frombuffer(memory, dtype=np.uint8)  # keeps it alive
         self._turn = self._memory[rank * EXCHANGE_LINE_BYTES :][:4].view(np.uint32)
         self.failure: BaseException | None = None
         self.native = CExchange(rank, size, capacity, self._memory.ctypes.data, GATHER(), timeout_s)
@@ -61,9 +61,9 @@ class SharedExchange:
 
 
 class CarriedExchange:
-    """Ranks anywhere; ``gather`` is given this rank's part, float32 [count], and all ranks' to fill, [size, count].
+    """For ranks anywhere. ``gather`` gets this rank's part, float32 [count], and fills all ranks' parts, [size, count].
 
-    What ``gather`` raises, the decoder's step raises.
+    The decoder's step raises what ``gather`` raises.
     """
 
     def __init__(self, gather: Callable[[Tensor, Tensor], None], rank: int, size: int, capacity: int) -> None:
@@ -74,7 +74,7 @@ class CarriedExchange:
         self.native = CExchange(rank, size, capacity, None, GATHER(self._carry), 0.0)
 
     def _carry(self, part: int, count: int, parts: int) -> int:
-        """Called from C, which no exception may cross."""
+        """Called from C, so no exception may leave it."""
         self.num_calls += 1
         try:
             self._gather(_floats(part, count), _floats(parts, self._size * count).view(self._size, count))

@@ -1,6 +1,6 @@
-"""Weight-only integer formats: 8 or 4 bits a weight, scaled for each 32 inputs of an output.
+"""Weight-only integer formats: 8 or 4 bits per weight, with a scale for every 32 inputs of an output.
 
-Rounded to the nearest, without calibration data, as llama.cpp's Q8_0 and Q4_1 are.
+Weights are rounded to the nearest, without calibration data, as in llama.cpp's Q8_0 and Q4_1.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ BITS = (8, 4)
 
 @dataclass(frozen=True, slots=True)
 class IntegerWeight:
-    """A matrix as ``values * scales + minimums``, with one scale and one minimum for ``GROUP_SIZE`` inputs.
+    """A matrix as ``values * scales + minimums``, with one scale and one minimum per ``GROUP_SIZE`` inputs.
 
     Attributes:
         bits: 8 or 4.
-        values: int8 [outputs, inputs] of 8 bits; uint8, at most 15, of 4.
+        values: [outputs, inputs]; int8 for 8 bits, uint8 of at most 15 for 4 bits.
         scales: bfloat16 [outputs, inputs / GROUP_SIZE].
-        minimums: the same, of 4 bits; 8 bits are symmetric and have none.
+        minimums: like ``scales``, for 4 bits; 8 bits are symmetric and have none.
     """
 
     bits: int
@@ -31,7 +31,7 @@ class IntegerWeight:
     minimums: Tensor | None = None
 
     def widen(self, dtype: torch.dtype) -> Tensor:
-        """The matrix that it stands for, [outputs, inputs]."""
+        """The matrix that it represents, [outputs, inputs]."""
         groups = self.values.float().view(*self.scales.shape, GROUP_SIZE) * self.scales.float().unsqueeze(-1)
         if self.minimums is not None:
             groups += self.minimums.float().unsqueeze(-1)
@@ -42,7 +42,7 @@ def round_weight(weight: Tensor, bits: int) -> IntegerWeight:
     """Round ``weight`` [outputs, inputs] to integers.
 
     Raises:
-        ValueError: bits other than 8 or 4, or inputs that are not a multiple of ``GROUP_SIZE``.
+        ValueError: ``bits`` is neither 8 nor 4, or the number of inputs is not a multiple of ``GROUP_SIZE``.
     """
     if bits not in BITS:
         raise ValueError(f"bits: got {bits}; must be 8 or 4")
@@ -61,5 +61,5 @@ def round_weight(weight: Tensor, bits: int) -> IntegerWeight:
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """Of the scale as it is stored; 0 for a group that is all one value."""
+    """The inverse of the scale as stored; 0 for a scale of 0, as of a group whose values are all the same."""
     return torch.where(scales == 0, 0.0, 1.0 / scales.float()).unsqueeze(-1)

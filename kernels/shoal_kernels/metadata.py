@@ -1,4 +1,4 @@
-"""What attention must know of a step beside its tensors."""
+"""What attention needs to know about a step, apart from its tensors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Where each sequence's queries and keys are. Made once per step, shared by all layers.
+    """Where each sequence's queries and keys are. Made once per step and shared by all layers.
 
     The queries of sequence ``i`` are rows ``query_start_loc[i]:query_start_loc[i + 1]`` of the step's tokens, and are
-    the last ones of its ``seq_lens[i]`` tokens: row ``j`` from the end stands at position ``seq_lens[i] - 1 - j``.
-    Lengths are host integers, so that no backend reads the device to learn a shape.
+    the last ones of its ``seq_lens[i]`` tokens: row ``j`` from the end is at position ``seq_lens[i] - 1 - j``.
+    Lengths are host integers, so that no backend has to read them back from the device.
 
     Attributes:
-        query_start_loc: num_seqs + 1 ints, rising from 0.
-        seq_lens: num_seqs ints; tokens whose KV is in the cache once the step's have been written.
-        block_tables: int32 [num_seqs, max_blocks], block ids in order of position, padded with 0.
-        slot_mapping: int64 [num_tokens]; ``block_id * block_size + offset`` where each token's KV goes.
+        query_start_loc: num_seqs + 1 ints, increasing from 0.
+        seq_lens: num_seqs ints; tokens whose KV is in the cache once the step's tokens have been written.
+        block_tables: int32 [num_seqs, max_blocks], block ids in order of position, padded with any valid id.
+        slot_mapping: integers [num_tokens]; ``block_id * block_size + offset`` where each token's KV goes.
     """
 
     query_start_loc: Sequence[int]

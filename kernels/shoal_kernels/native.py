@@ -1,6 +1,6 @@
 """The native CPU decoder: a whole step in one call to C++ (``csrc``), with its own weights, KV pages and threads.
 
-Optional: where the library was not built, or a shape is not covered, the torch operators serve.
+Optional: if the library was not built, or does not support a shape, the torch operators serve.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class DecoderShape:
 
     Attributes:
         dtype: of weights, activations and KV.
-        vocab_size, hidden_size: the whole model's; the other sizes and counts are the shard's.
-        first_layer: the model's number of the shard's first layer.
-        vocab: rows of embedding and head that the shard holds; None is all.
+        vocab_size, hidden_size: those of the whole model; other sizes and counts are the shard's.
+        first_layer: index of the shard's first layer in the whole model.
+        vocab: rows of embedding and head that the shard holds; None means all.
     """
 
     dtype: torch.dtype
@@ -91,19 +91,19 @@ def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
 class NativeDecoder:
     """Embedding, layers, final norm and head, over weights that it packs and KV blocks that it owns.
 
-    A token's result does not depend on which others share its step, nor on the number of threads. Not thread-safe.
-    Of a shard, all ranks make the same calls; products over what is spread between them are summed by ``exchange``.
+    A token's result depends neither on the other tokens of its step nor on the number of threads. Not thread-safe.
+    For a shard, all ranks must make the same calls; ``exchange`` sums their partial products.
 
     Args:
-        weights: packed parameters with their names (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the
-            shape's dtype; packed one by one. Matrices may be integers where that is bfloat16.
+        weights: parameters with their names (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the
+            shape's dtype; repacked one by one. Matrices may be integers if that dtype is bfloat16.
         cos_sin: float32 [max_positions, head_size]: cosines, then sines.
         kernels: one of ``native_library.supported_kernels()``, or "" for the best.
-        exchange: how the ranks that share each layer see one another; None where there is one.
+        exchange: connects the ranks that share each layer; None if there is only one.
 
     Raises:
-        ValueError: a shape that is not covered, an instruction set that this machine does not run, or a parameter that
-            is missing or of another size.
+        ValueError: the shape is not supported, this machine does not support the instruction set, or a parameter is
+            missing or of the wrong size.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class NativeDecoder:
         self._step_address = ctypes.addressof(self._step)
         self._forward = library().shoal_decoder_step
         self._seq_lens = KeptArray(np.int32)
-        self._inputs: tuple[object, ...] = ()  # of the last step, which reads them where they lie
+        self._inputs: tuple[object, ...] = ()  # keeps the last step's inputs alive, which are read in place
         self._results = Results(0, shape.vocab_size)
-        self._leaves_out = False  # the last step, its logits
+        self._leaves_out = False  # whether the last step left out its logits
         self._exchange = exchange
         peers = ctypes.byref(exchange.native) if exchange is not None else None
         self._handle: int | None = library().shoal_decoder_create(ctypes.byref(_c_shape(shape, kernels)), peers)
@@ -146,7 +146,7 @@ class NativeDecoder:
 
     @property
     def progress(self) -> int:
-        """A number that differs once a step has gone on. Another thread may read it, until ``close``."""
+        """A number that changes as a step progresses. Another thread may read it, until ``close``."""
         return int(library().shoal_decoder_progress(self._open()))
 
     def forward(
@@ -163,23 +163,24 @@ class NativeDecoder:
         wants_logits: bool = True,
         wants_maxima_alone: bool = False,
     ) -> Tensor:
-        """Compute a step's tokens, writing their KV, and the logits of ``sample_rows``.
+        """Compute a step's tokens, write their KV, and compute the logits of ``sample_rows``.
 
         Args: see ``AttentionMetadata``; ``input_ids``, ``positions``, ``slot_mapping`` [num_tokens], ``block_tables``
             [num_seqs, max_blocks].
-            hidden: float32 [num_tokens, hidden_size], what stages hand on: read on all but the first, then written on
-            all but the last.
-            wants_logits: whether this rank of the last stage takes them.
-            wants_maxima_alone: logits are left out, and ``maxima`` are found without them where that is faster.
+            hidden: float32 [num_tokens, hidden_size], the activations passed between stages: read on all stages but
+                the first, then written on all but the last.
+            wants_logits: whether this rank of the last stage receives the logits.
+            wants_maxima_alone: leave out the logits; ``maxima`` are then found without them where that is faster.
 
         Returns:
-            float32 [num_samples, vocab_size], overwritten by the next call: fresh pages for megabytes of logits would
-            cost more than filling them. [0, vocab_size] where they are not wanted, are left out, or the stage is not
-            the last.
+            float32 [num_samples, vocab_size], overwritten by the next call, because new pages for megabytes of logits
+            would cost more than filling them. [0, vocab_size] if the logits are not wanted or left out, or if the
+            stage is not the last.
 
         Raises:
-            LostRank: another rank did not come to an exchange; whatever the function that carries it raised.
-            ValueError: a token, position, slot, block or row that does not exist; nothing was computed.
+            LostRank: another rank did not take part in an exchange. If a function carries the exchange, what it raised
+                is raised instead.
+            ValueError: a token, position, slot, block or row does not exist; nothing was computed.
         """
         if not (self.shape.is_first_stage and self.shape.is_last_stage):
             _check_hidden(hidden, len(input_ids), self.shape.hidden_size)
@@ -200,8 +201,8 @@ class NativeDecoder:
         return self.forward_again(seq_lens)
 
     def forward_again(self, seq_lens: Sequence[int] | NDArray[np.int32]) -> Tensor:
-        """The last step, which was one, once more with what its arrays hold by now, and sequences of these lengths.
-        Arrays that ``forward`` had to convert, for they were of other types or not contiguous, are what they were.
+        """Run the last step again with the present contents of its arrays and these sequence lengths; a step must have
+        run. Arrays that ``forward`` had to convert (other dtype, or not contiguous) keep their old contents.
 
         Returns, raises: as ``forward``.
         """
@@ -216,14 +217,14 @@ class NativeDecoder:
 
     @property
     def maxima(self) -> RowMaxima:
-        """Of each row of the last logits, given or left out."""
+        """The maxima of the rows of the last logits, whether these were returned or left out."""
         return self._results.maxima
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Make each destination block what its source was before the call; ``pairs`` are (source, destination).
+        """Copy blocks; ``pairs`` are (source, destination), and every source is read as it was before the call.
 
         Raises:
-            ValueError: a block that does not exist.
+            ValueError: a block does not exist.
         """
         flat = np.ascontiguousarray(pairs, np.int64).reshape(-1, 2)
         if flat.size and not (flat.min() >= 0 and flat.max() < self.shape.num_blocks):
@@ -231,26 +232,26 @@ class NativeDecoder:
         self._check(library().shoal_decoder_copy_blocks(self._open(), flat.ctypes.data, len(flat)))
 
     def close(self) -> None:
-        """Free weights, KV blocks and threads. Nothing may follow but another ``close``."""
+        """Free weights, KV blocks and threads. No call may follow except another ``close``."""
         if self._handle:
             library().shoal_decoder_destroy(self._handle)
             self._handle = None
 
     def __del__(self) -> None:
-        # Not made whole when the constructor raised.
+        # If the constructor raised, there may be no handle.
         if getattr(self, "_handle", None):
             self.close()
 
     def _required(self) -> set[str]:
-        """Names of what every decoder of this shape has: all but biases and norms of queries and keys."""
+        """Names of the parameters that every decoder of this shape has: all but biases and query and key norms."""
         of_layer = [name for name in LAYER_PARAMETERS if name.endswith(("_proj.weight", "_layernorm.weight"))]
         layers = range(self.shape.first_layer, self.shape.first_layer + self.shape.num_layers)
         tables = {name for name in GLOBAL_PARAMETERS if self._place(name) is not None}
         return tables | {f"layers.{layer}.{name}" for layer in layers for name in of_layer}
 
     def _place(self, name: str) -> tuple[int, int] | None:
-        """A parameter's number and its layer here; None where the shard has no use for it. A tied
-        model's embedding is its head, which both ends need.
+        """A parameter's number and its layer in this shard; None if the shard does not need it. The embedding of a tied
+        model is its head, which the first and the last stage need.
         """
         if name not in GLOBAL_PARAMETERS:
             layer, _, of_layer = name.removeprefix("layers.").partition(".")

@@ -1,4 +1,4 @@
-"""Where inputs and results of the native decoder's steps lie: kept memory, as to ask for it shows in small steps."""
+"""Reused memory for inputs and results of the native decoder's steps: allocating it would show in small steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 
 class RowMaxima(NamedTuple):
-    """Of each row of logits the largest, NaN where a row has one, and its first place."""
+    """For each row of logits the largest value (NaN if the row contains one), and its first index."""
 
     largest: Sequence[float]
     places: list[int]
 
 
 class Results:
-    """Where a step's logits and their maxima go: what the last one had, if that is large enough."""
+    """The buffers of a step's logits and their maxima: those of the last step, if they are large enough."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._whole = torch.empty((num_rows, vocab_size), dtype=torch.float32)
@@ -28,7 +28,7 @@ class Results:
         self.addresses = self._whole.data_ptr(), self._largest.ctypes.data, self._places.ctypes.data
 
     def of(self, num_rows: int) -> Results:
-        """These for so many rows, or larger ones."""
+        """These buffers cut to ``num_rows`` rows, or new, larger ones."""
         if num_rows > len(self._whole):
             return Results(num_rows, self._whole.shape[1])
         if num_rows != len(self.logits):
@@ -43,14 +43,14 @@ class Results:
 
 
 class KeptArray:
-    """A step's input, copied to where the last one was: asking numpy for an address shows in a step of one sequence."""
+    """A step's input, copied to reused memory: asking numpy for an address would show in a step of one sequence."""
 
     def __init__(self, dtype: type[np.integer[Any]]) -> None:
         self._array = np.empty(0, dtype)
         self._address = 0
 
     def put(self, values: Sequence[int] | NDArray[np.integer[Any]]) -> int:
-        """The address of a copy of ``values``, good until the next call."""
+        """The address of a copy of ``values``, valid until the next call."""
         if len(values) > len(self._array):
             self._array = np.empty(2 * len(values), self._array.dtype)
             self._address = self._array.ctypes.data

@@ -1,4 +1,4 @@
-"""The native library as ctypes sees it: what ``csrc/shoal_native.h`` declares."""
+"""The native library through ctypes: the declarations of ``csrc/shoal_native.h``."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def is_built() -> bool:
 
 
 def supported_kernels() -> tuple[str, ...]:
-    """Instruction sets that were built and that this machine runs, best first; none where there is no library."""
+    """Instruction sets that were built and that this machine supports, best first; none without a library."""
     return tuple(library().shoal_supported_kernels().decode().split(",")) if is_built() else ()
 
 

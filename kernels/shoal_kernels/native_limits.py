@@ -1,8 +1,8 @@
-"""What the native CPU decoder takes. Imports no torch: what will serve is known before anything is loaded."""
+"""What the native CPU decoder supports. Imports no torch, so that this is known before anything is loaded."""
 
 from __future__ import annotations
 
-DTYPES = {"bfloat16": 0, "float32": 1}  # and their numbers in shoal_native.h
+DTYPES = {"bfloat16": 0, "float32": 1}  # with their numbers in shoal_native.h
 PAGE_TOKENS = 16
 HEAD_UNIT = 16
 MAX_HEAD_SIZE = 256
@@ -19,7 +19,7 @@ def refusal(
     head_size: int,
     block_size: int,
 ) -> str | None:
-    """The first thing about a shape that the decoder does not take, as words; None where it takes all."""
+    """The first property of a shape that the decoder does not support, in words; None if it supports the shape."""
     if dtype not in DTYPES:
         return f"dtype {dtype} is not one of {', '.join(DTYPES)}"
     if head_size % HEAD_UNIT or head_size > MAX_HEAD_SIZE:

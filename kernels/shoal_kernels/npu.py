@@ -1,9 +1,9 @@
-"""The operators for Ascend NPUs, by torch_npu. Signatures and meaning are those of ``ops``.
+"""The operators for Ascend NPUs, using torch_npu. Signatures and meaning are those of ``ops``.
 
-Written against torch_npu 2.10 to 2.13. A cache is ``[num_blocks, block_size, Hkv, D]``, the one plain layout that both
+Written against torch_npu 2.10 to 2.13. A cache is ``[num_blocks, block_size, Hkv, D]``, the only plain layout that both
 the write and the attention operator take. Attention is one operator for prefill, chunk, prefix hit and decode alike:
-packed (TND) for the head sizes that packing is documented for, else by the padded layout (BSND), which takes every
-head size that ``refusal`` lets pass. Lengths are host integers throughout; nothing here waits for the device.
+in packed layout (TND) for the head sizes for which packing is documented, else in padded layout (BSND), which takes
+every head size that ``refusal`` accepts. Lengths are host integers throughout; nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_int8 import Int8Weight
 from shoal_kernels.npu_limits import INT32_MAX, MAX_BATCH, MAX_TOP_K, PACKED_HEAD_SIZES, ROTARY_MULTIPLE
 
-MASK_SIZE = 2048  # of the mask that stands for every length
+MASK_SIZE = 2048  # of the one mask that is used for every length
 CAUSAL, BAND = 3, 4  # sparse modes, aligned to the last query
-COUNTS = 1  # of the two ways to say where groups end
+COUNTS = 1  # groups are given by their sizes, not by their ends
 
 
 def cache_shape(num_blocks: int, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
@@ -104,9 +104,10 @@ def paged_attention(
 
 
 def _parts(seq_lens: Sequence[int], num_blocks: int, block_size: int) -> list[tuple[int, int]]:
-    """Ranges of sequences that one call takes: their block counts add up to no more than the cache has.
+    """Ranges of sequences for one call each: their block counts must add up to no more than the cache has.
 
-    More than one only where sequences share so many blocks that together they would not fit the cache, or are too many.
+    There is more than one range only if sequences share so many blocks that the sum exceeds the cache, or if there are
+    more than MAX_BATCH sequences.
     """
     parts, start, total = [], 0, 0
     for index, seq_len in enumerate(seq_lens):
@@ -131,7 +132,7 @@ def _attend_packed(
 def _attend_padded(
     q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int | None
 ) -> Tensor:
-    """Neighbours of equal query length in one call, so that nothing is padded: q [n, length, Hq, D]."""
+    """One call per run of sequences of the same query length, so that nothing is padded: q [n, length, Hq, D]."""
     lengths, starts, tables = metadata.query_lens, metadata.query_start_loc, metadata.block_tables
     outputs, first = [], 0
     for end in range(1, len(lengths) + 1):
@@ -162,7 +163,7 @@ def _attention(
     num_blocks, block_size, num_kv_heads, _ = keys.shape
     result = torch_npu.npu_fused_infer_attention_score(
         query=q.contiguous(),
-        # Four dimensions would be read as [blocks, heads, block size, head size].
+        # With four dimensions, it would be read as [blocks, heads, block size, head size].
         key=keys.view(num_blocks, block_size, -1),
         value=values.view(num_blocks, block_size, -1),
         atten_mask=causal_mask(q.device),
@@ -172,7 +173,7 @@ def _attention(
         num_heads=q.shape[-2],
         num_key_value_heads=num_kv_heads,
         scale=scale,
-        # A band counts the tokens before a query, a window the query too.
+        # A band counts the tokens before a query; a sliding window includes the query.
         pre_tokens=INT32_MAX if sliding_window is None else sliding_window - 1,
         next_tokens=INT32_MAX if sliding_window is None else 0,
         sparse_mode=CAUSAL if sliding_window is None else BAND,
@@ -184,7 +185,7 @@ def _attention(
 
 @cache
 def causal_mask(device: torch.device) -> Tensor:
-    """int8 [2048, 2048], 1 above the diagonal: what modes 3 and 4 take, whatever the lengths. Made once per device."""
+    """int8 [2048, 2048], 1 above the diagonal, as modes 3 and 4 take it for all lengths. Made once per device."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu(1).to(device)
 
 
@@ -205,7 +206,7 @@ def apply_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor, first_expert: int
 ) -> Tensor:
     num_experts = len(gate_up)
-    # Experts of other ranks become one that nobody holds: its rows come last and are in no group.
+    # Map the experts of other ranks to one extra expert: its rows come last and are in no group.
     local = expert_ids - first_expert
     local = torch.where((local >= 0) & (local < num_experts), local, num_experts).int()
     rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
@@ -219,8 +220,8 @@ def apply_experts(
         quant_mode=-1,
     )
     y = _per_expert(silu_and_mul(_per_expert(rows, gate_up, counts)), down, counts)
-    # Rows in no group are memory that nobody has written; they become zeros. Where a place is -1 there is such a row,
-    # and the last is one.
+    # Rows in no group are uninitialised memory and are set to zero. If any place is -1 there is such a row, and the
+    # last row is one.
     is_written = torch.arange(len(y), device=y.device) < counts.sum()
     y = torch.where(is_written.unsqueeze(1), y, 0)
     places = torch.where(places < 0, len(y) - 1, places)
@@ -244,7 +245,7 @@ def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> 
     vocab_size = logits.shape[-1]
     ks = [min(k, vocab_size) if k > 0 else vocab_size for k in top_ks]
     if max(ks) > MAX_TOP_K and any(k < vocab_size for k in ks):
-        logits = _mask_below(logits, ks)  # the operator's k has a limit, this has not
+        logits = _mask_below(logits, ks)  # the operator limits k
     p = torch.tensor(top_ps, dtype=logits.dtype).to(logits.device)
     if max(ks) > MAX_TOP_K:
         return cast(Tensor, torch_npu.npu_top_k_top_p(logits, p=p))
@@ -252,7 +253,7 @@ def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> 
 
 
 def _mask_below(logits: Tensor, ks: Sequence[int]) -> Tensor:
-    """-inf for what is smaller than each row's k-th largest."""
+    """``logits`` with -inf for values smaller than the k-th largest of their row."""
     ranked = logits.sort(dim=-1, descending=True)[0]
     places = torch.tensor(ks).to(logits.device).unsqueeze(1) - 1
     return logits.masked_fill(logits < ranked.gather(1, places), -torch.inf)

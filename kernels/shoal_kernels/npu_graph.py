@@ -1,4 +1,4 @@
-"""Steps recorded once and replayed with a single call, so that the host keeps up with small batches."""
+"""Steps captured once as graphs and replayed with a single call, so that the host keeps up with small batches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class StepGraph:
-    """What ``run`` does, as a graph over the tensors that it used. Capturing runs nothing.
+    """What ``run`` does, captured as a graph over the tensors that it uses. Capturing executes nothing.
 
-    ``run`` must read changing inputs from fixed tensors, and must have run once before, so that what is made on first
-    use is there. Lengths of attention are the host's numbers: they are set before each replay.
+    ``run`` must read changing inputs from fixed tensors, and must have run once before, so that everything created on
+    first use exists. Attention lengths are host integers and are set before each replay.
 
     Args:
-        pool: memory that graphs share which are never replayed at once; None makes one.
+        pool: memory shared by graphs that are never replayed at the same time; None creates one.
     """
 
     def __init__(self, run: Callable[[], Tensor], pool: Any = None) -> None:
@@ -29,7 +29,7 @@ class StepGraph:
         return self._graph.pool()
 
     def replay(self, seq_lens: Sequence[int]) -> Tensor:
-        """Run it with these lengths; the same tensor each time, good until the next replay of the pool's graphs."""
+        """Run it with these lengths. Returns the same tensor each time, valid until the pool's next replay."""
         self._graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(seq_lens)}])
         self._graph.replay()
         return self._output

@@ -1,4 +1,4 @@
-"""Matrices of 8-bit integers on an NPU: weights by output channel, activations by token, products by the cube unit."""
+"""Int8 matrix products on an NPU's cube unit: weights are scaled per output channel, activations per token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Int8Weight:
 
 
 def round_weight(weight: Tensor) -> Int8Weight:
-    """``weight`` [out, in], each output channel by its largest number."""
+    """Round ``weight`` [out, in], scaling each output channel by its largest absolute value."""
     wide = weight.float()
     scale = wide.abs().amax(dim=1) / LARGEST
     values = (wide / torch.where(scale == 0, 1.0, scale).unsqueeze(1)).round().clamp(-LARGEST, LARGEST)
@@ -32,7 +32,7 @@ def round_weight(weight: Tensor) -> Int8Weight:
 
 
 def linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` with x [T, in] rounded row by row; [T, out] in the dtype of x."""
+    """``x @ weight.T + bias`` with x [T, in] quantized row by row → [T, out] in the dtype of x."""
     values, scale = torch_npu.npu_dynamic_quant(x)
     out = torch_npu.npu_quant_matmul(values, weight.values, weight.scale, pertoken_scale=scale, output_dtype=x.dtype)
     return cast(Tensor, out if bias is None else out + bias)

@@ -1,6 +1,6 @@
-"""What the NPU operators take, by the documentation that torch_npu 2.10 to 2.13 carry, and what the installed one has.
+"""What the NPU operators support, by the documentation in torch_npu 2.10 to 2.13, and which ones are installed.
 
-Imports no torch_npu: a shape can be refused before a device is opened.
+Does not import torch_npu, so that a shape can be refused before a device is opened.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MAX_BATCH = 4096
 MAX_HEADS = 256
 MAX_GROUP = 64
 MAX_HEAD_SIZE = 512
-MAX_ROW = 65535  # numbers of one token's keys; of its queries where they are padded
+MAX_ROW = 65535  # values of one token's keys; in the padded layout also of its queries
 ROTARY_MULTIPLE = 32
 MAX_TOP_K = 1024
 
-# The operators without which nothing runs, and the arguments that are passed to them.
+# The operators that every model needs, and the arguments passed to them.
 REQUIRED: dict[str, tuple[str, ...]] = {
     "npu_fused_infer_attention_score": (
         "query", "key", "value", "atten_mask", "actual_seq_lengths", "actual_seq_lengths_kv", "block_table",
@@ -49,7 +49,7 @@ INT8: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What a rank asks of attention. ``num_blocks`` counts those of one layer's cache."""
+    """The attention shape of a rank. ``num_blocks`` is that of one layer's cache."""
 
     dtype: torch.dtype
     num_heads: int
@@ -61,7 +61,7 @@ class AttentionShape:
 
 
 def refusal(shape: AttentionShape) -> str | None:
-    """Why an NPU cannot run this shape: the field, its value and the limit. None where it can."""
+    """Why an NPU cannot run this shape: the field, its value and the limit. None if it can."""
     if shape.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype: got {str(shape.dtype).removeprefix('torch.')!r}; NPU attention takes bfloat16"
     if shape.block_size != BLOCK_SIZE:
@@ -86,12 +86,12 @@ def refusal(shape: AttentionShape) -> str | None:
 
 
 def max_num_blocks(num_kv_heads: int, head_size: int) -> int:
-    """How many blocks one layer's cache may have."""
+    """The largest number of blocks of one layer's cache."""
     return INT32_MAX // (BLOCK_SIZE * num_kv_heads * head_size)
 
 
 def missing_operators(namespace: Any, required: dict[str, tuple[str, ...]]) -> list[str]:
-    """Which of ``required``, operators or arguments of them, ``namespace`` (``torch.ops.npu``) does not have."""
+    """The operators in ``required``, or arguments of them, that ``namespace`` (``torch.ops.npu``) lacks."""
     missing = []
     for name, wanted in required.items():
         packet = getattr(namespace, name, None)

@@ -1,13 +1,13 @@
-"""The operators of a decoder, by name. Each goes to the backend of its tensors' device.
+"""The operators of a decoder, by name. Each dispatches to the backend of its tensors' device.
 
 T is the number of tokens of a step, D the head size, H a number of heads. A *cache* is one layer's keys or values, in
 the backend's ``cache_shape``; a block of all heads is one contiguous piece to copy or to send. On the CPU it is
-``[num_blocks, num_kv_heads, block_size, D]``: the tokens of one block and head lie side by side, so that attention
-for a head streams whole tiles of ``block_size × D`` numbers (1 KiB to 4 KiB and aligned to cache lines for D of 32 and
-up), once for all query heads of the group.
+``[num_blocks, num_kv_heads, block_size, D]``: the tokens of one block and head are contiguous, so that attention for a
+head streams whole tiles of ``block_size × D`` values (1 KiB to 4 KiB and aligned to cache lines for D of 32 and up),
+once for all query heads of the group.
 
-Rounding follows transformers: norms compute in float32 and round before the weight; rotary runs in the model's dtype;
-softmax is float32.
+Rounding follows transformers: norms compute in float32 and round before multiplying by the weight; rotary embedding
+runs in the model's dtype; softmax is in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BACKENDS = {"cpu": "shoal_kernels.cpu", "npu": "shoal_kernels.npu"}
 
 @cache
 def backend(device_type: str) -> ModuleType:
-    """Module with these operators for a torch device type. Raises NotImplementedError for a type without one."""
+    """The module with these operators for a torch device type. Raises NotImplementedError if there is none."""
     if device_type not in BACKENDS:
         raise NotImplementedError(f"no kernels for device {device_type!r}; there are {', '.join(BACKENDS)}")
     return import_module(BACKENDS[device_type])
@@ -36,7 +36,7 @@ def backend(device_type: str) -> ModuleType:
 def cache_shape(
     device_type: str, num_blocks: int, num_kv_heads: int, block_size: int, head_size: int
 ) -> tuple[int, ...]:
-    """Shape of one layer's keys, or values; blocks come first."""
+    """The shape of one layer's keys, or values; the first dimension is the block."""
     shape = backend(device_type).cache_shape(num_blocks, num_kv_heads, block_size, head_size)
     return cast(tuple[int, ...], shape)
 
@@ -92,7 +92,7 @@ def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) ->
 def apply_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor, first_expert: int
 ) -> Tensor:
-    """The weighted sum of the gated MLPs that each token has chosen, of those that are held here.
+    """For each token, the weighted sum of its chosen experts' gated MLPs, counting only the experts held here.
 
     Args:
         x: [T, H].
@@ -137,22 +137,23 @@ def paged_attention(
 
 
 def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks (source, destination) within one layer's caches; every source is read before anything is written."""
+    """Copy blocks (source, destination) within one layer's caches; all sources are read before anything is written."""
     backend(key_cache.device.type).copy_blocks(key_cache, value_cache, pairs)
 
 
 def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest number of each row and the first place where it stands: float32 [T, N], N ≥ 1 → [T], int64 [T].
+    """The largest value of each row and its first index: float32 [T, N], N ≥ 1 → [T], int64 [T].
 
-    A row with NaN gives NaN and its first place.
+    A row with NaN gives NaN and the index of its first NaN.
     """
     return cast(tuple[Tensor, Tensor], backend(x.device.type).row_maxima(x))
 
 
 def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
-    """-inf outside each row's top-k, then outside the smallest set that has probability top-p (Holtzman et al. 2020).
+    """Set logits to -inf outside each row's top k, then outside the smallest set that reaches probability top-p
+    (Holtzman et al. 2020).
 
-    Tokens as likely as the k-th all stay.
+    All tokens as likely as the k-th stay.
 
     Args:
         logits: float32 [n, vocab_size].

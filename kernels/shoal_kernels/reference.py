@@ -1,6 +1,6 @@
-"""The operators in plain float32 torch, one token and one head at a time: slow, and the oracle of every backend.
+"""The operators in plain float32 torch, one token and one head at a time: slow, and the test oracle for every backend.
 
-Signatures and meaning are those of ``ops``; results are float32 whatever the inputs. A backend is right when it equals
+Signatures and meaning are those of ``ops``; results are float32 whatever the inputs. A backend is correct if it equals
 these up to its dtype's rounding.
 """
 

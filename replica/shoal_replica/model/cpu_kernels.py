@@ -1,4 +1,4 @@
-"""Which kernels serve on a CPU: the native decoder's, or torch's operators. Imports no torch, for plans of memory."""
+"""Which kernels serve on a CPU: the native decoder's, or torch's operators. Imports no torch, for memory planning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal_replica.shard import make_shard
 
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
-    """The native decoder's ``instruction_set``, or "" where torch serves, and then why."""
+    """The native decoder's ``instruction_set``; or "" if torch serves, with the reason in ``why_torch``."""
 
     instruction_set: str
     why_torch: str = ""
@@ -25,8 +25,8 @@ class CpuKernels:
 
 
 def choose_kernels(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig) -> CpuKernels:
-    """The native ones where they were built with this installation and take the shards of all ranks: what ranks send
-    each other must agree.
+    """The native kernels, if they were built with this installation and support the shards of all ranks (what ranks
+    send each other must match).
     """
     supported = native_library.supported_kernels()
     if not supported:

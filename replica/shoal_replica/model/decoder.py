@@ -1,4 +1,4 @@
-"""The model with its weights and its KV blocks, as the runner sees it: torch operators, or the native CPU kernels."""
+"""The model with its weights and KV blocks, as the runner sees it: on torch operators or the native CPU kernels."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """Computes steps over KV blocks of its own, the cache's ``num_blocks``. In host memory it has ``num_host_blocks``
-    rows.
+    """Computes steps over its own KV blocks: the cache's ``num_blocks``, and ``num_host_blocks`` rows in host memory.
 
-    On several ranks, each computes its shard of every step; the logits are whole on the rank that samples.
+    With several ranks, each computes its shard of every step; the rank that samples has the complete logits.
     """
 
     @property
     def progress(self) -> int:
-        """A number that differs once a step has gone on. Another thread may read it, until ``close``."""
+        """A number that changes as a step progresses. Another thread may read it, until ``close``."""
         ...
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
-        """Write the KV of a step's tokens; float32 logits [len(sample_rows), vocab_size], good until the next call.
+        """Write the KV of a step's tokens. Returns float32 logits [len(sample_rows), vocab_size], valid until the next
+        call.
 
-        Ranks that do not sample may give none, and so may one that has ``maxima``, where they are all that is wanted.
+        Ranks that do not sample may return none, and so may one that has ``maxima`` if only these are wanted.
 
         Raises:
             CollectiveError: another rank did not take part.
@@ -53,15 +53,15 @@ class Decoder(Protocol):
 
     @property
     def maxima(self) -> RowMaxima | None:
-        """Of each row that ``compute`` has just given; None where the sampler is to look for them."""
+        """The maxima of the rows of the last ``compute``; None if the sampler has to find them."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Make each destination what its source was; ``pairs`` are (source, destination)."""
+        """Copy blocks; ``pairs`` are (source, destination), and every source is read as it was before the call."""
         ...
 
     def move_out(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks to rows, pairs of (block, row). They may be overwritten at once."""
+        """Copy blocks to rows, pairs of (block, row). The blocks may be overwritten as soon as it returns."""
         ...
 
     def move_in(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -69,7 +69,7 @@ class Decoder(Protocol):
         ...
 
     def close(self) -> None:
-        """Give weights and KV blocks back to the system. No call may follow."""
+        """Release weights and KV blocks. No call may follow."""
         ...
 
 
@@ -80,16 +80,17 @@ def make_decoder(
     shard: Shard | None = None,
     group: ParallelGroup | None = None,
 ) -> Decoder:
-    """On an NPU its own; on the CPU the native kernels where they were built and cover the model, else torch.
+    """The decoder for the device: on an NPU its own; on a CPU the native kernels if they were built and support the
+    model, else torch.
 
     Args:
-        shard, group: what this rank holds and how it reaches the others; None is the whole model on one rank.
+        shard, group: what this rank holds and how it reaches the others; None means the whole model on one rank.
 
     Raises:
         NotFound, ConfigError: from ``stream_weights``.
     """
     if parallel.device == "npu":
-        open_device()  # says what is missing where that is torch_npu
+        open_device()  # raises a clear error if torch_npu is missing
         from shoal_replica.model.npu_decoder import NpuDecoder
 
         return NpuDecoder(model, cache, parallel, shard, group)
@@ -99,7 +100,7 @@ def make_decoder(
         decoder = NativeCpuDecoder(model, cache, parallel, shard, group)
         logger.info("the native %s kernels serve", decoder.kernels)
         return decoder
-    # There are no faster experts than torch's; all else can be set or installed otherwise.
+    # For experts there is nothing faster than torch; any other reason can be fixed by settings or installation.
     level = logging.INFO if model.moe is not None else logging.WARNING
     why = kernels.why_torch or "another rank has no native kernels"
     logger.log(level, "torch's operators serve, which are slower: %s", why)
@@ -107,8 +108,8 @@ def make_decoder(
 
 
 class TorchDecoder:
-    """``LlamaDecoder`` over zeroed blocks, [layers, 2, blocks, kv_heads, block_size, head_size] in one tensor. A CPU's
-    memory is the host's: the rows are the last of these blocks.
+    """``LlamaDecoder`` on a CPU over zeroed blocks, [layers, 2, blocks, kv_heads, block_size, head_size] in one tensor.
+    A CPU's memory is the host's, so the host rows are simply the last of these blocks.
     """
 
     def __init__(
@@ -169,8 +170,8 @@ class TorchDecoder:
 
 
 class NativeCpuDecoder:
-    """``shoal_kernels.native``: a step is one call, in which ranks sum what is spread over them. Rows as in
-    ``TorchDecoder``.
+    """``shoal_kernels.native``: a step is one call, within which the ranks sum their partial products. Host rows are
+    as in ``TorchDecoder``.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class NativeCpuDecoder:
         try:
             if step is self._last[0] and (sample_rows, wants_maxima_alone) == self._last[1:] and hidden is None:
                 return self._native.forward_again(step.seq_lens)
-            self._last = None, (), False  # nothing goes on from a step that fails
+            self._last = None, (), False  # a step that fails must not be continued
             logits = self._native.forward(
                 input_ids=step.input_ids,
                 positions=step.positions,

@@ -1,4 +1,4 @@
-"""The parts of a Llama-family decoder layer: views on packed weights, and a call."""
+"""The parts of a Llama-family decoder layer: each holds views of packed weights and is called on activations."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shoal_replica.shard import Shard
 
 Weights = dict[str, Tensor]
 LayerCache = tuple[Tensor, Tensor]
-"""One layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_size]."""
+"""One layer's keys and values, each of ``ops.cache_shape``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What every layer of a step shares.
+    """Inputs that all layers of a step share.
 
     Attributes:
-        positions: int64 [num_tokens].
+        positions: integers [num_tokens].
         cos_sin_cache: [max_positions, head_size], see ``rotary_cache``.
     """
 
@@ -47,7 +47,7 @@ class Linear:
 
 
 class RowParallelLinear(Linear):
-    """A Linear whose input columns are spread over the ranks; their partial products are added up."""
+    """A Linear whose input columns are spread over the ranks; an all-reduce adds up their partial products."""
 
     __slots__ = ("group",)
 
@@ -60,7 +60,7 @@ class RowParallelLinear(Linear):
 
 
 class Attention:
-    """Grouped-query attention with rotary positions over a rank's heads; Qwen3 also norms each query and key head."""
+    """Grouped-query attention with rotary embeddings over a rank's heads; Qwen3 also norms each query and key head."""
 
     def __init__(self, config: ModelConfig, shard: Shard, group: ParallelGroup, weights: Weights, prefix: str) -> None:
         self.qkv_proj = Linear(weights, f"{prefix}qkv_proj")
@@ -99,7 +99,7 @@ class Mlp:
 
 
 class Experts:
-    """A mixture of gated MLPs: every rank routes every token, and computes the experts that it holds."""
+    """A mixture of gated MLPs: every rank routes all tokens and computes the experts that it holds."""
 
     def __init__(self, moe: MoeConfig, shard: Shard, group: ParallelGroup, weights: Weights, prefix: str) -> None:
         self.router = Linear(weights, f"{prefix}router")
@@ -116,7 +116,7 @@ class Experts:
 
 
 class DecoderLayer:
-    """Attention, and MLP or experts, each after a norm and added to the residual stream."""
+    """Attention, then MLP or experts; each is preceded by a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, shard: Shard, group: ParallelGroup, weights: Weights, layer: int) -> None:
         prefix = f"layers.{layer}."
@@ -134,7 +134,7 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, cache: LayerCache, step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [T, hidden] → the same; the stream is their sum, added by the norm that reads it next."""
+        """x, residual [T, hidden] → the same. The residual stream is their sum, which the next norm computes."""
         if residual is None:
             x, residual = ops.rms_norm(x, self.input_norm, self.eps), x
         else:
@@ -145,14 +145,14 @@ class DecoderLayer:
 
 
 def rotary_cache(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Cosines, then sines, of every position's angles: [max_model_len, head_size], made in float32."""
+    """Cosines, then sines, of every position's angles: [max_model_len, head_size], computed in float32."""
     positions = torch.arange(config.max_model_len, dtype=torch.float32)
     angles = torch.outer(positions, rotary_frequencies(config))
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each pair, float32 [head_size / 2]: Su et al. 2021, and the config's scaling."""
+    """Radians per position for each pair, float32 [head_size / 2]: Su et al. 2021, with the config's scaling."""
     exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
@@ -165,7 +165,7 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 def _llama3_frequencies(frequencies: Tensor, factor: float, scaling: dict[str, float]) -> Tensor:
-    """Llama 3.1: long wavelengths are divided by ``factor``, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths' frequencies are divided by ``factor``, short ones' kept, others interpolated."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     context = scaling["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / frequencies

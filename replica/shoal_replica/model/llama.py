@@ -1,4 +1,4 @@
-"""The Llama-family decoder: Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE by config; whole, or one rank's shard of it."""
+"""The Llama-family decoder (Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE, by config): whole, or one rank's shard."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class LlamaDecoder:
 
     Args:
         config: shape of the model.
-        weights: as ``load_weights`` gives them for the shard; they are not copied.
-        shard, group: what this rank holds and how it reaches the others; None is the whole model on one rank.
+        weights: as returned by ``load_weights`` for the shard; not copied.
+        shard, group: what this rank holds and how it reaches the others; None means the whole model on one rank.
 
     Attributes:
-        num_layers_begun: over all steps. Who repeats steps without calls, as a graph does, adds its layers.
+        num_layers_begun: over all steps. A caller that repeats steps without calling it, as a graph does, must add to
+            it.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class LlamaDecoder:
         metadata: AttentionMetadata,
         sample_rows: Tensor,
     ) -> Tensor:
-        """Compute a step's tokens, writing their KV, and the logits of the rows that sample.
+        """Compute a step's tokens, write their KV, and compute the logits of the rows that sample.
 
         Args:
-            input_ids, positions: int64 [num_tokens].
+            input_ids, positions: integers [num_tokens].
             caches: keys and values of each of this rank's layers.
-            sample_rows: int64 [num_samples]; rows of ``input_ids`` whose next token is wanted.
+            sample_rows: integers [num_samples]; rows of ``input_ids`` whose next token is wanted.
 
         Returns:
             float32 [num_samples, vocab_size]; [0, vocab_size] on a stage that is not the last.
@@ -81,7 +82,7 @@ class LlamaDecoder:
         return self._logits(x)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
-        """Each rank looks up the tokens of its own rows; the sum over the ranks has them all."""
+        """Each rank looks up the tokens in its own vocabulary rows; the sum over the ranks has all of them."""
         assert self.embed_tokens is not None
         if self.shard.tensor_size == 1:
             return functional.embedding(input_ids, self.embed_tokens)
@@ -95,7 +96,7 @@ class LlamaDecoder:
         return self.group.receive_from_previous_stage(x)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """The ranks' columns of the logits side by side, without those that pad the last rank's share."""
+        """The logits: the ranks' columns side by side, without the padding of the last ranks' shares."""
         assert self.norm is not None
         assert self.lm_head is not None
         logits = ops.linear(ops.rms_norm(x, self.norm, self.config.rms_norm_eps), self.lm_head)

@@ -1,4 +1,4 @@
-"""Runs a scheduler's steps on one rank: the sequences, the KV blocks and the model are here."""
+"""Runs a scheduler's steps on one rank, which holds the sequences, the KV blocks and the model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from shoal_replica.shard import Shard
 
 
 class ModelRunner:
-    """An ``Executor`` in this process. Loads the model and allocates the whole block pool when made.
+    """An ``Executor`` in this process. Its constructor loads the model and allocates the whole block pool.
 
-    As one of several ranks, it must see every step, and of each step the tokens that another rank has sampled.
+    As one of several ranks, it must be given every step, and the tokens of each step that another rank has sampled.
 
     Args:
-        shard, group: this rank's part and how it reaches the others; None is the whole model on one rank.
+        shard, group: this rank's part and how it reaches the others; None means the whole model on one rank.
 
     Raises:
         NotFound, ConfigError: from ``make_decoder``.
@@ -55,11 +55,11 @@ class ModelRunner:
 
     @property
     def progress(self) -> int:
-        """A number that differs once a step has gone on. Another thread may read it, until ``close``."""
+        """A number that changes as a step progresses. Another thread may read it, until ``close``."""
         return self._decoder.progress
 
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """Run one step, in the order that ``SchedulerOutput`` promises."""
+        """Run one step, in the order that ``SchedulerOutput`` specifies."""
         for seq_id in output.dropped_seq_ids:
             self._sequences.drop(seq_id)
             self._sampler.forget(seq_id)
@@ -79,7 +79,7 @@ class ModelRunner:
         return self._sample(output.scheduled, logits) if self._samples else StepResult(())
 
     def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Append the last step's tokens, pairs of (sequence, token), on a rank that does not sample.
+        """On a rank that does not sample: append the last step's tokens, pairs of (sequence, token).
 
         Call it before the next step.
         """
@@ -87,14 +87,14 @@ class ModelRunner:
             self._sequences.append(seq_id, token_id)
 
     def check_health(self) -> None:
-        """A model in this process fails in a step or not at all."""
+        """Does nothing: a model in this process can fail only within a step."""
 
     def close(self) -> None:
-        """Give weights and KV blocks back to the system. No step may follow."""
+        """Release weights and KV blocks. No step may follow."""
         self._decoder.close()
 
     def warm_up(self) -> None:
-        """Run a small prefill and a decode in block 0, before any request: the first then finds everything loaded."""
+        """Run a small prefill and a decode in block 0 before any request, so that the first finds everything loaded."""
         num_tokens = min(self._block_size, self._config.max_model_len)
         sequences = SequenceTable(num_tokens, self._block_size)
         sequences.add(NewSequence(0, (0,) * (num_tokens + 1), num_tokens, 0, (0,), SamplingParams(), 0))
@@ -102,7 +102,7 @@ class ModelRunner:
             self._compute(sequences, (ScheduledSequence(0, computed, new, True),))
 
     def _compute(self, sequences: SequenceTable, scheduled: tuple[ScheduledSequence, ...]) -> Tensor:
-        """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size], or none where maxima do."""
+        """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size]; none if maxima suffice."""
         step = sequences.arrays(scheduled)
         ends = step.query_start_loc[1:]
         sample_rows = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
@@ -117,7 +117,7 @@ class ModelRunner:
         shares = [s for s in scheduled if s.samples]
         held = [self._held(s) for s in shares]
         maxima = self._decoder.maxima
-        if maxima is not None and all(h.takes_likeliest for h in held):  # in a small model's step, all else shows
+        if maxima is not None and all(h.takes_likeliest for h in held):  # more would show in a small model's step
             sampled = tuple(map(SampledToken, [s.seq_id for s in shares], likeliest(maxima)))
         else:
             rows = [self._sampler_row(s.seq_id, h) for s, h in zip(shares, held, strict=True)]
@@ -130,7 +130,7 @@ class ModelRunner:
         return StepResult(sampled, self._forward_s)
 
     def _held(self, scheduled: ScheduledSequence) -> HeldSequence:
-        """What is kept of a sequence that samples."""
+        """The held state of a sequence that samples."""
         held, end = self._sequences[scheduled.seq_id], scheduled.num_computed_tokens + scheduled.num_new_tokens
         if end != held.num_tokens:
             raise RuntimeError(f"sequence {scheduled.seq_id} samples after {end} of {held.num_tokens} tokens")

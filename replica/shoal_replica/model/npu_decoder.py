@@ -1,4 +1,4 @@
-"""``LlamaDecoder`` on an Ascend NPU: inputs in one transfer a step, and graphs for steps that only decode."""
+"""``LlamaDecoder`` on an Ascend NPU: one input transfer per step, and captured graphs for decode-only steps."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, load_weights, stream_weights
 from shoal_replica.shard import Shard, whole_shard
 
-ALIGNMENT = 8  # int32 numbers, 32 bytes: what the device's transfers are aligned to
+ALIGNMENT = 8  # int32 numbers, i.e. 32 bytes: the alignment of the device's transfers
 
 logger = logging.getLogger(__name__)
 
 
 class NpuDecoder:
-    """The process sees one device and uses it; Ray, or who started the process, has chosen it.
+    """Uses the first device that the process sees; Ray, or whatever started the process, chooses which that is.
 
     A step whose sequences all decode one token and all sample runs as the smallest captured graph that holds them,
-    filled up with sequences of a block of its own. Any other step, and any that a graph cannot hold, runs as it is.
+    padded with sequences in a block reserved for that. All other steps, and those too large for a graph, run eagerly.
 
     Raises:
         NotFound: from ``load_weights``.
@@ -56,7 +56,7 @@ class NpuDecoder:
         shard = shard or whole_shard(model)
         self._device = open_device()
         _check(model, cache, shard)
-        torch_npu.npu.set_compile_mode(jit_compile=False)  # the operators' binaries, not a compiler at each new shape
+        torch_npu.npu.set_compile_mode(jit_compile=False)  # use operator binaries, do not compile for each new shape
         self._model = LlamaDecoder(model, _load_weights(model, self._device, shard), shard, group)
         self._num_blocks, self._block_size = cache.num_blocks + EXTRA_BLOCKS, cache.block_size
         shape = ops.cache_shape("npu", self._num_blocks, len(shard.kv_heads), cache.block_size, model.head_size)
@@ -74,7 +74,7 @@ class NpuDecoder:
         self._graphs: dict[int, StepGraph] = {}
         self._graph_inputs: dict[int, _GraphInputs] = {}
         self._table_width = -(-model.max_model_len // cache.block_size)
-        # Between stages a step waits for another process, which a graph cannot.
+        # With several stages a step waits for another process, which a graph cannot do.
         if parallel.graph_sizes and shard.num_stages == 1:
             self._capture(parallel.graph_sizes)
 
@@ -89,14 +89,14 @@ class NpuDecoder:
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         logits = self._launch(step, sample_rows)
         if not self._samples:
-            # As who samples does for its tokens: a device that hangs or fails does so in its own rank's step.
+            # Wait, as the sampling rank does for its tokens: a hang or failure then shows in the step of its own rank.
             torch_npu.npu.current_stream().synchronize()
         return logits
 
     def _launch(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         num_seqs = len(step.seq_lens)
         if len(step.input_ids) == num_seqs == len(sample_rows):
-            # No more padding than a block has places, should graphs in between be missing.
+            # If graphs of sizes in between are missing: at most as much padding as a block has slots.
             sizes = [size for size in self._graphs if num_seqs <= size <= num_seqs + self._block_size]
             size = min(sizes, default=0)
             if size and self._blocks_fit(step.seq_lens, size - num_seqs):
@@ -138,25 +138,25 @@ class NpuDecoder:
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Numbers of decodes for which there are graphs."""
+        """The batch sizes for which there are graphs."""
         return tuple(sorted(self._graphs))
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _blocks_fit(self, seq_lens: Sequence[int], num_padding: int) -> bool:
-        """Whether the attention operator takes all sequences in the one call that a graph has recorded."""
+        """Whether the attention operator takes all sequences in the single call that the graph has recorded."""
         return sum(-(-n // self._block_size) for n in seq_lens) + num_padding <= self._num_blocks
 
     def _capture(self, sizes: Sequence[int]) -> None:
-        """Largest first: the others then fit the memory it has taken, and if the device can hold no more of them, a
-        smaller batch still finds a graph."""
+        """Capture graphs, largest first: the smaller ones then fit into its memory, and if the device can hold no more
+        graphs, smaller batches can still use a larger one."""
         pool = None
         for size in sorted(sizes, reverse=True):
             if size > self._num_blocks:
                 continue
             inputs = _GraphInputs(self._device, size, self._table_width, self._num_blocks, self._block_size)
-            # As long as may be, so that the operator's workspace is large enough for every replay.
+            # The longest possible, so that the operator's workspace is large enough for every replay.
             longest = min(self._table_width, self._num_blocks // size) * self._block_size
             metadata = AttentionMetadata(
                 query_start_loc=list(range(size + 1)),
@@ -191,7 +191,7 @@ class NpuDecoder:
 
 
 class PackedInputs:
-    """A step's integers, brought to the device as one piece from pinned memory."""
+    """A step's integers, copied from pinned memory to the device in one transfer."""
 
     def __init__(self, device: torch.device, num_numbers: int = 0) -> None:
         self._device = device
@@ -199,9 +199,9 @@ class PackedInputs:
         self._reserve(num_numbers)
 
     def load(self, *arrays: NDArray[np.integer]) -> list[Tensor]:
-        """The arrays, one-dimensional, as int32 tensors on the device; good until the next ``load``."""
+        """The one-dimensional arrays as int32 tensors on the device; valid until the next ``load``."""
         starts = np.cumsum([0, *(-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
-        # The last step's copy may still be reading: a step that samples nothing is not waited for.
+        # The last copy may still be reading the buffer, as nothing waits for a step that samples no token.
         self._copied.synchronize()
         if starts[-1] > len(self._host):
             self._reserve(2 * starts[-1])
@@ -220,8 +220,8 @@ class PackedInputs:
 class _GraphInputs:
     """The fixed tensors from which a graph of ``size`` decodes reads.
 
-    What fills it up are sequences of one token over the cache's last block. Their places in it count from the end, so
-    that they differ; a graph filled with them alone, as when it is captured, goes on into the blocks before.
+    Padding consists of sequences of one token over the cache's last block. Their slots count down from its end, so that
+    they differ; a graph of padding alone, as during capture, continues into the blocks before it.
     """
 
     def __init__(self, device: torch.device, size: int, table_width: int, num_blocks: int, block_size: int) -> None:
@@ -233,7 +233,7 @@ class _GraphInputs:
         self.ids, self.positions, self.slots, self.rows, self.tables = self.load(None)
 
     def load(self, step: StepArrays | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Bring a step's inputs, filled up, to the tensors; None fills them with padding alone."""
+        """Load a step's inputs, padded to ``size``, into the tensors; None loads padding alone."""
         num_seqs = 0 if step is None else len(step.seq_lens)
         ids, positions = np.zeros(self._size, np.int64), np.zeros(self._size, np.int64)
         slots = np.empty(self._size, np.int64)
@@ -247,7 +247,9 @@ class _GraphInputs:
 
 
 def _load_weights(model: ModelConfig, device: torch.device, shard: Shard) -> Weights:
-    """On the device; int8 rounds the projections of attention and MLP on the host, so the device never has both."""
+    """Load weights onto the device. For int8, projections of attention and MLP are rounded on the host, so that the
+    device never holds both versions.
+    """
     if model.quantization == "none":
         return load_weights(model, device, shard)
     loaded: dict[str, Any] = {}
@@ -257,7 +259,7 @@ def _load_weights(model: ModelConfig, device: torch.device, shard: Shard) -> Wei
             continue
         is_rounded = name.endswith("_proj.weight") and ".experts." not in name
         loaded[name] = (round_weight(weight) if is_rounded else weight).to(device)
-    return cast(Weights, loaded)  # ``ops.linear`` knows both
+    return cast(Weights, loaded)  # ``ops.linear`` accepts both kinds
 
 
 def _check(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:

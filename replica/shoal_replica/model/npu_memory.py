@@ -1,4 +1,4 @@
-"""What an NPU asks of a rank: a shape that its operators take, and no more memory than it has."""
+"""Whether a rank fits an NPU: its operators must support the shape, and its memory must suffice."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal_replica.memory_advice import npu_changes
 from shoal_replica.memory_plan import plan_memory
 from shoal_replica.shard import Shard, make_shard
 
-EXTRA_BLOCKS = 1  # beside the pool: it fills graphs up
+EXTRA_BLOCKS = 1  # beside the pool, for the padding of graphs
 
 logger = logging.getLogger(__name__)
 
 
 def open_device() -> torch.device:
-    """The one NPU that this process is to use: the first that it sees; who starts the process chooses which.
+    """Select the NPU of this process: the first that it sees, which whatever starts the process has chosen.
 
     Raises:
         ConfigError: torch_npu cannot be imported, or no NPU is visible.
@@ -50,7 +50,7 @@ def max_num_blocks(model: ModelConfig, shard: Shard) -> int:
 
 
 def check_shape(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:
-    """Raise ConfigError where the operators do not take what a rank would ask of them. Opens no device."""
+    """Raise ConfigError if the operators do not support what a rank would need. Opens no device."""
     if model.quantization not in ("none", "int8"):
         raise ConfigError(f"quantization: got {model.quantization!r}; an NPU takes 'none' and 'int8'")
     refusal = npu_limits.refusal(
@@ -69,7 +69,7 @@ def check_shape(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:
 
 
 def check_memory(config: EngineConfig, rank: int) -> None:
-    """Log what this rank's memory will go to; raise ConfigError if it does not fit. Call it before loading."""
+    """Log what this rank's memory will be used for; raise ConfigError if it does not fit. Call it before loading."""
     free = min(free_bytes(), config.parallel.device_memory_bytes or sys.maxsize)
     shard = make_shard(config.model, config.parallel, rank)
     plan = plan_memory(config.model, config.scheduler, config.parallel, shard, config.cache, free)

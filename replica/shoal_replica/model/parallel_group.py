@@ -1,4 +1,4 @@
-"""What the ranks of a replica do together: sums and gathers within a stage, and the hand-over between stages."""
+"""Collectives of a replica's ranks: sums and gathers within a stage, and hand-over of activations between stages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from shoal_kernels.exchange import CarriedExchange, Exchange, SharedExchange, sh
 from shoal_replica.model.shared_memory import Store, share
 from shoal_replica.ranks.runner import CollectiveError
 
-# The older name warns since torch 2.13; before that the newer one is not there.
+# The older name emits a warning since torch 2.13; before that the newer one does not exist.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ParallelGroup(Protocol):
-    """The collectives of one rank. ``tensor_*`` are over the ranks of its stage, all of which make the same calls.
+    """The collectives of one rank. ``all_reduce`` and ``all_gather`` are over the ranks of its stage, which must all
+    make the same calls.
 
     Attributes:
-        num_calls: collectives begun; of ranks that wait for each other, the one to blame has the lowest. Who repeats
-            calls without these methods, as a graph does, adds them.
+        num_calls: collectives begun; of ranks that wait for each other, the one to blame has the lowest count. A caller
+            that repeats collectives without these methods, as a graph does, must add to it.
     """
 
     num_calls: int
@@ -33,29 +34,30 @@ class ParallelGroup(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' ``x`` [n, m], n above 0, side by side in rank order: [n, size * m]."""
+        """All ranks' ``x`` [n, m], with n above 0, side by side in rank order: [n, size * m]."""
         ...
 
     def send_to_next_stage(self, x: Tensor) -> None: ...
 
     def receive_from_previous_stage(self, x: Tensor) -> Tensor:
-        """Fill ``x`` with what the same rank of the previous stage sent."""
+        """Fill ``x`` with what the rank of the same number in the previous stage sent."""
         ...
 
     def all_agree(self, mine: bool) -> bool:
-        """Whether every rank of the replica, all stages included, says yes."""
+        """Whether ``mine`` is true on every rank of the replica, in all stages."""
         ...
 
     def exchange(self, capacity: int) -> Exchange | None:
-        """What sums parts of ``capacity`` floats within the native decoder; None where a rank is alone in its stage.
+        """The exchange that sums parts of ``capacity`` floats within the native decoder; None if a rank is alone in its
+        stage.
 
-        Every rank asks once.
+        Every rank calls this once.
         """
         ...
 
 
 class SoleRank:
-    """A group of one, which costs nothing."""
+    """A group of one rank, which costs nothing."""
 
     num_calls = 0
 
@@ -79,14 +81,14 @@ class SoleRank:
 
 
 class RankGroup:
-    """The collectives of ``torch.distributed``, whose default group must have been made of all ranks.
+    """Collectives by ``torch.distributed``, whose default group must consist of all ranks.
 
     Args:
-        store: where ranks of one host find the memory that they share.
+        store: where ranks on one host find the memory that they share.
         timeout_s: how long the native decoder waits for another rank.
 
     Attributes:
-        awaited_rank: the rank of another stage that this one waits for just now; read by another thread.
+        awaited_rank: the rank of another stage that this one is waiting for; read by another thread.
     """
 
     def __init__(self, rank: int, tensor_size: int, num_stages: int, store: Store, timeout_s: float) -> None:
@@ -99,7 +101,7 @@ class RankGroup:
         self._exchange: Exchange | None = None
         self._previous, self._next = rank - tensor_size, rank + tensor_size
         stages = [range(i * tensor_size, (i + 1) * tensor_size) for i in range(num_stages)]
-        # Every rank makes every group, in one order, as torch demands.
+        # Every rank creates every group, in the same order, as torch requires.
         groups = [dist.new_group(list(ranks)) for ranks in stages] if num_stages > 1 else [dist.group.WORLD]
         self._group = groups[rank // tensor_size]
 
@@ -132,7 +134,7 @@ class RankGroup:
         return self._is_unanimous(mine, dist.group.WORLD)
 
     def exchange(self, capacity: int) -> Exchange | None:
-        """Through shared memory where all ranks of the stage can map it, else carried by ``torch.distributed``."""
+        """Through shared memory if all ranks of the stage can map it, else carried by ``torch.distributed``."""
         if self._size == 1:
             return None
         stage, place = divmod(self._rank, self._size)
@@ -173,7 +175,7 @@ class RankGroup:
 
 @contextmanager
 def _blaming_others() -> Iterator[None]:
-    """A collective fails because another rank has gone."""
+    """Turn a failed collective into a CollectiveError: it fails because another rank is gone."""
     try:
         yield
     except RuntimeError as error:

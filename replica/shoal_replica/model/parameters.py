@@ -1,4 +1,4 @@
-"""A decoder's packed parameters, and which piece of which stored tensor fills them on a rank."""
+"""A decoder's packed parameters, and the pieces of stored tensors that fill them on a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows, and columns unless it is a vector, of a stored tensor of the given shape."""
+    """Rows and, unless it is a vector, columns of a stored tensor of the given shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A packed parameter: pieces of equally many columns, laid one under the other."""
+    """A packed parameter: pieces with the same number of columns, stacked on top of each other."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -37,8 +37,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A stored projection [out_size, in_size] and a rank's part of it: ``rows`` of a column-parallel one, ``columns``
-    of a row-parallel one, whose bias is added on one rank only."""
+    """A stored projection [out_size, in_size] and a rank's part of it: ``rows`` of a column-parallel projection, or
+    ``columns`` of a row-parallel one, whose bias is added on one rank only."""
 
     stored: str
     out_size: int
@@ -104,7 +104,7 @@ def _mlp(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:
 
 
 def _experts(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:
-    """The router whole; of this rank's experts first all gates and ups, expert by expert, then all downs."""
+    """The whole router; then of this rank's experts all gate and up projections, expert by expert, then all downs."""
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     prefix, stored = f"layers.{layer}.", f"model.layers.{layer}.mlp."

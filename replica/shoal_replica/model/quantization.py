@@ -1,4 +1,4 @@
-"""Rounds a decoder's matrices to the integer formats of ``shoal_kernels.integers``, as they are loaded."""
+"""Rounds a decoder's matrices to the integer formats of ``shoal_kernels.integers`` while they are loaded."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from shoal_replica.errors import ConfigError
 from shoal_replica.model.parameters import EMBEDDING, HEAD
 
 TABLES = (EMBEDDING, HEAD)
-TABLE_BITS = 8  # embedding and head lose more than the layers do, and are read a row at a time, or once a step
+TABLE_BITS = 8  # embedding and head lose more than the layers, and are read a row at a time, or once per step
 
 
 def quantize(
     config: ModelConfig, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor | IntegerWeight]]:
-    """``weights`` with projections, embedding and head as ``config.quantization`` says; norms, biases and routers stay.
+    """``weights`` with projections, embedding and head rounded as ``config.quantization`` says; norms, biases and
+    routers stay as they are.
 
-    One by one, as they come. Of tied tables the second must follow the first; it is rounded once.
+    One by one, as they come. Of tied tables the second must follow the first; they are rounded once.
 
     Raises:
-        ConfigError: a matrix whose inputs, or whose share of them on this rank, are no multiple of ``GROUP_SIZE``.
+        ConfigError: a matrix's inputs, or this rank's share of them, are not a multiple of ``GROUP_SIZE``.
     """
     layer_bits = LAYER_BITS[config.quantization]
     last: Tensor | None = None
@@ -38,9 +39,9 @@ def quantize(
 
 
 def widen(weights: Iterable[tuple[str, Tensor | IntegerWeight]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """``weights`` as plain matrices again, for operators that take nothing else: same results, no memory saved.
+    """``weights`` as plain matrices again, for operators that take nothing else: same results, but no memory saved.
 
-    Tied tables stay one, in the order of ``quantize``.
+    Tied tables stay one tensor, if they come in the order of ``quantize``.
     """
     last: Tensor | IntegerWeight | None = None
     plain: Tensor | None = None

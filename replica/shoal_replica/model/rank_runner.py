@@ -1,4 +1,4 @@
-"""A rank's model runner among its peers by ``torch.distributed``: gloo between CPUs, HCCL between NPUs."""
+"""A rank's model runner, connected to its peers by ``torch.distributed``: gloo between CPUs, HCCL between NPUs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ MEETING_TIMEOUT = timedelta(seconds=300)
 
 
 class DistributedRunner:
-    """One rank of ``config.parallel.num_ranks``, loaded and warm when made. All ranks are made at the same time.
+    """One of ``config.parallel.num_ranks`` ranks. The constructor loads and warms up the model; all ranks must be
+    constructed at the same time.
 
     Raises:
-        NotFound, ConfigError: from ``ModelRunner``; ConfigError also where this host's ranks do not fit its memory.
-        CollectiveError: another rank did not come.
+        NotFound, ConfigError: from ``ModelRunner``; ConfigError also if this host's ranks do not fit its memory.
+        CollectiveError: another rank did not take part.
     """
 
     def __init__(self, config: EngineConfig, rank: int, meeting: Rendezvous) -> None:
         parallel = config.parallel
         if parallel.device == "cpu" and not parallel.is_one_host and rank == meeting.ranks_here[0]:
-            check_host(config, available_bytes(), meeting.ranks_here)  # before any of them has taken what it needs
+            check_host(config, available_bytes(), meeting.ranks_here)  # before any of them has allocated its memory
         shard = make_shard(config.model, parallel, rank)
         self.samples = shard.samples
         self._store = _open_store(meeting, parallel.num_ranks)
@@ -76,7 +77,7 @@ class DistributedRunner:
     def _join(self, config: EngineConfig, rank: int, meeting: Rendezvous) -> None:
         device = config.parallel.device
         if device == "npu":
-            open_device()  # brings HCCL, too
+            open_device()  # imports torch_npu, which registers HCCL
             check_memory(config, rank)
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(meeting.own_host))
@@ -90,7 +91,7 @@ class DistributedRunner:
 
 
 def _open_store(meeting: Rendezvous, num_ranks: int) -> Any:
-    """The store that the ranks find each other by; the keeper serves it on the socket that it has opened already."""
+    """The store by which the ranks find each other; its keeper serves it on the socket that it has already opened."""
     listener: socket.socket | None = meeting.listener
     return dist.TCPStore(  # type: ignore[attr-defined]
         meeting.host,
@@ -104,7 +105,7 @@ def _open_store(meeting: Rendezvous, num_ranks: int) -> Any:
 
 
 def _interface_of(host: str) -> str:
-    """Name of the network interface that has the address ``host``; gloo would choose one by the host's name."""
+    """Name of the network interface with the address ``host``; by itself, gloo would choose one by the host name."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             return name

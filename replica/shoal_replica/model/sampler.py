@@ -1,4 +1,4 @@
-"""From logits to tokens, one row per sequence, by each sequence's own parameters and random stream."""
+"""From logits to tokens: one row per sequence, each with its own parameters and random stream."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from shoal_replica.executor import TokenLogprobs
 from shoal_replica.sampling_params import SamplingParams
 
 UNIFORM_BITS = 52
-# Of a sum of probabilities, the most that a draw may be: below the sum in the sum's dtype. Accelerators lack doubles.
+# The largest draw, as a share of the sum of probabilities: their product must stay below the sum in the sum's dtype.
+# Accelerators lack doubles.
 LARGEST = {torch.float64: 1 - 2.0**-52, torch.float32: 1 - 2.0**-23}
-MIN_TEMPERATURE = 1e-30  # float32 must not read it as 0
+MIN_TEMPERATURE = 1e-30  # must not become 0 in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class SamplerRow:
     """The sequence of one row of logits.
 
     Attributes:
-        token_ids: int64, prompt then generated tokens; the next token's position is their number.
-        index: number of the sequence within its request; with the seed, it names the random stream.
+        token_ids: int64, prompt then generated tokens; their number is the next token's position.
+        index: number of the sequence within its request; with the seed, it selects the random stream.
     """
 
     seq_id: int
@@ -48,14 +49,14 @@ class Sample:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """What penalties need of a sequence, kept up to date token by token."""
+    """The token counts of a sequence that penalties need, updated token by token."""
 
     output_counts: Tensor  # float32 [vocab_size], how often each token was generated
     seen: Tensor  # bool [vocab_size], in the prompt or generated
     num_counted: int = 0
 
     def extend(self, row: SamplerRow) -> None:
-        """Count the tokens that the row has and this has not."""
+        """Count the tokens of the row that have not been counted yet."""
         new = torch.from_numpy(row.token_ids[self.num_counted :]).to(self.seen.device)
         self.seen[new] = True
         generated = new[max(0, row.num_prompt_tokens - self.num_counted) :]
@@ -66,8 +67,9 @@ class TokenCounts:
 class Sampler:
     """Chooses tokens: penalties, then temperature, then min-p, top-k and top-p, then one draw.
 
-    A row's draw takes one uniform number, a function of (seed, index, position) alone, and inverts the distribution
-    function in token-id order; so batch, step and replica do not matter to it. Greedy rows take the likeliest token.
+    A row's draw takes one uniform number, a function of (seed, index, position) alone, and inverts the cumulative
+    distribution in token-id order, so it does not depend on batch, step or replica. Greedy rows take the likeliest
+    token.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -75,7 +77,7 @@ class Sampler:
         self._counts: dict[int, TokenCounts] = {}
 
     def forget(self, seq_id: int) -> None:
-        """Drop what is kept of a sequence; it is counted anew if it comes back."""
+        """Drop a sequence's counts; it is counted anew if it comes back."""
         self._counts.pop(seq_id, None)
 
     @torch.inference_mode()
@@ -83,7 +85,7 @@ class Sampler:
         """Choose a token for each row of ``logits``, float32 [len(rows), vocab_size].
 
         Args:
-            maxima: of the rows, if they are known.
+            maxima: the maxima of the rows, if already known.
 
         Raises:
             FloatingPointError: a row holds NaN or infinity as its largest logit.
@@ -118,14 +120,14 @@ class Sampler:
         if params.repetition_penalty != 1.0:
             penalty = params.repetition_penalty
             changed = torch.where(logits > 0, logits / penalty, logits * penalty)
-            # A penalty beyond float32 makes inf, or NaN of a logit of 0; the draw needs finite numbers.
+            # A penalty beyond float32's range gives inf, or NaN for a logit of 0; the draw needs finite numbers.
             logits.copy_(torch.where(counts.seen, changed.nan_to_num(nan=0.0), logits))
         logits -= params.frequency_penalty * counts.output_counts
         logits -= params.presence_penalty * (counts.output_counts > 0)
 
 
 def likeliest(maxima: RowMaxima) -> list[int]:
-    """What greedy rows take whose parameters ask for nothing else.
+    """The tokens of greedy rows whose parameters need nothing else.
 
     Raises:
         FloatingPointError: a row holds NaN or infinity as its largest logit.
@@ -136,20 +138,20 @@ def likeliest(maxima: RowMaxima) -> list[int]:
 
 
 def uniform(seed: int | None, index: int, position: int) -> float:
-    """The number in [0, 1) that draws the token at ``position`` of sequence ``index`` of a request."""
+    """The number in [0, 1) by which the token at ``position`` of sequence ``index`` of a request is drawn."""
     digest = blake2b(struct.pack("<QQQ", seed or 0, index, position), digest_size=8).digest()
     return float(int.from_bytes(digest, "little") >> (64 - UNIFORM_BITS)) / float(1 << UNIFORM_BITS)
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
-    """One token per row, none of them greedy."""
+    """Draw one token per row; none of the rows is greedy."""
     device = logits.device
     temperatures = torch.tensor([max(row.params.temperature, MIN_TEMPERATURE) for row in rows]).unsqueeze(1)
     # Shifted to a maximum of 0 first: a tiny temperature then gives 0 and -inf, never inf.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures.to(device)
     min_ps = torch.tensor([row.params.min_p for row in rows]).unsqueeze(1)
     if bool(min_ps.any()):
-        # In logits, p < min_p * max(p) reads: logit < max + log(min_p), and the maximum is 0.
+        # In terms of logits, p < min_p * max(p) is logit < max + log(min_p), and the maximum is 0.
         scaled = scaled.masked_fill(scaled < min_ps.log().to(device), -torch.inf)
     cut = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1.0]
     if cut:
@@ -166,7 +168,7 @@ def _draw(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Log-probabilities of the raw logits, for the rows that want them."""
+    """Log-probabilities from the raw logits, for the rows that ask for them."""
 
     places: dict[int, int]  # row of the batch → row here
     values: Tensor

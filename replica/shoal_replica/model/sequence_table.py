@@ -1,4 +1,4 @@
-"""The runner's copy of its sequences: tokens and blocks in host arrays, from which a step's inputs are indexed."""
+"""The runner's copy of its sequences: tokens and block ids in host arrays, from which a step's inputs are gathered."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ INITIAL_ROWS = 16
 
 @dataclass(slots=True)
 class HeldSequence:
-    """A sequence and the row of the table where its tokens and blocks are."""
+    """A sequence and the row of the table that holds its tokens and block ids."""
 
     row: int
     num_tokens: int
     num_prompt_tokens: int
     sampling_params: SamplingParams
     index: int
-    takes_likeliest: bool  # by its parameters
+    takes_likeliest: bool  # see ``SamplingParams``
 
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
     """A step's inputs as host arrays; see ``AttentionMetadata`` for the last four.
 
-    Good until the next step's are made: the same sequences' next decodes are this very object, with other numbers in
-    all but ``query_start_loc`` and ``block_tables``.
+    Valid until the next step's arrays are made: the next decodes of the same sequences reuse this object, with new
+    numbers in all but ``query_start_loc`` and ``block_tables``.
     """
 
     input_ids: NDArray[np.int64]
@@ -47,12 +47,12 @@ class SequenceTable:
 
     def __init__(self, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
-        # One more than the model's length: the last token may be sampled, though never computed.
+        # One more than the model's length: the last token may be sampled, though it is never computed.
         self._token_ids = np.zeros((INITIAL_ROWS, max_model_len + 1), np.int64)
         self._block_ids = np.zeros((INITIAL_ROWS, -(-(max_model_len + 1) // block_size)), np.int32)
         self._free_rows = list(reversed(range(INITIAL_ROWS)))
         self._held: dict[int, HeldSequence] = {}
-        self._tokens = self._token_ids.data  # the same, for single ones
+        self._tokens = self._token_ids.data  # the same as a memoryview: faster for single tokens
         self._last: _Decodes | None = None
 
     def __getitem__(self, seq_id: int) -> HeldSequence:
@@ -80,7 +80,7 @@ class SequenceTable:
         self._free_rows.append(self._held.pop(seq_id).row)
 
     def set_blocks(self, seq_id: int, first: int, block_ids: Sequence[int]) -> None:
-        """Put ``block_ids`` at places ``first`` and on of the sequence's block table."""
+        """Put ``block_ids`` into the sequence's block table, from index ``first`` on."""
         self._last = None
         self._block_ids[self._held[seq_id].row, first : first + len(block_ids)] = block_ids
 
@@ -105,13 +105,13 @@ class SequenceTable:
         return step
 
     def _new_arrays(self, scheduled: Sequence[ScheduledSequence]) -> tuple[StepArrays, NDArray[np.intp]]:
-        """The same from nothing, and the sequences' rows."""
+        """The inputs built from scratch, and the sequences' rows."""
         rows = np.array([self._held[s.seq_id].row for s in scheduled])
         starts = np.array([s.num_computed_tokens for s in scheduled])
         counts = np.array([s.num_new_tokens for s in scheduled])
         seq_lens = starts + counts
         ends: Sequence[int]
-        if (counts == 1).all():  # decodes alone: each further operation here shows in the step of a small model
+        if (counts == 1).all():  # only decodes: every further array operation would show in a small model's step
             ends, token_rows, positions = range(1, len(rows) + 1), rows, starts
         else:
             last = np.cumsum(counts)
@@ -119,7 +119,7 @@ class SequenceTable:
             positions = np.arange(last[-1]) + np.repeat(seq_lens - last, counts)
         blocks, offsets = np.divmod(positions, self._block_size)
         num_blocks = -(-int(seq_lens.max()) // self._block_size)
-        # A reused row still holds an older sequence's blocks beyond its own; padding is 0.
+        # Beyond a sequence's own blocks, a reused row still holds those of an older one; padding must be 0.
         table = self._block_ids[rows, :num_blocks]
         table[np.arange(num_blocks) * self._block_size >= seq_lens[:, None]] = 0
         step = StepArrays(
@@ -141,11 +141,11 @@ class SequenceTable:
 
 
 class _Decodes:
-    """A step of one token of each sequence. The next one differs by one in most numbers until a sequence comes to
-    another block, and in the step of a small model each operation on arrays shows.
+    """A step with one token for each sequence. Until a sequence reaches another block, most numbers of the next such
+    step differ by one; it is updated in place, since every array operation shows in a small model's step.
 
     Args:
-        rows: of the table that the sequences have.
+        rows: the sequences' rows in the table.
     """
 
     def __init__(
@@ -159,7 +159,9 @@ class _Decodes:
         self._slots = step.slot_mapping.data
 
     def go_on(self, scheduled: Sequence[ScheduledSequence], token_ids: NDArray[np.int64]) -> bool:
-        """Make ``step`` that of ``scheduled``, if that is each sequence's next token, in the same blocks."""
+        """Turn ``step`` into that of ``scheduled``, if that is the next token of each sequence, in the same blocks.
+        Returns whether it was.
+        """
         seq_lens = self.step.seq_lens
         if len(scheduled) != len(seq_lens):
             return False

@@ -1,7 +1,8 @@
-"""Memory that processes of one host share without a name in any file system: nothing can be left of it.
+"""Memory that processes on one host share. It has no name in any file system, so nothing is left behind.
 
-One process makes it and says where it is; the others open it through ``/proc`` and know it by a key that lies in it. So
-they need not ask whether they are on one host, in one container, and of one user: who can open it, is.
+One process creates it and publishes its place; the others open it through ``/proc`` and recognise it by a key stored in
+it. No process needs to know whether it is on the same host, in the same container and run by the same user: if it can
+open the memory, it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ KEY_BYTES = 16
 
 
 class Store(Protocol):
-    """What all ranks read and write: ``get`` waits for the key."""
+    """A key-value store that all ranks read and write; ``get`` waits for the key."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -25,20 +26,22 @@ class Store(Protocol):
 
 @dataclass(slots=True)
 class Shared:
-    """``memory`` is the whole of it, zeroed, or None where it cannot be reached from here."""
+    """``memory`` is the shared memory, initially zero, or None if it cannot be reached from here."""
 
     memory: memoryview | None
     descriptor: int | None
 
     def settle(self) -> None:
-        """Close the way in: everyone who could come has come."""
+        """Close the descriptor: every process that can open the memory has done so."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
 
 def share(store: Store, name: str, is_maker: bool, size: int) -> Shared:
-    """``size`` bytes under ``name``, which one process makes and the others open. The maker's ``settle`` comes last."""
+    """Share ``size`` bytes under ``name``: one process creates them, the others open them. The maker calls ``settle``
+    after all others have opened them.
+    """
     if is_maker:
         shared, place = _make(size)
         store.set(name, place)
@@ -49,7 +52,7 @@ def share(store: Store, name: str, is_maker: bool, size: int) -> Shared:
 
 def _make(size: int) -> tuple[Shared, str]:
     if not hasattr(os, "memfd_create"):
-        return Shared(None, None), ""  # no Linux
+        return Shared(None, None), ""  # not Linux
     descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size + KEY_BYTES)
     memory = memoryview(mmap.mmap(descriptor, size + KEY_BYTES))
@@ -63,6 +66,6 @@ def _open(place: str, size: int) -> memoryview | None:
     try:
         with open(path, "r+b") as file:
             memory = memoryview(mmap.mmap(file.fileno(), size + KEY_BYTES))
-    except (OSError, ValueError):  # another host or container, or a file of another size there
+    except (OSError, ValueError):  # another host or container, or a file of another size at that path
         return None
     return memory[:size] if memory[size:] == bytes.fromhex(key) else None

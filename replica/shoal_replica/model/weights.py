@@ -1,4 +1,4 @@
-"""Read a Hugging Face checkpoint, or a rank's part of it, into packed parameters, one tensor at a time."""
+"""Reads a Hugging Face checkpoint, or a rank's part of it, into packed parameters, one at a time."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def load_weights(config: ModelConfig, device: torch.device, shard: Shard | None = None) -> dict[str, Tensor]:
-    """Every parameter of ``stream_weights``, all at once; tied tables are one tensor."""
+    """All parameters of ``stream_weights`` at once; tied tables are one tensor."""
     return dict(stream_weights(config, device, shard))
 
 
 def stream_weights(
     config: ModelConfig, device: torch.device, shard: Shard | None = None, *, lends_file: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a rank with their packed names (see ``parameters``), in the config's dtype, on ``device``.
+    """The parameters of a rank with their packed names (see ``parameters``), in the config's dtype, on ``device``.
 
-    Each is read when it is asked for, and only the rank's pieces of it: who packs them otherwise never holds two
-    models. Of tied tables the second follows the first, and is the same tensor.
+    Each is read when the iterator reaches it, and only the rank's pieces of it, so that a caller that repacks them
+    never holds two models. Of tied tables the second follows the first, and is the same tensor.
 
     Args:
         shard: None loads the whole model.
-        lends_file: a parameter may be a view of the file's own pages: good until the next is asked for.
+        lends_file: whether a parameter may be a view of the file's own pages, valid until the next one is asked for.
 
     Raises:
         NotFound: the folder holds no safetensors weights.
@@ -62,7 +62,7 @@ def stream_weights(
 
 
 def _view(piece: Piece, stored: Any) -> Tensor:
-    """``piece`` of an open safetensors slice: pages of the file, which are read when somebody looks."""
+    """``piece`` of an open safetensors slice: mapped pages of the file, which are read on first access."""
     shape = tuple(stored.get_shape())
     if shape != piece.shape:
         raise ConfigError(f"model: tensor {piece.name!r} has shape {shape}; config.json asks for {piece.shape}")
@@ -73,17 +73,17 @@ def _view(piece: Piece, stored: Any) -> Tensor:
 
 
 def _is_ready(view: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Files promise no alignment; who packs a matrix reads it by words."""
+    """Whether ``view`` can be used as it is. Files guarantee no alignment, and packing reads a matrix by words."""
     return (view.dtype, view.device) == (dtype, device) and view.data_ptr() % WORD_BYTES == 0
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Some checkpoints store what follows from the config: rotary frequencies, or the tied embedding twice."""
+    """Whether a tensor follows from the rest: some checkpoints store rotary frequencies, or a tied embedding twice."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == HEAD)
 
 
 def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
-    """The open file of every tensor of the model; nothing but headers has been read. ``files`` closes them."""
+    """The open file of every tensor of the model; only headers have been read. ``files`` closes them."""
     missing = {piece.name for parameter in parameters(config, whole_shard(config)) for piece in parameter.pieces}
     stored: dict[str, Any] = {}
     for path in _weight_files(Path(config.folder)):
@@ -93,7 +93,7 @@ def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
             file = files.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
             raise ConfigError(f"model: {path} cannot be read: {error}") from None
-        names = file.keys()  # a safetensors file is no mapping
+        names = file.keys()  # a safetensors file is not a Mapping
         stored.update({name: file for name in names if not _is_redundant(name, config)})
     if unexpected := stored.keys() - missing:
         raise ConfigError(f"model: unexpected tensor {min(unexpected)!r} in {config.folder}")

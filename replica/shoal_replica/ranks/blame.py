@@ -1,4 +1,4 @@
-"""Which rank is at fault when none gets on."""
+"""Which rank is at fault when none makes progress."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from shoal_replica.ranks.channel import Pulse
 
 
 def stuck_ranks(pulses: Sequence[Pulse], step: int, tensor_size: int) -> list[int]:
-    """The ranks that have not finished ``step`` and wait for none that has not: at least one, in rank order.
+    """The ranks that have not finished ``step`` and do not wait for another such rank: at least one, in rank order.
 
-    A rank waits for the one of another stage that it says; else for those of its own stage, all of which make the same
-    collectives, that have begun fewer. Counts of different stages say nothing about each other.
+    A rank waits for the rank of another stage that its pulse names. If it names none, it waits for those ranks of its
+    own stage that have begun fewer collectives, since all of them make the same ones. Counts of different stages cannot
+    be compared.
 
     Args:
-        pulses: the last one of each rank.
-        tensor_size: ranks of a stage.
+        pulses: the last pulse of each rank.
+        tensor_size: ranks per stage.
     """
     unfinished = {rank for rank, pulse in enumerate(pulses) if pulse.is_busy or pulse.step < step}
 

@@ -1,6 +1,6 @@
-"""The socket between a replica's engine and one of its ranks: typed messages, framed, by TCP.
+"""The TCP connection between a replica's engine and one of its ranks: typed messages in frames.
 
-Frames are msgpack behind a four-byte length; no object is ever unpickled. A rank must know the replica's key.
+Frames are msgpack with a four-byte length prefix; nothing is ever unpickled. A rank must know the replica's key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READ_BYTES = 2**16
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """What a new rank is told: where the engine listens, with which key, its own number, its own host's address."""
+    """What a new rank is told: where the engine listens, the key, the rank's number, and its own host's address."""
 
     host: str
     port: int
@@ -29,7 +29,7 @@ class RankAddress(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """The whole configuration, where the ranks meet each other (the store that rank 0 keeps), and each rank's host."""
+    """The whole configuration, the address of the store by which ranks meet (kept by rank 0), and every rank's host."""
 
     config: EngineConfig
     store_host: str
@@ -38,18 +38,18 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """One step, and the tokens (sequence, token) that the step before it sampled."""
+    """One step, and the tokens, as (sequence, token), that the step before it sampled."""
 
     output: SchedulerOutput
     sampled: tuple[tuple[int, int], ...]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """No step follows."""
+    """No more steps follow."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A rank's first frame. ``store_port``: on its host, where it can keep the store."""
+    """A rank's first frame. ``store_port``: a port on its host where it can serve the store."""
 
     rank: int
     key: str
@@ -59,15 +59,15 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded and warm."""
+    """The model is loaded and warmed up."""
 
 
 class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
-    """The rank's process lives, and so far is its model.
+    """A heartbeat: the rank's process is alive, and this is how far its model has got.
 
     Attributes:
-        step, num_collectives: what it has begun; of ranks that wait for each other, the one that is behind has fewer.
-        work: differs once the step has gone on.
+        step, num_collectives: begun so far; of ranks that wait for each other, the one that is behind has fewer.
+        work: changes as the step progresses.
         awaited_rank: the rank of another stage that it waits for.
     """
 
@@ -90,7 +90,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The rank ends. ``is_secondary``: because another rank did not answer. ``kind`` names one of our own errors."""
+    """The rank ends. ``is_secondary``: because another rank did not answer. ``kind``: a ShoalError's name, or ""."""
 
     kind: str
     message: str
@@ -111,7 +111,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -120,7 +120,7 @@ class FrameReader:
         """The frames that ``data`` completes.
 
         Raises:
-            ConnectionError: a frame is too long to be one.
+            ConnectionError: a frame is longer than MAX_FRAME_BYTES.
         """
         self._buffer += data
         frames = []
@@ -136,7 +136,7 @@ class FrameReader:
 
 
 class EngineLink:
-    """A rank's end of the channel. ``send`` may be called by any thread, ``receive`` by one."""
+    """A rank's end of the channel. Any thread may call ``send``, but only one ``receive``."""
 
     def __init__(self, address: RankAddress, timeout_s: float) -> None:
         self._socket = socket.create_connection((address.host, address.port), timeout_s)
@@ -152,10 +152,10 @@ class EngineLink:
             self._socket.sendall(data)
 
     def receive(self) -> ToRank:
-        """The next message, however long it takes: an engine that has gone closes the socket.
+        """The next message, without a timeout: if the engine is gone, the socket is closed.
 
         Raises:
-            ConnectionError: the engine has gone.
+            ConnectionError: the engine is gone.
         """
         while not self._pending:
             data = self._socket.recv(READ_BYTES)
@@ -169,19 +169,19 @@ class EngineLink:
 
 
 class RankLink:
-    """The engine's end of the channel to one rank, with what was last heard of it.
+    """The engine's end of the channel to one rank, with what was last heard from it.
 
     Args:
         timeout_s: longest wait for the rank's first frame, and for it to read what is sent.
 
     Raises:
-        OSError, ValueError: who called is no rank.
+        OSError, ValueError: the peer is not a rank.
 
     Attributes:
-        hello: the rank's first frame. The caller must compare its key.
-        heard_s: when the last frame came, by ``time.monotonic``.
-        pulse: the last one.
-        progressed_s: when the rank's progress was last seen to differ.
+        hello: the rank's first frame. The caller must check its key.
+        heard_s: when data last arrived, by ``time.monotonic``.
+        pulse: the last pulse.
+        progressed_s: when the rank's progress was last seen to change.
     """
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
@@ -192,7 +192,7 @@ class RankLink:
         self._socket.settimeout(timeout_s)
         self._reader = FrameReader()
         while not (messages := self.read()):
-            pass  # each read brings some of it
+            pass  # until the frame is complete
         if not isinstance(messages[0], Hello):
             raise ValueError("no rank's first frame")
         self.hello = messages[0]
@@ -201,14 +201,14 @@ class RankLink:
         return self._socket.fileno()
 
     def send(self, data: bytes) -> None:
-        """Send frames made by ``frame``. Raises OSError: the rank has gone or does not read."""
+        """Send frames made by ``frame``. Raises OSError if the rank is gone or does not read."""
         self._socket.sendall(data)
 
     def read(self) -> list[FromRank]:
-        """The messages that are there; call it when the socket is readable. Pulses are noted, not returned.
+        """The messages that have arrived; call it when the socket is readable. Pulses are recorded, not returned.
 
         Raises:
-            ConnectionError: the rank has gone.
+            ConnectionError: the rank is gone.
         """
         data = self._socket.recv(READ_BYTES)
         if not data:

@@ -1,4 +1,4 @@
-"""An executor whose model is spread over several processes, one a rank."""
+"""An executor whose model is spread over several processes, one per rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOP_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 5.0
 POLL_S = 0.25  # while ranks start
 LEAST_POLL_S = 0.01
-BLAME_S = 0.5  # how long a rank that failed for want of another one waits for that one's own report
+BLAME_S = 0.5  # when ranks fail because another is lost: how long to wait for that one's own report
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 class RankExecutor:
     """Starts the ranks and sends each step to all of them; the rank that samples answers.
 
-    The engine's process computes nothing itself: a rank that hangs can be killed, and nothing of it is left here.
-    A rank that dies, reports an error, or shows no progress for ``parallel.rank_timeout_s`` ends all of them.
+    The engine's process computes nothing itself, so a rank that hangs can be killed and leaves nothing behind here.
+    If a rank dies, reports an error, or shows no progress for ``parallel.rank_timeout_s``, all of them are ended.
 
     Raises:
         ConfigError, NotFound, EngineDead: a rank could not start; the message names it.
@@ -55,7 +55,7 @@ class RankExecutor:
         """Run one step on all ranks.
 
         Raises:
-            EngineDead: a rank failed, now or before; the message names it. All ranks have been ended.
+            EngineDead: a rank failed, now or earlier; the message names it. All ranks have been ended.
         """
         self._raise_failure()
         data = frame(Step(output, self._sampled))
@@ -66,7 +66,7 @@ class RankExecutor:
             except TimeoutError:
                 self._fail(rank, f"hangs: has not read its step for {self._timeout_s:g} s")
             except OSError:
-                continue  # it has gone: what it said before is read below
+                continue  # it is gone: what it sent before is read below
         while True:
             for rank, message in self._poll(self._until_overdue_s(started)):
                 if isinstance(message, Done) and message.step == output.step:
@@ -77,19 +77,19 @@ class RankExecutor:
             self._check_progress(output.step, started)
 
     def check_health(self) -> None:
-        """Raise EngineDead if a rank has failed. Only between steps."""
+        """Raise EngineDead if a rank has failed. To be called only between steps."""
         self._raise_failure()
         for rank, message in self._poll(0.0):
             self._fail(rank, f"sent an unexpected {type(message).__name__}")
         self._check_silence()
 
     def close(self) -> None:
-        """Let the ranks end, for a moment, then end them. Again is harmless."""
+        """Ask the ranks to stop, wait briefly, then kill those that are left. Idempotent."""
         for link in self._links:
             try:
                 link.send(frame(Stop()))
             except OSError:
-                continue  # it has gone already
+                continue  # it is gone already
         deadline = monotonic() + STOP_TIMEOUT_S
         for process in self._processes:
             process.exit_reason(max(0.0, deadline - monotonic()))
@@ -116,7 +116,7 @@ class RankExecutor:
                 self._fail(min(waiting), "was not ready in time")
 
     def _accept_all(self, listener: socket.socket, key: str, deadline: float) -> list[RankLink]:
-        """A link to each rank, in rank order. Whoever does not know the key is turned away."""
+        """A link to each rank, in rank order. Connections without the right key are closed."""
         links: dict[int, RankLink] = {}
         listener.settimeout(POLL_S)
         while len(links) < len(self._processes):
@@ -139,11 +139,11 @@ class RankExecutor:
                 link.close()
                 continue
             links[link.hello.rank] = link
-            self._links = [links[rank] for rank in sorted(links)]  # closed with the rest if this fails
+            self._links = [links[rank] for rank in sorted(links)]  # so that they are closed if this fails
         return self._links
 
     def _poll(self, timeout_s: float) -> list[tuple[int, FromRank]]:
-        """Messages of all ranks but pulses, after at most ``timeout_s``; a rank's failure is raised."""
+        """Messages from all ranks except pulses, after at most ``timeout_s``. Raises a rank's failure."""
         readable, _, _ = select.select(self._links, [], [], timeout_s)
         messages: list[tuple[int, FromRank]] = []
         bereft: dict[int, str] = {}
@@ -165,10 +165,11 @@ class RankExecutor:
         return messages
 
     def _wait_for_blame(self, bereft: dict[int, str]) -> NoReturn:
-        """Ranks have lost another one: that one's end, which may be heard of a little later, is the cause.
+        """Some ranks report that they have lost another one. The end of that rank is the cause, but may become known
+        only a little later.
 
         Args:
-            bereft: what each of them said. They end too, and are not to blame for it.
+            bereft: the message of each rank that ends only because it lost another, and is not to blame.
         """
         deadline = monotonic() + BLAME_S
         others = [link for rank, link in enumerate(self._links) if rank not in bereft]
@@ -198,12 +199,12 @@ class RankExecutor:
                 self._fail(rank, f"hangs: no sign of life for {self._timeout_s:g} s")
 
     def _until_overdue_s(self, started: float) -> float:
-        """How long the ranks may all be silent before one of them is."""
+        """Seconds until the earliest possible timeout of any rank, if nothing more is heard."""
         since = min(max(started, *(link.progressed_s for link in self._links)), *(link.heard_s for link in self._links))
         return max(0.0, since + self._timeout_s - monotonic()) + LEAST_POLL_S
 
     def _check_progress(self, step: int, started: float) -> None:
-        """Fail when no rank has progressed for the timeout; the one that waits for no other is to blame."""
+        """Fail if no rank has progressed for the timeout; the rank that does not wait for another is to blame."""
         last = max(started, *(link.progressed_s for link in self._links))
         if monotonic() - last <= self._timeout_s:
             return
@@ -212,7 +213,7 @@ class RankExecutor:
         self._fail(first, f"hangs{also}: no progress for {self._timeout_s:g} s")
 
     def _fail(self, rank: int, what: str, kind: str = "") -> NoReturn:
-        """End every rank and raise; ``kind`` names the type when the rank's error is one of ours."""
+        """End every rank and raise. ``kind`` names the error's type if it is a ShoalError."""
         hello = self._links[rank].hello if rank < len(self._links) else None
         who = f"rank {rank}" + (f" (pid {hello.pid} on {hello.host})" if hello is not None else "")
         error_type: Callable[[str], ShoalError] = getattr(errors, kind) if kind in _PLAIN_ERRORS else EngineDead
@@ -226,7 +227,7 @@ class RankExecutor:
             raise EngineDead(str(self._failure)) from self._failure
 
     def _kill_all(self) -> None:
-        """All first, then each awaited: none outlives another's end."""
+        """Kill all ranks first, then wait for each: no rank goes on while another's end is awaited."""
         for process in self._processes:
             process.kill()
         deadline = monotonic() + KILL_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Starting ranks: as processes of this host. The cluster has a launcher of its own, by Ray."""
+"""Starts ranks as processes on this host. The cluster has its own launcher, which uses Ray."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class RankProcess(Protocol):
     """A started rank."""
 
     def exit_reason(self, timeout_s: float) -> str | None:
-        """How the process ended, in words; None if it has not within ``timeout_s``."""
+        """How the process ended, in words; None if it has not ended within ``timeout_s``."""
         ...
 
     def kill(self) -> None:
-        """Have it end now; ``exit_reason`` waits until it has. Again is harmless."""
+        """Kill the process without waiting; ``exit_reason`` waits until it has ended. Idempotent."""
         ...
 
 
 class RankLauncher(Protocol):
-    """Where ranks come from."""
+    """Starts ranks."""
 
     @property
     def host(self) -> str:
@@ -44,10 +44,10 @@ class RankLauncher(Protocol):
 
 
 class LocalRanks:
-    """Ranks are child processes in sessions of their own, so that an interrupt reaches only the engine.
+    """Ranks as child processes in sessions of their own, so that an interrupt reaches only the engine.
 
     Args:
-        command: what runs ``serve_rank`` with the address in its standard input.
+        command: runs ``serve_rank`` with the address that it reads from standard input.
     """
 
     host = LOOPBACK
@@ -67,7 +67,7 @@ class LocalRanks:
         return _ChildProcess(process)
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """The parent's, with its modules, its threads, and one of its devices."""
+        """The parent's environment, with its module path, the number of threads, and one of its devices."""
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OMP_NUM_THREADS": str(self._parallel.num_threads),

@@ -1,4 +1,4 @@
-"""What a rank's process asks of its model."""
+"""The interface between a rank's process and its model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class CollectiveError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks' store is, at which address this rank can be reached by the others, and which are on its host.
+    """The address of the ranks' store, this rank's own address, and the ranks on its host.
 
-    ``listener`` is the store's open socket on the rank that keeps it, None elsewhere.
+    ``listener`` is the store's open socket on the rank that keeps the store, None on the others.
     """
 
     host: str
@@ -30,7 +30,7 @@ class Rendezvous:
 
 
 class RankRunner(Protocol):
-    """A rank's model. How far it is, another thread reads, until ``close``."""
+    """A rank's model. Another thread may read its progress properties, until ``close``."""
 
     @property
     def num_collectives(self) -> int:
@@ -39,25 +39,25 @@ class RankRunner(Protocol):
 
     @property
     def progress(self) -> int:
-        """A number that differs once a step has gone on, be it between two collectives."""
+        """A number that changes as a step progresses, also between two collectives."""
         ...
 
     @property
     def awaited_rank(self) -> int | None:
-        """The rank of another stage that it waits for, to hand a step over or to take it over."""
+        """The rank of another stage that it waits for, to send or to receive activations."""
         ...
 
     @property
     def samples(self) -> bool:
-        """Whether ``execute`` gives the step's tokens."""
+        """Whether ``execute`` returns the step's tokens."""
         ...
 
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """Compute this rank's part of a step. Raises CollectiveError when that is another rank's fault."""
+        """Compute this rank's part of a step. Raises CollectiveError if another rank did not take part."""
         ...
 
     def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """The last step's tokens, when another rank has sampled them."""
+        """Pass on the last step's tokens, if another rank has sampled them."""
         ...
 
     def close(self) -> None: ...

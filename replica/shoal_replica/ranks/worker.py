@@ -1,4 +1,4 @@
-"""One rank: dials its engine, loads its shard, and computes the steps that come until the engine stops or is gone.
+"""One rank: connects to its engine, loads its shard, and computes steps until the engine stops it or is gone.
 
     python -m shoal_replica.ranks.worker < ADDRESS
 
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
-    """Be a rank until the engine stops it. Ends the process at once if the engine is gone.
+    """Run a rank until the engine stops it. Ends the process at once if the engine is gone.
 
     Raises:
         OSError: the engine cannot be reached.
-        Exception: what ended the rank; the engine has been told.
+        Exception: the error that ended the rank; the engine has been told of it.
     """
     listener = socket.create_server((address.rank_host, 0))
     link = EngineLink(address, CONNECT_TIMEOUT_S)
@@ -53,7 +53,7 @@ def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
         try:
             _run_steps(link, runner, heart)
         finally:
-            heart.stop()  # it asks the runner how far it is
+            heart.stop()  # before closing, as it reads the runner's progress
             runner.close()
     except ConnectionError:
         logger.error("rank %d ends: its engine is gone", address.rank)
@@ -82,7 +82,7 @@ def _run_steps(link: EngineLink, runner: RankRunner, heart: _Heart) -> None:
 
 
 class _Heart:
-    """Tells the engine twice a second that this process lives and how far its model is."""
+    """Sends the engine a pulse twice a second: this process is alive, and this is how far its model has got."""
 
     def __init__(self, link: EngineLink) -> None:
         self.runner: RankRunner | None = None
@@ -101,7 +101,7 @@ class _Heart:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(PULSE_S)  # a thread that is left at the interpreter's end can bring it down
+        self._thread.join(PULSE_S)  # a thread that still runs at interpreter shutdown can crash it
 
     def _beat(self) -> None:
         while not self._stopped.wait(PULSE_S):
@@ -109,7 +109,7 @@ class _Heart:
                 self._link.send(self._pulse())
             except OSError:
                 if not self._stopped.is_set():
-                    os._exit(1)  # the engine is gone, and the model may be waiting for a rank that is gone too
+                    os._exit(1)  # the engine is gone, and the model may hang waiting for a rank that is gone too
 
     def _pulse(self) -> Pulse:
         runner = self.runner

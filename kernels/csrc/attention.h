@@ -1,9 +1,10 @@
 // Paged attention with an online softmax (FlashAttention: Dao et al. 2022), for decode and for chunked prefill alike.
 //
-// The heads of a group share their keys, so (token, head of the group) pairs are the rows of one matrix product with a
-// page's keys, and of one with its values. Rows go in register tiles; keys in tiles that stay in the second-level cache.
-// Sequences that begin alike decode together: their rows meet each tile of the shared pages at once, then each goes on
-// with its own. A row's tiles and sums are the same as alone, so its result is the same to the bit.
+// The query heads of a group share their keys, so all (token, head of the group) pairs are rows of one matrix product
+// with a page's keys, and of another with its values. Rows are processed in register tiles, keys in tiles that stay in
+// the L2 cache. Sequences with a common prefix decode together: their rows are multiplied with each tile of the shared
+// pages at once, then each sequence continues with its own pages. A row goes through the same tiles and sums as it
+// would alone, so its result is the same to the bit.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +23,15 @@ void store_normalised(const AttentionCall& call, const float* sums, float denomi
     for (int i = 0; i < size; i += kLanes) T::store_row(out + i, load(sums + i) * (1.0f / denominator));
 }
 
-// The page that holds a unit's keys [16 number, 16 number + 16).
+// The page that holds keys [16 * number, 16 * number + 16) of a unit.
 SHOAL_INLINE const Word* find_page(const AttentionCall& call, const AttentionUnit& unit, int number, int64_t page) {
     const int per_block = call.block_size / kPanel;
     const int64_t block = call.block_tables[unit.sequence * call.table_stride + number / per_block];
     return call.pool + ((block * call.kv_heads + unit.kv_head) * per_block + number % per_block) * 2 * page;
 }
 
-// Keys [key, key + count) of a unit; what comes after its last page are the pages of `next` from page `next_page` on.
+// Fills in the tile for keys [key, key + count) of a unit. After the unit's last page, the pages of `next` follow, from
+// page `next_page` on: they are prefetched.
 SHOAL_INLINE void fill_tile(KeyTile& tile, const AttentionCall& call, const AttentionUnit& unit, int key, int count,
                             const AttentionUnit& next, int next_page) {
     const int last = (unit.key_end - 1) / kPanel, next_last = (next.key_end - 1) / kPanel;
@@ -44,7 +46,7 @@ SHOAL_INLINE void fill_tile(KeyTile& tile, const AttentionCall& call, const Atte
     }
 }
 
-// All rows of units of one token against the tiles of whole pages that they share. Returns the first key after those.
+// Attention of all rows of one-token units to the tiles of pages that they share. Returns the first key after these.
 template <class T>
 int attend_shared(const AttentionCall& call, const AttentionUnit* units, int count, int shared_end, int tile_keys,
                   KeyTile& tile, AttentionState& state) {
@@ -62,7 +64,7 @@ int attend_shared(const AttentionCall& call, const AttentionUnit* units, int cou
         fill_tile(tile, call, units[0], key, tile_keys, units[1], (key + tile_keys) / kPanel);
         tile.streams = tile_keys == kStreamedKeys;
         attend_tile<T>(call, queries, tile, 0, first_rows, state);
-        tile.streams = false;  // what the first rows have brought
+        tile.streams = false;  // the first rows have brought the tile into the cache
         attend_tile<T>(call, queries + first_rows * lefts, tile, first_rows, rows, state);
     }
     return key;
@@ -88,7 +90,7 @@ void attend(const AttentionCall& call, const AttentionUnit* units, int count, in
     tile.page = static_cast<int64_t>(size) * kPanel / T::kPack;
     const bool streams = units[0].tokens * group <= kRowsAtOnce<T>;
     int begin = units[0].key_begin / kPanel * kPanel;
-    tile.of_prompt = !streams && units[0].tokens > 1;  // of several units each has one token
+    tile.of_prompt = !streams && units[0].tokens > 1;  // if there are several units, each has one token
     const int tile_keys = streams ? kStreamedKeys : tile.of_prompt ? kTileKeys : kSharedKeys;
     if (count > 1) begin = attend_shared<T>(call, units, count, shared_end, tile_keys, tile, state);
     tile.streams = streams;
@@ -127,7 +129,7 @@ void attention(Dtype dtype, const AttentionCall& call, const AttentionUnit* unit
         attend<Float32>(call, units, count, shared_end, next);
 }
 
-// Adds up the parts of one query token, in order of their keys (FlashDecoding: Dao et al. 2023).
+// Combines the partial results of one query token, in the order of their keys (FlashDecoding: Dao et al. 2023).
 void merge(Dtype dtype, const AttentionCall& call, const AttentionUnit& first, int parts) {
     const int group = call.heads / call.kv_heads, size = call.head_size;
     for (int g = 0; g < group; ++g) {

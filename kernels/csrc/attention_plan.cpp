@@ -8,26 +8,26 @@ namespace shoal {
 namespace {
 
 constexpr int kSplitKeys = 512;   // keys of one part of a long decode; fixed, so that results do not depend on threads
-constexpr int64_t kUnitsOfThread = 8;  // of long prompts, for each thread: so all are done at about the same time
-constexpr int kLeastShared = 128;  // keys worth reading once for several sequences: a tile of them
+constexpr int64_t kUnitsOfThread = 8;  // of long prompts, per thread, so that all threads finish at about the same time
+constexpr int kLeastShared = 128;  // shared keys that are worth processing for several sequences together: one tile
 
 // The oldest key that a position sees.
 int oldest_key(const ShoalShape& shape, int position) {
     return shape.sliding_window > 0 ? std::max(0, position - shape.sliding_window + 1) : 0;
 }
 
-// Pieces of `tokens` that a prompt's unit has at most. The more, the less often keys are read; but each thread is to have
-// some units.
+// The largest number of pieces, of `tokens` tokens each, in a unit of a prompt. With more pieces per unit, keys are
+// read less often, but each thread should get several units.
 int64_t pieces_of_unit(const ShoalShape& shape, const ShoalStep& step, int tokens, int64_t most) {
     if (shape.num_threads == 1) return most;
     const int64_t pieces = int64_t{step.num_tokens} * shape.num_kv_heads / tokens;  // of all heads
     return std::clamp<int64_t>(pieces / (kUnitsOfThread * shape.num_threads), 1, most);
 }
 
-// Where the part of a long decode ends that `key` is in.
+// The end of the part of a long decode that contains `key`.
 int part_end(int key, int newest) { return std::min(newest, (key / kSplitKeys + 1) * kSplitKeys); }
 
-// Blocks that two sequences begin with both.
+// The number of leading blocks that two sequences share.
 int64_t common_blocks(const ShoalStep& step, int block_size, int a, int b) {
     const int64_t most = std::min(step.seq_lens[a], step.seq_lens[b]) / block_size;
     const int32_t *first = step.block_tables + a * step.table_stride, *second = step.block_tables + b * step.table_stride;
@@ -51,8 +51,8 @@ void AttentionPlan::build(const ShoalShape& shape, const ShoalStep& step, int mo
             add_prompt(shape, step, s, most_rows);
     }
     for (const Sharers& sharers : sharers_) add_sharers(shape, step, sharers);
-    // The longest first, so that no thread is left with one when the others are done; but those of a prompt head by head,
-    // whose keys and values then stay in a near cache.
+    // Prompts first, ordered by head, so that the head's keys and values stay in a near cache. Then decodes, the
+    // longest first, so that no thread is still busy with one when the others are done.
     const auto place = [&](const AttentionTask& task) {
         int64_t pairs = 0;
         for (int i = task.first; i < task.first + task.count; ++i)
@@ -82,9 +82,9 @@ void AttentionPlan::choose_sampled(const ShoalStep& step) {
 void AttentionPlan::add_prompt(const ShoalShape& shape, const ShoalStep& step, int sequence, int most_rows) {
     const int begin = step.query_start_loc[sequence], end = step.query_start_loc[sequence + 1];
     const int group = shape.num_heads / shape.num_kv_heads, piece = std::max(1, kAttentionRows / group);
-    // Where units may have several pieces, which depends on the threads, the rest of a prompt is never one of its own: few rows
-    // go another way, and would come to other bits. Where a window slides, a unit's first token decides with which key it
-    // begins.
+    // If units may have several pieces, whose number depends on the threads, the remainder of a prompt never becomes a
+    // unit of its own: a unit with few rows takes another code path and would give other bits. With a sliding window
+    // units have one piece, because a unit's first token determines its first key.
     const int most = shape.sliding_window > 0 || 2 * group > kAttentionRows ? 1 : most_rows / kAttentionRows - 1;
     const bool joins_rest = most > 1;
     const int pieces = std::max(1, joins_rest ? (end - begin) / piece : static_cast<int>(divide_up(end - begin, piece)));
@@ -109,7 +109,7 @@ void AttentionPlan::find_sharers(const ShoalShape& shape, const ShoalStep& step,
         if (oldest_key(shape, step.seq_lens[leader] - 1) != oldest) continue;
         const int64_t blocks = common_blocks(step, shape.block_size, leader, sequence);
         if (blocks * shape.block_size < oldest + kLeastShared || blocks <= best_blocks) continue;
-        // One more must not cost the others more than it gains.
+        // Adding this sequence must not cost the others more than it gains.
         const auto count = static_cast<int64_t>(sharers.sequences.size());
         if (count > 1 && count * std::min(blocks, sharers.blocks) < (count - 1) * sharers.blocks) continue;
         best = &sharers;
@@ -127,7 +127,7 @@ void AttentionPlan::add_sharers(const ShoalShape& shape, const ShoalStep& step, 
     const int most = std::max(1, kSharedRows / (shape.num_heads / shape.num_kv_heads));
     const int shared = static_cast<int>(sharers.blocks * shape.block_size);
     const auto& sequences = sharers.sequences;
-    const int oldest = oldest_key(shape, step.seq_lens[sequences.front()] - 1);  // of all of them
+    const int oldest = oldest_key(shape, step.seq_lens[sequences.front()] - 1);  // the same for all of them
     int longest = 0;
     for (const int s : sequences) longest = std::max(longest, step.seq_lens[s]);
     std::vector<int> places(sequences.size());

@@ -1,4 +1,4 @@
-// What the attention of a step consists of: tasks that the threads share out.
+// Splits the attention of a step into tasks for the threads.
 #pragma once
 
 #include <cstdint>
@@ -9,32 +9,32 @@
 
 namespace shoal {
 
-// One task: units [first, first + count). Several are one query token each, of sequences whose pages are the same up to
-// `shared_end`; a task of one unit has no such pages.
+// A task: units [first, first + count). If there are several, each has one query token, and their sequences share all
+// pages up to key `shared_end`; a task with a single unit shares none.
 struct AttentionTask {
     int first, count;
     int shared_end;  // a key
 };
 
-// Tasks, the longest first, and what is to be merged after them. No result depends on the number of threads: how units are cut
-// and put together changes none, only how often a page is read.
+// The tasks in the order in which they are taken, and the partial results to merge after them. No result depends on the
+// number of threads: how units are split and combined only affects how often a page is read.
 class AttentionPlan {
 public:
-    // With units of at most `most_rows`.
+    // Units have at most `most_rows` rows.
     void build(const ShoalShape& shape, const ShoalStep& step, int most_rows);
-    // The tasks without which the sampled rows would lack something: all that the last layer needs.
+    // Selects the tasks that contribute to sampled rows: the last layer needs no others.
     void choose_sampled(const ShoalStep& step);
 
     const std::vector<AttentionTask>& tasks() const { return tasks_; }
     const std::vector<AttentionTask>& sampled_tasks() const { return sampled_tasks_; }
     const AttentionUnit* units(const AttentionTask& task) const { return &units_[static_cast<size_t>(task.first)]; }
-    // The first unit of each query and head whose keys were split, and how many parts it has.
+    // For each query and head whose keys were split: its first unit, and the number of its parts.
     const std::vector<AttentionUnit>& split() const { return split_; }
     const std::vector<int>& parts() const { return parts_; }
     int num_partials() const { return num_partials_; }
 
 private:
-    // Sequences of one query token, and the blocks that all of them begin with.
+    // Sequences with one query token each, and the number of leading blocks that all of them share.
     struct Sharers {
         std::vector<int> sequences;
         int64_t blocks;
@@ -47,7 +47,7 @@ private:
     std::vector<AttentionTask> tasks_, sampled_tasks_;
     std::vector<int> parts_;
     std::vector<Sharers> sharers_;
-    std::vector<bool> is_sampled_;  // of each row
+    std::vector<bool> is_sampled_;  // by row of the step
     int num_partials_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// Rows of a prompt's queries against a tile of keys, by tile registers: two by two of them hold sums of up to 32 rows.
+// Attention of a prompt's query rows to a tile of keys, using tile registers: 2 x 2 of them hold sums of up to 32 rows.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -12,13 +12,14 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-constexpr int kPromptRows = 2 * kTileHeight;  // that meet a key at once
-// Rows an odd number of cache lines apart: else those of a register meet in few places of the caches.
+constexpr int kPromptRows = 2 * kTileHeight;  // rows that are multiplied with a key at once
+// Rows are an odd number of cache lines apart: otherwise those of a register would conflict in few sets of the caches.
 using PromptScores = float[kPromptRows][kTileKeys + kPanel];
-constexpr int kPairWords = kTileHeight * kPanel;  // of a column panel of two pages' values: one register
+constexpr int kPairWords = kTileHeight * kPanel;  // of one column panel of two pages' values: one register
 
-// Values of pages [first, end), both even, for a prompt's rows. A page has 16 tokens, half of what a register sums over: two
-// pages are put together, panel by panel. What the unit has no key of becomes zero: a weight of zero would not undo a NaN.
+// Gathers the values of pages [first, end), both even, for a prompt's rows. A page has 16 tokens, half of what a
+// register sums over, so pages are joined in pairs, panel by panel. Pages without keys of the unit become zero, because
+// a weight of zero would not cancel a NaN.
 inline void gather_values(const KeyTile& tile, int first, int end, int head_size, Word* values) {
     constexpr int rows = kPanel / Bf16::kPack;
     for (int p = first; p < end; ++p) {
@@ -31,8 +32,8 @@ inline void gather_values(const KeyTile& tile, int first, int end, int head_size
     }
 }
 
-// One vector of what combine() makes of the lanes of each of sixteen, in their order: two of them are halved at a time, in
-// their places.
+// A step of across_lanes(): merges `count` vectors in pairs, in place. Combines the two halves of each row's `count`
+// lanes.
 template <class Combine, int... Lane>
 SHOAL_INLINE void halve_pairs(F32 (&rows)[kLanes], int count, const Combine& combine, std::integer_sequence<int, Lane...>) {
     const int half = count / 2;  // of the lanes of one row, of which there are as many as rows
@@ -41,6 +42,7 @@ SHOAL_INLINE void halve_pairs(F32 (&rows)[kLanes], int count, const Combine& com
         rows[i / 2] = combine(__builtin_shuffle(rows[i], rows[i + 1], low), __builtin_shuffle(rows[i], rows[i + 1], high));
 }
 
+// Reduces the lanes of each of sixteen rows with combine(): one vector with a lane for each row, in their order.
 template <class Combine>
 SHOAL_INLINE F32 across_lanes(F32 (&rows)[kLanes], const Combine& combine) {
 #pragma GCC unroll 4
@@ -51,8 +53,8 @@ SHOAL_INLINE F32 across_lanes(F32 (&rows)[kLanes], const Combine& combine) {
 
 SHOAL_INLINE Bf16::Left* weights_of(float* scores) { return reinterpret_cast<Bf16::Left*>(scores); }
 
-// As weigh_rows(), of up to sixteen rows, with one vector for what is found of all: their scores begin at number `at`. Their
-// weights take the scores' place, half as long: the first-level cache is to hold them.
+// Like weigh_rows(), for up to sixteen rows whose scores begin at row `at`; the maxima of all rows are one vector, and
+// so are their sums. The weights, half as long, overwrite the scores, so that the L1 cache can hold them.
 SHOAL_INLINE void weigh_prompt(PromptScores& scores, int at, int begin, int end, const KeyTile& tile,
                                float scale, int row, int count, AttentionState& state, float* shrink) {
     const auto visible = [&](int i) {
@@ -74,7 +76,7 @@ SHOAL_INLINE void weigh_prompt(PromptScores& scores, int at, int begin, int end,
     store(&state.denominator[row], load(&state.denominator[row]) * shrinks + sums);
 }
 
-// The left side of up to 32 rows: the first sixteen, and the rest.
+// The left-hand side of up to 32 rows: the first sixteen, and the rest.
 struct LeftRows {
     const Word* upper;
     const Word* lower;
@@ -160,7 +162,7 @@ void attend_prompt_rows(const AttentionCall& call, const Word* queries, const Ke
     for (int c = 0; c < size; c += kBlockColumns) sum_prompt_values<HasLower>(weights, values, first, end, sums, size, c);
 }
 
-// Rows [row, end) of a prompt against a tile; a head has a multiple of 32 values.
+// Attention of a prompt's rows [row, end) to a tile; the head size is a multiple of 32.
 inline void attend_prompt(const AttentionCall& call, const Word* queries, const KeyTile& tile, int row, int end,
                           AttentionState& state) {
     const int steps = call.head_size / Bf16::kPack;

@@ -1,4 +1,4 @@
-// Rows of queries against a tile of keys, by vectors.
+// Attention of query rows to a tile of keys, using vectors.
 #pragma once
 
 #include <utility>
@@ -8,8 +8,9 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-// Pages lie anywhere, which the processor cannot foresee: as it reads a place of a page, it asks for the same place of
-// the page that comes a tile later. Into L2: waiting for all those lines, L1 would have no room for others.
+// Pages are scattered, which the hardware prefetcher cannot predict. So while a place of a page is read, the same place
+// of the page one tile later is prefetched: into L2, because L1 would have no room for other lines while it waits for
+// these.
 struct FetchPages {
     const Word* places[2];
     long stride;
@@ -77,7 +78,8 @@ SHOAL_INLINE void sum_values(const KeyWeights<T>& weights, const KeyTile& tile, 
     }
 }
 
-// Rows [row, row + MR), of which no later one sees less of the tile's end or more of its beginning.
+// Attention of rows [row, row + MR). A later row must not see less of the tile's end, or more of its beginning, than an
+// earlier one.
 template <class T, int MR>
 void attend_rows(const AttentionCall& call, const typename T::Left* queries, const KeyTile& tile, int row,
                  AttentionState& state) {
@@ -101,7 +103,7 @@ AttendRows<T> attend_rows_of(int rows, std::integer_sequence<int, I...>) {
     return tiles[rows - 1];
 }
 
-// Rows [row, end) against a tile, in register tiles of nearly equal height.
+// Attention of rows [row, end) to a tile of keys, in register tiles of nearly equal height.
 template <class T>
 void attend_tile(const AttentionCall& call, const typename T::Left* queries, const KeyTile& tile, int row, int end,
                  AttentionState& state) {

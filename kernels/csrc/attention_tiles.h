@@ -1,4 +1,4 @@
-// Rows of queries against a tile of keys, by tile registers.
+// Attention of query rows to a tile of keys, using tile registers.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -10,15 +10,15 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-// Sums in 0 to 3; a left side in 4 and a right side in 6 of 32 summed values, or in 5 and 7 of 16: a head has a multiple of
-// 16, and a page 16 tokens.
+// Registers 0 to 3 hold sums. Registers 4 and 6 hold a left and a right side with 32 summed values, registers 5 and 7
+// with 16, because a head size is a multiple of 16, and a page has 16 tokens.
 constexpr int kHalfWords = kTileWords / 2;
 constexpr int kMostSums = 4;
-// Half pages that one is asked for ahead, in the order in which they are read.
+// How many half pages ahead, in reading order, a half page is prefetched.
 constexpr int kHalvesAhead = 4;
 static_assert(kStreamedPages + kHalvesAhead <= kTilePages);
 
-// What is read of a tile that streams: the keys of all its pages, their values, then keys of what comes after it.
+// The reading order of a tile that streams: the keys of all its pages, their values, then the keys of later pages.
 SHOAL_INLINE const Word* half_page(const KeyTile& tile, int number) {
     const int page = number < tile.num_pages ? number : number - tile.num_pages;
     const bool is_values = number >= tile.num_pages && page < tile.num_pages;
@@ -53,8 +53,8 @@ SHOAL_INLINE void store_sums(float* to, int64_t row_bytes) {
     if constexpr (N > 3) _tile_stored(3, to + 3 * kPanel, row_bytes);
 }
 
-// Sum `sum`, if it is one of N, += the left side times the right side that begins at right(sum), which mostly is read once and
-// stays out of the first-level cache, as far as a load can say so. The compiler wants the numbers of registers as they stand.
+// If sum < N: sum += the left side times the right side that begins at right(sum). The right side is mostly read only
+// once, so its load has a hint to stay out of the L1 cache. A macro, because register numbers must be literals.
 #define SHOAL_ADD_PRODUCT(sum, left_tile, right_tile)            \
     if constexpr (N > sum) {                                     \
         _tile_stream_loadd(right_tile, right(sum), right_bytes); \

@@ -8,10 +8,10 @@ namespace shoal {
 namespace {
 
 using Rows = uint16_t[kTileRowsHeld][kRowValues];
-constexpr int kRun = 8;  // values of a row whose bytes follow one another
+constexpr int kRun = 8;  // values of a row whose bytes are contiguous
 
-// Of a quarter: where the bytes of a row's run begin, in the line of codes and in that of the row's lower bytes; and in which
-// half of a byte of codes they are.
+// Where a run of a row is within its quarter: the offsets of its codes and of its lower bytes, and by how much its
+// codes are shifted (each byte of codes has two halves).
 struct Place {
     int codes, lower, shift;
 
@@ -27,7 +27,7 @@ int quarter_begin(int row) { return row / kQuarterRows * kQuarterLines * kLineBy
 
 int upper_of(uint16_t value) { return value >> 8 & ~kSign; }
 
-// The tile's top, with kHasSmall where it needs it; 0 where no code covers it.
+// The tile's top, with kHasSmall if it is needed; 0 if no code covers the tile.
 uint8_t top_of(const Rows& rows) {
     uint16_t top = 0, least = 0xff, least_but_zero = 0xff;
     for (const auto& row : rows)
@@ -42,7 +42,8 @@ uint8_t top_of(const Rows& rows) {
     return top - least_but_zero < kFarthest ? static_cast<uint8_t>(top | kHasSmall) : 0;
 }
 
-// Into zeroed bytes. What is too far below the top is 0: with kHasSmall, that is what kFarthest means.
+// Codes a tile into zeroed bytes. Exponent bits that are too far below the top are 0, which kFarthest means with
+// kHasSmall.
 void code_tile(const Rows& rows, uint8_t top, uint8_t* out) {
     const int highest = top & ~kHasSmall;
     for (int r = 0; r < kTileRowsHeld; ++r) {

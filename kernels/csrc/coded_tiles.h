@@ -1,4 +1,4 @@
-// Coded weights (coded.h) back to bf16, for tile registers.
+// Decodes coded weights (coded.h) to bf16, for tile registers.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -9,20 +9,22 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-// A step of a block: its two tiles.
+// One step of a block: two tiles.
 struct alignas(kLineBytes) StepTiles {
     Word tiles[2][kTileRowsHeld * kPanel];
 };
 
-// What waits for memory is asked for twice before it is decoded: for the second-level cache, and then for the first.
-constexpr int kAskedFar = 8192, kAskedNear = 512;  // bytes
+// Where decoding is bound by memory, data is prefetched twice before it is decoded: first into the L2 cache, then into
+// L1.
+constexpr int kAskedFar = 8192, kAskedNear = 512;  // bytes ahead
 
 SHOAL_INLINE void ask_for(const uint8_t* line) {
     __builtin_prefetch(line + kAskedFar, 0, 2);
     __builtin_prefetch(line + kAskedNear, 0, 3);
 }
 
-// The upper byte of each code, four times: a byte of two codes is an index of 64 by its lower six bits.
+// The upper byte of each code, repeated four times: a byte of two codes then is an index into 64 entries, by its lower
+// six bits, of which the lower four are a code.
 SHOAL_INLINE __m512i uppers_of(uint8_t top) {
     constexpr int64_t kBelow = 0x0706050403020100, kSigns = static_cast<int64_t>(0x8080808080808080);
     const __m512i below = _mm512_set1_epi64(kBelow), signs = _mm512_set_epi64(kSigns, 0, kSigns, 0, kSigns, 0, kSigns, 0);
@@ -31,7 +33,7 @@ SHOAL_INLINE __m512i uppers_of(uint8_t top) {
     return _mm512_or_si512(_mm512_maskz_sub_epi8(is_upper, highest, below), signs);
 }
 
-// The tiles of a call's blocks, one after the other.
+// Decodes the tiles of a call's blocks one after the other.
 class Codes {
 public:
     Codes(const Linear& linear, int block_begin, int block_end)
@@ -41,7 +43,7 @@ public:
 
     const uint8_t* next() const { return next_; }
 
-    // The next step, if there is one.
+    // Decodes the next step, if there is one.
     template <bool Asks>
     SHOAL_INLINE void decode(StepTiles& out) {
         if (top_ == end_) return;

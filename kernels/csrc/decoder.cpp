@@ -9,8 +9,8 @@ namespace shoal {
 
 namespace {
 
-// Bytes that helpers read ahead of a step: half a shared cache of a usual size, and more than they come to read between two
-// steps of one sequence.
+// Bytes that helper threads read ahead between steps: half of a shared cache of usual size, and more than they have
+// time to read between two steps of one sequence.
 constexpr int64_t kFirstRead = 16 << 20;
 
 const Kernels& choose_kernels(const ShoalShape& shape) {
@@ -105,7 +105,7 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
         expect(count, size);
         weight = widen(dtype_, data, size);
     };
-    // A bias is set after its weight, whose packing it follows.
+    // A bias must be set after its weight, whose packed layout it follows.
     const auto bias = [&](Linear& linear) {
         expect(count, linear.outputs);
         linear.bias = pack_bias(linear, dtype_, data);

@@ -16,15 +16,15 @@
 
 namespace shoal {
 
-// KV pages of all layers, zeroed.
+// The KV pages of all layers, initially zero.
 class Pool {
 public:
     Pool(int64_t layers, int64_t blocks, int64_t block_words);
 
     Word* layer(int layer) const { return static_cast<Word*>(pages_.data()) + layer * blocks_ * block_words_; }
-    // Every destination becomes what its source was before the call.
+    // Copies blocks, as pairs of (source, destination); every source is read as it was before the call.
     void copy(const int64_t* pairs, int count);
-    // To be held while blocks up to this number are written.
+    // To be held while blocks up to `last_block` are written.
     Prefault::Use use(int64_t last_block) {
         return {prefault_, (last_block + 1) * block_words_ * static_cast<int64_t>(sizeof(Word))};
     }
@@ -40,49 +40,51 @@ struct Layer {
     Linear qkv, output, gate_up, down;
 };
 
-// Another rank did not come to an exchange: the step has no result.
+// Another rank did not take part in an exchange: the step has no result.
 struct LostRank : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
 class Decoder {
 public:
-    // Throws std::invalid_argument for a shape that the kernels do not cover. `exchange`: null for one rank alone.
+    // Throws std::invalid_argument for a shape that the kernels do not support. `exchange`: null for a single rank.
     Decoder(const ShoalShape& shape, std::unique_ptr<Exchange> exchange);
 
-    // Throws std::invalid_argument when `count`, the values of data, is not what the shape asks for.
+    // Throws std::invalid_argument if `count`, the number of values in `data`, does not match the shape.
     void set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count);
-    // The same of a matrix as integers, in a bf16 decoder.
+    // The same for a matrix of integers, in a bf16 decoder.
     void set_integers(ShoalParameter parameter, int layer, const Integers& integers, int64_t count);
     void set_rotary(const float* cos_sin);
-    // Throws std::out_of_range, before anything is computed, for a token, position or slot that does not exist; LostRank.
+    // Throws std::out_of_range, before anything is computed, if a token, position, slot, block or sample row does not
+    // exist; LostRank if another rank does not take part.
     void forward(const ShoalStep& step);
-    // Of the step that forward() has just computed: of each row of logits the largest and its first place, NaN where a row
-    // has one. Nothing where it has given none.
+    // For the step that forward() has just computed: the largest value of each row of logits (NaN if the row has one)
+    // and its first index. Writes nothing if the step had no logits.
     void take_maxima(const ShoalStep& step, float* values, int64_t* places) const;
     void copy_blocks(const int64_t* pairs, int count) { pool_.copy(pairs, count); }
     const char* kernels_name() const { return kernels_.name; }
-    uint64_t progress() const { return team_.progress(); }  // differs once a step has gone on; any thread may ask
+    uint64_t progress() const { return team_.progress(); }  // changes as a step progresses; any thread may call it
 
 private:
-    struct Matrix {  // where a parameter lies and what its shape is
+    struct Matrix {  // where a parameter is stored, and its shape
         Linear* linear;
         int outputs, inputs;
         bool gated;
     };
-    // Columns of the logits that a rank computes, the last one fewer.
+    // Columns of the logits that each rank computes; the last ranks may have fewer.
     int64_t vocab_share() const { return exchange_ ? divide_up(shape_.vocab_size, exchange_->size) : shape_.vocab_size; }
-    Matrix matrix(ShoalParameter parameter, int layer);  // a null linear when the parameter is a vector
+    Matrix matrix(ShoalParameter parameter, int layer);  // a null linear if the parameter is a vector
     void check(const ShoalStep& step) const;
     void reserve(int64_t tokens, int64_t samples);
     void list_first_read();
-    void begin(Team::Member& member, const ShoalStep& step);   // the stream at this stage's first layer
-    void finish(Team::Member& member, const ShoalStep& step);  // what leaves the stage after its last
+    void begin(Team::Member& member, const ShoalStep& step);   // makes the residual stream for this stage's first layer
+    void finish(Team::Member& member, const ShoalStep& step);  // makes the stage's output after its last layer
     void run_layers(Team::Member& member, const ShoalStep& step);
-    // A layer, before its attention and after it. By columns: all threads share out each product, and wait for one another
-    // before the next. By rows: a thread takes some rows from one attention to the next and waits for nobody; but each
-    // thread reads all weights, which pays where several threads have many rows. What comes before the attention needs
-    // few weights: a single thread does that by rows too, and finds what it has just written in a near cache.
+    // A layer before its attention (project) and after it (complete). By columns: all threads share each product, and
+    // wait for one another before the next. By rows: a thread takes some rows from one attention to the next without
+    // waiting for others; but each thread reads all weights, which pays off if several threads have many rows. The part
+    // before the attention needs few weights: a single thread also does it by rows, and finds what it has just written
+    // in a near cache.
     bool goes_by_rows(int rows) const;
     void project(Team::Member& member, const ShoalStep& step, int index);
     void complete(Team::Member& member, int index, float* stream, const Word* attended, int rows);
@@ -90,19 +92,22 @@ private:
     void complete_rows(int index, int begin, int end);
     RotaryCall rotary_call(const ShoalStep& step, int index) const;
     void attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks);
-    // The sampled rows of the stream and of what was attended, one after the other.
+    // Gathers the sampled rows of the residual stream and of the attention's output.
     void gather_sampled(Team::Member& member, const ShoalStep& step);
-    // work(begin, end) for a few pieces of the rows a thread, or for such as a product likes.
+    // Calls work(begin, end) for chunks of the rows: a few per thread, of a multiple of `multiple` rows; or of a size
+    // that suits products.
     template <class Work>
     void for_chunks(Team::Member& member, int rows, const Work& work, int multiple = 1);
     template <class Work>
     void for_row_chunks(Team::Member& member, int rows, const Work& work);
     void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows);
     void normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end);
-    // What a member reads while it waits for others, where a step waits for weights: its own part of the next product.
+    // In steps that are bound by reading weights: while a member waits for others, it reads its own part of the next
+    // product.
     void read_ahead(Team::Member& member, const Linear& linear, int rows);
-    int64_t widest_inputs() const;  // of a product within a layer, in whole groups
-    // Of rows from `first_row` on; where the weight is of integers, of those that round_rows() makes of x.
+    int64_t widest_inputs() const;  // the most inputs of a product within a layer, rounded up to whole groups
+    // The product of rows from `first_row` on. If the weight has integers, the rows are those that round_rows() makes
+    // of x.
     GemmCall product(const Linear& linear, const Word* x, int64_t x_values, int first_row, void* out, int64_t out_stride,
                      Finish finish) const;
     void round_rows(const GemmCall& call, const Word* x, int64_t x_values, int begin, int end);
@@ -110,17 +115,18 @@ private:
                   int64_t out_stride, Finish finish);
     void multiply_rows(const Linear& linear, const Word* x, int64_t x_values, int begin, int end, void* out,
                        int64_t out_stride, Finish finish);
-    // Adds a product whose inputs are spread over the ranks to the stream's rows.
+    // Adds a product whose inputs are spread over the ranks to the rows of the stream.
     void multiply_onto(Team::Member& member, float* stream, const Linear& linear, const Word* x, int64_t x_values, int rows);
     void compute_logits(Team::Member& member, const ShoalStep& step);
     bool has_maxima(const ShoalStep& step) const { return shape_.is_last_stage && step.logits != nullptr; }
     bool screens(const ShoalStep& step) const;
-    // Block of the head where a thread's part of each row of logits begins.
+    // The block of the head at which a thread's part of each row of logits begins.
     int64_t part_begin(int part) const {
         return divide_up(shape_.vocab_size, kBlockColumns) * part / team_.size();
     }
     void find_maxima(Team::Member& member, const ShoalStep& step);
-    // The same without the logits: those that the 8-bit head leaves in question are computed. Same bits, same places.
+    // The same without all logits: only those that the 8-bit head leaves in question are computed. Same bits, same
+    // places.
     void screen_maxima(Team::Member& member, const ShoalStep& step);
     // Adds all ranks' parts of the exchange to `out`.
     void add_parts(Team::Member& member, float* out, int64_t count);
@@ -135,23 +141,24 @@ private:
     std::vector<float> final_norm_, cos_sin_;
     Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
     Screen screen_;
-    int unscreened_steps_ = 0;  // so many that could be screened are not, for the last one's screen was of little use
-    // Values of a row of normed_, attended_ and gated_: an odd number of cache lines, for rows an even number apart meet in
-    // the caches when a product reads the same place of all of them.
+    int unscreened_steps_ = 0;  // steps still to run without a screen, because the last screen was of little use
+    // Values per row of normed_, attended_ and gated_: an odd number of cache lines. Rows an even number of lines apart
+    // would conflict in the caches when a product reads the same place of all of them.
     const int64_t normed_stride_, attended_stride_, gated_stride_;
     bool has_integers_ = false;
 
-    // Buffers of a step, grown to the largest one seen.
-    bool screens_ = false;  // of the step that runs: whether it goes by screen_maxima()
+    // Buffers of a step, grown to the largest step seen.
+    bool screens_ = false;  // whether the present step uses screen_maxima()
     Buffer<float> residual_, qkv_, sampled_, partials_, exact_logits_;
     Buffer<Word> normed_, queries_, attended_, gated_, integers_, sampled_attended_;
     Buffer<float> integer_scales_, integer_sums_;
-    std::vector<Maximum> maxima_;  // [num_samples][threads], each of its part of the columns; then what a screen has seen of each
-    std::vector<int> looked_at_;   // [threads]: blocks of the head that a screen has left in question
+    // [num_samples][threads]: the maximum of each thread's part of the columns; then as many that a screen has seen.
+    std::vector<Maximum> maxima_;
+    std::vector<int> looked_at_;   // [threads]: number of blocks of the head that a screen has left in question
     AttentionPlan plan_;
-    std::vector<Span> first_read_;  // the weights that a step begins with
+    std::vector<Span> first_read_;  // the weights that a step reads first
 
-    Team team_;  // the last: until it has ended, helpers may read the rest
+    Team team_;  // last, so that it is destroyed first: until then, helpers may read the other members
 };
 
 }  // namespace shoal

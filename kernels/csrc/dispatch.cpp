@@ -18,7 +18,8 @@
 
 namespace shoal {
 
-// A compiler that does not know a set may not know to ask the processor for it either, so what was not built is not named.
+// A compiler that does not know an instruction set may not know how to test the processor for it either, so sets that
+// were not built are not mentioned.
 #define SHOAL_DECLARE(isa) \
     namespace isa {        \
     extern const Kernels table; \

@@ -19,17 +19,17 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kSpins = 1000;  // tens of microseconds; then the awaited rank may well need this core
+constexpr int kSpins = 1000;  // tens of microseconds; after that, the awaited rank may well need this core
 constexpr long kNapNs = 100'000'000;
 
 // A rank's line in the shared memory.
 struct alignas(SHOAL_EXCHANGE_LINE) Line {
-    std::atomic<uint32_t> turn;      // exchanges that the rank has come to
-    std::atomic<uint32_t> sleepers;  // ranks that sleep until it comes to the next
+    std::atomic<uint32_t> turn;      // exchanges that the rank has reached
+    std::atomic<uint32_t> sleepers;  // ranks that sleep until it reaches the next
 };
 static_assert(sizeof(Line) == SHOAL_EXCHANGE_LINE && std::atomic<uint32_t>::is_always_lock_free);
 
-// Sleeps until somebody wakes the word, unless it is not `seen` any more; a nap at most.
+// Sleeps until the word is woken, but not for long (kNapNs), and not at all if the word is no longer `seen`.
 void nap(std::atomic<uint32_t>& word, uint32_t seen) {
 #if defined(__linux__)
     const timespec limit{0, kNapNs};
@@ -45,8 +45,9 @@ void wake(std::atomic<uint32_t>& word) {
 #endif
 }
 
-// Memory that all ranks have mapped: a line for each, then two parts for each, used in turn. A rank that writes its part
-// of one exchange over that of the last but one has seen all ranks come to the last: none still reads it.
+// Over memory that all ranks have mapped: a line per rank, then two parts per rank, used alternately. When a rank
+// overwrites its part of the exchange before last, it has seen all ranks reach the last one: none still reads that
+// part.
 class SharedExchange : public Exchange {
 public:
     explicit SharedExchange(const ShoalExchange& e)
@@ -62,7 +63,7 @@ public:
         if (has_failed()) return;
         const uint32_t next = turn() + 1;
         Line& own = lines_[rank];
-        // Sequentially consistent, as in await(): either the sleeper sees the turn, or its sleep is seen here.
+        // Sequentially consistent, as in await(): either the sleeper sees the turn, or it is counted as a sleeper here.
         own.turn.store(next);
         if (own.sleepers.load() > 0) wake(own.turn);
         for (int r = 0; r < size; ++r)
@@ -76,7 +77,7 @@ private:
     uint32_t turn() const { return turn_.load(std::memory_order_relaxed); }
     int64_t place(uint32_t turn, int r) const { return (int64_t{turn % 2} * size + r) * capacity; }
 
-    // Counts go round: only how far one is ahead of the other says something.
+    // The counters wrap around, so only their difference means something.
     static bool is_there(uint32_t turn, uint32_t awaited) { return static_cast<int32_t>(turn - awaited) >= 0; }
 
     bool await(Line& other, uint32_t awaited) const {
@@ -96,10 +97,10 @@ private:
     Line* const lines_;
     float* const parts_;
     const std::chrono::duration<double> timeout_;
-    std::atomic<uint32_t> turn_;  // this rank's, as all its threads read it
+    std::atomic<uint32_t> turn_;  // this rank's turn, for all of its threads to read
 };
 
-// Parts that the caller carries: between hosts.
+// The parts are carried by the caller's function, for ranks on several hosts.
 class CarriedExchange : public Exchange {
 public:
     explicit CarriedExchange(const ShoalExchange& e)

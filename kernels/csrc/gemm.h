@@ -1,5 +1,5 @@
-// Packed matrix product: a tile of rows by one block of 32 columns, or where vectors are short by some of them at a time,
-// held in registers over the whole summed dimension.
+// Packed matrix product: the sums of a tile of rows by one block of 32 columns, or with short vectors by some of these
+// at a time, stay in registers over the whole summed dimension.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-// Bias of a vector of a block's columns.
+// The bias of one vector of a block's columns.
 SHOAL_INLINE F32 bias_of(const Linear& linear, int block, int column) {
     return linear.bias.empty() ? F32{} : load(&linear.bias[block * kBlockColumns + column]);
 }
 
-// The last, ragged columns of a weight, a value at a time.
+// Finishes the last, ragged columns of a weight, one value at a time.
 template <int MR>
 void finish_ragged(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
     float* out = static_cast<float*>(call.out) + row * call.out_stride;
@@ -27,7 +27,7 @@ void finish_ragged(const GemmCall& call, int row, int block, int lane, const F32
         }
 }
 
-// What becomes of the sums of whole columns. Unrolled, so that they need not leave their registers first.
+// Finishes the sums of whole vectors of columns. Unrolled, so that they need not leave their registers first.
 template <class T, int MR, Finish kFinish>
 SHOAL_INLINE void finish_columns(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
     if constexpr (kFinish == Finish::SwiGlu) {
@@ -46,12 +46,12 @@ SHOAL_INLINE void finish_columns(const GemmCall& call, int row, int block, int l
     }
 }
 
-// Whether the columns of the blocks before that one are all there, so that what is written is a whole vector.
+// Whether the blocks before `block_end` have all of their columns, so that whole vectors can be written.
 inline bool are_whole(const GemmCall& call, int block_end) {
     return call.finish == Finish::SwiGlu || block_end * kBlockColumns <= call.linear->outputs;
 }
 
-// The same of any columns.
+// Finishes the sums of any columns.
 template <class T, int MR>
 SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
     if (!are_whole(call, block + 1)) {
@@ -68,15 +68,16 @@ SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane
     finish_columns<T, MR, Finish::Store>(call, row, block, lane, acc);
 }
 
-// What a tile asks for early, so many lines at a step: none; or one, by which the first two tiles of a block fetch the next
-// one; or two, a little ahead in its own block.
+// What a tile prefetches, and how many lines per step: none; one, by which the first two tiles of a block fetch the
+// next block; or two, a little ahead in its own block.
 struct Ahead {
     const Word* words = nullptr;
     int lines = 0;
 };
 
-// A tile that has its block for itself reads it as fast as memory gives it. From so many rows on it is slow enough for the
-// processor to foresee too little (or passes over it twice); with fewer, requests of its own only get in the way.
+// A tile that has its block to itself reads it as fast as memory delivers. From this many rows on, it is so slow that
+// the hardware prefetcher does not run far enough ahead (or it passes over the block twice); with fewer rows,
+// prefetches of its own only get in the way.
 constexpr int kUnforeseenRows = kLanes == kPanel ? 10 : 3;
 constexpr int kAheadWords = (3 << 10) / sizeof(Word);
 
@@ -88,7 +89,7 @@ struct FetchLines {
     }
 };
 
-// What a tile's sums will be added to or written over comes while they are being summed.
+// Prefetches the output, to which a tile's sums will be added or written, while they are being computed.
 template <class T, int MR>
 SHOAL_INLINE void fetch_out(const GemmCall& call, int row, int block) {
     constexpr int line = 64;
@@ -101,7 +102,7 @@ SHOAL_INLINE void fetch_out(const GemmCall& call, int row, int block) {
     }
 }
 
-// Sums of vectors of columns that follow one another in a step's lines, from their bias on.
+// Sums for adjacent vectors of columns, starting from their bias.
 template <class T, int MR, int... J>
 SHOAL_INLINE void sum_columns(const GemmCall& call, int row, int block, int column, const Ahead& ahead,
                               F32 (&acc)[MR][sizeof...(J)], std::integer_sequence<int, J...>) {
@@ -123,8 +124,8 @@ SHOAL_INLINE void sum_columns(const GemmCall& call, int row, int block, int colu
         accumulate<T>(acc, x, call.x_stride, right, kBlockColumns, linear.steps());
 }
 
-// sum(column, acc) for NV vectors from each such column on, and what becomes of a tile's sums. Where vectors are shorter than
-// a panel, they wait for those of all columns, for a gate and its up column lie in two panels.
+// Calls sum(column, acc) for NV vectors of columns at a time, and finishes the tile's sums. If vectors are shorter than
+// a panel, all columns are summed first, because a gate column and its up column are in different panels.
 template <class T, int MR, int NV, class Sum, int... I>
 SHOAL_INLINE void sum_by_columns(const GemmCall& call, int row, int block, const Sum& sum, std::integer_sequence<int, I...>) {
     if constexpr (kLanes == kPanel) {
@@ -156,7 +157,7 @@ SHOAL_INLINE void sum_by_columns(const GemmCall& call, int row, int block, const
 template <int NV>
 using ColumnsOf = std::make_integer_sequence<int, kBlockColumns / kLanes / NV>;
 
-constexpr int kHidingSums = 8;  // so many hide one another's latency
+constexpr int kHidingSums = 8;  // this many independent sums hide one another's latency
 
 template <class T, int MR>
 void gemm_tile(const GemmCall& call, int row, int block, const Ahead& ahead) {
@@ -168,15 +169,15 @@ void gemm_tile(const GemmCall& call, int row, int block, const Ahead& ahead) {
     sum_by_columns<T, MR, vectors>(call, row, block, sum, ColumnsOf<vectors>{});
 }
 
-// Words that 8-bit weights of few rows are asked for ahead, where that was timed and pays; 0: nowhere else.
+// How many words ahead 8-bit weights are prefetched for few rows, where this was measured and pays off; 0 elsewhere.
 #if defined(__AMX_INT8__)
 constexpr int kIntegersAhead = 512;
 #else
 constexpr int kIntegersAhead = 0;
 #endif
 
-// Of two vectors of columns from number Column on: exact sums within a group, then one scale of the weight and one of the
-// row.
+// Sums for two vectors of columns, from column `Column` on: exact within a group, then multiplied by one scale of the
+// weight and one of the row.
 template <int Bits, int MR, int Column>
 SHOAL_INLINE void sum_integers(const GemmCall& call, int row, int block, F32 (&total)[MR][2]) {
     const Linear& linear = *call.linear;
@@ -231,7 +232,8 @@ void integer_tile(const GemmCall& call, int row, int block, const Ahead&) {
     sum_by_columns<Bf16, MR, 2>(call, row, block, sum, ColumnsOf<2>{});
 }
 
-// A row of bf16 as 16-bit integers, each group by its own largest value. NaN and infinity become a scale of NaN.
+// Rounds a row of bf16 to 16-bit integers, each group scaled by its largest absolute value. NaN and infinity make the
+// group's scale NaN.
 void round_row(const Word* x, const IntegerRows& out, int row, int inputs) {
     constexpr int words = kGroup / 2;
     const int64_t groups = inputs / kGroup, first = row * groups;
@@ -277,12 +279,12 @@ GemmTile choose_tile(const Linear& linear, int rows) {
     return gemm_tile_of<Float32>(rows, std::make_integer_sequence<int, kTileRows>{});
 }
 
-// Of rows that are a left-hand side as they are: T::Left of the weight's dtype, or integers.
+// Multiplies rows that can be used as a left-hand side as they are: T::Left of the weight's dtype, or integers.
 void multiply_lefts(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const Linear& linear = *call.linear;
     const int tile_rows = linear.format == Format::Plain ? kTileRows : kIntegerTileRows;
     for (int block = block_begin; block < block_end; ++block) {
-        // Tiles of nearly equal height: a short last one would leave the dot product's latency bare.
+        // Tiles of nearly equal height: a short last one could not hide the latency of the dot products.
         const int all_rows = row_end - row_begin;
         for (int row = row_begin, left = all_rows, tile = 0; left > 0; ++tile) {
             const int rows = static_cast<int>(divide_up(left, divide_up(left, tile_rows)));
@@ -298,8 +300,8 @@ void multiply_lefts(const GemmCall& call, int row_begin, int row_end, int block_
     }
 }
 
-// Rows of bf16 that become float32 to be multiplied do so once for all of a call's blocks, as many as a second-level cache
-// holds, but enough for the reading of weights not to show.
+// Without a product of bf16 pairs, rows of bf16 are widened to float32 once for all blocks of a call: as many at a time
+// as the L2 cache holds, but enough of them that reading the weights does not show.
 constexpr int64_t kWidenedValues = 64 << 10;
 constexpr int kLeastWidenedRows = 24;
 

@@ -1,4 +1,4 @@
-// Packed matrix product by tile registers: two by two of them hold up to 32 rows of one block of 32 columns.
+// Packed matrix product using tile registers: 2 x 2 of them hold the sums of up to 32 rows by one block of 32 columns.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -13,25 +13,25 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-// Of a weight block: what one step of a tile is decoded from, and a little for tiles that are held as they are.
+// Lines of a weight block from which one step is decoded, and a little more for tiles that are stored as they are.
 constexpr int kLinesOfStep = 2 * kCodedBytes / kLineBytes + 1;
-// Steps between decoding and use: tile registers are loaded from what has left the store buffer.
+// Steps between decoding and use: tile registers can only be loaded from stores that have left the store buffer.
 constexpr int kDecodedAhead = 2;
-// Steps of a part of a block that the first-level cache keeps for all rows, while their own values pass by it.
+// Steps in a part of a block. The L1 cache keeps a decoded part for all rows, while the rows' own values bypass it.
 constexpr int kPartSteps = 18;
-// Left sides that are met by all of a call's blocks, one after the other: the second-level cache holds them. The first is
-// worth more than the second: with fewer rows, weights do not come fast enough.
+// Rows that all blocks of a call are multiplied with, one block after the other, so that the L2 cache holds them: as
+// many as fit kHeldBytes, within these limits. With fewer than kLeastHeldRows, weights do not arrive fast enough.
 constexpr int64_t kHeldBytes = 1 << 20;
 constexpr int kLeastHeldRows = 128;
 constexpr int kMostHeldRows = 640;
-// So many are worth code of their own.
+// This many rows are worth specialised code (PlainColumns).
 constexpr int kManyRows = 192;
 
 constexpr int kMostTileRows = 2 * kTileHeight;
 static_assert(kMostHeldRows % kMostTileRows == 0);
 using TileSums = float[kMostTileRows][kBlockColumns];
 
-// What becomes of a row of sums: of any weight,
+// Finishes a row of sums, for any weight.
 struct AnyColumns {
     static constexpr bool kAreMany = false;
     static SHOAL_INLINE void finish(const GemmCall& call, int row, int block, const float* sums) {
@@ -41,8 +41,8 @@ struct AnyColumns {
     }
 };
 
-// and of many rows of whole columns without bias: looking that up for each shows. Zero is added as if it were
-// the bias, for the same bits; and rows that are stored as they are loaded take longer than those that something is added to.
+// The same for many rows of whole columns without bias, where looking up the bias for each row would show. Zero is
+// added instead, to give the same bits; and storing rows as loaded takes longer than adding something to them.
 template <Finish kFinish>
 struct PlainColumns {
     static constexpr bool kAreMany = true;
@@ -52,11 +52,12 @@ struct PlainColumns {
     }
 };
 
-// Complete sums of a tile, whose rows are finished while those of the next are being summed.
+// The complete sums of a tile, whose rows are finished while the next tile is being summed.
 template <class Columns>
 struct Unfinished {
     const TileSums* sums = nullptr;
-    int row = 0, block = 0, next = 0, end = 0;  // of the call's rows the one of the first sums; of sums those to be finished
+    // The first sums are of row `row` of the call; those of [next, end) are still to be finished.
+    int row = 0, block = 0, next = 0, end = 0;
 
     SHOAL_INLINE void finish(const GemmCall& call, int count) {
         for (const int stop = std::min(end, next + count); next < stop; ++next)
@@ -69,8 +70,9 @@ struct Part {
     int block, first, end;
 };
 
-// The steps of a call's blocks, decoded while those before them are multiplied: of rows that one tile holds. A row's sums wait
-// for memory: what is decoded is asked for far ahead, past the call's last block, too, for there the thread mostly goes on.
+// The right-hand sides for rows that fit one tile: the steps of a call's blocks, each decoded while earlier ones are
+// being multiplied. With so few rows the product is bound by memory, so coded data is prefetched far ahead: even past
+// the call's last block, where the thread usually continues.
 class StreamedRights {
 public:
     StreamedRights(const Linear& linear, int block_begin, int block_end) : codes_(linear, block_begin, block_end) {
@@ -86,14 +88,15 @@ private:
     StepTiles steps_[kHeldSteps];
 };
 
-// A part's steps, decoded by its first tile and kept for the others. Each asks for a share of what the next part is made of.
+// The steps of a part, decoded by its first tile and kept for the others. Each tile prefetches a share of the next
+// part.
 template <bool kDecodes>
 struct HeldRights {
     Codes& codes;
     StepTiles* steps;
     int count;
     const uint8_t* asked;
-    int lines;  // that are asked for at a step
+    int lines;  // prefetched per step
 
     SHOAL_INLINE const StepTiles& step(int s) {
         if (kDecodes && s == 0)
@@ -106,8 +109,8 @@ struct HeldRights {
     }
 };
 
-// The sums of the first `upper` rows from `row` on, and of those after them if there are any, go on by a part, from zero at
-// the first. Meanwhile those before are finished.
+// Adds a part to the sums of the first `upper` rows from `row` on, and of the rows after them if HasLower; the first
+// part starts from zero. Meanwhile, the sums in `before` are finished.
 template <bool HasLower, class Rights, class Columns>
 SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part& part, TileSums& sums, Rights& rights,
                            Unfinished<Columns>& before) {
@@ -135,7 +138,7 @@ SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part&
         _tile_loadd(6, right.tiles[0], right_bytes);
         _tile_loadd(7, right.tiles[1], right_bytes);
         _tile_stream_loadd(4, left + s * kTileWords, left_bytes);
-        constexpr bool amid = HasLower && Columns::kAreMany;  // so registers wait less; of few rows they would wait more
+        constexpr bool amid = HasLower && Columns::kAreMany;  // registers then wait less (with few rows: more)
         if constexpr (amid) _tile_stream_loadd(5, lower + s * kTileWords, left_bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -157,7 +160,8 @@ SHOAL_INLINE void sum_tile(const GemmCall& call, int row, int upper, const Part&
     }
 }
 
-// Two by two registers of `height` rows, or two of as many.
+// Shapes for 2 x 2 registers of sums with `height` rows in all, the first `upper` of them in the upper ones; or for the
+// upper two alone.
 template <bool HasLower>
 TileShapes shapes_of(int upper, int height) {
     const TileShapes::Shape above{upper, kTileWords}, right{kTileWords, kTileWords};
@@ -165,7 +169,7 @@ TileShapes shapes_of(int upper, int height) {
     return TileShapes({above, above, below, below, above, below, right, right});
 }
 
-// Rows of one tile.
+// Multiplies rows that fit one tile.
 template <bool HasLower>
 void multiply_tile(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const int height = row_end - row_begin, upper = HasLower ? static_cast<int>(divide_up(height, 2)) : height;
@@ -180,7 +184,7 @@ void multiply_tile(const GemmCall& call, int row_begin, int row_end, int block_b
     before.finish(call, before.end);
 }
 
-// Rows of several: a part of a block is decoded once for all.
+// Multiplies rows of several tiles: each part of a block is decoded once for all of them.
 template <class Columns>
 void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const int rows = row_end - row_begin, tiles = static_cast<int>(divide_up(rows, kMostTileRows));
@@ -198,7 +202,8 @@ void multiply_tiles(const GemmCall& call, int row_begin, int row_end, int block_
             const int count = part.end - part.first;
             const uint8_t* const following = codes.next() + int64_t{kLinesOfStep} * count * kLineBytes;
             for (int tile = 0; tile < tiles; ++tile) {
-                // All are equally high. So the last may begin among rows of the one before, which are not finished again.
+                // All tiles have the same height, so the last may overlap the one before; common rows are finished
+                // once.
                 const int first = row_begin + tile * height, row = std::min(first, row_end - height);
                 TileSums& mine = sums[parts == 1 ? 0 : tile];
                 const int skipped = tile * share, lines = std::min(share, kLinesOfStep - skipped);
@@ -227,7 +232,8 @@ Multiply multiply_of(const GemmCall& call, int rows, int block_end) {
     return multiply_tiles<PlainColumns<Finish::Store>>;
 }
 
-// All rows of a bf16 weight go by tile registers, or none do: so a row's result is the same beside any others.
+// For a bf16 weight either all rows use tile registers or none do, so that a row's result does not depend on the
+// others.
 void gemm_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const Linear& linear = *call.linear;
     if (linear.format == Format::Int8) return integers_by_tiles(call, row_begin, row_end, block_begin, block_end);

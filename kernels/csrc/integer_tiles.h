@@ -1,4 +1,5 @@
-// Packed matrix product with 8-bit weights by tile registers: exact sums within a group, then its scales, as by vectors.
+// Packed matrix product with 8-bit weights, using tile registers: exact sums within a group, then its scales, as with
+// vectors.
 #pragma once
 
 #if defined(__AMX_INT8__)
@@ -14,13 +15,13 @@ namespace SHOAL_ISA {
 
 typedef uint8_t Bytes __attribute__((vector_size(64)));
 
-constexpr int kGroupRows = kGroup / 4;       // of a right side: words of four inputs
-constexpr int kSplitWords = 2 * kGroupRows;  // of a row of a group, split
-constexpr int kLeastSplitRows = kIntegerTileRows + 1;  // fewer are one tile of vectors, which takes less
-constexpr int kSplitTiles = 4;               // that meet a block one after the other, once they are split
+constexpr int kGroupRows = kGroup / 4;       // rows of a right side: words of four inputs
+constexpr int kSplitWords = 2 * kGroupRows;  // of one row of a group, split
+constexpr int kLeastSplitRows = kIntegerTileRows + 1;  // fewer rows are one tile of vectors, which is faster
+constexpr int kSplitTiles = 4;               // tiles that are split at once, then multiplied with each block in turn
 
-// The 16-bit integers of rows, split into upper bytes, signed, and lower ones, not signed: value = 256 upper + lower. Of a
-// tile of rows, for each group, each row's upper bytes, then its lower ones, in the order in which a weight's word has them.
+// The 16-bit integers of rows, split into signed upper bytes and unsigned lower bytes: value = 256 * upper + lower. For
+// each tile of rows and each group: every row's upper bytes, then its lower bytes, in the order of a weight's words.
 class SplitRows {
 public:
     SplitRows(const GemmCall& call, int row_begin, int row_end) : rows_(row_end - row_begin), groups_(call.linear->groups()) {
@@ -47,7 +48,7 @@ private:
     std::vector<Word> words_;
 };
 
-// The exact sums of one group: of upper bytes by both panels, then of lower ones.
+// The exact sums of one group: upper bytes by both panels, then lower bytes by both.
 using GroupSums = int32_t[4][kTileHeight][kPanel];
 
 // totals += sums, times the scales of the group's columns and rows.
@@ -65,7 +66,7 @@ SHOAL_INLINE void add_group(float (&totals)[kTileHeight][kBlockColumns], const G
     }
 }
 
-// Up to 16 rows by a block. A group's sums are added while the next one's are made.
+// Multiplies up to 16 rows by a block. A group's sums are added to the totals while the next group's are computed.
 SHOAL_INLINE void multiply_integer_tile(const GemmCall& call, const SplitRows& split, int tile, int row, int rows, int block) {
     const Linear& linear = *call.linear;
     const int groups = linear.groups();
@@ -109,7 +110,7 @@ SHOAL_INLINE void multiply_integer_tile(const GemmCall& call, const SplitRows& s
     }
 }
 
-// Same bits as by vectors, which are faster for few rows.
+// Gives the same bits as vectors do, which are faster for few rows.
 void integers_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     if (row_end - row_begin < kLeastSplitRows) return gemm(call, row_begin, row_end, block_begin, block_end);
     for (int first = row_begin; first < row_end; first += kSplitTiles * kTileHeight) {

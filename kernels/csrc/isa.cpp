@@ -1,4 +1,5 @@
-// The kernels of one instruction set. Compiled once for each, with SHOAL_ISA its name and the compiler flags it needs.
+// The kernels of one instruction set. Compiled once per set, with SHOAL_ISA as its name and the compiler flags it
+// needs.
 #include "attention.h"
 #include "gemm.h"
 #include "gemm_tiles.h"
@@ -11,7 +12,7 @@
 namespace shoal {
 namespace SHOAL_ISA {
 
-// screened_rows: timed on a head of 49 152 columns of 576; sets that were not timed have none.
+// screened_rows: measured on a head of 49 152 columns of 576 inputs; 0 for sets that were not measured.
 #if defined(__AMX_BF16__)
 constexpr auto kGemm = gemm_by_tiles;
 constexpr int kRowChunk = 640, kLeastRows = 40, kScreenedRows = 8;

@@ -1,4 +1,4 @@
-// What every instruction set implements, and the packed data that passes between them and the decoder.
+// The interface that every instruction set implements, and the packed data that it shares with the decoder.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace shoal {
 
-// Two bf16 values that follow one another along the summed dimension, or one float32.
+// Two bf16 values that are consecutive along the summed dimension, or one float32.
 using Word = uint32_t;
 
 enum class Dtype : int32_t { Bf16 = 0, Float32 = 1 };
 
-// How a weight is held: in the dtype; in bf16 coded in 12 bits without loss (coded.h); or as integers of which kGroup inputs
-// of an output share a scale. Activations that meet integers are 16-bit integers, which hold a group of bf16 values with all
-// but no loss: only weights are rounded.
+// How a weight is stored: in the dtype; as bf16 coded in 12 bits without loss (coded.h); or as integers, of which
+// kGroup inputs of an output share a scale. To be multiplied with integers, activations become 16-bit integers, which
+// represent a group of bf16 values almost without loss: only weights lose precision.
 enum class Format : int32_t { Plain = 0, Coded = 12, Int8 = 8, Int4 = 4 };
 
 inline bool is_integer(Format format) { return format == Format::Int8 || format == Format::Int4; }
@@ -25,17 +25,18 @@ inline int values_per_word(Dtype dtype) { return dtype == Dtype::Bf16 ? 2 : 1; }
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int kPanel = 16;          // columns of a weight panel; tokens of a KV page
-constexpr int kBlockColumns = 32;   // a weight block: two panels, word s of all its columns contiguous
+constexpr int kBlockColumns = 32;   // columns of a weight block: two panels; word s of all its columns is contiguous
 constexpr int kGroup = 32;          // inputs that share a scale in integer formats
 constexpr int kMaxHeadSize = 256;
-constexpr int kAttentionRows = 96;  // query rows (token, head of the group) that an attention unit of any set may hold
-constexpr int kSharedRows = 48;     // of units that read pages together: enough to use each page often
+constexpr int kAttentionRows = 96;  // query rows (token, head of the group) that a unit may have with every set
+constexpr int kSharedRows = 48;     // rows of units that read pages together: enough to use each page often
 
 // y = x W^T + bias, packed for the matrix product: a block holds all inputs of 32 columns.
-// Plain: words [inputs / pack][32]. Integers: for each group, words [bits][32], then words [16] of the scales of columns
-// c (lower half) and c + 16, in bf16, and of Int4 as many of their minimums. A word holds pairs that follow one another
-// along the inputs, each in the lower and the upper 16 bits: of Int8 two pairs, by signed bytes; of Int4 four, by nibbles.
-// Coded: for each 32 inputs the tile of 16 columns and that of the 16 others, as in coded.h.
+// Plain: words [inputs / pack][32].
+// Integers: for each group, words [bits][32], then 16 words with the scales, in bf16, of columns c (lower half) and
+// c + 16, and for Int4 16 more with their minimums. A word holds pairs of consecutive inputs, one in its lower and one
+// in its upper 16 bits: for Int8 two pairs of signed bytes, for Int4 four pairs of nibbles.
+// Coded: for each 32 inputs the tile of the first 16 columns, then that of the other 16, as in coded.h.
 // A gated pair interleaves panels: block b holds 16 gate columns, then the 16 up columns of the same outputs.
 struct Linear {
     Dtype dtype = Dtype::Bf16;
@@ -44,9 +45,9 @@ struct Linear {
     int inputs = 0;   // columns of W
     int blocks = 0;
     bool gated = false;
-    Word* words = nullptr;    // in the arena it was packed to
-    std::vector<int64_t> starts;  // of Coded: the word at which each block begins, and the end of the last
-    std::vector<uint8_t> tops;    // of Coded: of each tile
+    Word* words = nullptr;    // in the arena that it was packed into
+    std::vector<int64_t> starts;  // Coded: the word at which each block begins, and the end of the last
+    std::vector<uint8_t> tops;    // Coded: the top of each tile
     std::vector<float> bias;  // in packed column order; empty without bias
 
     int bits() const { return static_cast<int>(format); }
@@ -55,7 +56,7 @@ struct Linear {
     int64_t group_words() const {
         return int64_t{bits()} * kBlockColumns + (format == Format::Int4 ? 2 : 1) * kPanel;
     }
-    int64_t block_words() const {  // of all formats but Coded, whose blocks differ
+    int64_t block_words() const {  // for all formats but Coded, whose blocks differ in size
         return format == Format::Plain ? int64_t{steps()} * kBlockColumns : groups() * group_words();
     }
     int64_t start(int64_t b) const { return format == Format::Coded ? starts[b] : b * block_words(); }
@@ -63,11 +64,11 @@ struct Linear {
     const uint8_t* tops_of(int64_t b) const { return tops.data() + b * 2 * groups(); }
 };
 
-// Rows as 16-bit integers, for weights that are integers.
+// Rows as 16-bit integers, to be multiplied with weights that are integers.
 struct IntegerRows {
     Word* values;       // [rows][inputs / 2]
     float* scales;      // [rows][groups]
-    float* sums;        // [rows][groups], of the integers
+    float* sums;        // [rows][groups]: sums of the integers
 };
 
 enum class Finish {
@@ -76,18 +77,18 @@ enum class Finish {
     SwiGlu,  // out = silu(gate) * up, in the dtype of the weights
 };
 
-// Rows [row_begin, row_end) by blocks [block_begin, block_end) of a product.
+// A product, of which Kernels::gemm computes rows [row_begin, row_end) by blocks [block_begin, block_end).
 struct GemmCall {
     const Linear* linear;
-    const Word* x;         // rows in the dtype, or the values of `integers`; within gemm() also float32 made of rows
-    IntegerRows integers;  // of x, when the weight is of integers
-    int64_t x_stride;  // elements of x, of four bytes
+    const Word* x;         // rows in the dtype, or the values of `integers`; within gemm() also rows widened to float32
+    IntegerRows integers;  // x as integers, if the weight has integers
+    int64_t x_stride;  // in four-byte elements of x
     void* out;
-    int64_t out_stride;  // values of out
+    int64_t out_stride;  // in values of out
     Finish finish;
 };
 
-// One step's queries and keys, after the projection, to the attention's own layout and the KV pages.
+// Brings one step's projected queries, keys and values into the attention's own layout and the KV pages.
 struct RotaryCall {
     const float* qkv;  // [tokens][(heads + 2 kv_heads) * head_size]
     Word* queries;     // [kv head][tokens][group][head_size]
@@ -105,11 +106,11 @@ struct RotaryCall {
 struct AttentionUnit {
     int sequence;
     int kv_head;
-    int first_row;   // row of the step's tokens where the unit's queries begin
+    int first_row;   // row of the step's tokens at which the unit's queries begin
     int tokens;
     int position;    // of the first query
     int key_begin, key_end;
-    int partial;     // place of its unnormalised result, or -1 when it covers all its keys
+    int partial;     // index of its unnormalised result, or -1 if it covers all keys of its queries
 };
 
 struct AttentionCall {
@@ -125,12 +126,12 @@ struct AttentionCall {
 };
 
 // KV pages: [block][kv head][block_size / 16][keys, values]. Keys are [head_size / pack][16 tokens] words, values
-// [16 tokens / pack][head_size] words: both are right-hand sides of a matrix product as they lie.
+// [16 tokens / pack][head_size] words: as stored, both can be right-hand sides of a matrix product.
 inline int64_t page_words(Dtype dtype, int head_size) {
     return static_cast<int64_t>(head_size) * kPanel / values_per_word(dtype);
 }
 
-// The largest of some numbers and its first place; NaN, at its first place, when there is one.
+// The largest value and its first index; if there is a NaN, NaN and the index of the first one.
 struct Maximum {
     float value;
     int64_t place;
@@ -143,45 +144,47 @@ struct Kernels {
     void (*round_row)(const Word* x, const IntegerRows& out, int row, int inputs);  // x: one row of bf16
     void (*rms_norm)(Dtype, const float* x, const float* weight, float eps, void* out, int size);
     void (*rotary)(Dtype, const RotaryCall&, int token_begin, int token_end);
-    // `count` units of one KV head; of several, each of one query token, the pages before key `shared_end` are the same.
-    // next: the unit that likely follows in this thread, whose first pages are fetched; or the last one again.
+    // `count` units of one KV head. If there are several, each has one query token, and all share the pages before key
+    // `shared_end`. next: the unit that this thread is likely to take next, whose first pages are prefetched; or the
+    // last unit again.
     void (*attention)(Dtype, const AttentionCall&, const AttentionUnit* units, int count, int shared_end,
                       const AttentionUnit& next);
-    Maximum (*row_maximum)(const float* row, int64_t size);  // of one number at least
+    Maximum (*row_maximum)(const float* row, int64_t size);  // size: at least 1
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
-    int attention_rows;  // query rows that an attention unit may hold
-    int row_chunk;   // rows of a product's unit: the second-level cache holds them, and they are worth reading weights for
-    // Rows of a thread, for each of the threads, from which on they go by rows: what they then read of weights in a second,
-    // all together, does not grow with their number.
+    int attention_rows;  // query rows that an attention unit may have
+    int row_chunk;   // rows in a unit of a product: the L2 cache holds them, and they are worth reading weights for
+    // Work is split by rows if each thread has at least this many rows times the number of threads. What all threads
+    // together read of weights per second then does not grow with their number.
     int least_rows;
-    // Of a step, for which a product of 8 bits and what it leaves in question take less than the head of bf16; 0: none do.
+    // The most sampled rows in a step for which an 8-bit product, and computing what it leaves in question, take less
+    // time than the bf16 head; 0 for none.
     int screened_rows;
     bool codes;  // bf16 weights whose inputs are whole groups are Coded
 };
 
-// The best set that this machine runs, or the named one; null when it is not built or not supported here.
+// The best set that this machine supports, or the named one; null if that is not built or not supported here.
 const Kernels* find_kernels(const char* name);
-// Comma-separated names, best first, of the sets that this machine runs.
+// Comma-separated names, best first, of the sets that this machine supports.
 const char* supported_kernels();
 
 Linear pack_linear(Arena& arena, Dtype dtype, const void* weight, int outputs, int inputs, bool gated);
-// Of bf16, whose inputs are whole groups.
+// For bf16 weights whose inputs are whole groups.
 Linear code_linear(Arena& arena, const void* weight, int outputs, int inputs, bool gated);
-// A matrix as value * scale + minimum. Values are signed of Int8, which has no minimums, and unsigned of Int4.
+// A matrix as value * scale + minimum. Values are signed for Int8, which has no minimums, and unsigned for Int4.
 struct Integers {
     Format format;
     const uint8_t* values;     // [outputs][inputs]
     const uint16_t* scales;    // bf16 [outputs][groups]
     const uint16_t* minimums;  // the same, or null
 };
-// Zeroed, for pack_output to fill.
+// Initially zero, to be filled by pack_output.
 Linear make_integers(Arena& arena, Format format, int outputs, int inputs, bool gated);
-// One output of them, at a column of a block: its values, scales and minimums, or null.
+// Packs one output into a column of a block: its values, its scales, and its minimums or null.
 void pack_output(const Linear& linear, Word* block, int column, const uint8_t* values, const uint16_t* scales,
                  const uint16_t* minimums);
 Linear pack_integers(Arena& arena, const Integers& integers, int outputs, int inputs, bool gated);
 std::vector<float> pack_bias(const Linear& linear, Dtype dtype, const void* bias);
-// Row `output` of the weight, widened to float32: the packed head is also the embedding.
+// Unpacks row `output` of the weight to float32: a packed head can also be the embedding.
 void unpack_row(const Linear& linear, int output, float* out);
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// The largest logit of each row that samples, found by the threads that have just computed them.
+// The largest logit of each row that samples, found by the threads that have just computed the logits.
 #include <algorithm>
 
 #include "decoder.h"
@@ -6,7 +6,7 @@
 namespace shoal {
 
 void Decoder::find_maxima(Team::Member& member, const ShoalStep& step) {
-    // Of each row, a thread looks at the columns that multiply() has given it: they are in a cache of its own.
+    // In each row, a thread looks at the columns that multiply() has given it: they are in its own cache.
     const int threads = team_.size();
     const auto begins = [&](int part) { return std::min<int64_t>(shape_.vocab_size, part_begin(part) * kBlockColumns); };
     member.parallel_for(step.num_samples * threads, [&](int i) {
@@ -25,7 +25,7 @@ void Decoder::take_maxima(const ShoalStep& step, float* values, int64_t* places)
     const int threads = team_.size();
     for (int row = 0; row < step.num_samples; ++row) {
         const Maximum* const parts = maxima_.data() + row * threads;
-        // Of equals the first: parts are in the order of columns.
+        // Of equal values the first is taken: parts are in the order of their columns.
         const Maximum* best = std::find_if(parts, parts + threads, is_nan);
         if (best == parts + threads)
             best = std::max_element(parts, parts + threads,

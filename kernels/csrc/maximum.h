@@ -1,4 +1,4 @@
-// The largest number of a row: greedy sampling.
+// The largest value of a row, for greedy sampling.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace SHOAL_ISA {
 constexpr int kMaximumVectors = 4;  // enough to hide the latency of a comparison
 constexpr int64_t kMaximumChunk = 64 * kMaximumVectors * kLanes;
 
-// The largest of a chunk; NaN when it holds one.
+// The largest value of a chunk; NaN if it has one.
 SHOAL_INLINE float chunk_maximum(const float* x, int64_t size) {
     F32 top[kMaximumVectors];
     I32 is_nan{};
@@ -38,7 +38,7 @@ Maximum row_maximum(const float* row, int64_t size) {
     int64_t chunk = 0;
     for (int64_t next = kMaximumChunk; next < size && largest == largest; next += kMaximumChunk) {
         const float other = chunk_maximum(row + next, std::min(kMaximumChunk, size - next));
-        if (other <= largest) continue;  // larger, or NaN
+        if (other <= largest) continue;  // so it is larger, or NaN, below
         largest = other;
         chunk = next;
     }

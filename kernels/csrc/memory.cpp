@@ -18,15 +18,15 @@ constexpr size_t kAlignment = 64;
 
 Pages::Pages(size_t bytes) : size_(bytes) {
     if (bytes == 0) return;
-    // The system gives a huge page only where all of it was asked for.
+    // The system provides a huge page only if the mapping includes all of it.
     if (bytes >= kHugePage / 8) size_ = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-    mapped_size_ = size_ + kHugePage;  // room to begin at a huge page's boundary
+    mapped_size_ = size_ + kHugePage;  // room to align the beginning to a huge page
     mapped_ = mmap(nullptr, mapped_size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped_ == MAP_FAILED) throw std::bad_alloc();
     const auto address = reinterpret_cast<uintptr_t>(mapped_);
     data_ = reinterpret_cast<void*>((address + kHugePage - 1) / kHugePage * kHugePage);
 #if defined(MADV_HUGEPAGE)
-    madvise(data_, size_, MADV_HUGEPAGE);  // advice only: without it everything works, slower
+    madvise(data_, size_, MADV_HUGEPAGE);  // only a hint: everything works without it, but slower
 #endif
 }
 

@@ -8,7 +8,7 @@
 
 namespace shoal {
 
-// Zeroed pages straight from the system, which become real memory only when first touched.
+// Zeroed pages directly from the system, which are backed by memory only when first touched.
 class Pages {
 public:
     explicit Pages(size_t bytes);
@@ -26,17 +26,17 @@ private:
     size_t size_ = 0;
 };
 
-// Hands out 64-byte-aligned zeroed pieces, freed all together: small matrices share huge pages.
+// Hands out zeroed, 64-byte-aligned pieces that are all freed together, so that small matrices share huge pages.
 class Arena {
 public:
     uint32_t* words(int64_t count);
 
 private:
     std::vector<Pages> chunks_;
-    size_t used_ = 0;  // bytes of the last chunk
+    size_t used_ = 0;  // bytes used in the last chunk
 };
 
-// A step's scratch: grows to the largest size asked, keeping nothing.
+// Scratch memory of a step: grows to the largest size requested, without keeping its contents.
 template <class T>
 class Buffer {
 public:
@@ -50,8 +50,8 @@ private:
     Pages pages_{0};
 };
 
-// At least `count` values of the calling thread's own, until it asks again. Not inline: what is compiled for one instruction
-// set alone must not serve the others.
+// At least `count` values for the calling thread alone, valid until its next call. Not inline: code that is compiled
+// for one instruction set must not be used by the others.
 float* thread_scratch(int64_t count);
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// Weights to their packed layout, once, when the model is loaded.
+// Packs weights into their layout, once, when the model is loaded.
 #include <algorithm>
 #include <cstring>
 
@@ -16,7 +16,7 @@ float widen(Dtype dtype, const void* data, int64_t at) {
     return value;
 }
 
-// The output that stands at a packed column, or -1 where the last block is ragged.
+// The output at a packed column, or -1 after the end of a ragged last block.
 int output_at(const Linear& linear, int64_t column) {
     if (!linear.gated) return column < linear.outputs ? static_cast<int>(column) : -1;
     const int half = linear.outputs / 2;
@@ -51,7 +51,7 @@ void for_each_column(const Linear& linear, int64_t block, const Place& place) {
     }
 }
 
-// A block as words [inputs / pack][32], from a weight whose rows are made of such words.
+// Packs a block as words [inputs / pack][32], from a weight whose rows consist of such words.
 void pack_block(const Linear& linear, const Word* weight, int64_t number, Word* block) {
     const int steps = linear.steps();
     for_each_column(linear, number, [&](int column, int output) {
@@ -60,7 +60,7 @@ void pack_block(const Linear& linear, const Word* weight, int64_t number, Word* 
     });
 }
 
-// Where input k of a group lies: its word, and the first bit of its 8 or 4.
+// Where input k of a group is stored: its word, and the first of its 8 or 4 bits.
 struct Place {
     int word, shift;
 };
@@ -95,7 +95,8 @@ Linear code_linear(Arena& arena, const void* weight, int outputs, int inputs, bo
     Linear linear = describe_linear(Dtype::Bf16, Format::Coded, outputs, inputs, gated);
     std::vector<Word> plain(static_cast<size_t>(linear.steps()) * kBlockColumns);
     std::vector<uint8_t> bytes;
-    bytes.reserve(static_cast<size_t>(linear.blocks) * linear.groups() * 2 * kPlainBytes);  // of which most stays untouched
+    // An upper bound: about a quarter stays untouched.
+    bytes.reserve(static_cast<size_t>(linear.blocks) * linear.groups() * 2 * kPlainBytes);
     for (int b = 0; b < linear.blocks; ++b) {
         std::fill(plain.begin(), plain.end(), 0);
         pack_block(linear, static_cast<const Word*>(weight), b, plain.data());

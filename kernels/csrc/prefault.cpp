@@ -6,7 +6,7 @@
 #include <chrono>
 
 #if defined(__linux__) && !defined(MADV_POPULATE_WRITE)
-#define MADV_POPULATE_WRITE 23  // the system may know it where the C library does not
+#define MADV_POPULATE_WRITE 23  // the kernel may support it even if the C library does not define it
 #endif
 
 namespace shoal {
@@ -14,10 +14,10 @@ namespace shoal {
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
-// Ahead of what is used, in all areas together and in each one, a page of each more or less: more than a burst of prompts
-// writes, little beside weights.
+// How far ahead of the used memory pages are made: in all areas together, and the least in each one, give or take a
+// page per area. More than a burst of prompts writes, but little compared to the weights.
 constexpr int64_t kAhead = int64_t{128} << 20, kLeastAhead = 2 * kHugePage;
-// Steps that follow one another leave less than this between them.
+// The gap between consecutive steps is shorter than this.
 constexpr std::chrono::milliseconds kPatience{20};
 
 }  // namespace
@@ -56,7 +56,8 @@ bool Prefault::make_page() const {
 #endif
 }
 
-// At the usual priority: who is kept from the processor amid a page keeps other threads from changing the process's memory.
+// Runs at normal priority: if this thread were preempted in the middle of a page, it would keep other threads from
+// changing the process's memory map.
 void Prefault::work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
@@ -69,7 +70,7 @@ void Prefault::work() {
         wake_.wait_for(lock, kPatience, [&] { return stopping_; });
         while (!stopping_ && uses_ == seen && seen % 2 == 0 && !is_done()) {
             lock.unlock();
-            const bool made = make_page();  // real_ and next_ are this thread's alone to change
+            const bool made = make_page();  // only this thread changes real_ and next_
             lock.lock();
             has_failed_ = !made;
             next_ = (next_ + 1) % areas_;

@@ -1,4 +1,4 @@
-// RMSNorm (Zhang and Sennrich 2019), and rotary positions (Su et al. 2021) with the write into the KV pages.
+// RMSNorm (Zhang and Sennrich 2019), and rotary embeddings (Su et al. 2021) with the write into the KV pages.
 #pragma once
 
 #include <cmath>
@@ -36,7 +36,7 @@ void rms_norm(Dtype dtype, const float* x, const float* weight, float eps, void*
         rms_norm_row<Float32>(x, weight, eps, static_cast<float*>(out), size);
 }
 
-// One head, normed if asked and turned to its position, in the dtype.
+// One head, normed if `norm` is given, then rotated to its position, in the dtype.
 template <class T>
 SHOAL_INLINE void rotate(const float* x, const float* norm, float eps, const float* cos_sin, typename T::Scalar* out,
                          int size) {
@@ -60,7 +60,7 @@ SHOAL_INLINE void rotate(const float* x, const float* norm, float eps, const flo
     }
 }
 
-// Where a token's keys and values of a head lie: in a lane of a page of each.
+// Where a token's key and value of a head are stored: in a lane of the page of keys and of the values that follow it.
 struct PagePlace {
     Word* keys;
     int lane;
@@ -73,15 +73,15 @@ SHOAL_INLINE PagePlace find_place(const RotaryCall& call, int token, int head, i
     return {call.pool + number * 2 * page, offset % kPanel};
 }
 
-// How many tokens of this step, from `token` on, fill its page. They may be other threads' to write.
+// How many tokens of this step, from `token` on, fill its page. Other threads may be the ones to write them.
 SHOAL_INLINE int tokens_ahead(const RotaryCall& call, int token) {
     int ahead = 1;
     while (ahead < kPanel && token + ahead < call.tokens && call.slots[token + ahead] == call.slots[token] + ahead) ++ahead;
     return ahead;
 }
 
-// A page begins clean: what an earlier sequence left beyond the first `kept` tokens, even NaN, must not reach this one's
-// sums, where it is multiplied by a weight of zero.
+// Clears a new page beyond its first `kept` tokens: what an earlier sequence left there, even NaN, must not reach the
+// sums of this one, in which it is multiplied by a weight of zero.
 template <class T>
 SHOAL_INLINE void clear_values(Word* values, int kept, int size) {
     auto* v = reinterpret_cast<typename T::Scalar*>(values);
@@ -89,12 +89,13 @@ SHOAL_INLINE void clear_values(Word* values, int kept, int size) {
         for (int i = 0; i < size; ++i) v[((lane / T::kPack) * size + i) * T::kPack + lane % T::kPack] = 0;
 }
 
-// Vectors become their transpose.
+// Transposes kLanes vectors in place.
 template <int... Lane>
 SHOAL_INLINE void transpose(U32 (&rows)[kLanes], std::integer_sequence<int, Lane...>) {
 #pragma GCC unroll 4
     for (int width = 1; width < kLanes; width *= 2) {
-        // Of two rows that differ in a bit of their number, what differs in that bit of its lane changes places.
+        // Of two rows whose numbers differ in one bit, the elements whose lanes differ from their rows in it change
+        // places.
         const I32 even{(Lane & width ? Lane - width + kLanes : Lane)...}, odd{(Lane & width ? Lane + kLanes : Lane + width)...};
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
@@ -106,7 +107,7 @@ SHOAL_INLINE void transpose(U32 (&rows)[kLanes], std::integer_sequence<int, Lane
     }
 }
 
-// `words` of each of a page's tokens, one token's after the other's, into lanes of their own.
+// Stores `words` words of each of a page's tokens, which are given one token after the other, into the tokens' lanes.
 SHOAL_INLINE void store_lanes(const Word* tokens, int words, Word* page) {
     for (int i = 0; i < words; i += kLanes)
         for (int lane = 0; lane < kPanel; lane += kLanes) {
@@ -119,7 +120,7 @@ SHOAL_INLINE void store_lanes(const Word* tokens, int words, Word* page) {
         }
 }
 
-// Keys and values of the tokens that fill a page, from `token` on.
+// Writes the keys and values of the tokens from `token` on that fill a page.
 template <class T>
 SHOAL_INLINE void fill_page(const RotaryCall& call, const float* rows, int64_t row_values, int token, int64_t page) {
     const int size = call.head_size, words = size / T::kPack;
@@ -138,7 +139,7 @@ SHOAL_INLINE void fill_page(const RotaryCall& call, const float* rows, int64_t r
     }
 }
 
-// Keys and values of one token, of heads of a multiple of 16 values.
+// Writes the keys and values of one token; the head size is a multiple of 16.
 template <class T>
 SHOAL_INLINE void fill_lane(const RotaryCall& call, const float* row, int token, int64_t page) {
     constexpr int pack = T::kPack;

@@ -12,9 +12,9 @@ namespace shoal {
 
 namespace {
 
-constexpr float kLongest = 1e30f;  // a row and a column of the head: their product is finite
+constexpr float kLongest = 1e30f;  // limits for a row, and for a column of the head, so that their product is finite
 constexpr double kLargestColumn = 1e6;
-constexpr float kUnderflow = 1e-30f;  // what products below float32's normal numbers may add up to, with much to spare
+constexpr float kUnderflow = 1e-30f;  // a generous bound on the sum of products below float32's normal numbers
 
 float widen(uint16_t value) {
     const uint32_t bits = static_cast<uint32_t>(value) << 16;
@@ -23,7 +23,7 @@ float widen(uint16_t value) {
     return out;
 }
 
-// A positive number, to the nearest bf16.
+// Rounds a positive number to the nearest bf16.
 uint16_t narrow(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -34,10 +34,11 @@ struct Squares {
     double weight, error;
 };
 
-// A group of a column in 8 bits: value * scale. The sums are of multiples of the scale, for squares of small weights are 0.
+// Rounds a group of a column to 8 bits: value * scale. Squares are summed in multiples of the scale, because those of
+// small weights would be 0.
 Squares round_group(const uint16_t* weight, uint8_t* values, uint16_t& scale) {
     constexpr float magic = 12582912.0f;  // adding 1.5 * 2^23 rounds to the nearest integer
-    constexpr int lanes = 8;              // sums side by side: one after the other would take several times as long
+    constexpr int lanes = 8;              // parallel sums: a single one would take several times as long
     float w[kGroup], tops[lanes] = {};
     for (int k = 0; k < kGroup; k += lanes)
         for (int lane = 0; lane < lanes; ++lane) {
@@ -48,7 +49,7 @@ Squares round_group(const uint16_t* weight, uint8_t* values, uint16_t& scale) {
     const float top = *std::max_element(tops, tops + lanes);
     scale = narrow(top / 127.0f);
     float step = widen(scale);
-    if (!(step >= FLT_MIN)) {  // too small to divide by: all are 0, by which they are in error
+    if (!(step >= FLT_MIN)) {  // too small to divide by: all values become 0, so the error is the weights themselves
         std::memset(values, 0, kGroup);
         scale = 0;
         const double squares = double{kGroup} * top * top;
@@ -68,7 +69,7 @@ Squares round_group(const uint16_t* weight, uint8_t* values, uint16_t& scale) {
     return {std::accumulate(weights, weights + lanes, 0.0f) * square, std::accumulate(errors, errors + lanes, 0.0f) * square};
 }
 
-// No shorter than the row is.
+// An upper bound on the length (Euclidean norm) of a row.
 float length(const Word* row, int64_t words) {
     float squares = 0.0f;
     for (int64_t i = 0; i < words; ++i) {
@@ -80,7 +81,7 @@ float length(const Word* row, int64_t words) {
 
 bool is_finite(const uint16_t* weights, int count) {
     constexpr uint16_t exponent = 0x7f80;
-    uint16_t is_endless = 0;  // looked at to the end, by vectors
+    uint16_t is_endless = 0;  // no early exit, so that the loop is vectorised
     for (int i = 0; i < count; ++i) is_endless |= (weights[i] & exponent) == exponent;
     return is_endless == 0;
 }
@@ -93,8 +94,8 @@ Screen make_screen(Arena& arena, const void* weight, int outputs, int inputs) {
     for (int64_t column = 0; column < outputs; ++column)
         if (!is_finite(source + column * inputs, inputs)) return {};
     const int groups = inputs / kGroup;
-    // Besides the rounding of weights: that of the row to 16 bits, at most sqrt(32) / 65534 of its length, and that of both
-    // products' sums in float32, at most one unit in the last place for each input.
+    // Errors besides the rounding of weights: rounding the row to 16 bits, at most sqrt(32) / 65534 of its length; and
+    // rounding in both products' float32 sums, at most one unit in the last place per input.
     const double others = 1e-4 + inputs * 0x1p-23;
     std::vector<uint8_t> values(static_cast<size_t>(inputs));
     std::vector<uint16_t> scales(static_cast<size_t>(groups));
@@ -130,13 +131,14 @@ void Decoder::screen_maxima(Team::Member& member, const ShoalStep& step) {
 
     const GemmCall call = product(head_, normed_.data(), normed_stride_, 0, exact, vocab, Finish::Store);
     const auto size_of = [&](int64_t first, int64_t end) { return std::min(vocab, end * kBlockColumns) - first * kBlockColumns; };
-    // The largest of a row's exact logits of blocks that have been computed.
+    // The largest of a row's exact logits, in blocks that have been computed.
     const auto largest = [&](int row, int64_t first, int64_t end) {
         const int64_t begin = first * kBlockColumns;
         const Maximum found = kernels_.row_maximum(exact + row * vocab + begin, size_of(first, end));
         return Maximum{found.value, found.place + begin};
     };
-    // First where the row seems to be largest. That of its parts' largest is what a column must reach.
+    // First compute, in each part of a row, the block where it seems to be largest. The largest logit found in any part
+    // is what a column must reach.
     Maximum* const seen = maxima_.data() + rows * threads;
     member.parallel_for(rows * threads, [&](int i) {
         const int row = i / threads;
@@ -150,7 +152,8 @@ void Decoder::screen_maxima(Team::Member& member, const ShoalStep& step) {
         kernels_.gemm(call, row, row + 1, static_cast<int>(block), static_cast<int>(block) + 1);
         seen[i] = largest(row, block, block + 1);
     });
-    // Then whatever may reach it; a block that one row leaves in question is read once, and looked at for all.
+    // Then compute all blocks that may reach it; a block that any row leaves in question is read once and searched for
+    // all.
     member.parallel_for(threads, [&](int part) {
         const int64_t first = part_begin(part), end = part_begin(part + 1);
         float least[kMostScreenedRows], size[kMostScreenedRows];
@@ -164,7 +167,7 @@ void Decoder::screen_maxima(Team::Member& member, const ShoalStep& step) {
                 least[row] = std::max(least[row], value);
             }
             size[row] = length(normed_.data() + row * (normed_stride_ / values_per_word(dtype_)), words);
-            if (!is_sure || !(size[row] < kLongest)) size[row] = INFINITY;  // all of it is in question
+            if (!is_sure || !(size[row] < kLongest)) size[row] = INFINITY;  // the whole row is in question
         }
         const auto is_in_question = [&](int64_t block) {
             const int64_t begin = block * kBlockColumns;
@@ -187,7 +190,7 @@ void Decoder::screen_maxima(Team::Member& member, const ShoalStep& step) {
             for (int row = 0; row < rows; ++row) {
                 const Maximum found = largest(row, begin, stop);
                 Maximum& most = maxima_[row * threads + part];
-                // Of equals the first; a NaN, at its first place, is more than all.
+                // Of equal values the first is kept; the first NaN counts as larger than any number.
                 if (found.value > most.value || (found.value != found.value && most.value == most.value)) most = found;
             }
             begin = stop;

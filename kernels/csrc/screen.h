@@ -1,4 +1,4 @@
-// The largest logit of a row from half of the head's bytes: 8-bit weights say which columns can hold it.
+// Finds the largest logit of a row from half of the head's bytes: 8-bit weights tell which columns can have it.
 #pragma once
 
 #include <vector>
@@ -7,15 +7,16 @@
 
 namespace shoal {
 
-constexpr int kMostScreenedRows = 8;  // of any instruction set
+constexpr int kMostScreenedRows = 8;  // with any instruction set
 
-// A bf16 head once more in 8 bits, and how far what it gives may be from what the head itself gives.
+// A second copy of a bf16 head in 8 bits, and bounds on how far its logits may be from those of the head itself.
 struct Screen {
-    Linear head;               // no words: there is no screen
-    std::vector<float> slack;  // of each column: the most that its two logits may differ by, for a row of length 1
+    Linear head;               // without words: there is no screen
+    std::vector<float> slack;  // per column: the most by which the two logits may differ, for a row of length 1
 };
 
-// None for a head whose inputs are no whole groups, or that holds what is not finite or too large to be sure of.
+// Gives no screen if the head's inputs are not whole groups, or if it has values that are not finite or too large for a
+// bound.
 Screen make_screen(Arena& arena, const void* weight, int outputs, int inputs);
 
 }  // namespace shoal

@@ -8,14 +8,15 @@
 extern "C" {
 #endif
 
-/* The library is built with hidden symbols: these are the only ones it shows. */
+/* The library is built with hidden symbols: these are the only ones that it exports. */
 #define SHOAL_API __attribute__((visibility("default")))
 
 typedef struct ShoalDecoder ShoalDecoder;
 
-/* A decoder, or one rank's shard of it: its layers, and of each its heads and MLP columns.
-   dtype: 0 bfloat16, 1 float32, of weights, activations between products, and KV. sliding_window: 0 for none.
-   vocab_begin, vocab_rows: which rows of embedding and head are here. The first stage embeds, the last one has the head. */
+/* A decoder, or one rank's shard of it: its layers, and of each layer its heads and MLP columns.
+   dtype: 0 bfloat16, 1 float32; of weights, activations between products, and KV. sliding_window: 0 for none.
+   vocab_begin, vocab_rows: the rows of embedding and head that are here. The first stage embeds, the last one has the
+   head. */
 typedef struct ShoalShape {
     int32_t dtype, vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_size;
     int32_t block_size, num_blocks, num_threads, sliding_window, max_positions, tied_embeddings;
@@ -26,15 +27,16 @@ typedef struct ShoalShape {
 
 #define SHOAL_EXCHANGE_LINE 64
 
-/* How the ranks that share each layer see one another's parts of `capacity` floats, a row of the hidden size or of a
-   rank's vocabulary at least. By memory that all have mapped, zeroed before the first comes: SHOAL_EXCHANGE_LINE bytes a
-   rank, then two parts a rank. Or by a function that fills parts [size][count] and returns 0; the other is NULL. */
+/* How the ranks that share each layer exchange their parts of `capacity` floats: at least a row of the hidden size or
+   of a rank's vocabulary. Either through memory that all have mapped, zeroed before the first rank uses it:
+   SHOAL_EXCHANGE_LINE bytes per rank, then two parts per rank. Or by a function that fills parts [size][count] and
+   returns 0. The other one is NULL. */
 typedef struct ShoalExchange {
     int32_t rank, size;
     int64_t capacity;
     void* memory;
     int (*gather)(const float* part, int64_t count, float* parts);
-    double timeout_s; /* of a wait in memory */
+    double timeout_s; /* longest wait for a rank, through memory */
 } ShoalExchange;
 
 /* Row-major, in the decoder's dtype. QKV is [query; key; value] rows, GATE_UP is [gate; up] rows. */
@@ -52,35 +54,35 @@ typedef struct ShoalStep {
     const int64_t* positions;       /* [num_tokens] */
     const int64_t* slots;           /* [num_tokens]: block * block_size + offset */
     const int32_t* query_start_loc; /* [num_seqs + 1] */
-    const int32_t* seq_lens;        /* [num_seqs], this step's tokens included */
+    const int32_t* seq_lens;        /* [num_seqs], including this step's tokens */
     const int32_t* block_tables;    /* [num_seqs][table_stride] */
     int64_t table_stride;
     const int64_t* sample_rows;     /* [num_samples] */
-    float* logits;                  /* [num_samples][vocab_size]; NULL where another rank of the exchange takes them */
-    float* hidden;                  /* [num_tokens][hidden_size]: read on all stages but the first, written on all but the
-                                       last, which alone has logits */
-    int32_t maxima_alone;           /* whether logits may be left as anything: what is largest is all that is wanted */
+    float* logits;                  /* [num_samples][vocab_size]; NULL if another rank of the exchange takes them */
+    float* hidden;                  /* [num_tokens][hidden_size]: read on all stages but the first, written on all but
+                                       the last, which alone has logits */
+    int32_t maxima_alone;           /* whether only the maxima are wanted: the contents of logits are then undefined */
 } ShoalStep;
 
-/* Functions that return int give 0, or -1 with a message in shoal_error() of the calling thread. */
-/* exchange: NULL for a rank that shares its layers with none. NULL on error. */
+/* Functions that return int return 0 on success, or -1 with a message in shoal_error() of the calling thread. */
+/* exchange: NULL for a rank that does not share its layers. Returns NULL on error. */
 SHOAL_API ShoalDecoder* shoal_decoder_create(const ShoalShape* shape, const ShoalExchange* exchange);
 SHOAL_API void shoal_decoder_destroy(ShoalDecoder* decoder);
 SHOAL_API int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data,
-                                int64_t count); /* count: values of data */
-/* A matrix as value * scale + minimum: values [outputs][inputs], int8 without minimums (NULL) or 4 bits unsigned, a byte
-   each; scales and minimums bfloat16 [outputs][inputs / 32]. */
+                                int64_t count); /* count: number of values in data */
+/* A matrix as value * scale + minimum: values [outputs][inputs], one byte each: int8, without minimums (NULL), or
+   unsigned with 4 bits; scales and minimums bfloat16 [outputs][inputs / 32]. count: number of values. */
 SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t parameter, int32_t layer, int32_t bits,
                                          const uint8_t* values, const uint16_t* scales, const uint16_t* minimums,
                                          int64_t count);
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
-/* A step; and of each row of logits the largest and its first place, NaN where a row has one. Where another rank takes
-   the logits or the stage is not the last, neither is written. -2: another rank did not come. */
+/* Computes a step, and for each row of logits the largest value (NaN if the row has one) and its first index. Neither is
+   written if another rank takes the logits or the stage is not the last. Returns -2 if another rank did not come. */
 SHOAL_API int shoal_decoder_step(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places);
 SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
-/* A number that differs once a step has gone on; any thread may ask. */
+/* A number that changes as a step progresses; any thread may call it. */
 SHOAL_API uint64_t shoal_decoder_progress(const ShoalDecoder* decoder);
-/* The largest of each row and its first place; NaN where a row has one. */
+/* The largest value of each row (NaN if the row has one) and its first index. */
 SHOAL_API void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* values, int64_t* places);
 SHOAL_API const char* shoal_decoder_kernels(const ShoalDecoder* decoder);
 SHOAL_API const char* shoal_supported_kernels(void);

@@ -1,12 +1,13 @@
-// Vectors of one instruction set, by compiler vector extensions.
+// Vectors of one instruction set, using compiler vector extensions.
 //
-// isa.cpp is compiled once for each instruction set with its own flags; everything that includes this header lands in
-// the namespace of that set. The only intrinsics here are the dot products, conversions to bf16, a maximum and two steps of
-// 2^x, and two lines of assembly keep an order: the rest is plain vector arithmetic that the compiler lowers to AVX-512, AVX2, NEON or SSE2.
+// isa.cpp is compiled once for each instruction set, with the flags of that set; everything that includes this header
+// is in the namespace of that set. The only intrinsics here are the dot products, conversions to bf16 (one with a
+// permutation), a maximum and two steps of 2^x; two lines of inline assembly keep an order. The rest is plain vector
+// arithmetic that the compiler lowers to AVX-512, AVX2, NEON or SSE2.
 //
-// Packed data is made of 32-bit words: two bf16 values that follow one another along the summed dimension, or one
-// float32. A word, or where there is no product of bf16 pairs each value of it, is what a matrix product broadcasts, so
-// both dtypes share every loop.
+// Packed data consists of 32-bit words: two bf16 values that are consecutive along the summed dimension, or one
+// float32. A matrix product broadcasts a word, or each of its values if there is no product of bf16 pairs, so both
+// dtypes share every loop.
 #pragma once
 
 #include <cstring>
@@ -25,7 +26,7 @@ namespace SHOAL_ISA {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 constexpr int kTileRows = 12;  // 24 accumulators, 2 right-hand vectors and a broadcast, of 32 registers
-constexpr int kIntegerTileRows = 6;  // each row has sums of its group besides
+constexpr int kIntegerTileRows = 6;  // each row also has the sums of its group
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 constexpr int kTileRows = 5;  // 10 accumulators, 2 right-hand vectors, a broadcast and a mask, of 16 registers
@@ -55,7 +56,7 @@ SHOAL_INLINE void store(float* p, F32 v) { *reinterpret_cast<F32Unaligned*>(p) =
 SHOAL_INLINE void store(Word* p, U32 v) { *reinterpret_cast<U32Unaligned*>(p) = v; }
 SHOAL_INLINE F32 splat(float x) { return F32{} + x; }
 #if defined(__AVX512F__)
-// What a > b ? a : b means, and what compilers make of that too, but not where one is a constant.
+// The same as a > b ? a : b, for which compilers generate this instruction too, but not if one operand is a constant.
 SHOAL_INLINE F32 max(F32 a, F32 b) { return (F32)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); }
 #else
 SHOAL_INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
@@ -71,10 +72,10 @@ SHOAL_INLINE I32 lane_index() {
 #endif
 }
 
-// Every lane with the lane whose number differs in one bit.
+// Swaps each lane with the lane whose number differs in one bit.
 SHOAL_INLINE F32 swapped(F32 v, int bit) { return __builtin_shuffle(v, lane_index() ^ bit); }
 
-// Sums and maxima across lanes, by halving.
+// Sums and maxima across lanes, by repeated halving.
 SHOAL_INLINE float horizontal_sum(F32 v) {
 #pragma GCC unroll 4
     for (int width = kLanes / 2; width > 0; width /= 2) v += swapped(v, width);
@@ -87,12 +88,12 @@ SHOAL_INLINE float horizontal_max(F32 v) {
     return v[0];
 }
 
-// 2^x; anything below 2^-125 counts as 2^-125, or as 0. Fine: relative error about 1e-7 (Cephes exp2f). Coarse: 1e-4, a
-// tenth of what rounding to bf16 takes away.
+// 2^x; anything below 2^-125 becomes 2^-125, or 0. Fine: relative error about 1e-7 (Cephes exp2f). Coarse: 1e-4, a
+// tenth of the error of rounding to bf16.
 template <bool Fine>
 SHOAL_INLINE F32 exp2(F32 x) {
 #if defined(__AVX512DQ__)
-    if constexpr (!Fine) {  // the fraction, in [0, 1), and the scaling by its whole part are an instruction each
+    if constexpr (!Fine) {  // the fraction, in [0, 1), and scaling by the whole part are one instruction each
         constexpr int down = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
         const F32 f = (F32)_mm512_maskz_reduce_ps(0xffff, (__m512)x, down);
         F32 p = splat(7.72059038e-2f);
@@ -131,7 +132,7 @@ SHOAL_INLINE F32 silu(F32 x) {
     return x / (exp2<true>(bounded * -kLog2E) + 1.0f);
 }
 
-// Round to nearest even, on the upper 16 bits. NaN stays NaN.
+// Rounds to nearest even, to the upper 16 bits. NaN stays NaN.
 SHOAL_INLINE U32 round_bf16(F32 v) {
     const U32 bits = (U32)v;
     const U32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -141,8 +142,8 @@ SHOAL_INLINE U32 round_bf16(F32 v) {
 // The bf16 value in the lower or the upper half of each word.
 SHOAL_INLINE F32 half_bf16(U32 words, int half) { return (F32)(half == 0 ? words << 16 : words & 0xffff0000u); }
 
-// A dtype of packed data. At a step, a product goes on by a word of its right-hand side in kParts multiplications: of each
-// part of the word by a Left of its own, which is broadcast.
+// A dtype of packed data. In each step, a product takes a word of its right-hand side and does kParts multiplications:
+// each part of the word by its own Left, which is broadcast.
 struct Bf16 {
     static constexpr int kPack = 2;  // values in a word
     static constexpr bool kFine = false;
@@ -163,7 +164,7 @@ struct Bf16 {
         acc = (F32)vbfdotq_f32((float32x4_t)acc, right, vreinterpretq_bf16_u32(vdupq_n_u32(*left)));
     }
 #else
-    static constexpr int kParts = 2;  // there is no such product: left-hand sides are float32, right-hand ones become it
+    static constexpr int kParts = 2;  // no bf16 product: left-hand sides are float32, right-hand sides are widened
     using Left = float;
     static SHOAL_INLINE F32 part(U32 words, int number) { return half_bf16(words, number); }
     static SHOAL_INLINE void dot(F32& acc, const Left* left, F32 right) { acc += right * *left; }
@@ -180,7 +181,7 @@ struct Bf16 {
         if (x != x) return static_cast<Scalar>((bits | 0x00400000u) >> 16);
         return static_cast<Scalar>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
     }
-    // Consecutive values as scalars.
+    // Stores consecutive values as scalars.
     static SHOAL_INLINE void store_row(Scalar* p, F32 v) {
 #if defined(__AVX512BF16__)
         const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
@@ -191,7 +192,7 @@ struct Bf16 {
         std::memcpy(p, &half, sizeof half);
 #endif
     }
-    // Of two rows, `row_values` apart, pairs of values of the same column: a word for each of a vector's columns.
+    // Stores pairs of values in the same column of two rows, `row_values` apart: one word for each column of a vector.
     static SHOAL_INLINE void store_side_by_side(Word* p, const float* row, int64_t row_values) {
         const F32 first = load(row), second = load(row + row_values);
 #if defined(__AVX512BF16__)
@@ -217,11 +218,11 @@ struct Float32 {
     static SHOAL_INLINE void store_side_by_side(Word* p, const float* row, int64_t) { store(p, (U32)load(row)); }
 };
 
-// Whether left-hand sides are made of float32 from words of another dtype.
+// Whether left-hand sides are float32, widened from words of another dtype.
 template <class T>
 constexpr bool kWidensLeft = T::kParts > 1;
 
-// `count` words as a left-hand side: as they are, or widened to the buffer, of kParts times as many.
+// `count` words as a left-hand side: as they are, or widened into `buffer`, which has room for kParts times as many.
 template <class T>
 const typename T::Left* to_lefts(const Word* words, int64_t count, typename T::Left* buffer) {
     if constexpr (kWidensLeft<T>) {
@@ -234,7 +235,7 @@ const typename T::Left* to_lefts(const Word* words, int64_t count, typename T::L
     }
 }
 
-// Values that follow one another along the summed dimension, from number `first` on, into a left-hand side.
+// Stores values that are consecutive along the summed dimension, from index `first` on, into a left-hand side.
 template <class T>
 SHOAL_INLINE void store_lefts(typename T::Left* lefts, int first, F32 v) {
     if constexpr (kWidensLeft<T>)
@@ -243,14 +244,14 @@ SHOAL_INLINE void store_lefts(typename T::Left* lefts, int first, F32 v) {
         T::store_row(reinterpret_cast<typename T::Scalar*>(lefts) + first, v);
 }
 
-// Pairs of integers in the lower and the upper 16 bits: the p-th pairs of packed words. Int8 are signed, Int4 are not.
+// The p-th pairs of integers in packed words, each in the lower and the upper 16 bits. Int8 is signed, Int4 is not.
 template <int Bits>
 SHOAL_INLINE I32 integer_pairs(U32 words, int p) {
     if constexpr (Bits == 8) return p == 0 ? (I32)((I16)words << 8 >> 8) : (I32)((I16)words >> 8);
     return (I32)(words >> (4 * p) & 0x000f000fu);
 }
 
-// acc += both products of a pair of left with each pair of right.
+// acc += both products of the pair in `left` with each pair in `right`.
 SHOAL_INLINE void dot_pairs(I32& acc, const Word* left, I32 right) {
 #if defined(__AVX512VNNI__)
     acc = (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)right, _mm512_set1_epi32((int)*left));
@@ -260,26 +261,27 @@ SHOAL_INLINE void dot_pairs(I32& acc, const Word* left, I32 right) {
 #else
     acc += (I32)_mm256_madd_epi16((__m256i)right, _mm256_set1_epi32((int)*left));
 #endif
-    asm("" : "+v"(acc));  // without it, compilers gather products in memory to add them up in another order
+    asm("" : "+v"(acc));  // without it, compilers collect products in memory to add them in another order
 #else
     acc += (right << 16 >> 16) * static_cast<int16_t>(*left) + (right >> 16) * static_cast<int16_t>(*left >> 16);
 #endif
 }
 
-// What comes after it is not begun before: more at once than few registers hold would go to memory and back.
+// Keeps the compiler from starting what follows earlier: with few registers, more values at once would be spilled to
+// memory.
 SHOAL_INLINE void keep_order() {
 #if !defined(__AVX512F__) && !defined(__aarch64__)
     asm volatile("" ::: "memory");
 #endif
 }
 
-// Nothing to fetch early.
+// Prefetches nothing.
 struct NoFetch {
     SHOAL_INLINE void operator()(int) const {}
 };
 
 // acc[i][j] += sum over s of left row i at step s times right vector j at step s. Every caller sums in this one order,
-// so a row's result does not depend on the rows that share its tile. fetch(s) may ask early for what comes later.
+// so a row's result does not depend on the rows that share its tile. fetch(s) may prefetch later data.
 template <class T, int MR, int NV, class Fetch = NoFetch>
 SHOAL_INLINE void accumulate(F32 (&acc)[MR][NV], const typename T::Left* left, long left_stride,
                              const Word* const (&right)[NV], long right_stride, int steps, const Fetch& fetch = {}) {

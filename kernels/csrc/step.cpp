@@ -9,13 +9,14 @@ namespace shoal {
 
 namespace {
 
-// A screen that leaves more than a quarter of the head in question is of no use, and is not tried again for so many steps.
+// A screen that leaves more than a quarter of the head in question is of no use; the next kUnscreenedSteps steps go
+// without.
 constexpr int kUsefulQuarter = 4;
 constexpr int kUnscreenedSteps = 64;
-constexpr int kStreamedRows = 16;     // up to these, a step waits for weights rather than for arithmetic
-// Bytes that a thread reads ahead of a product: what a near cache of its own holds.
+constexpr int kStreamedRows = 16;     // up to this many rows, a step is bound by reading weights, not by arithmetic
+// Bytes that a thread reads ahead of a product: what its own near cache holds.
 constexpr int64_t kMostAhead = 128 << 10;
-constexpr int64_t kSumChunk = 4096;   // floats of a unit of a sum: the first-level cache keeps them over the ranks
+constexpr int64_t kSumChunk = 4096;   // floats in a unit of a sum: they stay in the L1 cache while all parts are added
 
 }  // namespace
 
@@ -80,7 +81,7 @@ GemmCall Decoder::product(const Linear& linear, const Word* x, int64_t x_values,
                           int64_t out_stride, Finish finish) const {
     if (!is_integer(linear.format))
         return {&linear, x, {}, x_values / values_per_word(dtype_), out, out_stride, finish};
-    // Others may be at another product, with rows of another length: these begin where the longest would.
+    // Other threads may be at another product, whose rows have another length: rows begin where the longest ones would.
     const int64_t skipped = first_row * (widest_inputs() - linear.inputs);
     const IntegerRows integers{integers_.data() + skipped / 2, integer_scales_.data() + skipped / kGroup,
                                integer_sums_.data() + skipped / kGroup};
@@ -106,11 +107,11 @@ void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x
     if (is_integer(linear.format))
         for_chunks(member, rows, [&](int begin, int end) { round_rows(call, x, x_values, begin, end); });
     const int row_chunks = static_cast<int>(divide_up(rows, kernels_.row_chunk));
-    // A multiple of the threads, and not so many that taking a unit shows.
+    // A multiple of the number of threads, and not so many that claiming units shows.
     const int threads = team_.size();
     const int parts = threads == 1 ? 1 : threads * std::clamp(linear.blocks / (8 * threads), 1, 8);
     member.parallel_for(row_chunks * parts, [&](int i) {
-        // Each thread's own parts lie one after the other.
+        // The parts of each thread are adjacent.
         const int64_t chunk = i / parts, part = i % threads * (parts / threads) + i % parts / threads;
         kernels_.gemm(call, static_cast<int>(rows * chunk / row_chunks), static_cast<int>(rows * (chunk + 1) / row_chunks),
                       static_cast<int>(linear.blocks * part / parts), static_cast<int>(linear.blocks * (part + 1) / parts));
@@ -188,7 +189,8 @@ void Decoder::run_layers(Team::Member& member, const ShoalStep& step) {
         if (index == 0 || !whole_rows) project(member, step, index);
         attend(member, step, index, is_last ? plan_.sampled_tasks() : plan_.tasks());
         if (is_last) {
-            // Of the last layer, the keys and values of all tokens are wanted, and nothing else of those not sampled.
+            // The last layer needs the keys and values of all tokens, but everything else only of those that are
+            // sampled.
             gather_sampled(member, step);
             complete(member, index, sampled_.data(), sampled_attended_.data(), step.num_samples);
         } else if (whole_rows) {
@@ -211,7 +213,7 @@ void Decoder::project(Team::Member& member, const ShoalStep& step, int index) {
     read_ahead(member, layer.output, rows);
     multiply(member, layer.qkv, normed_.data(), normed_stride_, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
     const RotaryCall rotary = rotary_call(step, index);
-    const int together = rows < 4 * kPanel * team_.size() ? 1 : kPanel;  // tokens of a page go faster so
+    const int together = rows < 4 * kPanel * team_.size() ? 1 : kPanel;  // faster for whole pages
     for_chunks(member, rows, [&](int begin, int end) { kernels_.rotary(dtype_, rotary, begin, end); }, together);
 }
 
@@ -322,7 +324,7 @@ void Decoder::forward(const ShoalStep& step) {
         run_layers(member, step);
         finish(member, step);
     };
-    // Of several stages, others compute between two steps of one, and want memory for themselves.
+    // With several stages, others compute between two steps of this one, and need the memory bandwidth.
     const bool goes_on = shape_.is_first_stage && shape_.is_last_stage && step.num_tokens <= kStreamedRows;
     team_.run(body, goes_on ? &first_read_ : nullptr);
     if (screens_) {

@@ -9,14 +9,14 @@ namespace {
 
 constexpr int kSpins = 4000;  // tens of microseconds: longer than the gaps inside a step, shorter than a time slice
 
-// What lies between two steps of one sequence; to be woken takes a tenth of that, and the step waits.
+// The gap between two steps of one sequence. Waking a thread takes a tenth of that, and the step would wait for it.
 constexpr std::chrono::microseconds kLinger{1000};
 
-// Bytes read ahead between two looks at what is awaited, and at whether another thread wants the core.
+// Bytes read ahead between two checks of what is awaited, and between two offers of the core to other threads.
 constexpr int64_t kPiece = 1 << 10;
 constexpr int64_t kYieldPiece = 64 << 10;
 
-// Reads a word of each line. Not by prefetches: some processors drop those while many are under way.
+// Reads from each cache line. Not by prefetches, which some processors drop while many are in flight.
 template <class Condition>
 void read_while(Span& span, const Condition& condition) {
     for (; span.bytes > 0 && condition(); span.data += kPiece, span.bytes -= kPiece)
@@ -24,7 +24,7 @@ void read_while(Span& span, const Condition& condition) {
             asm volatile("" ::"r"(*reinterpret_cast<const volatile char*>(span.data + i)));
 }
 
-// Past a short spin the awaited thread is likely waiting for this core.
+// After a short spin, the awaited thread is probably waiting for this core.
 template <class Condition>
 void await(const Condition& condition) {
     for (int spin = 0; !condition(); ++spin) spin < kSpins ? relax() : std::this_thread::yield();
@@ -69,7 +69,7 @@ void Team::run(const std::function<void(Member&)>& body, const std::vector<Span>
     }
     if (asleep) wake_.notify_all();
     body(caller);
-    // Sequentially consistent, as in help(): either a helper sees the door closed, or it is seen inside.
+    // Sequentially consistent, as in help(): either a helper sees that the step is closed, or it is seen inside.
     open_.store(0);
     await([&] { return inside_.load() == 0; });
 }
@@ -78,7 +78,7 @@ void Team::linger(unsigned seen, int number, const std::vector<Span>* next) {
     const auto waits = [&] { return step_.load(std::memory_order_acquire) == seen; };
     const auto end = std::chrono::steady_clock::now() + kLinger;
     if (next != nullptr) {
-        int64_t piece = 0;  // helpers take them in turn
+        int64_t piece = 0;  // helpers take pieces in turn
         for (const Span& span : *next)
             for (int64_t begin = 0; begin < span.bytes; begin += kYieldPiece) {
                 if (piece++ % static_cast<int64_t>(helpers_.size()) != number - 1) continue;
@@ -120,7 +120,8 @@ int Team::claim(uint64_t phase, int count, int member) {
     for (int i = 0; i < size(); ++i) {
         const int owner = (member + i) % size();
         std::atomic<uint64_t>& taken = shares_[static_cast<size_t>(owner)].taken;
-        // A count of an earlier phase is none of this one. A later one's: this phase is over, for this share is not empty.
+        // A count of an earlier phase means that no unit of this one has been taken; a later one's, that this one is
+        // over.
         for (uint64_t seen = taken.load(std::memory_order_acquire); seen >> kUnitBits <= phase;) {
             const uint64_t now = seen >> kUnitBits == phase ? seen : phase << kUnitBits;
             const int unit = owner + static_cast<int>(now & units) * size();

@@ -1,4 +1,4 @@
-// A team of threads that runs one step at a time: all threads walk through the same phases and share out their units.
+// A team of threads that runs one step at a time: all threads go through the same phases and share their units.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace shoal {
 
-// What a thread does that waits for another one without giving up its core.
+// For a thread that waits for another one without giving up its core.
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -20,16 +20,17 @@ inline void relax() {
 #endif
 }
 
-// Memory that is read soon.
+// Memory that will be read soon.
 struct Span {
     const char* data;
     int64_t bytes;
 };
 
-// `num_threads` threads, the caller being one. A phase ends when its units are done, not when every thread has come: one
-// that waits for its core holds up nobody, unless it lost the core amid a unit. Helpers linger briefly after a step, then
-// sleep. So an idle replica costs nothing, and two replicas on the same cores do not hold them against each other.
-// A thread that waits reads ahead what it has been told it will need: memory is busy meanwhile.
+// `num_threads` threads, one of which is the caller. A phase ends when its units are done, not when every thread has
+// arrived: a thread that waits for its core does not hold up the others, unless it lost the core in the middle of a
+// unit. Helpers linger briefly after a step, then sleep, so that an idle replica costs nothing and two replicas on the
+// same cores do not keep these from each other. A thread that waits reads ahead what it has been told it will need, so
+// that memory stays busy.
 class Team {
 public:
     explicit Team(int num_threads);
@@ -38,16 +39,16 @@ public:
     Team& operator=(const Team&) = delete;
 
     int size() const { return static_cast<int>(helpers_.size()) + 1; }
-    // A number that differs once a unit more has begun; any thread may ask.
+    // A number that changes whenever another unit has begun; any thread may call it.
     uint64_t progress() const;
 
-    // One thread's way through a step.
+    // One thread's participation in a step.
     class Member {
     public:
         int number() const { return number_; }
-        // Calls work(i) for i in [0, count); returns when all are done. Unit i is meant for member i modulo their number,
-        // and goes to another one that has nothing left to do. Who computes what never changes a result. Every member
-        // must make the same sequence of calls.
+        // Calls work(i) for i in [0, count); returns when all are done. Unit i is meant for member i modulo their
+        // number, but another member that has nothing left to do may take it; this must not change any result. Every
+        // member must make the same sequence of calls.
         template <class Work>
         void parallel_for(int count, const Work& work) {
             if (team_.helpers_.empty()) {
@@ -62,7 +63,7 @@ public:
             for (int i; (i = team_.claim(phase, count, number_)) >= 0; team_.finish(phase, count)) work(i);
             team_.await_end(phase, ahead_);
         }
-        // From now on, waits for other threads go to reading this.
+        // From now on, time spent waiting for other threads is used to read this.
         void read_ahead(const Span& span) { ahead_ = span; }
 
     private:
@@ -74,13 +75,14 @@ public:
         Span ahead_{nullptr, 0};
     };
 
-    // Runs body(member) in this thread and in the helpers that come in time; returns when all have left it. As long as
-    // helpers linger, until the next step, they read `next`, in that order; it must outlive that. Null: nothing.
+    // Runs body(member) in this thread and in the helpers that arrive in time; returns when all have left it. While
+    // helpers linger before the next step, they read `next`, in that order; it must stay valid until then. Null:
+    // nothing.
     void run(const std::function<void(Member&)>& body, const std::vector<Span>* next);
 
 private:
-    // Units meant for one member that have been taken: the phase, and how many of it in the lowest kUnitBits. Each on a
-    // cache line of its own, so that taking one's own unit disturbs nobody.
+    // The units meant for one member that have been taken: the phase, and their number in the lowest kUnitBits bits.
+    // Each is on its own cache line, so that a member that takes its own units does not disturb others.
     static constexpr int kUnitBits = 20;
     struct alignas(64) Share {
         std::atomic<uint64_t> taken{0};
@@ -97,7 +99,7 @@ private:
     std::vector<Share> shares_;
     // Each on its own cache line: threads write one while others spin on another.
     alignas(64) std::atomic<uint64_t> phase_{1};
-    alignas(64) std::atomic<int> done_{0};       // units of the phase
+    alignas(64) std::atomic<int> done_{0};       // finished units of the phase
     alignas(64) std::atomic<unsigned> step_{0};
     alignas(64) std::atomic<unsigned> open_{0};  // the step that helpers may still enter; 0 for none
     alignas(64) std::atomic<int> inside_{0};     // helpers in body_, or about to see that it is closed

@@ -1,8 +1,8 @@
 // Tile registers (Intel AMX: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18).
 //
-// One holds up to 16 rows of 64 bytes: as a left side rows of 32 bf16 values, as a right side 16 columns of 32 inputs in
-// pairs, which is how a KV page lies and a coded weight once it is decoded; as sums 16 float32 a row. A row's sums come in one order, whatever
-// rows it shares its registers with.
+// A register holds up to 16 rows of 64 bytes: as a left side, rows of 32 bf16 values; as a right side, 16 columns of 32
+// inputs in pairs, which is the layout of a KV page and of a decoded weight; as sums, 16 float32 per row. A row is
+// summed in one order, whatever rows share its registers.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -13,17 +13,17 @@ namespace shoal {
 namespace SHOAL_ISA {
 
 constexpr int kTileHeight = 16;  // rows of a register
-constexpr int kTileWords = 16;   // of a row
+constexpr int kTileWords = 16;   // words of a row
 constexpr int kWordBytes = sizeof(Word);
 
-// Stores before this are there for loads of registers after it, of which compilers are not told that they read memory.
+// Makes earlier stores visible to later loads of tile registers: compilers are not told that these read memory.
 SHOAL_INLINE void make_stores() { asm volatile("" ::: "memory"); }
 
-// What the calling thread's registers hold, until the end of this one's life.
+// The shapes of the calling thread's tile registers, during the lifetime of this object.
 class TileShapes {
 public:
     struct Shape {
-        int rows, words;  // words: of a row
+        int rows, words;  // words: per row
     };
     explicit TileShapes(const Shape (&shapes)[8]) {
         for (int i = 0; i < 8; ++i) {

@@ -36,7 +36,7 @@ inline void gather_values(const KeyTile& tile, int first, int end, int head_size
 // lanes.
 template <class Combine, int... Lane>
 SHOAL_INLINE void halve_pairs(F32 (&rows)[kLanes], int count, const Combine& combine, std::integer_sequence<int, Lane...>) {
-    const int half = count / 2;  // of the lanes of one row, of which there are as many as rows
+    const int half = count / 2;  // half the lanes of a row; there are as many lanes per row as rows
     const I32 low{(Lane / half * count + Lane % half)...}, high = low + half;
     for (int i = 0; i < count; i += 2)
         rows[i / 2] = combine(__builtin_shuffle(rows[i], rows[i + 1], low), __builtin_shuffle(rows[i], rows[i + 1], high));

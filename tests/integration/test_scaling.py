@@ -120,6 +120,36 @@ async def test_none_one_three_one_none(ray, local_yaml):
         assert steps[-1] == (1, 0)
 
 
+async def test_an_answer_outlives_its_gateway_and_its_replica(ray, local_yaml):
+    """Both are replaced while it streams, by a deployment of other arguments in place of what was served before."""
+    document, _ = read_config(local_yaml)
+    args = document["applications"][0]["args"]
+    address, http_address = free_address(), free_address()
+    args["gateway"].update(grpc_address=address, http_address=http_address)
+    args["scaling"] = {"min_replicas": 1, "max_replicas": 1} | COLD
+    await asyncio.to_thread(deploy, document, ray.dashboard_url, lambda progress: None)
+    body = {"prompt": "Once upon a time", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(GatewayClient(address))
+        await until_cluster(client, lambda row: num_connected(row) == 1)
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=CHANGE_TIMEOUT_S))
+        answer = await stack.enter_async_context(
+            http.stream("POST", f"http://{http_address}/v1/completions", json=body)
+        )
+        stream = client.generate(call("Once upon a time", 1500))
+        await anext(stream)
+        args["gateway"]["request_timeout_s"] = 601
+        deploying = asyncio.create_task(asyncio.to_thread(deploy, document, ray.dashboard_url, lambda progress: None))
+        num_tokens = 1 + sum([len(chunk.token_ids) async for chunk in stream])
+        assert num_tokens == 1500
+        lines = [line async for line in answer.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in lines[-2] + lines[-3]
+        await deploying
+        successor = await stack.enter_async_context(GatewayClient(address))
+        assert await run(successor, 0) is FinishReason.LENGTH
+
+
 def pools(**user_config: Any) -> dict[str, Any]:
     """Two pools in the proportion of 2 to 3, the second sized by the blocks of the first."""
     settings = msgspec.to_builtins(ScaleConfig(max_replicas=2, downscale_delay_s=1)) | COLD

@@ -31,7 +31,7 @@ try:
     )
 except ImportError as error:
     raise ConfigError(
-        f"traces.otlp_endpoint: needs OpenTelemetry's exporter ({error.name} is missing): pip install 'shoal[otel]'"
+        f"traces.otlp_endpoint: needs OpenTelemetry's exporter ({error.name} is missing): pip install -e '.[otel]'"
     ) from None
 
 EXPORT_TIMEOUT_S = 5.0

@@ -24,7 +24,7 @@ def check_plot(folder: Path) -> None:
         ConfigError: matplotlib is not installed, or the folder cannot be created or written to.
     """
     if find_spec("matplotlib") is None:
-        raise ConfigError("plot: needs matplotlib; pip install 'shoal[plot]'")
+        raise ConfigError("plot: needs matplotlib: pip install -e '.[plot]'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

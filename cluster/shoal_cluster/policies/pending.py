@@ -192,8 +192,8 @@ class PendingQueue:
                 self._know_sizes(view, present, now)
             wishes = view.wishes(now) if self._is_one_of_many else ()
             self._dates.renew_together(self._held.values(), wishes, plan, present)
-        if len(self._held) > 1 and not self._has_unplanned and int(present.columns[ROOM].max(initial=-1)) < 1:
-            return None  # no replica has a free slot and a free block: nothing could start
+        if len(self._held) > 1 and not self._is_one_of_many and int(present.columns[ROOM].max(initial=-1)) < 1:
+            return None  # no replica has a free slot and a free block; other gateways would want to know the plan
         if len(self._held) > self._config.max_considered:
             self._by_urgency.tell_apart(present.least_capacity())
         order = self._by_urgency.to_consider()

@@ -1,4 +1,4 @@
-"""What a rank's memory goes to, and the one line that says what to change when it is too little."""
+"""What a rank's memory is used for, and the one-line error that says what to change when there is too little."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plan(
 
 
 def test_weights_are_counted_as_the_checkpoint_has_them() -> None:
-    """8.03 thousand million parameters, two bytes each; shares of ranks add up to little more."""
+    """8.03 billion parameters of two bytes each; the ranks' shares add up to little more."""
     whole = shard_weight_bytes(EIGHT_B, whole_shard(EIGHT_B))
     assert whole == EIGHT_B.weight_bytes
     parallel = ParallelConfig(tensor_parallel_size=4)

@@ -1,4 +1,4 @@
-"""Every definition is told by someone, every series is defined, and their number is bounded."""
+"""Every defined metric is exported, every exported series is defined, and the number of series is bounded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def replica_metrics() -> ReplicaMetrics:
 
 
 def series(points: Iterable[Point]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Every sample as Prometheus has it."""
+    """Every sample as Prometheus parses it, by name and label values."""
     return {
         (sample.name, tuple(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(render(points).decode())
@@ -112,7 +112,7 @@ async def test_a_gateways_page_has_every_metric_with_its_type() -> None:
 
 
 def _still(told: dict[tuple[str, tuple[str, ...]], float]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """All but the memory of this process, which moves."""
+    """All but the resident memory of this process, which changes by itself."""
     return {key: value for key, value in told.items() if "resident" not in key[1]}
 
 
@@ -158,7 +158,7 @@ def test_blocks_add_up_to_the_pool_and_to_the_hosts() -> None:
 
 
 def test_series_are_bounded_whatever_clients_and_replicas_do() -> None:
-    """A thousand calls with names of their own, a thousand replicas that came and went: only the living have series."""
+    """A thousand calls with random names, a thousand replicas that came and went: only live replicas have series."""
     rng = Random(7)
     metrics = gateway_metrics()
     for number in range(1000):
@@ -265,7 +265,7 @@ def test_each_end_of_a_call_is_counted_once(error: BaseException | None, outcome
 
 
 async def test_a_replica_counts_its_steps_and_its_queue() -> None:
-    """Over a real engine: as many steps as it has run, as many waits as requests, aborts and heartbeats aside."""
+    """With a real engine: as many steps as it ran, as many waits as requests; aborts and heartbeats do not count."""
     async with serving("a") as serve:
         metrics, reports = replica_metrics(), list[StepReport]()
         engine = serve.replicas["a"].engine

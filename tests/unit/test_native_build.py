@@ -1,4 +1,4 @@
-"""The build of what is native where the compiler is missing or does not know everything; compilers are scripts."""
+"""Building the native libraries where the compiler is missing or lacks instruction sets. The compilers are scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_BUILT = (
     "native placement was not built, numpy will serve instead",
 )
 LIBRARIES = ("shoal_kernels/_native.so", "shoal_cluster/policies/_native.so")
-# Leaves its arguments in a log, and a file where it was told to; fails where one of them is in REFUSED.
+# Appends its arguments to a log and writes its output file; fails if ``refused`` is one of its arguments.
 COMPILER = """#!{python} -S
 import sys
 arguments = sys.argv[1:]
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets
 
 
 def build(folder: Path, **compilers: str) -> tuple[list[str], list[bool], list[str]]:
-    """With ``compilers`` alone on PATH, and what each refuses: warnings, which ``LIBRARIES`` there are, all command
-    lines.
+    """Build with only ``compilers`` on PATH, given by name with the argument that each refuses. Returns the warnings,
+    which of ``LIBRARIES`` exist, and all command lines.
     """
     log, bin_folder = folder / "log", folder / "bin"
     bin_folder.mkdir()
@@ -56,7 +56,7 @@ def test_without_a_compiler_there_is_one_warning_each_and_no_library(tmp_path: P
 
 
 def test_what_was_built_before_is_gone_where_no_build_took_its_place(tmp_path: Path) -> None:
-    """It may be of other sources."""
+    """The old library may be of other sources."""
     for path in LIBRARIES:
         (tmp_path / "lib" / path).parent.mkdir(parents=True)
         (tmp_path / "lib" / path).touch()

@@ -1,4 +1,4 @@
-"""How tokens' log-probabilities are spelled for completions."""
+"""Tokens' log-probabilities in the format of OpenAI completions."""
 
 from __future__ import annotations
 

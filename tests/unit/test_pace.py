@@ -27,7 +27,7 @@ def test_it_is_as_configured_until_a_replica_has_measured() -> None:
 
 @pytest.mark.parametrize("connected", [True, False])
 def test_it_is_the_mean_of_those_that_measured_and_alone_the_least_there_was(connected: bool) -> None:
-    """Who has measured nothing yet, is not connected or drains does not count."""
+    """A replica that has measured nothing yet, is not connected or drains does not count."""
     pace = Pace(CONFIGURED)
     assert pace.look(replicas(0.002, 0.004, 0.0, connected=connected), 0.0)
     assert pace.token_s == pytest.approx(0.003)
@@ -50,7 +50,7 @@ def test_a_little_faster_or_slower_is_no_other_pace_until_it_adds_up() -> None:
 
 
 def test_a_very_long_prompt_takes_no_less_than_alone() -> None:
-    """The mean has the attention of usual prompts: 30 ms for 10 tokens, where the pairs of 10 000 before are 0.1 s."""
+    """The mean includes usual attention, 30 ms for 10 tokens; attending to 10 000 tokens before them takes 0.1 s."""
     pace = Pace(CONFIGURED)
     pace.look(replicas(0.002, 0.004), 0.0)
     alone_s, takes_s = pace.seconds(10_000, 10)

@@ -1,4 +1,4 @@
-"""Blocks that are copied in part: which is found, and which are forgotten."""
+"""Partial reuse of cached blocks: which block is found, and which are forgotten."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_was_evicted_is_not_found() -> None:
 
 
 def run(request_id: str, prompt: tuple[int, ...], scheduler, executor, salt: str = "") -> int:  # type: ignore[no-untyped-def]
-    """How many of a prompt's tokens were found cached."""
+    """Run a prompt; returns how many of its tokens were found cached."""
     scheduler.add(make_request(request_id, prompt, max_tokens=1, cache_salt=salt))
     deltas = []
     while (output := scheduler.schedule(0.0)) is not None:
@@ -83,7 +83,7 @@ def test_what_one_tenant_left_is_not_taken_over_by_another() -> None:
 
 
 def test_a_block_of_which_others_use_a_part_outlives_those_that_nobody_uses() -> None:
-    """All use two tokens of one block and have no whole block in common: by age alone it would soon be gone."""
+    """Short prompts use two tokens of one block and never all of it: by age alone it would soon be evicted."""
     scheduler, executor = make_scheduler(num_blocks=8)
     hot = (7, 7, 1, 2)
     assert run("first", (*hot, 3), scheduler, executor) == 0

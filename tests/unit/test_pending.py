@@ -1,4 +1,4 @@
-"""Requests that wait at the gateway: in which order they go, where, and when they had better wait."""
+"""Requests that wait at the gateway: the order in which they are sent, where, and when waiting is better."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def queue_of(*requests: PendingRequest, config: HoldConfig = CONFIG, is_one_of_m
 
 
 def send(queue: PendingQueue, view: ClusterView, now: float = 0.0) -> list[tuple[str, str]]:
-    """Everything that can go now, with its promises made, as a gateway does it."""
+    """Send everything that can go now, reserving room for each as the gateway does. Returns request and replica ids."""
     sent = []
     while (dispatch := queue.next(view, WEIGHTS, now, Random(0))) is not None:
         query = dispatch.pending.query
@@ -67,7 +67,7 @@ def send(queue: PendingQueue, view: ClusterView, now: float = 0.0) -> list[tuple
 
 
 def test_a_replica_gets_what_it_can_start_and_the_rest_waits() -> None:
-    """A step is 256 tokens: the second prompt still starts within one step, the third does not."""
+    """Steps have 256 tokens: the second prompt of 160 still starts within one step, the third does not."""
     queue = queue_of(*(pending(f"r{i}") for i in range(3)))
     view = view_of(only=make_stats())
     assert send(queue, view) == [("r0", "only"), ("r1", "only")]
@@ -79,7 +79,7 @@ def test_a_replica_gets_what_it_can_start_and_the_rest_waits() -> None:
 
 @pytest.mark.parametrize("is_one_of_many", [False, True])
 def test_while_there_is_no_replica_everything_waits(is_one_of_many: bool) -> None:
-    """Several gateways plan all that they hold; the last replica may leave meanwhile."""
+    """One of several gateways plans all that it holds, and the last replica may leave meanwhile."""
     queue, view = queue_of(*(pending(f"r{i}") for i in range(5)), is_one_of_many=is_one_of_many), view_of()
     assert send(queue, view) == []
     view.join("one")
@@ -91,7 +91,7 @@ def test_while_there_is_no_replica_everything_waits(is_one_of_many: bool) -> Non
 
 
 def test_where_due_dates_are_kept_what_the_next_step_ends_is_there_before_it_begins() -> None:
-    """Up to the end of the second step of 256 tokens, counting what is due no later."""
+    """Prompts are sent while they fit into two steps of 256 tokens, behind only what is due no later."""
     queue = queue_of(*(pending(f"r{i}", 100) for i in range(5)), pending("long", 500))
     view = view_of(only=make_stats(by_due=True, num_waiting_tokens=100, due_tokens=(0, 0, *[100] * 5)))
     assert send(queue, view) == [(f"r{i}", "only") for i in range(4)]
@@ -107,7 +107,7 @@ def test_where_due_dates_are_kept_what_the_next_step_ends_is_there_before_it_beg
 def test_a_prompt_longer_than_a_step_fills_the_next_one_where_the_one_after_ends_it(
     num_tokens: int, num_waiting_tokens: int, is_sent: bool
 ) -> None:
-    """Steps of 256 tokens."""
+    """Steps have 256 tokens."""
     view = view_of(only=make_stats(by_due=True, num_waiting_tokens=num_waiting_tokens))
     assert bool(send(queue_of(pending("long", num_tokens)), view)) == is_sent
     view = view_of(only=make_stats(by_due=False, num_waiting_tokens=num_waiting_tokens))
@@ -148,7 +148,7 @@ def test_a_replica_that_lost_a_request_does_not_get_it_again() -> None:
 
 
 def test_what_is_due_later_is_not_in_the_way_of_what_is_due_sooner() -> None:
-    """3 000 tokens of a prompt due in 20 s: one due in 2.3 s goes before the rest of it, one due in 34 s waits."""
+    """3 000 tokens wait, due in 16 to 32 s: a request due in 2.3 s goes ahead of them, one due in 34 s waits."""
     stats = make_stats(num_waiting_tokens=3000, due_tokens=(0, 0, 0, 0, 0, 3000, 3000), num_total_blocks=2000)
     queue = queue_of(pending("short"), pending("long", 16_000))
     assert send(queue, view_of(only=stats)) == [("short", "only")]
@@ -156,7 +156,7 @@ def test_what_is_due_later_is_not_in_the_way_of_what_is_due_sooner() -> None:
 
 
 def test_the_earliest_due_goes_first_and_long_prompts_have_longer() -> None:
-    """Due 2 s + 2 x prefill after arrival: the short one at 3.2 s, the long one, which came before, at 4 s."""
+    """Due 2 s + 2 x prefill after arrival: the short request at 3.2 s, the long one, which came first, at 4 s."""
     queue = queue_of(pending("long", 1000), pending("short", 100, arrival_s=1.0))
     dispatch = queue.next(view_of(only=make_stats()), WEIGHTS, 1.0, Random(0))
     assert dispatch is not None
@@ -167,12 +167,12 @@ def test_the_earliest_due_goes_first_and_long_prompts_have_longer() -> None:
 def test_what_is_lost_goes_after_what_can_be_met_but_not_for_ever() -> None:
     lost, fresh = pending("lost", arrival_s=0.0), pending("fresh", arrival_s=5.0)
     assert queue_of(lost, fresh).next(view_of(only=make_stats()), WEIGHTS, 5.0, Random(0)).pending is fresh  # type: ignore[union-attr]
-    later = pending("later", arrival_s=9.0)  # due at 11.3 s, and the lost one, put off to 4 x its 2.3 s, at 9.3 s
+    later = pending("later", arrival_s=9.0)  # due at 11.3 s; the lost one, put off to 4 x its 2.3 s, at 9.3 s
     assert queue_of(lost, later).next(view_of(only=make_stats()), WEIGHTS, 9.0, Random(0)).pending is lost  # type: ignore[union-attr]
 
 
 def test_what_can_be_met_is_judged_by_the_pace_that_replicas_measure() -> None:
-    """160 tokens at 5 ms each take 0.8 s: what came 2.7 s ago has its objective of 3.6 s, 2 s and 1.6 s, behind it."""
+    """160 tokens at 5 ms take 0.8 s and are due after 2 + 1.6 s: the older one can meet that at 2.7 s, not at 2.9 s."""
     older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=2.7)
     assert queue_of(older, fresh).next(view_of(only=make_stats()), WEIGHTS, 2.7, Random(0)).pending is fresh  # type: ignore[union-attr]
     slow = view_of(only=make_stats(token_s=0.005))
@@ -181,8 +181,8 @@ def test_what_can_be_met_is_judged_by_the_pace_that_replicas_measure() -> None:
 
 
 def test_what_can_be_met_counts_the_step_that_runs_and_what_goes_before() -> None:
-    """2.32 s are due. It takes 0.16 s, and half a step of 0.256 s for the other one, which shares it: 0.3 s left for a
-    step, and for prompts before it, are not enough together.
+    """The older request is due in 0.62 s. It takes 0.16 s, and half a step of 0.256 s more where prompts share steps.
+    That leaves time to wait 0.3 s for the running step and the prompts before it, but not 0.5 s.
     """
     older, fresh = pending("older", arrival_s=0.0), pending("fresh", arrival_s=1.7)
     for num_waiting_tokens, step_s, first in ((0, 0.3, older), (200, 0.1, older), (200, 0.3, fresh)):
@@ -205,8 +205,8 @@ def test_what_seemed_lost_is_not_once_another_replica_has_come() -> None:
 
 
 def test_what_is_put_off_and_not_considered_gets_its_date_again_by_any_news() -> None:
-    """Only the other one is considered, and waits for its cache, whatever the others tell. Dates are made for both
-    every tenth of a second.
+    """Only the other request is considered; it waits for its cached prefix, whatever the other replicas report. Due
+    dates are made for both every tenth of a second.
     """
     busy = make_stats(num_total_blocks=400, num_running=1, step_s=0.3, token_s=0.001)
     view = view_of(a=busy, b=busy, c=busy)
@@ -222,7 +222,7 @@ def test_what_is_put_off_and_not_considered_gets_its_date_again_by_any_news() ->
 
 
 def test_where_not_all_can_be_in_time_the_longest_is_put_off() -> None:
-    """The long one takes 1.5 s and is due first. With it before them seven of the short ones would be late."""
+    """The long prompt takes 1.5 s and is due first. Ahead of the short ones it would make seven or more late."""
     shorts = [pending(f"short{i:02}", arrival_s=2.0) for i in range(12)]
     queue, view = queue_of(pending("long", 1500, arrival_s=-1.0), *shorts), view_of(only=make_stats())
     assert [name for name, _ in send(queue, view, now=2.0)] == ["short00", "short01"]
@@ -241,7 +241,7 @@ def test_where_not_all_can_be_in_time_the_longest_is_put_off() -> None:
 
 
 def test_what_is_lost_fills_no_queue_for_others() -> None:
-    """Of 40 x 160 tokens that came 10 s ago, those whose renewed date comes first go before; none that is put off."""
+    """40 requests arrived 10 s ago. They go before a later one while they are due before it, not once put off."""
     lost = [pending(f"lost{i}", arrival_s=0.0) for i in range(40)]
     queue = queue_of(*lost, pending("soon", 100, arrival_s=9.0))
     view = view_of(only=make_stats(num_running=8))
@@ -258,7 +258,7 @@ def test_priority_goes_before_due_dates() -> None:
 
 
 def test_a_hit_is_worth_waiting_for_and_others_pass_meanwhile() -> None:
-    """1 488 cached tokens at their price outweigh 3 000 that wait; a stranger starts elsewhere at once."""
+    """1 488 cached tokens at their price outweigh 3 000 that wait; a request without a hit starts elsewhere."""
     view = view_of(owner=make_stats(num_waiting_tokens=3000), idle=make_stats())
     view.apply_update("owner", make_stats(num_waiting_tokens=3000), PREFIX, (), 0.0)
     queue = queue_of(pending("friend", 1500, hashes=PREFIX[:93]), pending("stranger", arrival_s=1.0))
@@ -280,7 +280,7 @@ def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
     cold, hot = WEIGHTS.prefill_price * 1900, WEIGHTS.prefill_price * 300 + 3000
     num_waiting = math.ceil(
         (cold - hot) / (300 + WEIGHTS.decode_price)
-    )  # those before it wait for the owner: till then it costs less
+    )  # requests before it wait for the owner, while that costs less
     assert int(dispatch.candidates.num_reserved[1]) == num_waiting
 
 
@@ -319,7 +319,7 @@ def test_a_light_tenant_does_not_queue_behind_a_heavy_one() -> None:
 
 
 def test_who_asks_for_what_is_cached_is_no_flood() -> None:
-    """A tenant of long prompts that are nearly all cached, beside as many of short ones as have most of the service."""
+    """One tenant has long prompts, mostly cached, beside 14 tenants with short ones that get most of the service."""
     stats = make_stats(num_total_blocks=10_000, max_num_seqs=256, max_num_batched_tokens=2048)
     view, queue = view_of(only=stats), PendingQueue(HoldConfig())
     hashes = hash_blocks(range(14_400), 16)
@@ -348,7 +348,7 @@ def test_who_is_refused_has_asked_for_nothing() -> None:
 
 
 def test_who_comes_may_change_who_is_heavy_and_so_what_was_planned() -> None:
-    """Two that wait behind what yields would pass it, once two newcomers have had nothing."""
+    """Beside two newcomers that have had nothing, one tenant is heavy: another's waiting requests pass what yields."""
     busy = make_stats(num_waiting_tokens=300)
     later = make_stats(num_waiting_tokens=500, due_tokens=(*[0] * 5, 500, 500))
     queue, view = PendingQueue(HoldConfig()), view_of(busy=busy, later=later)
@@ -367,7 +367,7 @@ def test_who_comes_may_change_who_is_heavy_and_so_what_was_planned() -> None:
 
 
 def test_an_old_debt_does_not_starve_who_comes_back() -> None:
-    """Minutes of chats beside one batch request of another tenant; two minutes later one more, before a flood."""
+    """A tenant chats for 150 s beside another's batch request; two minutes later it asks once more, before a flood."""
     queue, view = PendingQueue(CONFIG), view_of(only=make_stats(max_num_batched_tokens=2048, num_free_blocks=50))
     queue.push(pending("batch", 1500, tenant="patient", priority=10))
     for number in range(600):
@@ -405,8 +405,8 @@ def test_what_only_some_replicas_may_take_keeps_nobody_from_the_others(is_there:
 
 
 def test_who_had_less_passes_what_yields_and_goes_where_nothing_of_its_own_is_before_it() -> None:
-    """One replica has the light tenant's earlier prompt to compute, the other ten times as much of the heavy one's,
-    which has had four more.
+    """One replica has the light tenant's earlier prompt to compute, the other ten times as much of the heavy tenant,
+    which has had four more requests.
     """
     view = view_of(
         own=make_stats(num_waiting_tokens=1000, max_num_batched_tokens=2048, due_tokens=(0, 0, *[1000] * 5)),
@@ -475,7 +475,7 @@ def test_bad_settings_are_named(wrong: dict[str, int]) -> None:
 
 
 def test_gateways_that_know_each_others_wishes_keep_one_order() -> None:
-    """A replica that can start one request gets the one that is due first, whoever holds it."""
+    """A replica that can start one request gets the one that is due first, whichever gateway holds it."""
     view = view_of(only=make_stats(num_waiting_tokens=200))
     view.set_wishes("only", [Wish((0, 0, 1.5), 10, 160)])
     queue = queue_of(pending("mine"), is_one_of_many=True)
@@ -503,12 +503,12 @@ def test_a_wish_for_one_replica_leaves_the_others_free() -> None:
 
 
 def test_a_wish_for_a_replica_that_has_become_busy_counts_where_it_would_go_now() -> None:
-    """Its gateway has not heard of it yet, or has not looked: it will take the place that this one wants."""
+    """The other gateway has not heard of it yet, or not looked: its request will take the room wanted here."""
     view = view_of(wanted=make_stats(num_waiting_tokens=2000), other=make_stats(num_waiting_tokens=200))
     view.set_wishes("wanted", [Wish((0, 0, 1.5), 11, 160)])
     assert send(queue_of(pending("mine"), is_one_of_many=True), view) == []
     cached_there = view_of(wanted=make_stats(num_waiting_tokens=900), other=make_stats(num_waiting_tokens=200))
-    cached_there.set_wishes("wanted", [Wish((0, 0, 1.5), 1, 16, 9)])  # it has reason to wait
+    cached_there.set_wishes("wanted", [Wish((0, 0, 1.5), 1, 16, 9)])  # what is cached there is worth waiting for
     assert send(queue_of(pending("mine"), is_one_of_many=True), cached_there) == [("mine", "other")]
 
 
@@ -534,8 +534,8 @@ def test_whoever_is_alone_does_not_wait_for_a_turn() -> None:
 
 
 def test_who_goes_first_by_its_share_goes_first_at_the_replica_too() -> None:
-    """The light tenant's request is due later than the heavy one's: told so, the replica would let that one pass. All
-    can be in time.
+    """The light tenant's request is due later than the heavy one's: told these dates, the replica would let the heavy
+    one pass. All can be in time.
     """
     queue = queue_of(*[pending(f"heavy{i}", 2500, tenant="heavy") for i in range(3)])
     view = view_of(one=make_stats(num_total_blocks=2000, num_free_blocks=2000, token_s=0.00036))

@@ -1,4 +1,4 @@
-"""Steps while tenants share a replica: short for who comes, and no slower for who decodes."""
+"""Prompts in pieces while tenants share a replica: newcomers wait for short steps, and decodes get no slower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHOLE, PIECE, PIECE_WITH_DECODES = 1024, 128, 64
 
 
 def steps(*requests: Request, late: tuple[int, Request] | None = None) -> list[SchedulerOutput]:
-    """All steps that the requests take; the ``late`` one comes after so many."""
+    """All steps that the requests take. ``late``: after how many steps another request arrives, and that request."""
     scheduler, executor = make_scheduler(
         num_blocks=4000, max_num_batched_tokens=WHOLE, max_model_len=8000, policy="deadline"
     )
@@ -69,7 +69,7 @@ def test_a_prompt_that_yields_goes_on_though_others_come_in_every_step() -> None
 
 
 def test_decodes_run_along_where_there_is_no_place_for_those_who_wait() -> None:
-    """Else each sequence that ends would have its follower computed alone, and the weights read once more for it."""
+    """Otherwise each successor of a sequence that ends would be prefilled alone, with one more read of the weights."""
 
     def num_steps(yields: bool) -> int:
         scheduler, executor = make_scheduler(num_blocks=4000, max_num_batched_tokens=WHOLE, max_num_seqs=16)
@@ -89,7 +89,7 @@ def test_decodes_run_along_where_there_is_no_place_for_those_who_wait() -> None:
 
 
 def test_decodes_run_along_once_for_a_whole_step_of_pieces() -> None:
-    """As often as with whole steps, so that the weights are read for them no more often."""
+    """As often as with whole steps, so that decodes cost no more reads of the weights."""
     outputs = steps(prompt("a", 100, yields=True, max_tokens=50), late=(2, prompt("b", 4 * WHOLE, yields=True)))
     mixed = [o for o in outputs[2:] if any(s.num_new_tokens > 1 for s in o.scheduled)]
     with_decodes = [number for number, o in enumerate(mixed) if len(o.scheduled) == 2]

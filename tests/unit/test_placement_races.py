@@ -1,4 +1,4 @@
-"""What comes in the few turns of the event loop between what ends and what has heard of it loses nothing."""
+"""Races in placement: whatever comes in the few turns of the event loop before an end is noticed, nothing is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_whatever_comes_between_a_turn_and_what_is_sent(what: str, num_tur
             return Response(asyncio.ensure_future(route(request)))
 
         async def route(request: Request) -> Outcome:
-            """As Serve does: it asks again, with a pause, until somebody may have the call."""
+            """As Serve does: ask again, with pauses, until some replica may have the call."""
 
             def takers() -> list[str]:
                 return [r for r in serve.ledger.ranks(request.request_id)[:1] if r in serve.replicas]
@@ -100,7 +100,7 @@ async def test_whatever_comes_between_a_turn_and_what_is_sent(what: str, num_tur
 
 @pytest.mark.parametrize("num_turns", range(8))
 async def test_who_leaves_the_queue_and_comes_again_under_the_same_id_gets_a_turn(num_turns: int) -> None:
-    """What is left of the first one's end takes nothing of the second."""
+    """Cleaning up after the first request takes nothing from the second."""
     async with serving("a", max_num_seqs=1) as serve:
         made, dispatcher = serve.replicas["a"], serve.hold()
 
@@ -128,5 +128,5 @@ async def test_who_leaves_the_queue_and_comes_again_under_the_same_id_gets_a_tur
             async with asyncio.timeout(2.0):
                 assert (await again).tokens == [expected_tokens(PROMPT, 4)]
         except InvalidArgument:
-            pass  # the first one was still there
+            pass  # the first request was still there
         await first

@@ -1,4 +1,4 @@
-"""How fast a replica computes prompts, by its steps."""
+"""How fast a replica computes prompts, as measured by its steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def chunk(num_tokens: int, num_before: int = 0) -> ScheduledSequence:
 
 
 def full(pace: PrefillPace, token_s: float, now: float, count: int = 1) -> float:
-    """So many full steps; returns what is told then."""
+    """Take ``count`` full steps; returns the pace of full steps as reported then."""
     for _ in range(count):
         pace.take([chunk(FULL)], 0, FULL * token_s, now)
     return pace.told(now).full_token_s
@@ -49,12 +49,12 @@ def test_the_fastest_is_told_after_some_full_steps() -> None:
     ("scheduled", "num_decodes", "counts"),
     [
         ([chunk(FULL * 9 // 10 + 1)], 0, True),
-        ([chunk(FULL * 9 // 10)], 0, False),  # more of a step's constant time would be in it
+        ([chunk(FULL * 9 // 10)], 0, False),  # fewer tokens share a step's constant time
         ([chunk(FULL * 9 // 10)], 1, True),
         ([chunk(FULL, FULL)], 0, True),
-        ([chunk(FULL, FULL + 1)], 0, False),  # it reads more context than that
+        ([chunk(FULL, FULL + 1)], 0, False),  # its tokens have more context than that
         ([chunk(FULL // 2), chunk(FULL // 2, 2 * FULL)], 0, True),
-        ([chunk(FULL)], FULL // 6, False),  # much of it decodes
+        ([chunk(FULL)], FULL // 6, False),  # too many of its tokens are decodes
     ],
 )
 def test_full_steps_are_alike(scheduled: list[ScheduledSequence], num_decodes: int, counts: bool) -> None:

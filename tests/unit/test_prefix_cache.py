@@ -42,7 +42,7 @@ def test_extending_is_hashing_the_whole(cut: int) -> None:
 
 
 def test_a_hash_is_what_every_process_and_machine_computes() -> None:
-    """blake2b over the parent's digest and the tokens as little-endian uint32; the salt is the first parent."""
+    """blake2b over the parent's digest and the tokens as little-endian uint32; the salt's is the first parent."""
     root = blake2b(b"salt", digest_size=16).digest()
     first = blake2b(root + struct.pack("<2I", 1, 2**32 - 1), digest_size=16).digest()
     second = blake2b(first + struct.pack("<2I", 0, 7), digest_size=16).digest()

@@ -71,7 +71,7 @@ def test_replace_keeps_only_the_snapshot() -> None:
 
 
 def fresh(count: int, start: int = 1000) -> list[BlockHash]:
-    """``count`` hashes of a prefix that no other test's has in common."""
+    """``count`` hashes of a prefix that has no block in common with A to D, nor with one of another ``start``."""
     return hash_blocks(range(start, start + 4 * count), 4)
 
 
@@ -155,7 +155,7 @@ def test_invariants_catch_what_is_half_there(column: str) -> None:
 
 @pytest.mark.parametrize("is_asked_before", [False, True])
 def test_expecting_a_prompt_uses_what_is_held_of_it(is_asked_before: bool) -> None:
-    """On a small index, which crowds and evicts, with and without the question that it goes on from."""
+    """On a small index, which fills up and evicts; right after a ``match`` of the same prompt, or of another."""
     rng = Random(5)
     one, two = PrefixIndex(256), PrefixIndex(256)
     prompts = [tuple(BlockHash(rng.randbytes(DIGEST_BYTES)) for _ in range(40)) for _ in range(30)]
@@ -200,7 +200,7 @@ def test_a_hole_in_the_middle_ends_a_prefix_though_another_fills_it() -> None:
 
 @pytest.mark.parametrize("num_hashes", [2, 40])
 def test_hashes_forged_to_share_a_key_corrupt_nothing(num_hashes: int) -> None:
-    """Half of a hash is its key."""
+    """The first half of a hash is its key."""
     forged = [BlockHash(A[:8] + bytes([i] * 8)) for i in range(num_hashes)]
     others = fresh(40, start=77_000_000)
     index = PrefixIndex()

@@ -1,4 +1,4 @@
-"""Ranks in processes, without a model: steps reach all of them, and one that goes wrong is named and takes all down."""
+"""Ranks in processes, without a model: steps reach all of them; a rank that fails is named, and all end with it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def start(folder: str = "", **changes: float) -> RankExecutor:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """No process, no descriptor."""
+    """No child process and no file descriptor."""
     this = psutil.Process()
     before = this.num_fds()
     yield
@@ -126,7 +126,7 @@ def test_a_hang_takes_the_group_down_in_five_seconds_by_default() -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_long_step_is_no_hang(num_stages: int) -> None:
-    """A prefill between two collectives, or on the only rank of a stage, which has none."""
+    """Say a prefill between two collectives, or on the only rank of a stage, which has no collectives."""
     assert LINGER_S > TIMEOUT_S + 1
     executor = start(num_ranks=1, num_stages=num_stages)
     assert len(executor.execute(first_step(LINGER)).sampled) == 1
@@ -141,7 +141,7 @@ def test_a_rank_of_an_earlier_stage_is_named_not_those_that_wait_for_its_hand_ov
 
 
 def test_ranks_that_ended_together_for_want_of_another_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine looks when all of them have spoken and gone, and the one they lost has not yet."""
+    """The engine looks when they have all reported and exited, but the rank that they lost has not yet."""
     executor = start(num_stages=2)
     poll = executor._poll
 
@@ -180,7 +180,7 @@ def test_a_rank_that_never_calls_is_named() -> None:
 
 
 class Intruder(LocalRanks):
-    """Dials the engine before any rank does, with what is not a rank's greeting."""
+    """Connects to the engine before any rank does, with greetings that no rank sends."""
 
     GREETINGS = (
         b"GET / HTTP/1.1\r\n\r\n",
@@ -207,7 +207,7 @@ def test_a_stranger_is_turned_away() -> None:
 
 
 def test_ranks_end_when_their_engine_is_gone() -> None:
-    """As after a SIGKILL of the engine: its sockets are closed, and nobody tells the ranks."""
+    """As after a SIGKILL of the engine: its sockets close, and nothing tells the ranks to end."""
     executor = start()
     children = psutil.Process().children()
     for link in executor._links:

@@ -1,4 +1,4 @@
-"""Requests that were sent and have not started go elsewhere when their replica takes nothing new any more."""
+"""Requests that were sent but have not started go elsewhere when their replica takes no new requests any more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNNING, WAITING = range(10, 31), range(40, 61)
 async def one_runs_and_one_waits() -> AsyncIterator[
     tuple[FakeServe, Replica, asyncio.Task[Answer], asyncio.Task[Answer]]
 ]:
-    """Replica a holds its only slot's step back; a second request waits there."""
+    """Replica a has one slot, and its step is held back: a second request waits there."""
     async with serving("a", max_num_seqs=1) as serve:
         made = serve.replicas["a"]
         made.executor.gate.clear()
@@ -82,7 +82,7 @@ async def test_what_waits_at_a_replica_that_stalls_goes_elsewhere_until_its_step
 
 
 async def test_what_comes_while_a_replica_is_silent_waits_for_it_to_speak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process stands still, and nobody else is there: nothing is sent where nothing could come back from."""
+    """Its process seems to stand still, and it is the only one: nothing is sent to a replica that could not answer."""
     for module in (ranking, stall):
         monkeypatch.setattr(module, "MAX_AGE_S", 0.2)
     async with serving("a") as serve:
@@ -106,7 +106,7 @@ async def test_what_comes_while_a_replica_is_silent_waits_for_it_to_speak(monkey
 
 
 async def test_what_was_handed_back_stays_where_only_those_who_did_so_could_take_it() -> None:
-    """Asked back from a, it waits at b; b drains when nobody but a is left to take it."""
+    """Recalled from a, the request waits at b. When b drains, only a could take it, which has handed it back."""
     async with one_runs_and_one_waits() as (serve, made, running, waiting), replica(max_num_seqs=2) as other:
         serve.hold()
         other.executor.gate.clear()

@@ -1,4 +1,4 @@
-"""Sets of replicas as bits, against counting them one by one."""
+"""Sets of replicas as bits, compared with counting them one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_cluster.policies.replica_bits import ALL, add_lengths
 @pytest.mark.parametrize("num_words", [1, 2])
 @pytest.mark.parametrize("share_that_ends", [0.0, 0.02, 0.5])
 def test_lengths_of_a_prompt_looked_up_in_two_parts(num_words: int, share_that_ends: float) -> None:
-    """Few and many holders, all the same in each row or not; a holder that comes again does not count."""
+    """Few and many holders, the same in each row or not; a holder that is back after a gap does not count."""
     for seed in range(20):
         rng = Random(seed)
         num_bits, num_rows, first = num_words * 64, rng.randrange(2, 30), rng.randrange(1, 30)

@@ -1,4 +1,4 @@
-"""What a replica can tell of its past and of its blocks, and how a gateway asks for it over the feed."""
+"""What a replica reports of its past and of its blocks, and how a gateway asks for it over the feed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.replica_past import PAST_BUCKET_S, PAST_S, PastSample, ReplicaPast, decode_past
 from shoal_replica.errors import NotFound, Unavailable
 
-START_S = 1_700_000_000.0  # the begin of a bucket
+START_S = 1_700_000_000.0  # the start of a bucket
 
 
 async def test_a_bucket_keeps_the_peak_and_the_mean_rate() -> None:

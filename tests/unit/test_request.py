@@ -1,4 +1,4 @@
-"""Statuses move along one table; prompts are checked; deltas say what is new."""
+"""Sequence statuses follow one transition table; prompts are checked; deltas say what is new."""
 
 from __future__ import annotations
 

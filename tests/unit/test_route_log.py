@@ -1,4 +1,4 @@
-"""The last decisions, bounded in memory."""
+"""The log of the last decisions, bounded in memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_records_that_pass_many_push_out_older_ones() -> None:
 
 
 def test_what_replicas_have_said_since_the_last_record_counts_as_its_memory() -> None:
-    """Measured beside the process: with 64 replicas that report between any two decisions."""
+    """Compared with what the process allocates, with 64 replicas that all report between any two decisions."""
     tracemalloc.start()
     log, max_bytes = RouteLog(max_bytes=2**22), 2**22
     for number in range(300):

@@ -1,4 +1,4 @@
-"""Routing: a table for each term, and what must hold for every query."""
+"""Routing: a table of cases for the terms of the cost, and what must hold for every query."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decision_of(query: RouteQuery, *rows: ReplicaView, seed: int = 0, weights: R
 
 
 def test_a_short_answer_stays_where_its_prompt_is_cached_and_a_long_one_may_not() -> None:
-    """Seven streams are worth 3584 tokens to who decodes beside them for long, and 448 to who does for 16 steps."""
+    """Seven sequences cost a request that decodes beside them for long 4480 tokens, and one of 16 steps 560."""
     num_matched_blocks = int(3000 / WEIGHTS.prefill_price / BLOCK)  # worth 3000 tokens
     crowded = make_row("a", num_matched_blocks=num_matched_blocks, stats=make_stats(num_running=7))
     long = make_query(801)
@@ -80,7 +80,7 @@ def test_a_short_answer_stays_where_its_prompt_is_cached_and_a_long_one_may_not(
     ],
 )
 def test_each_term(term: str, better: dict[str, Any], worse: dict[str, Any]) -> None:
-    """Whatever the ids and the dice say."""
+    """Whatever the replicas' ids and the seed that breaks ties."""
     for seed in range(5):
         for first, second in (("a", "b"), ("b", "a")):
             decision = decision_of(make_query(160), make_row(first, **better), make_row(second, **worse), seed=seed)
@@ -171,7 +171,7 @@ def test_weights_must_be_finite_and_not_negative(value: float) -> None:
         RouteWeights(prefill_price=value)
 
 
-# For every query
+# Properties that hold for every query
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Gateways and the policy meet at the board: reports one way, decisions the other, settings kept."""
+"""Gateways and the scaling policy meet at the board: reports go one way, decisions the other, settings are kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHED = CallRecord(request_id="shed", outcome=RequestOutcome.SHED, time_s=0.0, ar
 
 
 class DictStore:
-    """A store in this process."""
+    """A key-value store in this process."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -67,7 +67,7 @@ async def desk(board: ScalingBoard) -> AsyncIterator[ScalingDesk]:
 
 @pytest.fixture
 def link(board: ScalingBoard) -> BoardLink:
-    """Meets only when a test says so."""
+    """Exchanges news with the board only when a test calls ``meet``."""
     link = BoardLink(board)
     link.stop()
     return link

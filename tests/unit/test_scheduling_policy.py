@@ -1,4 +1,4 @@
-"""Who runs first under a policy, and what a replica says of the prompts before a newcomer, by when that one is due."""
+"""Which request runs first under a policy, and the prompt tokens that a replica reports as ahead of a newcomer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal_replica.testing import make_request, make_scheduler
     ("policy", "expected"), [("deadline", (0, 0, 20, 20, 20, 20, 30)), ("fcfs", (30, 30, 30, 30, 30, 30, 30))]
 )
 def test_due_tokens_are_those_that_come_before(policy: str, expected: tuple[int, ...]) -> None:
-    """One prompt is due 3 s from now, one never; where the order is that of arrival both come before any newcomer."""
+    """One prompt is due in 3 s, one has no due date; in order of arrival, both come before any newcomer."""
     scheduler, _ = make_scheduler(policy=policy)
     scheduler.schedule(10.0)
     scheduler.add(make_request("soon", range(20), due_s=13.0))
@@ -24,7 +24,7 @@ def test_due_tokens_are_those_that_come_before(policy: str, expected: tuple[int,
 
 
 def order(*requests: Request, policy: str) -> list[str]:
-    """Their ids in the order in which a replica that takes one sequence at a time finishes them."""
+    """The requests' ids in the order in which a replica with a single slot finishes them."""
     scheduler, executor = make_scheduler(policy=policy, max_num_seqs=1)
     for request in requests:
         scheduler.add(request)

@@ -1,4 +1,4 @@
-"""The inputs of a step: a sequence gets the same alone and beside another."""
+"""The inputs of a step: a sequence has the same ones alone and beside another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_lone_decode_has_the_inputs_that_it_has_beside_another(position: int) 
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_decodes_that_go_on_have_the_inputs_that_they_have_anew(num_seqs: int) -> None:
-    """Over block boundaries, a table that changes, and a sequence that leaves."""
+    """Across block boundaries, a change of a block table, and a sequence that leaves."""
     table, fresh = (SequenceTable(max_model_len=64, block_size=16) for _ in range(2))
     for seq_id in range(num_seqs):
         for each in (table, fresh):
@@ -51,7 +51,7 @@ def test_decodes_that_go_on_have_the_inputs_that_they_have_anew(num_seqs: int) -
             for each in (table, fresh):
                 each.append(seq_id, 1000 * seq_id + i)
         shares = tuple(ScheduledSequence(s, 10 + s + i, 1, True) for s in seq_ids)
-        fresh.set_blocks(0, 0, (90,) if i >= 5 else (0,))  # it forgets the step before
+        fresh.set_blocks(0, 0, (90,) if i >= 5 else (0,))  # makes it forget the step before
         step, expected = table.arrays(shares), fresh.arrays(shares)
         assert (step.query_start_loc, step.seq_lens) == (expected.query_start_loc, expected.seq_lens)
         for name in ("input_ids", "positions", "block_tables", "slot_mapping"):

@@ -1,4 +1,4 @@
-"""How a model is dealt out to ranks: everything once, evenly, and every head beside the KV head it reads."""
+"""How a model is split among ranks: each part once, evenly, and every head on the rank of the KV head it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two gateways over the same replicas: what one has promised, the other counts."""
+"""Two gateways over the same replicas: each counts what the other has promised."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ HASHES = tuple(hash_blocks(range(40), 4))
 
 
 def num_expected(ledger: GatewayLedger, replica_id: str) -> int:
-    """Of those blocks, how many lead to a hit there, by what the gateway knows."""
+    """How many leading blocks of ``HASHES`` the gateway counts as cached at the replica, or about to be."""
     return ledger.view.candidates(HASHES, 0.0).matched_by(replica_id)
 
 
 @pytest.fixture
 def no_beats(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """For replicas that say nothing by themselves while a step runs."""
+    """Settings of replicas that send no heartbeats while a step runs."""
     monkeypatch.setattr("shoal_replica.engine.BEAT_S", 60.0)
     monkeypatch.setattr("shoal_cluster.serve.feed_messages.SILENCE_S", 60.0)
     return {"heartbeat_s": 60.0}
@@ -121,7 +121,7 @@ async def test_a_prompt_that_one_gateway_has_sent_is_followed_by_what_begins_ali
 ) -> None:
     async with two_gateways("one", **no_beats) as (left, right, replicas):
         one = replicas["one"]
-        await one.run("r0", "left", prompt_token_ids=range(300, 303), max_tokens=1)  # a report, before all else
+        await one.run("r0", "left", prompt_token_ids=range(300, 303), max_tokens=1)  # so that it reports once
         one.executor.gate.clear()
         running = one.run("r1", "left", prompt_token_ids=range(40), block_hashes=HASHES, max_tokens=1)
         await until(lambda: num_expected(right, "one") == len(HASHES))
@@ -270,7 +270,7 @@ def test_a_wish_comes_as_it_was_told() -> None:
 
 async def test_what_one_gateway_holds_the_other_knows_until_it_is_gone(no_beats: dict[str, float]) -> None:
     async with two_gateways("one", "two", **no_beats) as (left, right, replicas):
-        for name, made in replicas.items():  # a report, before all else
+        for name, made in replicas.items():  # so that each reports once
             await made.run(f"first-{name}", "left", prompt_token_ids=range(300, 303), max_tokens=1)
         now = time.monotonic()
         lost = Wish((0, 0, now + 5.0), 2, 20, arrival_s=now - 3.0, length_s=2.0)

@@ -1,4 +1,4 @@
-"""Prompts that begin alike and are there at one time: what they share is computed once, and nobody waits in vain."""
+"""Prompts with a common prefix that are present at one time: it is computed once, and no request waits in vain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_scheduler(
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:
-    """Tokens that it computes, by sequence."""
+    """Run a step; returns how many tokens it computes, by sequence."""
     output = scheduler.schedule(0.0)
     assert output is not None
     scheduler.update(output, StepResult(tuple(SampledToken(s.seq_id, 7) for s in output.scheduled if s.samples)))
@@ -39,7 +39,7 @@ def prompt(shared: int, own: int, who: int) -> list[int]:
 
 
 def run(scheduler: Scheduler) -> int:
-    """Tokens of all that is left."""
+    """Run all that is left; returns how many tokens are computed."""
     num_tokens = 0
     while scheduler.has_work:
         num_tokens += sum(step(scheduler).values())
@@ -108,7 +108,7 @@ def test_few_tokens_are_not_waited_for() -> None:
     scheduler.add(make_request("turn", prompt(64 + 4, 0, 1), max_tokens=1, due_s=9.0))
     step(scheduler)
     scheduler.add(make_request("next turn", prompt(64 + 4, 40, 2), max_tokens=1, due_s=1.0))
-    assert step(scheduler) == {1: 44, 0: 4}  # 4 of 44 are shared
+    assert step(scheduler) == {1: 44, 0: 4}  # only 4 of the 44 are shared
 
 
 def test_a_prompt_in_pieces_holds_nobody_up() -> None:
@@ -140,7 +140,7 @@ def test_nobody_takes_the_place_of_who_waits(policy: str, max_num_seqs: int, num
     step(scheduler)
     scheduler.add(question)
     scheduler.add(replace(unrelated, priority=2 * (policy == "priority")))
-    assert step(scheduler) == {0: 40}  # the unrelated one would have had tokens, and what the question needs next
+    assert step(scheduler) == {0: 40}  # tokens are left for the unrelated one, but not what the question needs
     assert step(scheduler)[1] == min(own, WHOLE_STEP - 1)
     while "question" in scheduler:
         assert 2 not in step(scheduler)
@@ -156,17 +156,17 @@ def test_nobody_takes_the_blocks_of_who_has_none_yet() -> None:
         step(scheduler)
     scheduler.add(make_request("large", prompt(0, 200, 3), max_tokens=1, due_s=0.5))
     scheduler.add(make_request("small", prompt(0, 10, 4), max_tokens=1, due_s=0.6))
-    assert step(scheduler) == {1: 4}  # the large one lacks four blocks, until this one has ended
+    assert step(scheduler) == {1: 4}  # the large one lacks four blocks until this one ends
 
 
 def test_what_is_kept_is_no_more_than_needed() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=9)
     scheduler.add(make_request("turn", prompt(72, 0, 1), max_tokens=1, due_s=9.0))  # 18 of 64 blocks
     step(scheduler)
-    follow_up = [*prompt(72, 0, 1), *range(5000, 5060)]  # 15 blocks more, which all of them share
+    follow_up = [*prompt(72, 0, 1), *range(5000, 5060)]  # 15 more blocks, which all of them share
     for who in range(2, 8):
         scheduler.add(make_request(f"r{who}", [*follow_up, 9000 + who], max_tokens=1, due_s=5.0))
-    scheduler.add(make_request("unrelated", prompt(0, 56, 8), max_tokens=1, due_s=500.0))  # 15 blocks, a token to come
+    scheduler.add(make_request("unrelated", prompt(0, 56, 8), max_tokens=1, due_s=500.0))  # 15 blocks with its answer
     assert step(scheduler) == {0: 8, 7: 56}
     assert run(scheduler) == 60 + 6
 
@@ -217,7 +217,7 @@ def test_each_is_looked_up_at_most_once_a_step(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(KVCacheManager, "match", counted)
     assert scheduler.stats(0.0).num_running == 6
-    for num_hot in (*5 * [WHOLE_STEP], 16):  # in the last of these steps there is room for more than the hot one
+    for num_hot in (*5 * [WHOLE_STEP], 16):  # the last of these steps has room for more than the hot one
         looked_up.clear()
         assert step(scheduler)[5] == num_hot
         assert 1 <= len(looked_up) <= 12 - 6
@@ -228,9 +228,9 @@ def test_nobody_waits_for_copies_that_are_not_cached() -> None:
     scheduler.add(make_request("first", [*range(4), *range(900, 930)], max_tokens=1, due_s=1.0))
     slow = [*range(4), *range(2000, 2640)]
     scheduler.add(make_request("slow", slow, max_tokens=1, due_s=9.0))
-    assert step(scheduler) == {0: 34, 1: 30}  # both have computed the first block; that of the first is cached
+    assert step(scheduler) == {0: 34, 1: 30}  # both compute the first block; only the first one's is cached
     step(scheduler)
-    for who in (3, 4):  # they take all other blocks in turn
+    for who in (3, 4):  # one after the other they take all other blocks
         scheduler.add(make_request(f"large{who}", prompt(0, 780, who), max_tokens=1, due_s=2.0))
         while f"large{who}" in scheduler:
             step(scheduler)
@@ -246,7 +246,7 @@ def test_few_tokens_that_fit_into_the_step_are_not_waited_for() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("document", prompt(68, 400, 1), max_tokens=1, due_s=99.0))
     step(scheduler)
-    scheduler.add(make_request("question", prompt(68, 3, 2), max_tokens=1, due_s=1.0))  # shares 4 of the 7 it has left
+    scheduler.add(make_request("question", prompt(68, 3, 2), max_tokens=1, due_s=1.0))  # 4 of its last 7 are shared
     scheduler.add(make_request("unrelated", prompt(0, 50, 3), max_tokens=1, due_s=2.0))
     assert step(scheduler) == {1: 7, 2: 50, 0: 7}
 
@@ -258,7 +258,7 @@ def test_in_the_place_of_who_waits_the_other_gets_no_more_than_they_share() -> N
     scheduler.add(make_request("question", prompt(80, 10, 2), max_tokens=1, due_s=1.0))
     scheduler.add(make_request("unrelated", prompt(0, 30, 3), max_tokens=1, due_s=5.0))
     scheduler.add(make_request("late", prompt(0, 30, 4), max_tokens=1, due_s=50.0))
-    assert step(scheduler) == {0: 16 + 18, 2: 30}  # 16 shared, and what the unrelated one leaves
+    assert step(scheduler) == {0: 16 + 18, 2: 30}  # 16 shared, and the 18 that the unrelated one leaves
     assert step(scheduler) == {1: 10, 0: 32, 3: 22}
     assert run(scheduler) == 8
 
@@ -267,7 +267,7 @@ def test_blocks_that_several_need_are_kept_once() -> None:
     kv = KVCacheManager(CacheConfig(num_blocks=64, block_size=4))
     line = WaitingLine((), (), kv)
     scheduler = make_scheduler()
-    for who in range(3):  # 5 blocks given, 5 to share, 1 of its own and one begun
+    for who in range(3):  # 5 blocks given, 5 to share, 1 of its own, 1 begun
         scheduler.add(make_request(f"r{who}", [*range(40), *range(1000 * who, 1000 * who + 5)], max_tokens=1))
     for sequence in scheduler._waiting:
         line.keep(sequence, 5)

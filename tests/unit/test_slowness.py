@@ -10,7 +10,7 @@ from shoal_cluster.policies.view import ClusterView
 
 
 class Gateway:
-    """Hears of replicas, each of which tells its pace."""
+    """A gateway that hears from replicas, each of which reports its pace."""
 
     def __init__(self, *replica_ids: str) -> None:
         self.view, self.now = ClusterView(), 0.0
@@ -20,7 +20,7 @@ class Gateway:
             self.view.apply_snapshot(replica_id, make_stats(), (), 0.0)
 
     def hear(self, **full_token_s: float) -> dict[str, float]:
-        """A report of each; returns what the view knows then."""
+        """Take a report of each; returns how slow every replica is in the view then."""
         for replica_id, its_token_s in full_token_s.items():
             self.view.apply_update(replica_id, make_stats(full_token_s=its_token_s), (), (), self.now)
         self.now += LOOK_S

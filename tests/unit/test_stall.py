@@ -1,4 +1,4 @@
-"""A replica whose step does not end."""
+"""Replicas that stall: their step does not end, or they fall silent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER = make_row("b", make_stats(token_s=0.01))
 
 
 class Gateway:
-    """Hears of replicas and looks, as the ledger does."""
+    """A gateway that hears from replicas and looks for stalls, as the ledger does."""
 
     def __init__(self, *replica_ids: str, pause_s: float = math.inf) -> None:
         self.view = ClusterView()
@@ -34,7 +34,7 @@ class Gateway:
             self.view.apply_snapshot(replica_id, make_stats(), (), 0.0)
 
     def hear(self, replica_id: str, stats: ReplicaStats | None, now: float) -> list[str]:
-        """Returns who is found to have stalled."""
+        """Take a replica's news; returns the replicas then found to have stalled."""
         self.stalls.hear(replica_id, stats, now)
         self.view.apply_update(replica_id, stats, (), (), now)
         return self.look(now)
@@ -51,7 +51,7 @@ class Gateway:
     [
         (11.0, {}, False),
         (12.0, {}, True),
-        (12.0, {"token_s": 0.0}, False),  # nobody knows how long its steps are
+        (12.0, {"token_s": 0.0}, False),  # the length of its steps is unknown
         (0.9, {"token_s": 1e-6, "step_s": 0.0}, False),
         (1.1, {"token_s": 1e-6, "step_s": 0.0}, True),
         (60.0, {"num_running": 0}, False),  # it is idle
@@ -96,7 +96,7 @@ def test_who_stalls_is_found_once_and_takes_nothing_until_its_step_ends() -> Non
 
 
 def test_nobody_has_stalled_where_the_gateway_itself_stood_still() -> None:
-    """Of what came meanwhile it reads one replica's before it looks."""
+    """Of the news that came meanwhile, it reads only one replica's before it looks."""
     gateway = Gateway("a", "b", "c")
     for step in range(10):
         for replica_id in ("a", "b", "c"):
@@ -108,7 +108,7 @@ def test_nobody_has_stalled_where_the_gateway_itself_stood_still() -> None:
 
 
 def test_one_that_was_idle_has_stalled_only_once_it_has_told_of_work() -> None:
-    """What was just promised to it, it does not know yet; it last spoke up to a heartbeat ago."""
+    """It does not know yet of a request just promised to it, and it last reported up to a heartbeat ago."""
     gateway = Gateway("a", "b")
     gateway.hear("a", make_stats(token_s=1e-4), 1.0)
     gateway.view.reserve("request", "a", 1, 16, 2.1)
@@ -151,7 +151,7 @@ def test_one_that_has_left_is_forgotten_though_its_last_requests_are_still_told_
 
 
 def test_one_that_falls_silent_takes_nothing_until_it_says_a_word() -> None:
-    """Idle, it says only that it lives; what it had free is not known any more."""
+    """An idle replica only sends heartbeats; without them, what it has free is no longer known."""
     gateway = Gateway("a", "b")
     gateway.hear("a", make_stats(), 1.0)
     found = [gateway.hear("b", None, 1.0 + 0.2 * i) for i in range(1, 13)]
@@ -177,7 +177,7 @@ def test_one_that_was_silent_in_a_step_takes_nothing_until_the_step_ends() -> No
 
 
 def test_nothing_goes_to_silent_ones_though_nobody_else_is_there() -> None:
-    """No token could come back: what comes waits where it may still go elsewhere."""
+    """No token could come back: requests wait at the gateway, from where they may still go elsewhere."""
     gateway = Gateway("a")
     assert [gateway.look(now) for now in (2.0, 2.1, 2.3)] == [[], [], ["a"]]
     assert not gateway.view.present(2.3).has_open()
@@ -188,7 +188,7 @@ def test_nothing_goes_to_silent_ones_though_nobody_else_is_there() -> None:
 
 
 def test_nobody_is_found_silent_just_after_a_pause_of_the_gateway() -> None:
-    """Backlogs are read one after the other, which may take longer than two looks."""
+    """It reads the replicas' backlogs one after the other, which may take longer than two looks."""
     gateway = Gateway("a", "b", pause_s=PAUSE_S)
     for now in (1.0, 1.2, 1.4):
         gateway.hear("a", None, now)

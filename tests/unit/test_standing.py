@@ -1,4 +1,4 @@
-"""What a look has decided, until something can change it."""
+"""What a look has decided stands until something can change it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal_cluster.policies.view import ClusterView
 from shoal_replica.stats import ReplicaStats
 
 WEIGHTS = RouteWeights(decode_price=0.0)
-BUSY = make_stats(num_waiting_tokens=300)  # with more than a step of 256: it starts nothing now
+BUSY = make_stats(num_waiting_tokens=300)  # more than a step of 256: it can start nothing now
 
 
 def view_of(**stats: ReplicaStats) -> ClusterView:
@@ -31,7 +31,7 @@ def view_of(**stats: ReplicaStats) -> ClusterView:
 
 
 def pending(request_id: str, num_tokens: int, arrival_s: float = 0.0, tenant: str = "") -> PendingRequest:
-    """Of a tenant of its own, if of no other."""
+    """A request of ``tenant``, by default of a tenant of its own."""
     query = make_query(num_tokens, request_id=request_id)
     return PendingRequest(query=query, arrival_s=arrival_s, tenant=tenant or request_id)
 
@@ -41,7 +41,7 @@ def look(queue: PendingQueue, view: ClusterView, now: float) -> Dispatch | None:
 
 
 def test_who_waits_goes_before_what_yields_once_another_tenant_was_served() -> None:
-    """That second service leaves one tenant that has had far more than the other."""
+    """By its second service, one tenant has had far more than the other: its requests yield."""
     view = view_of(busy=BUSY, later=make_stats(num_waiting_tokens=500, due_tokens=(*[0] * 5, 500, 500)))
     queue = PendingQueue(HoldConfig())
     queue.push(pending("before", 160, tenant="second"))
@@ -76,7 +76,7 @@ def test_what_is_to_wait_for_a_replica_that_stalls_is_planned_elsewhere_and_back
 @pytest.mark.parametrize("num_kept", [0, 1, 2, 4])
 @pytest.mark.parametrize("changed", [(), (0,), (1, 2)])
 def test_a_plan_kept_in_part_is_one_of_that_part_alone(num_kept: int, changed: tuple[int, ...]) -> None:
-    """Given away in turns, to replicas that then have more to do and room for fewer."""
+    """Requests are given to the replicas in turn, which then have more to do and less room."""
     rows = [
         make_row(name, stats=structs.replace(BUSY, num_waiting_tokens=200 * place)) for place, name in enumerate("abc")
     ]
@@ -104,7 +104,7 @@ def test_a_plan_kept_in_part_is_one_of_that_part_alone(num_kept: int, changed: t
 
 
 def test_what_is_promised_to_a_slow_replica_counts_as_many_times() -> None:
-    """Those that are priced already have the prices that they would have by themselves."""
+    """Requests that are priced already get the prices that they would have if priced now."""
     rows = [make_row("a", slowness=4.0), make_row("b"), make_row("c", slowness=1.41)]
     plan = Plan(Candidates.of(rows), RouteWeights(), max_steps_ahead=1.0)
     queries, matched = [make_query(160), make_query(900)], np.zeros((2, 3), np.int64)

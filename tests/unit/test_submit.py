@@ -1,4 +1,4 @@
-"""A request comes twice, by the feed and by Serve's call: whichever comes first, late or never, it runs once."""
+"""A request comes twice, on the feed and as Serve's call: whichever comes first, late or never, it runs once."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ async def test_what_came_once_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         assert [name for _, name in one.runs._kept] == ["last"]
 
 
-# Through a gateway's books
+# Through a gateway's ledger
 
 
 async def test_tokens_do_not_wait_for_serves_call() -> None:
@@ -297,7 +297,7 @@ async def test_a_refusal_by_the_feed_goes_to_the_next_rank() -> None:
     async with serving("a", "b") as serve:
         serve.may_call.clear()
         warm = (await ask(serve, "warm", prompt_token_ids=PROMPT)).usage.replica_id
-        serve.replicas[warm].engine._draining = True  # and nobody has been told
+        serve.replicas[warm].engine._draining = True  # and no gateway has been told
         running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
         answer = await running
         assert not any(one.calls for one in serve.replicas.values())
@@ -351,7 +351,7 @@ async def test_taken_away_before_call_and_token_it_is_placed_whole_and_not_resum
         name = serve.taken_by("call")
         other = serve.leave("ab".replace(name, "")) if is_alone else None
         left = serve.leave(name)
-        await until(lambda: len(serve.placements) == 2)  # no token of the first one comes before
+        await until(lambda: len(serve.placements) == 2)  # before any token of the first one
         if other is not None:
             serve.join("c", other)
         for one in (left, *serve.replicas.values()):
@@ -372,7 +372,7 @@ async def test_a_request_clearly_too_long_is_not_encoded(monkeypatch: pytest.Mon
             patch.setattr(feed_client, "frame", None)
             assert not client.submit(make_request("r", range(22)))
             assert not client.submit(replace(make_request("r"), block_hashes=(b"h" * 16,) * 4))
-        assert not client.submit(make_request("r", range(20)))  # its other fields are too much
+        assert not client.submit(make_request("r", range(20)))  # its other fields make it too long
         await client.close()
         await until(lambda: client._connection is None)
         monkeypatch.setattr(feed_client, "frame", None)
@@ -402,7 +402,7 @@ class Core:
 
 
 class Context:
-    """gRPC's, of one call; notes what went before the client's first news."""
+    """gRPC's context of one call; notes whether the request was submitted before the client heard anything."""
 
     def __init__(self, submitted: Callable[[], bool]) -> None:
         self.submitted = submitted
@@ -432,7 +432,7 @@ async def test_the_request_goes_before_its_client_hears_of_it() -> None:
 
 
 class Response:
-    """Serve's call, as its handle gives it."""
+    """A call as Serve's handle returns it."""
 
     def __init__(self, ends: asyncio.Future[Outcome]) -> None:
         self.ends = ends
@@ -543,7 +543,7 @@ async def test_of_a_burst_those_are_refused_that_there_is_no_room_for() -> None:
         ]
         await until(lambda: dispatcher.num_held + sum(call.done() for call in burst) == 20)
         num_held = dispatcher.num_held
-        assert 9 <= num_held <= 10  # the first one waits too, as far as its gateway has been told
+        assert 9 <= num_held <= 10  # as far as its gateway knows, the first one may still wait too
         made.executor.gate.set()
         outcomes = await asyncio.gather(first, *burst, return_exceptions=True)
         assert sum(isinstance(outcome, ResourceExhausted) for outcome in outcomes) == 20 - num_held

@@ -1,4 +1,4 @@
-"""Shares of service: far more than the fair level is held against a tenant, but not for long."""
+"""Fair shares: a tenant that has had far more service than the fair level is heavy, but not for long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMORY_REQUESTS = round(1 / MOST_UNSERVED)
 
 
 def served(**tokens: list[float]) -> FairShares:
-    """Tenants that have had requests of these tokens, one after the other."""
+    """The shares after each tenant was served requests of these sizes (tokens), the tenants taking turns."""
     shares = FairShares()
     for number in range(max(map(len, tokens.values()))):
         for tenant, sizes in tokens.items():
@@ -63,7 +63,7 @@ def test_who_waits_and_has_had_nothing_counts() -> None:
 
 @pytest.mark.parametrize("num_tenants", [5, 20, 300])
 def test_among_tenants_that_ask_alike_nearly_nobody_is_heavy(num_tenants: int) -> None:
-    """Their requests come at random and are of very different lengths."""
+    """Requests arrive at random and have very different lengths."""
     shares, rng, now, num_heavy = FairShares(), Random(num_tenants), 0.0, 0
     for _ in range(4000):
         now += rng.expovariate(16.0)
@@ -77,7 +77,7 @@ def test_among_tenants_that_ask_alike_nearly_nobody_is_heavy(num_tenants: int) -
 
 @pytest.mark.parametrize("num_tenants", [2, 3, 20])
 def test_who_has_had_the_same_to_a_token_is_even(num_tenants: int) -> None:
-    """Then their average may be less than each of them, by rounding."""
+    """By rounding, their average may be less than what each has had."""
     rng = Random(num_tenants)
     for _ in range(200):
         shares, num_tokens = FairShares(), float(rng.randrange(1, 5000))
@@ -88,8 +88,8 @@ def test_who_has_had_the_same_to_a_token_is_even(num_tenants: int) -> None:
 
 
 def many_sizes() -> FairShares:
-    """Of 3 360 tokens three tenants have had 33, 13 and 13 %, and 14 alike the rest: a third of it is 11 times the fair
-    level.
+    """Of 3 360 tokens three tenants have had 33, 13 and 13 %, and 14 equal ones the rest: the first has had 11 times
+    the fair level.
     """
     alike = {f"t{number}": [10.0] * 10 for number in range(14)}
     return served(first=[10.0] * 110, second=[10.0] * 43, third=[10.0] * 43, **alike)
@@ -136,7 +136,7 @@ def test_over_its_share_is_who_asks_for_more_than_is_left_for_each() -> None:
 
 
 def test_what_was_asked_for_is_forgotten_as_it_was_weighed() -> None:
-    """However long ago, and who comes to know of it late takes away no more than there was."""
+    """However long ago it was asked for: taking it back late takes away no more than is left of it."""
     shares = FairShares()
     shares.enter("a", 0.0)
     since = shares.clock
@@ -153,7 +153,7 @@ def test_what_was_asked_for_is_forgotten_as_it_was_weighed() -> None:
 
 
 def test_who_asks_steadily_for_less_than_its_share_is_never_over() -> None:
-    """Between two counts, too, which are far apart where tenants are many. One of these asks for more than it gets."""
+    """Also between recounts, which are far apart with many tenants. Another tenant here asks for more than it gets."""
     rng, shares = Random(0), FairShares()
     for number in range(4000):
         now = number * 0.05
@@ -173,7 +173,7 @@ def count_anew(shares: FairShares, tenant: str = "t0") -> None:
 
 
 def water_level(wanted: list[float], there_is: float) -> float:
-    """How high what is there stands, poured over all, so that nobody has more than it wants; by halving."""
+    """The max-min fair level, by bisection: ``there_is`` shared evenly, with nobody getting more than it wants."""
     low, high = 0.0, max(wanted)
     if sum(wanted) <= there_is:
         return high
@@ -204,7 +204,7 @@ def test_many_small_services_count_as_much_as_few_large_ones() -> None:
 
 
 def test_who_comes_and_goes_ages_nobody_that_waits() -> None:
-    """Nor is what has waited for long beyond all numbers."""
+    """Nor does a long wait make the weights overflow."""
     shares = FairShares()
     for tenant in ("heavy", "light"):
         shares.enter(tenant, 0.0)
@@ -222,7 +222,7 @@ def test_who_comes_and_goes_ages_nobody_that_waits() -> None:
 
 
 def test_a_slow_cluster_remembers_as_many_requests_as_a_fast_one() -> None:
-    """While others wait; of ten times as many requests nine of ten go to the heavy one."""
+    """While both wait; of the requests, one a minute, ten of eleven are the heavy tenant's."""
     shares = FairShares()
     for tenant in ("heavy", "light"):
         shares.enter(tenant, 0.0)

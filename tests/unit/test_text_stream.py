@@ -1,4 +1,4 @@
-"""Streams of text: stop strings found wherever tokens are cut, and counted exactly."""
+"""Text streams: stop strings are found wherever tokens cut them, and tokens are counted exactly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TOKENIZER = tiny_tokenizer()
         (("END",), ["abE", "NDxyz"], ["ab", ""]),
         (("END",), ["EEND"], ["E"]),
         (("aab",), ["a", "a", "a", "b"], ["", "", "a", ""]),
-        (("abcd", "bc"), ["abc"], ["a"]),  # the one that ends first
-        (("bc", "abc"), ["abc"], [""]),  # ending together, the longest
+        (("abcd", "bc"), ["abc"], ["a"]),  # the stop string that ends first
+        (("bc", "abc"), ["abc"], [""]),  # of those that end together, the longest
         (("\n\n",), ["one\n", "two\n", "\n"], ["one", "\ntwo", ""]),
         ((), ["anything"], ["anything"]),
     ],

@@ -1,4 +1,4 @@
-"""The tokenizer over a tiny byte-level BPE made here: round trips, chat templates, and what may be missing."""
+"""The tokenizer with a tiny byte-level BPE: round trips, chat templates, and files that may be missing."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_detokenizer_keeps_a_bounded_window() -> None:
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
-    """A gateway encodes beside its event loop: one long prompt must not hold up everybody's streams."""
+    """A gateway encodes beside its event loop: one long prompt must not hold up all streams."""
     worker = threading.Thread(target=tokenizer.encode, args=("the sea is wide " * 50_000,))
     longest_s = 0.0
     worker.start()

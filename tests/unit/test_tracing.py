@@ -67,7 +67,7 @@ def send(collector: Collector, *records: CallRecord, **settings: float) -> None:
 
 
 def seconds(unix_nano: int) -> float:
-    """Since the start, to the microsecond that a float of Unix time can tell."""
+    """Since ``START_S``, rounded to 10 us: a float of Unix time does not resolve nanoseconds."""
     return round(unix_nano / 1e9 - START_S, 5)
 
 
@@ -103,10 +103,10 @@ def test_a_resumed_call_shows_both_placements(collector: Collector) -> None:
         ("admit", 0.0, 0.25, {}),
         ("route", 0.25, 0.5, leg_a),
         ("queue", 0.5, 0.75, leg_a),
-        ("prefill", 0.75, 0.875, leg_a),  # then its token travelled
+        ("prefill", 0.75, 0.875, leg_a),  # then its token is on its way
         ("decode", 1.0, 1.5, leg_a),
         ("route", 1.75, 2.0, leg_b),
-        ("queue", 2.0, 2.5, leg_b),  # it cannot have waited longer than until its first token
+        ("queue", 2.0, 2.5, leg_b),  # its wait cannot outlast its first token
         ("prefill", 2.5, 2.5, leg_b),
         ("decode", 2.5, 3.0, leg_b),
     ]

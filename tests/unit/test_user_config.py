@@ -1,4 +1,4 @@
-"""What may be changed in a running gateway, and how mistakes in it are named before they reach it."""
+"""The settings that may be changed in a running gateway; mistakes in them are named before they reach it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted hits beside those found, over real engines and feeds."""
+"""Predicted cache hits compared with those found, with real engines and feeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_predicted_hits_are_those_found_when_prompts_follow_each_other() -
 
 
 async def test_a_prefix_on_its_way_counts_for_those_behind_it() -> None:
-    """The prefix is long: to compute it again costs more than to share the steps of three that have it."""
+    """The prefix is long: computing it again costs more than sharing steps with three requests that have it."""
     prefix, own = range(800), 4
     async with serving("a", "b", num_blocks=400, max_model_len=1000) as serve:
         for made in serve.replicas.values():

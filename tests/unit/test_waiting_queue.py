@@ -1,4 +1,4 @@
-"""What waits in a replica's queue, counted as what is left to compute."""
+"""What waits in a replica's queue, counted in tokens that are left to compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's gRPC client on a bare socket against a real server: every message, call after call, errors told."""
+"""The benchmark's gRPC client on a bare socket against a real server: all messages, call after call, and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = (0, 1, 100, 16_384, 70_000)
 
 
 async def repeat(raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-    """What was asked, then its first bytes, as many as ``SIZES`` says; nothing but a status for no bytes at all."""
+    """Yield the request, then repetitions of it cut to each of ``SIZES``; for an empty one, only an error status."""
     await context.send_initial_metadata((("x-request-id", "some"),))
     if not raw:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "empty")
@@ -43,7 +43,7 @@ async def connected() -> AsyncIterator[tuple[grpc.aio.Server, WireClient]]:
 
 async def test_every_message_of_every_call_comes_whole() -> None:
     async with connected() as (_, client):
-        for number, size in enumerate((1, 300, 20_000, MAX_BODY, MAX_BODY, MAX_BODY)):  # more than one window holds
+        for number, size in enumerate((1, 300, 20_000, MAX_BODY, MAX_BODY, MAX_BODY)):  # more than a window in all
             body = bytes([number]) * size
             messages = [message async for message in client.call(body)]
             assert messages == [body, *(bytes([number]) * size for size in SIZES)]

@@ -138,8 +138,17 @@ async def test_what_waits_stays_where_nobody_else_could_take_it() -> None:
 
 
 async def test_a_request_is_handed_back_only_before_it_starts() -> None:
-    async with one_runs_and_one_waits() as (_, made, running, waiting):
+    async with one_runs_and_one_waits() as (serve, made, running, waiting), replica() as other:
         assert not made.engine.hand_back("running")
         assert not made.engine.hand_back("unknown")
-        assert not running.done()
+        serve.join("b", other)
+        await until(lambda: serve.ledger.view.is_connected("b"))
         assert not waiting.done()
+        assert made.engine.hand_back("waiting")
+        assert not made.engine.hand_back("waiting")
+        answer = await waiting
+        assert (answer.tokens, answer.usage.replica_id) == ([expected_tokens(WAITING, 4)], "b")
+        assert not running.done()
+        made.executor.gate.set()
+        await running
+        serve.leave("b")

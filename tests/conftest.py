@@ -29,7 +29,7 @@ def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A run of light tests alone that has loaded something heavy is a failure."""
+    """Fail a run of light tests alone if it has loaded a heavy module."""
     folders = {_folder(item.path) for item in session.items}
     heavy = sorted(HEAVY_MODULES & sys.modules.keys())
     if folders and folders <= LIGHT_FOLDERS and heavy:

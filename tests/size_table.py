@@ -1,4 +1,4 @@
-"""The size of the house: lines per package, and its longest files. Fails when a file is over the limit."""
+"""The size of the code: lines per package, and the longest files. Fails if a file is over the limit."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def make_checkpoint(family: str, folder: Path, dtype: torch.dtype = torch.float3
 
 
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint as transformers runs it."""
+    """The checkpoint as a transformers model."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""Where a gateway listens."""
+"""The addresses that a gateway listens on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission: who is let in, who is told when to come back, who never fits."""
+"""Admission: which requests are admitted, which are told when to retry, and which can never fit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_is_held_counts_by_its_tokens_before_and_by_all_its_requests() -> N
 
 
 def test_retry_after_is_the_excess_at_the_measured_pace() -> None:
-    """513 tokens over the limit at 256 tokens each 0.5 s."""
+    """513 tokens over the limit, computed at 256 tokens per step of 0.5 s."""
     admission = admit(make_query(), Candidates.of([full("slow", step_s=5.0), full("fast")]), LIMITS)
     assert admission.retry_after_s == pytest.approx(513 / 256 * 0.5)
 
@@ -72,7 +72,7 @@ def test_retry_after_is_bounded(tokens: int, expected: float) -> None:
 
 
 def test_a_request_may_wait_while_one_replica_could_keep_both_its_dates() -> None:
-    """Where its prompt is cached its objective is sooner; elsewhere it takes longer than its deadline leaves."""
+    """Where its prompt is cached its objective is shorter; elsewhere its prefill takes longer than its deadline."""
     stats = make_stats(num_total_blocks=10_000, token_s=1 / 8000)
     rows = [make_row("cached", stats=stats, num_matched_blocks=2500), make_row("cold", stats=stats)]
     query, limits = make_query(40_000), AdmissionLimits(objective=LatencyObjective(ttft_s=0.5))

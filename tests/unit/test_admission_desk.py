@@ -1,4 +1,4 @@
-"""Who may wait at a gateway, and who has to go when it is full."""
+"""Which requests may wait at a gateway, and which one must leave when it is full."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BUSY = make_stats(num_running=8, num_total_blocks=1000, num_free_blocks=900, ste
 
 
 class Gateway:
-    """A dispatcher over replicas that have said this and say no more."""
+    """A dispatcher over replicas that have reported the given stats once and report nothing more."""
 
     def __init__(self, limits: AdmissionLimits, num_gateways: int = 1, **replicas: ReplicaStats) -> None:
         self.ledger = GatewayLedger("gateway", RouteWeights(), num_gateways)
@@ -103,7 +103,7 @@ async def test_what_a_replica_had_taken_is_not_refused_when_that_is_gone() -> No
 
 
 async def test_the_refused_are_told_one_after_another() -> None:
-    """Each token takes 1 ms; each prompt has 160."""
+    """A prompt has 160 tokens, and each takes 1 ms."""
     gateway = Gateway(AdmissionLimits(max_waiting_requests=4), a=BUSY, b=BUSY)
     for number in range(7):
         gateway.enter(f"held{number}")
@@ -117,7 +117,7 @@ async def test_the_refused_are_told_one_after_another() -> None:
         assert refusal.record is not None
         assert refusal.record.replay() == refusal.record.admission
     steps = [after - before for before, after in itertools.pairwise(told[2:])]
-    assert steps == pytest.approx([0.08] * 7, abs=0.001)  # two replicas work on it
+    assert steps == pytest.approx([0.08] * 7, abs=0.001)  # two replicas share the work
 
 
 def test_returning_counts_those_that_are_to_come() -> None:
@@ -154,7 +154,7 @@ async def test_a_request_for_the_large_replica_waits_while_that_is_away() -> Non
 
 
 async def test_a_resumed_stream_is_due_at_once_at_its_new_replica() -> None:
-    """Its first-token date is long past: newcomers would all go before it there."""
+    """Its first token was due long ago, so with a renewed due date every newcomer would go before it there."""
     gateway = Gateway(AdmissionLimits(), a=make_stats(num_total_blocks=1000))
     query, now = make_query(160, request_id="stream#2"), time.monotonic()
     pending = PendingRequest(query=query, arrival_s=now - 50.0, is_admitted=True, priority=RESUMED_PRIORITY)

@@ -1,4 +1,4 @@
-"""How many replicas: up at once, down late, never on missing data."""
+"""How many replicas are wanted: up at once, down late, and never down on missing data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 
 
 def test_steady_load_gets_what_it_needs_at_the_target() -> None:
-    """4 requests of 500 tokens a second are 2 replicas' compute, 0.4 of one's blocks: 2 / 0.5 + what decodes longer."""
+    """4 requests/s of 500 tokens take 2 replicas' compute and 0.4 of one's blocks: 2 / 0.5, plus the longer decodes."""
     world = World(num_running=1, target=1)
     decision = world.run(4.0, 300)
     assert terms(decision)["needed_for_compute"] == pytest.approx(4.0, rel=0.1)
@@ -60,7 +60,7 @@ def test_a_queue_over_the_objective_asks_for_more_if_they_would_come_in_time() -
     world = World()
     world.run(1.0, 100)
     calm = world.target
-    world.waiting = 10 * PACE  # tokens, at each: they are worked off before another replica could help
+    world.waiting = 10 * PACE  # tokens at each replica: worked off before another one could help
     decision = world.look(1.0)
     assert terms(decision)["predicted_ttft_s"] > CONFIG.ttft_objective_s
     assert decision.num_replicas == calm
@@ -158,7 +158,7 @@ def test_a_silent_gateway_never_shrinks() -> None:
 
 
 def test_a_cluster_that_nobody_sees_is_not_taken_for_idle() -> None:
-    """As after a restart of the controller: five are wanted, none is known yet."""
+    """As after a restart of the controller: five replicas are wanted, and none is known yet."""
     state = ScaleState()
     for now in range(400):
         decision = desired_replicas(ScaleView(replicas=(), num_target=5, demand=Demand()), state, CONFIG, float(now))
@@ -167,7 +167,7 @@ def test_a_cluster_that_nobody_sees_is_not_taken_for_idle() -> None:
 
 
 def test_survivors_must_hold_what_all_hold_now() -> None:
-    """The rate says one is enough; but long sequences hold 60 % of each of three pools."""
+    """By the arrival rate one replica is enough, but long sequences hold 60 % of the blocks of each of the three."""
     config = replace(CONFIG, downscale_delay_s=5.0)
     state = ScaleState()
     rows = tuple(make_row(f"r{i}", stats=make_stats(num_free_blocks=40, num_running=1)) for i in range(3))
@@ -224,7 +224,7 @@ def test_lower_bounds_take_replicas_away_at_once() -> None:
 
 
 def test_a_full_replica_shares_its_time() -> None:
-    """2 requests a second by compute alone, 2 by blocks alone: one with both."""
+    """Prompts alone would allow 2 requests/s; decodes take part of the time, so it serves fewer."""
     world = World(num_running=4, target=4)
     world.run(2.0, 200)
     from shoal_cluster.policies.autoscaling_need import measure
@@ -299,5 +299,5 @@ def test_a_replaced_gateway_whose_total_the_others_have_made_up_is_no_shedding()
     world.shed = 3
     world.run(0.1, 100)
     before = world.target
-    world.shed = 0  # what it had refused is gone with it; of requests others have had more meanwhile
+    world.shed = 0  # its refusals are gone with it, and the others' requests make up for its own
     assert world.look(0.1).num_replicas == before

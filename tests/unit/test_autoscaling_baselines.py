@@ -1,4 +1,4 @@
-"""The autoscalers that Shoal's is compared with do what their projects document."""
+"""The autoscalers that Shoal's is compared with behave as their projects document."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Policy = Callable[[ScaleView, Past, ScaleConfig, float], tuple[int, Past]]
 
 
 def view(count: int, running: int = 0, waiting: int = 0, used: int = 0, held: int = 0) -> ScaleView:
-    """``count`` replicas of 100 blocks, each with so many sequences and blocks used."""
+    """``count`` replicas of 100 blocks, each with the given sequences and used blocks."""
     stats = make_stats(num_running=running, num_waiting=waiting, num_free_blocks=100 - used)
     rows = tuple(make_row(f"r{i}", stats=stats, num_reserved=1) for i in range(count))
     return ScaleView(replicas=rows, num_target=count, demand=Demand(num_held=held))
 
 
 def story(policy: Policy, *phases: tuple[ScaleView, int]) -> list[tuple[int, int]]:
-    """(second, count) of each change that ``policy`` wants, asked every second with each view for so long."""
+    """(second, count) of each change that ``policy`` wants. Each view is shown once a second for its duration."""
     past, changes, now = Past(), [], 0
     for seen, seconds in phases:
         for _ in range(seconds):
@@ -49,7 +49,7 @@ def test_hpa_follows_the_ratio_outside_its_tolerance() -> None:
     assert story(hpa, (view(4, used=75), 1)) == [(0, 6)]
     assert story(hpa, (view(10, used=100), 1)) == [(0, 20)]
     changes = story(hpa, (view(4, used=50), 15), (view(4, used=10), 400))
-    assert changes[0] == (315, 1)  # at second 15 the mean was still high
+    assert changes[0] == (315, 1)  # at second 15 the mean still asked for 4, and that counts for 300 s
 
 
 def test_kpa_panics_on_a_burst_and_then_only_grows() -> None:

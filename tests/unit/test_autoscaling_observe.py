@@ -1,4 +1,4 @@
-"""What the autoscaler learns: paces, start-up times, and what it makes of those who are not heard."""
+"""What the autoscaler learns: pace, start-up time, and how it treats replicas and gateways that are silent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_clock_that_goes_back_forgets_and_goes_on() -> None:
 
 
 def times_s(state: ScaleState) -> list[float]:
-    """All that are kept."""
+    """Every time that the state keeps."""
     pairs = [time_s for time_s, _ in (*state.needs, *state.offered, *state.left)]
     known = [s.time_s for s in (*state.samples, *state.progress.values())]
     return [*pairs, *known, *state.pending_s, *(t for t in (state.seen_since_s, state.last_down_s) if t is not None)]
@@ -88,7 +88,7 @@ def test_steps_that_compute_no_prompt_do_not_put_off_the_first_idea_of_the_pace(
 
 
 def test_what_a_replica_did_long_before_it_was_first_seen_counts_for_nothing() -> None:
-    """As after a restart of the controller: the totals of days would outweigh all that comes."""
+    """As after a restart of the controller: the totals of days would outweigh everything that follows."""
     stats = make_stats(num_steps=10**6, busy_s=1e5, num_prompt_tokens=10**8, num_finished=10**5)
     view = ScaleView(replicas=(make_row("r", stats=stats),), num_target=1, demand=Demand(num_requests=10**5))
     state = desired_replicas(view, ScaleState(), CONFIG, 1.0).state
@@ -97,7 +97,7 @@ def test_what_a_replica_did_long_before_it_was_first_seen_counts_for_nothing() -
 
 
 def test_a_gateway_that_is_heard_again_is_no_burst() -> None:
-    """Nor is a restart of the controller, after which totals of days come as the first that it hears."""
+    """Nor is a restart of the controller, after which the first reports are totals of days."""
     world = World()
     world.run(2.0, 600)
     before = world.target

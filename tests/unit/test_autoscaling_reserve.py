@@ -1,4 +1,4 @@
-"""What is held ready for a jump: bounded by the settings, remembered for as long as they say."""
+"""Replicas held ready for a jump in load: bounded by the settings, remembered for as long as they say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 
 CONFIG = ScaleConfig(max_replicas=100, headroom=5.0, burst_memory_s=600.0, downscale_delay_s=60.0)
-TOKENS, PACE = 500, 1000  # of a prompt; that a replica computes in a second
+TOKENS, PACE = 500, 1000  # per prompt; prompt tokens that a replica computes per second
 
 
 def test_headroom_shrinks_in_proportion_as_the_load_grows() -> None:
@@ -50,7 +50,7 @@ def test_memory_is_bounded_and_never_forgets_a_higher_peak_early(steps: list[tup
 
 
 class Story:
-    """A cluster of replicas that are there at once, looked at each second."""
+    """A cluster whose replicas start instantly, looked at once a second."""
 
     def __init__(self, config: ScaleConfig) -> None:
         self.config = config
@@ -58,7 +58,7 @@ class Story:
         self.target = 1
         self.now = 1000.0
         self.requests = 0.0
-        self.done = 0.0  # by each replica
+        self.done = 0.0  # requests done by each replica
 
     def run(self, rate: float, seconds: int) -> ScaleDecision:
         for _ in range(seconds):
@@ -81,7 +81,7 @@ class Story:
 
 
 def test_a_new_load_gets_its_reserve_within_three_seconds() -> None:
-    """4 requests of 500 tokens a second fill 2 replicas, and 4 as long as nobody knows what outputs take."""
+    """4 requests/s of 500 tokens fill 2 replicas, and count as filling 4 until it is known what outputs take."""
     story = Story(CONFIG)
     assert story.run(4.0, 4).num_replicas >= 8
     assert story.run(4.0, 150).num_replicas >= 2 + 5 * math.sqrt(2) - 1
@@ -90,7 +90,7 @@ def test_a_new_load_gets_its_reserve_within_three_seconds() -> None:
 
 def test_a_load_that_fell_leaves_its_peak_ready_and_then_goes() -> None:
     story = Story(CONFIG)
-    peak = story.run(20.0, 100).num_replicas  # fills ten, and what decodes
+    peak = story.run(20.0, 100).num_replicas  # prompts fill ten, and decodes need more
     assert peak >= 10 + 5 * math.sqrt(10)
     assert 10 <= story.run(0.2, 400).num_replicas <= 20
     assert story.run(0.2, 500).num_replicas < 5

@@ -1,4 +1,4 @@
-"""Each published rule, by a case where its formula decides."""
+"""Each published routing rule, tested on a case that its formula decides."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_counting_rules_know_only_their_own_signal() -> None:
 
 
 def test_power_of_two_takes_the_lighter_of_two_drawn() -> None:
-    """The lightest of four wins when it is drawn, in half of the cases; the heaviest never does."""
+    """The lightest of four wins whenever it is drawn, which is half of the time; the heaviest never wins."""
     rows = [busy("a", 0), busy("b", 1), busy("c", 2), busy("d", 3)]
     wins = Counter(best("power_of_two", *rows, seed=seed) for seed in range(400))
     assert wins["d"] == 0
@@ -88,7 +88,7 @@ def test_ray_sends_what_it_has_not_seen_to_the_smallest_tree() -> None:
 
 @pytest.mark.parametrize(("num_sent", "winner"), [(3, "small"), (4, "owner")])
 def test_sglang_follows_a_match_of_more_than_three_tenths(num_sent: int, winner: str) -> None:
-    """And not one of so much: its rule says above."""
+    """A match of exactly three tenths is not followed: the rule asks for more."""
     memory = remembering("owner", query=make_query(16 * num_sent, block_hashes=PROMPT.block_hashes[:num_sent]))
     assert len(PROMPT.block_hashes) == 10
     assert best("sglang_cache_aware", busy("owner"), busy("small"), memory=memory) == winner
@@ -104,8 +104,8 @@ def test_sglang_leaves_affinity_only_far_out_of_balance() -> None:
 @pytest.mark.parametrize(
     ("other", "winner"),
     [
-        ({"num_matched_blocks": 7}, "owner"),  # 0.6 for three blocks of ten more
-        ({"stats": make_stats(num_free_blocks=100)}, "owner"),  # 2.0 against 0.5 of free blocks
+        ({"num_matched_blocks": 7}, "owner"),  # 0.6 for three more blocks of ten
+        ({"stats": make_stats(num_free_blocks=100)}, "owner"),  # 2.0 against 0.5 for free blocks
         ({"num_matched_blocks": 8, "stats": make_stats(num_free_blocks=100)}, "other"),  # 0.4 against 0.5
     ],
 )
@@ -118,7 +118,7 @@ def test_llmd_weighs_prefix_twice(other: dict[str, object], winner: str) -> None
 def test_llmd_counts_the_queue_between_longest_and_shortest() -> None:
     owner = busy("owner", num_waiting=1)
     other = make_row("other", num_matched_blocks=4, stats=make_stats(num_waiting=2))
-    assert best("llmd_precise", owner, other) == "owner"  # 1.0 for the shorter queue against 0.8
+    assert best("llmd_precise", owner, other) == "owner"  # 1.0 for the shorter queue against 0.8 for the prefix
 
 
 def test_dynamo_adds_blocks_to_prefill_and_blocks_that_decode() -> None:

@@ -30,7 +30,7 @@ MODEL = {
 HELLO = {"versions": {}, "info": {"model": MODEL}}
 
 
-FLOORS = [Floor(1e9, 1e10), Floor(2e9, 2e10), Floor(4e9, 4e10)]  # by round
+FLOORS = [Floor(1e9, 1e10), Floor(2e9, 2e10), Floor(4e9, 4e10)]  # one per round
 
 
 def samples(name: str, values: list[float], row: str = "b") -> list[Sample]:
@@ -95,7 +95,7 @@ def test_step_times_are_gathered_by_shape() -> None:
         num_seqs, num_tokens = len(request.prompts), len(request.prompts[0])
         prefill = [step(1, min(512, num_tokens - c), c, 1.0) for c in range(0, num_tokens, 512)]
         decode = [step(num_seqs, num_seqs, num_seqs * (num_tokens + i), float(i)) for i in range(3)]
-        too_many = num_seqs == 64  # for this engine: it never runs them together
+        too_many = num_seqs == 64  # this engine never runs them together
         return {"steps": prefill if too_many or request.max_tokens == 1 else [*prefill, *decode]}
 
     found = steps.StepTable()
@@ -112,12 +112,12 @@ def test_step_times_are_gathered_by_shape() -> None:
 def test_decodes_that_are_timed_last_longer_than_the_prefills_before_them() -> None:
     for request in steps.requests(Prompts(1000, "s"), 512)[len(steps.PREFILL_LENS) :]:
         num_tokens = sum(map(len, request.prompts))
-        free = 512 - len(request.prompts)  # of each step, when all the others decode already
+        free = 512 - len(request.prompts)  # tokens of a step for prefill, once all the others decode
         assert request.max_tokens - steps.DECODE_STEPS > num_tokens / free
 
 
 def test_a_ratio_is_the_median_over_common_rounds() -> None:
-    # Round 1 was disturbed for both: medians apart would say 10 / 10.
+    # Round 1 was slow for both, so its ratio is that of round 0; round 2 is the outlier.
     assert paired_ratio(samples("x", [10, 30, 10]), samples("y", [20, 60, 5])) == 0.5
     assert paired_ratio(samples("x", [10, 30]), samples("y", [40])) == 0.25
     assert paired_ratio(samples("x", []), samples("y", [40])) is None
@@ -150,7 +150,7 @@ def test_lines_have_floors_of_their_own_weights_and_ratios_to_each_shoal() -> No
 
 
 def test_a_ratio_to_the_floor_is_the_median_of_each_rounds_own() -> None:
-    # Round 0 was slow and so was the machine: that is no shortfall of the engine's, nor is the fast round 2 a merit.
+    # The machine was slow in round 0 and fast in round 2: neither counts against the engine or for it.
     (ours,) = lines(outcome_of(*samples(SHOAL, [8, 4, 2])), CONTENDERS)
     ratios = [value / floor for value, floor in zip(ours.values, ours.floors, strict=True)]
     assert ratios[0] == pytest.approx(ratios[1]) == pytest.approx(ratios[2])

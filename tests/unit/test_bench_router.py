@@ -1,4 +1,4 @@
-"""The router's benchmark runs, and what it says of memory holds."""
+"""The router benchmark runs, and the index stays within the promised memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The serving benchmarks: clients keep their number, arms are compared by round, events are counted however cut."""
+"""Serving benchmarks: a fixed number of clients, arms compared round by round, events counted however they are cut."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_so_many_clients_share_the_prompts_and_every_token_counts() -> None:
 
 
 def test_arms_are_compared_within_a_round() -> None:
-    slow, fast = Sample((0.2,), 100.0, 0.15), Sample((0.1,), 200.0, 0.05)  # the machine was busy in the first two
+    slow, fast = Sample((0.2,), 100.0, 0.15), Sample((0.1,), 200.0, 0.05)  # the machine is busy in the first two rounds
     served_slow, served_fast = Sample((0.203,), 98.0, 0.151), Sample((0.103,), 196.0, 0.051)
     cost = costs_of(4, [(slow, served_slow), (slow, served_slow), (fast, served_fast)])
     assert cost.added_ttft_ms == pytest.approx((3.0, 3.0, 3.0))

@@ -1,4 +1,4 @@
-"""The engine benchmark's workers and rounds, over scripted workers: the protocol, the order, and what goes wrong."""
+"""The engine benchmark's workers and rounds, with scripted workers: the protocol, the order, and failures."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_rounds_alternate_and_each_row_has_a_sample_a_round(monkeypatch: p
     assert [s.value for s in outcome.samples if s.row == "b"] == [pytest.approx(1.0)] * 4  # 128 tokens less the first
     peaks = {s.row: s.value for s in outcome.samples if s.contender == SHOAL}
     assert peaks["f"] - peaks["f_beyond"] == pytest.approx(11)
-    # (b) alone has a floor: taken before the first turn of a round and after each.
+    # Only (b) has a floor: it is sampled before the first turn of a round and after each turn.
     assert len(outcome.floors) == 2 * 3
     assert [s.row for s in outcome.samples if s.floor is not None] == ["b"] * 4
     assert not outcome.failures
@@ -141,7 +141,7 @@ async def test_a_turn_is_held_to_the_better_floor_of_before_and_after() -> None:
     outcome = await Runner(PLAN, contenders).run()
     reads = [floor.read_bytes_s for floor in outcome.floors]
     assert reads == sorted(reads, reverse=True)
-    befores = [0, 1, 3, 4]  # two rounds of three samples: before Shoal, between the two, after the peer
+    befores = [0, 1, 3, 4]  # three floor samples in each of two rounds: before Shoal, between the two, after the peer
     assert [s.floor for s in outcome.samples] == [outcome.floors[i] for i in befores]
 
 

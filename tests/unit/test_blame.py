@@ -1,4 +1,4 @@
-"""Which rank is named when none gets on, by their last pulses."""
+"""Which rank is blamed when none makes progress, judged by their last pulses."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from shoal_replica.block_pool import BlockPool, FreeBlockQueue
 
 
 class Content:
-    """What the pool asks about: which blocks hold a prefix, and which of them were lost."""
+    """The content that a pool asks about: which blocks hold a prefix, and which of them were evicted."""
 
     def __init__(self, num_blocks: int) -> None:
         self.held: set[int] = set()

@@ -1,4 +1,4 @@
-"""How long the first step of an idle engine waits for requests that come together."""
+"""How long an idle engine delays its first step for requests that arrive together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GAP_S, STEP_S = 0.002, 1.0
 
 
 def come(burst: Burst, start_s: float, *after_s: float) -> float:
-    """Requests to an idle engine, the first at ``start_s``; how long that one is to wait."""
+    """Requests arrive at an idle engine, the first at ``start_s``. Returns how long that one should wait."""
     burst.note(start_s, 0, STEP_S)
     left_s = burst.left_s(start_s)
     for number, gap_s in enumerate(after_s):
@@ -101,7 +101,7 @@ def test_one_alone_after_bursts_waits_once() -> None:
 
 
 async def two_bursts(engine: Engine, executor: GatedExecutor) -> None:
-    """Of two requests each."""
+    """Run two bursts of two requests each."""
     for _ in range(2):
         executor.gate.clear()
         futures = [engine.add(make_request(uuid.uuid4().hex, max_tokens=1))]
@@ -150,7 +150,7 @@ async def test_whoever_leaves_while_an_engine_waits_leaves_nothing(monkeypatch: 
 
 
 async def test_a_step_that_the_first_one_fills_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 32 tokens a step: beside one of 16 there is room for another such, beside one of 17 there is none."""
+    """A step has 32 tokens: a prompt of 16 leaves room for another like it, one of 17 does not."""
     monkeypatch.setattr(burst_module, "WITHIN_S", 60.0)
     monkeypatch.setattr(burst_module, "SLACK", 1e6)
     monkeypatch.setattr(burst_module, "SHARE_OF_STEP", 1e9)

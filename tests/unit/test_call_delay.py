@@ -13,7 +13,7 @@ def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def waited_s(delay: CallDelay, *arrivals_s: float) -> list[float]:
-    """How long each waits that comes so many seconds from now."""
+    """How long each call waits, of calls that arrive ``arrivals_s`` seconds from now."""
     loop = asyncio.get_running_loop()
 
     async def come(arrival_s: float) -> float:

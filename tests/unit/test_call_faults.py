@@ -1,4 +1,4 @@
-"""What fails beside a call is not to fail it, and what fails in it is to fail nothing else."""
+"""A fault beside a call must not fail it, and a fault in a call must fail nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = tuple(range(10, 31))
 
 
 async def test_a_replica_that_does_not_know_the_gateway_for_a_while_costs_no_call() -> None:
-    """It has lost the feed and the gateway has not noticed: each try is over in no time."""
+    """It has lost the feed and the gateway has not noticed, so each attempt is refused at once."""
     async with serving("a") as serve:
         serve.hold()
         serve.submits = False
@@ -45,7 +45,7 @@ async def test_a_deadline_frees_the_blocks_of_a_call_whose_client_does_not_read(
             made.executor.gate.clear()
             await until(lambda: made.executor.is_held)
             assert made.engine.stats().num_allocated_blocks
-            await until(lambda: not made.calls)  # its time is over, and nobody reads
+            await until(lambda: not made.calls)  # its deadline passes, and nobody reads
             assert not made.engine.stats().num_allocated_blocks
             with pytest.raises(DeadlineExceeded):
                 async for _ in chunks:
@@ -53,7 +53,7 @@ async def test_a_deadline_frees_the_blocks_of_a_call_whose_client_does_not_read(
 
 
 async def test_a_call_that_breaks_off_at_the_only_replica_goes_on_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve's connection to a replica that is well may break: ActorUnavailableError."""
+    """Serve's connection to a healthy replica may break (ActorUnavailableError)."""
     async with serving("a") as serve:
         made, calls = serve.replicas["a"], list[Response]()
 

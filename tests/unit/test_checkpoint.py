@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def demo_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed package with a GGUF, whose import would fail."""
+    """An installed package with a GGUF file, which fails when it is imported."""
     package = tmp_path / "site" / "shoal_demo_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('its dependencies are not here')")
@@ -42,7 +42,7 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 def test_weights_are_read_ahead_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         (tmp_path / f"model-{number}.safetensors").write_bytes(bytes(100))
-    (tmp_path / "model-0-of-old.safetensors").symlink_to(tmp_path / "gone")  # for the loader to complain about
+    (tmp_path / "model-0-of-old.safetensors").symlink_to(tmp_path / "gone")  # left for the loader to complain about
     (tmp_path / "tokenizer.json").write_bytes(bytes(100))
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: asked.append((start, size)))

@@ -1,4 +1,4 @@
-"""Gateways over replicas that come, die, drain, hang and lose their feeds, all at once: every call gets its answer."""
+"""Gateways over replicas that join, die, drain, hang and lose their feeds, all at once: every call gets its answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_REPLICAS = 2
 
 
 class Churn:
-    """What happens, drawn from ``rng``. A request's client may leave; nothing else may go wrong for it."""
+    """Events drawn at random from ``rng``. A client may leave; nothing else may go wrong for a request."""
 
     def __init__(self, rng: Random, num_gateways: int, stack: AsyncExitStack) -> None:
         self.rng, self.stack = rng, stack
@@ -59,7 +59,7 @@ class Churn:
             serve.join(name, made)
 
     async def end(self) -> None:
-        """Every call ends; nothing is left of any at gateways and replicas."""
+        """Wait for every call to end, then check that gateways and replicas have nothing left of any."""
         if not self.replicas:
             await self.start()
         for ended in await asyncio.gather(*self.calls, return_exceptions=True):
@@ -103,7 +103,7 @@ class Churn:
         asyncio.get_running_loop().call_later(HANG_S, gate.set)
 
     async def _nothing(self) -> None:
-        """There is no room for one more."""
+        """The event cannot happen: no room for another replica, or no client that could leave."""
 
 
 @pytest.mark.parametrize(("num_gateways", "seed"), [(1, 0), (1, 1), (2, 2), (3, 3), (3, 4)])

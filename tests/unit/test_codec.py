@@ -1,4 +1,4 @@
-"""What absence means on the wire, and what is refused there. Round trips: tests/property/test_codec.py."""
+"""What absent fields mean on the wire, and what is refused there. Round trips: tests/property/test_codec.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations: read right from a model folder, and refused in one line where they cannot work."""
+"""Configurations: read correctly from a model folder, and refused in one line if they cannot work."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class TestMemory:
             self.plan(model, 1, model.weight_bytes).check()
 
     def test_ranks_share_the_host(self, tmp_path: Path) -> None:
-        """Weights are cut, but for norms; two KV heads on four ranks are held twice, projections and blocks alike."""
+        """Weights are sharded, except norms. Two KV heads on four ranks are held twice: projections and blocks."""
         model = ModelConfig.from_folder(write(tmp_path))
         whole, cut = self.plan(model, 1, 0), self.plan(model, 1, 0, ParallelConfig(tensor_parallel_size=4))
         norms = 3 * (2 * model.num_layers + 1) * model.hidden_size
@@ -411,6 +411,6 @@ def test_an_npu_has_its_own_block_size() -> None:
     assert (npu.block_size, npu.devices) == (128, "2 × npu")
     assert npu.parallel_config().graph_sizes == (1, 8)
     assert npu.parallel_config().device_memory_bytes == 60 * 2**30
-    assert settings(device="npu", block_size=16).block_size == 16  # refused with the model, by name
+    assert settings(device="npu", block_size=16).block_size == 16  # refused by name later, once the model is known
     with pytest.raises(ConfigError, match=r"replica\.device: got 'tpu'"):
         settings(device="tpu")

@@ -1,4 +1,4 @@
-"""Which kernels serve on a CPU, and that memory is planned for those."""
+"""Which kernels serve on a CPU, and that memory is planned for the ones chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard's store and its rates: bounded, in order, true to what was added."""
+"""The dashboard's sample store and its rates: bounded, in order, true to what was added."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_the_replicas_remember_comes_before_the_first_sample() -> None:
     begin_s = START_S // BUCKET_S * BUCKET_S
     history = filled(30)
     pasts = [[past(begin_s + BUCKET_S * n, 50) for n in range(-100, 5)], [past(begin_s - BUCKET_S, 10)]]
-    for told in (pasts[:1], pasts, pasts):  # replicas answer one after the other
+    for told in (pasts[:1], pasts, pasts):  # replicas answer one after another
         history.recall(recalled(told))
     kept = history.since(0)
     assert [s.time_s for s in kept] == sorted({s.time_s for s in kept})

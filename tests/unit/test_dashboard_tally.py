@@ -1,4 +1,4 @@
-"""Shares of routing: each decision counted once, however often and however late one looks."""
+"""Routing shares: each decision is counted once, however often and however late the tally looks."""
 
 from __future__ import annotations
 

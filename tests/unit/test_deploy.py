@@ -1,4 +1,4 @@
-"""What `shoal deploy` waits for: the new version runs and nothing of the former is left."""
+"""What `shoal deploy` waits for: the new version runs and nothing of the former one is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ARGS = {"model": "m", "replica": {"num_blocks": 9}, "schedules": []}
 def application(
     *replicas: tuple[str, str], status: str = "RUNNING", wanted: int = 1, settled: bool = False
 ) -> dict[str, Any]:
-    """As Serve tells it, but for what is not read: one deployment with (id, state) replicas."""
+    """An application as Serve reports it, as far as that is read: one deployment with (id, state) replicas."""
     deployment = {
         "status": "HEALTHY" if settled else "UPSCALING",
         "target_num_replicas": wanted,
@@ -55,7 +55,7 @@ def test_other_options_of_the_actors_replace_what_runs(options: dict[str, Any]) 
     ("num_replicas", "share", "num_drains"), [(1, 0.2, 1), (9, 0.2, 9), (100, 0.2, 10), (8, 1.0, 2)]
 )
 def test_batch_after_batch_drains(num_replicas: int, share: float, num_drains: int) -> None:
-    """Of 9 a fifth is 1, rounded down: one after the other."""
+    """A fifth of 9 is rounded down to 1: replicas drain one after another."""
     present = application(*((f"r{i}", "RUNNING") for i in range(num_replicas)))
     present["deployments"]["ReplicaServer"]["deployment_config"]["rolling_update_percentage"] = share
     wanted = present["deployed_app_config"] | {"args": {"model": "n"}}
@@ -68,7 +68,7 @@ def test_an_application_that_goes_drains_at_once() -> None:
 
 
 def test_what_serve_keeps_is_not_waited_for() -> None:
-    """Options that are written out, but as they were: the deployment is healthy with the replicas that it had."""
+    """Options written out with the values they had: the deployment is healthy with its former replicas."""
     former = frozenset({"old"})
     assert is_done({"shoal": application(("old", "RUNNING"), settled=True)}, former)
     assert not is_done({"shoal": application(("old", "RUNNING"), status="DEPLOYING", settled=True)}, former)
@@ -88,7 +88,7 @@ def test_it_is_done_when_the_new_runs_and_the_old_is_gone() -> None:
         assert progress({"shoal": present}, former) == told
     for present in (
         application(("new", "RUNNING")),
-        application(("new", "RUNNING"), ("more", "STARTING"), wanted=2),  # the autoscaler's, for which no one waits
+        application(("new", "RUNNING"), ("more", "STARTING"), wanted=2),  # the autoscaler added it: not waited for
         application(wanted=0),
     ):
         assert is_done({"shoal": present}, former)

@@ -1,4 +1,4 @@
-"""What is under deploy/ parses, agrees with itself, and speaks of metrics that exist."""
+"""The files under deploy/ parse, agree with each other, and name only metrics that exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal_cluster.serve.metrics.exposition import markdown_table
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SERVE_FILES = sorted((DEPLOY / "serve").glob("*.yaml"))
 YAML_FILES = sorted(path for path in DEPLOY.rglob("*") if path.suffix in (".yaml", ".yml"))
-SEEN_ELSEWHERE = {  # totals that a rate of another metric already says
+SEEN_ELSEWHERE = {  # totals that the rate of another metric already shows
     "shoal_gateway_reserved_blocks",
     "shoal_gateway_sequences_total",
     "shoal_replica_requests_total",
@@ -28,7 +28,7 @@ SUFFIXES = {Kind.COUNTER: ("",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", 
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, Family]:
-    """Every sample name that is defined; other tests hold the exporters to the definitions."""
+    """Every sample name that is defined. Other tests check the exporters against the definitions."""
     return {family.name + suffix: family for family in FAMILIES for suffix in SUFFIXES[family.kind]}
 
 
@@ -67,7 +67,7 @@ def test_every_metric_named_is_defined(exported: dict[str, Family]) -> None:
     assert named - exported.keys() == set()
 
 
-# What in an expression is no metric's name: texts, label matchers, ranges, lists of labels, functions, operators.
+# The parts of an expression that name no metric: strings, label matchers, ranges, label lists, functions, operators.
 NO_NAMES = re.compile(
     r'"(?:[^"\\]|\\.)*"|\{[^}]*\}|\[[^\]]*\]|\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)'
     r"|\b[a-z_0-9]+\s*(?=\(|\b(?:by|without)\b)|\b(?:and|or|unless|bool|offset|by|without)\b|\b[\d.]+(?:[smhd]\b)?"
@@ -93,7 +93,7 @@ def test_an_expression_names_metrics_of_the_table_only(expression: str, exported
 
 
 def test_every_metric_is_on_the_board_or_in_a_rule(exported: dict[str, Family]) -> None:
-    """One that nobody looks at need not be counted."""
+    """A metric that nobody looks at need not be exported."""
     used = {exported[name] for expr in expressions() for name in re.findall(r"\bshoal_\w+", expr)}
     assert {family.name for family in set(FAMILIES) - used} <= SEEN_ELSEWHERE
 
@@ -182,7 +182,7 @@ def test_kuberay_workers_offer_what_replicas_ask_for(kuberay: str, serve: str) -
 
 
 def test_kuberay_offers_the_npus_that_kubernetes_gives() -> None:
-    """One count in three places; and nothing but Ray chooses among them."""
+    """Three places give the same count, and only Ray chooses among the NPUs."""
     service = next(iter(yaml.safe_load_all((DEPLOY / "kuberay" / "npu.yaml").read_text())))
     (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     (container,) = workers["template"]["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""The deployment as Serve tells it: read whole, and what changes becomes events."""
+"""The deployment as Serve reports it: read completely, and its changes become events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shoal_replica.errors import Unavailable
 A = ServeReplica(replica_id="a", state="RUNNING", node_id="n" * 56, started_s=5.0)
 B = ServeReplica(replica_id="b", state="STARTING", node_id="", started_s=9.0)
 WORDS = ("STARTING", "RUNNING", "HEALTHY", "UNHEALTHY", "UPSCALE_COMPLETED", "REPLICA_STARTUP_FAILED")
-Word = Enum("Word", {name: name for name in WORDS}, type=str)  # as Serve has them
+Word = Enum("Word", {name: name for name in WORDS}, type=str)  # a string enum, as in Serve
 ROW = DeploymentRow(
     num_wanted=2, status="HEALTHY", message="", deployed_s=1.0, replicas=(A,), trigger="UPSCALE_COMPLETED"
 )
@@ -37,7 +37,7 @@ The above exception was the cause
 
 
 def details(*replicas: ServeReplica, **fields: Any) -> dict[str, Any]:
-    """As Serve's controller gives them, but for what is not read."""
+    """Instance details as Serve's controller gives them, as far as they are read."""
     rows = [
         {"replica_id": r.replica_id, "state": Word(r.state), "node_id": r.node_id or None, "start_time_s": r.started_s}
         for r in replicas
@@ -63,13 +63,13 @@ def test_a_deployment_that_fails_to_start_says_why() -> None:
     row = read_deployment(details(**fields), "shoal", "ReplicaServer")
     assert row is not None
     assert row.start_failure == "num_blocks: got 9"
-    for trigger in ("HEALTH_CHECK_FAILED", "AUTOSCALING"):  # Serve puts another in its place, or the first may come
+    for trigger in ("HEALTH_CHECK_FAILED", "AUTOSCALING"):  # Serve replaces it, or a first one may still come
         assert replace(row, trigger=trigger).start_failure == ""
     assert replace(row, message="Error:\n\nOSError: no such file\n").start_failure == "OSError: no such file"
 
 
 def test_starts_that_fail_beside_a_replica_that_runs_are_no_start_failure() -> None:
-    """Serve's trigger stays while a scale-up fails: what comes waits for the replica that is there."""
+    """Serve's trigger stays while a scale-up fails: new requests wait for the replica that runs."""
     failing = replace(ROW, status="UNHEALTHY", trigger="REPLICA_STARTUP_FAILED", message=FAILED, replicas=(B,))
     assert failing.start_failure == "num_blocks: got 9"
     assert replace(failing, replicas=(A, B)).start_failure == ""

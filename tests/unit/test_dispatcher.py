@@ -24,7 +24,7 @@ from shoal_replica.testing import expected_tokens, make_request
 
 
 def note_pace(serve: FakeServe, token_s: float) -> None:
-    """As if prompts at replica a had taken so long for each token."""
+    """As if prompts at replica a had taken ``token_s`` seconds per token."""
     serve.replicas["a"].engine._pace._token_s = token_s
 
 
@@ -39,7 +39,7 @@ def open_gates(serve: FakeServe) -> None:
 
 
 def check_replay(dispatcher: Dispatcher, name: str, reason: str) -> None:
-    """The refusal of ``name`` is answered the same from its record, here and where it is told."""
+    """The record of ``name``'s refusal replays to the same answer, here and after a trip over the wire."""
     (refusal,) = dispatcher.explain(name).refusals
     assert refusal.record is not None
     assert reason in refusal.record.admission.reason
@@ -143,7 +143,7 @@ async def test_a_replica_that_is_away_for_a_moment_costs_nobody_the_place_in_the
             serve.ledger.view.disconnect("a")
             await asyncio.sleep(0.02)
             serve.ledger.view.apply_snapshot("a", stats, (), time.monotonic())
-            await asyncio.sleep(0.06)  # beside looks every 0.125 s no two of them fall into absences
+            await asyncio.sleep(0.06)  # so no two looks in a row, 0.125 s apart, find it away
         assert not held.done()
         serve.ledger.view.disconnect("a")
         with pytest.raises(Unavailable, match="no replica became ready in time"):
@@ -170,7 +170,7 @@ async def test_no_more_waits_for_a_first_replica_than_its_queue_may_hold(limits:
 
 
 async def test_what_no_replica_can_hold_is_refused_when_the_first_one_comes() -> None:
-    """Before that nobody knows."""
+    """Before that, nobody knows what a replica can hold."""
     async with serving() as serve:
         dispatcher = serve.hold()
         giant = asyncio.create_task(ask(serve, "giant", prompt_token_ids=range(900)))
@@ -303,7 +303,7 @@ async def test_sheds_with_a_date_when_queues_are_full() -> None:
 
 
 async def test_what_is_late_behind_others_alone_is_not_refused() -> None:
-    """They may go after it; it is held until it is certain that it cannot be in time."""
+    """The others may go after it, so it is held until it is certain to be late."""
     async with serving("a", max_num_seqs=1) as serve:
         dispatcher = serve.hold(AdmissionLimits(objective=LatencyObjective(ttft_s=1.0, prefill_factor=2.0)))
         note_pace(serve, token_s=0.1)
@@ -321,7 +321,7 @@ async def test_what_is_late_behind_others_alone_is_not_refused() -> None:
 
 
 async def test_refuses_what_cannot_begin_before_its_deadline() -> None:
-    """At once, or when it has waited so long; not while no pace is known; whatever its objective."""
+    """At once, or after it has waited too long; not before a pace is known; whatever its objective."""
     async with serving("a", max_num_seqs=1) as serve:
         dispatcher = serve.hold()
         close_gates(serve)
@@ -334,7 +334,7 @@ async def test_refuses_what_cannot_begin_before_its_deadline() -> None:
         with pytest.raises(DeadlineExceeded, match=r"takes 0\.9 s where it takes least, and its deadline is 0\.8 s"):
             await drain(serve.generation(make_request("at-once", range(200, 209))), timeout_s=0.8)
         check_replay(dispatcher, "at-once", "its deadline is 0.8 s")
-        note_pace(serve, token_s=0.01)  # half a second for its prompt: the look at 0.5 s comes before 1 s is over
+        note_pace(serve, token_s=0.01)  # its prompt takes 0.5 s: it is refused 0.5 s before its deadline
         await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] < 0.05)
         with pytest.raises(ResourceExhausted, match="and its deadline is lost"):
             await drain(serve.generation(make_request("held", range(300, 350))), timeout_s=1.0)

@@ -1,4 +1,4 @@
-"""Dates of what a gateway holds, made for all of it together."""
+"""Due dates of the requests that a gateway holds, made for all of them together."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def pending(request_id: str, num_tokens: int, arrival_s: float = 0.0, **more: An
 
 
 def look(queue: PendingQueue, view: ClusterView, now: float) -> None:
-    """At all of it, though no replica may start anything."""
+    """Look at all held requests, though no replica can start any."""
     queue._has_unplanned = True
     assert queue.next(view, RouteWeights(), now, Random(0)) is None
 
 
 def in_time(queue: PendingQueue, now: float = 0.0) -> set[str]:
-    """Who is due within its objective."""
+    """The requests that are due within their objective."""
     return {
         one.query.request_id
         for one in queue
@@ -59,7 +59,7 @@ def in_time(queue: PendingQueue, now: float = 0.0) -> set[str]:
 
 
 def test_gateways_put_off_the_same_requests() -> None:
-    """Of equal prompts those that came last, whoever holds them."""
+    """Of equal prompts, those that arrived last, whichever gateway holds them."""
     alone, view = PendingQueue(CONFIG), view_of(only=BUSY)
     queues, views = (
         [PendingQueue(CONFIG, is_one_of_many=True) for _ in range(2)],
@@ -82,7 +82,7 @@ def test_gateways_put_off_the_same_requests() -> None:
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_what_another_gateway_has_lost_is_put_off_first(is_lost: bool) -> None:
-    """Three prompts of 800 tokens and this one cannot all be computed by 3.8 s."""
+    """Three prompts of 800 tokens and this one cannot all be computed by 3.8 s, when it is due."""
     view, queue = view_of(only=BUSY), PendingQueue(CONFIG, is_one_of_many=True)
     queue.push(pending("mine", 900))
     queue.push(pending("last", 100))
@@ -96,7 +96,7 @@ def test_what_another_gateway_has_lost_is_put_off_first(is_lost: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_gateways_make_the_dates_that_one_would_make(seed: int) -> None:
-    """Of what is lost and what is not, each knowing the other's by what it is told."""
+    """For lost requests and others alike. Each gateway knows the other's only by the wishes it is told."""
     rng = Random(seed)
     alone, view = PendingQueue(CONFIG), view_of(only=BUSY)
     queues = [PendingQueue(CONFIG, is_one_of_many=True) for _ in range(2)]
@@ -117,7 +117,7 @@ def test_gateways_make_the_dates_that_one_would_make(seed: int) -> None:
 
 
 def test_a_newcomer_counts_with_what_it_has_to_compute() -> None:
-    """3 200 tokens of which all but a block are cached are no long prompt; nor where what has them may not take it."""
+    """A prompt of 3200 cached tokens is short, except where the replica that has them is excluded."""
     for excluded, expected in ((frozenset[str](), {"cached", "c"}), (frozenset({"owner"}), {"b", "c"})):
         view = view_of(owner=BUSY, other=BUSY)
         view.apply_snapshot("owner", BUSY, PREFIX, 0.0)
@@ -130,7 +130,7 @@ def test_a_newcomer_counts_with_what_it_has_to_compute() -> None:
 
 
 def test_what_is_cached_meanwhile_makes_a_prompt_shorter() -> None:
-    """Though it is put off and not among those that are considered."""
+    """Even if it has been put off and is not among the requests considered."""
     view = view_of(only=BUSY)
     queue = PendingQueue(HoldConfig(objective=CONFIG.objective, prefill=CONFIG.prefill, max_considered=1))
     for number in range(4):
@@ -170,7 +170,7 @@ def test_nobody_is_put_off_for_those_of_less_priority() -> None:
 
 
 def test_what_is_put_off_is_admitted_by_what_comes_before_its_objective() -> None:
-    """Not by what is due before the date that it has now: that is lost, too, and fills no queue."""
+    """Requests due before its present due date are lost as well, and do not fill its queue."""
     view, queue = view_of(only=BUSY), PendingQueue(CONFIG)
     for number in range(20):
         queue.push(pending(f"old{number}", 1000, arrival_s=-10.0))

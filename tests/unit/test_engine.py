@@ -1,4 +1,4 @@
-"""The engine's loop: tokens stream, an abort frees at once, a failure ends everything, a stop leaves nothing."""
+"""The engine loop: tokens stream, an abort frees blocks at once, a failure ends everything, a stop leaves nothing."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_the_reports_add_up_to_the_cache() -> None:
 
 
 async def test_a_picture_taken_mid_step_fits_the_reports_after_it() -> None:
-    """What the step evicted before the picture and stored again after it must not be lost."""
+    """A hash that the step evicts before the picture (snapshot) and stores again after it must not be lost."""
     async with running_engine(num_blocks=33) as (engine, executor, recorder):
         await finished(engine.add(make_request("old", range(20), max_tokens=100)))
         executor.gate.clear()

@@ -1,4 +1,4 @@
-"""Every error type has its words, and an unforeseen one tells nothing."""
+"""Every error type is mapped to a status and a message, and an unforeseen error reveals nothing."""
 
 from __future__ import annotations
 

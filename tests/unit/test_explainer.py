@@ -1,4 +1,4 @@
-"""Explain asks other gateways when this one keeps nothing, and says when one of them does not answer."""
+"""Explain asks the other gateways if this one has no record, and says if one of them does not answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def record(time_s: float) -> RouteRecord:
 
 
 def keeping(*records: RouteRecord) -> bytes:
-    """What a gateway with these answers."""
+    """The answer of a gateway that keeps these records."""
     log = RouteLog()
     for kept in records:
         log.add(kept)
@@ -32,11 +32,11 @@ def keeping(*records: RouteRecord) -> bytes:
 
 
 class Gateways:
-    """Those that run, by name; of an exception, its failure; None never answers; of a list, as it lies in there."""
+    """The running gateways. Bytes are an answer, errors are raised, None never answers, a list holds a raw answer."""
 
     def __init__(self, failure: Unavailable | None = None, **answers: bytes | Exception | list[bytes] | None) -> None:
         self.answers = answers
-        self.failure = failure  # whom Serve names
+        self.failure = failure  # raised when their names are asked for
         self.asked: list[str] = []
         self.is_waited_for = False
 
@@ -121,7 +121,7 @@ SILENT = [
     (Gateways(own=keeping(), hangs=None), "gateway hangs"),
     (Gateways(own=keeping(), died=RuntimeError("this one has died"), other=keeping()), "gateway died"),
     (Gateways(own=keeping(), hangs=None, died=RuntimeError(), other=keeping()), "gateway died or hangs"),
-    (Gateways(own=keeping(), older=[keeping()]), "gateway older"),  # that release answers without its name
+    (Gateways(own=keeping(), older=[keeping()]), "gateway older"),  # an older release answers without its name
     (Gateways(Unavailable("nor does Serve answer"), own=keeping(), hangs=None), "another gateway"),
     (Gateways(), "another gateway"),
 ]

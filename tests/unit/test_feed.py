@@ -67,7 +67,7 @@ async def gateway(gateway_id: str, of: Replica) -> AsyncIterator[Gateway]:
 
 @asynccontextmanager
 async def raw(of: Replica, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """A connection to the feed that says ``data`` and nothing else."""
+    """A connection to the feed that sends ``data`` and nothing else."""
     reader, writer = await asyncio.open_connection(*of.address)
     writer.write(data)
     try:
@@ -173,7 +173,7 @@ async def test_a_refusal_by_the_engine_is_not_announced() -> None:
         await one.engine.drain(5.0)
         assert await one.run("r", "g") == Outcome(refused=True, reason="the replica is draining")
         num_before = len(g.updates)
-        await until(lambda: len(g.updates) >= num_before + 2)  # one may have been on its way
+        await until(lambda: len(g.updates) >= num_before + 2)  # one may have been on its way already
         assert g.accepted == []
         told = [update.stats for update in g.updates if update.stats is not None]
         assert told[-1].draining
@@ -235,7 +235,7 @@ async def test_a_stop_hangs_up_on_everybody() -> None:
         one.executor.gate.clear()
         running = one.run("r", "g", prompt_token_ids=range(9))
         await until(lambda: one.executor.is_held and len(one.feed._connections) == 2)
-        async with asyncio.timeout(feed_messages.SILENCE_S / 2):  # nobody's patience is waited for
+        async with asyncio.timeout(feed_messages.SILENCE_S / 2):  # sooner than anybody's silence timeout
             await one.feed.stop()
         await until(lambda: g.num_lost)
         await running
@@ -337,7 +337,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off(monkeypatch: pytest.Monke
         one.executor.gate.clear()
         running = one.run("r", "sleeps", prompt_token_ids=range(9))
         await until(lambda: one.executor.is_held)
-        one.feed._subscribers["sleeps"].transport.write(b"\x00" * 2**25)  # more than sockets and reader buffer
+        one.feed._subscribers["sleeps"].transport.write(b"\x00" * 2**25)  # more than the sockets and the reader buffer
         one.executor.gate.set()
         await running
         assert one.recorder.reasons["r", 0] is ABORT
@@ -348,7 +348,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off(monkeypatch: pytest.Monke
 
 
 async def test_a_gateway_whose_host_takes_nothing_more_in_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that has vanished does not: its requests end, and the others hear no more of its promises."""
+    """As when that host has vanished: its requests end, and the others hear no more of its promises."""
     monkeypatch.setattr(feed_messages, "SILENCE_S", 0.3)
     async with replica() as one, gateway("reads", one) as reads:
         with socket.socket() as vanished:
@@ -362,11 +362,11 @@ async def test_a_gateway_whose_host_takes_nothing_more_in_is_given_up(monkeypatc
 
 
 class TestClient:
-    """The gateway's end against a replica that misbehaves."""
+    """The gateway's end of the feed, against a replica that misbehaves."""
 
     @asynccontextmanager
     async def talking_to(self, *scripts: bytes) -> AsyncIterator[Gateway]:
-        """A gateway whose every dial gets the next script, and after the last one silence."""
+        """A gateway whose every connection is sent the next script, and nothing after the last one."""
         left = list(scripts)
         writers = []
 
@@ -417,7 +417,7 @@ class TestClient:
             server = await loop.create_server(lambda: feed_module._Connection(one.feed), "127.0.0.1", 0)
             await one.feed.stop()
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
-            async with asyncio.timeout(feed_module.feed_messages.SILENCE_S / 2):  # then it would hang up anyway
+            async with asyncio.timeout(feed_module.feed_messages.SILENCE_S / 2):  # after that it would hang up anyway
                 assert await reader.read() == b""
             writer.close()
             server.close()
@@ -429,7 +429,7 @@ class TestClient:
             late = Gateway("g", (host, port))
             await until(lambda: late.num_lost >= 2)
             feed = feed_module.FeedServer(one.engine)
-            feed._unsubscribe = one.engine.subscribe(feed._publish)  # started, but on a port that is known
+            feed._unsubscribe = one.engine.subscribe(feed._publish)  # started, but on a known port
             server = await asyncio.get_running_loop().create_server(lambda: feed_module._Connection(feed), host, port)
             await until(lambda: late.snapshots)
             await late.client.close()
@@ -456,7 +456,7 @@ async def test_every_message_crosses_the_wire_unchanged() -> None:
 
 
 async def _rest(reader: asyncio.StreamReader) -> bytes:
-    """What is left to read until the other end hangs up; a reset counts as that."""
+    """What is left to read until the other end hangs up; a reset counts as hanging up."""
     try:
         async with asyncio.timeout(DEADLINE_S):
             return await reader.read()
@@ -467,10 +467,10 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
 async def test_a_snapshot_beyond_the_backlog_comes_through_while_updates_follow_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A replica of millions of blocks has much to say at first; that is not a gateway that does not read."""
+    """A replica of millions of blocks begins with a long snapshot; its reader is not cut off as if it did not read."""
     monkeypatch.setattr(feed_module, "MAX_BACKLOG_BYTES", 64 * 2**10)
     async with replica() as one:
-        hashes = tuple(i.to_bytes(16, "big") for i in range(2**20))  # more than sockets buffer
+        hashes = tuple(i.to_bytes(16, "big") for i in range(2**20))  # more than the sockets buffer
         monkeypatch.setattr(one.engine, "cache_hashes", lambda: hashes)
         heard: list[object] = []
         client = FeedClient("g", one.address, heard.append, lambda: heard.append(None))

@@ -1,4 +1,4 @@
-"""Ports that are used some time after they were chosen."""
+"""Choosing free ports that are bound only some time later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is of now, by whichever clock tells."""
+"""Which writers are up to date, by their own clock or by the reader's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's books without replicas."""
+"""The gateway's ledger, without replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ YIELDING = make_stats(num_waiting_tokens=10_000, max_num_batched_tokens=2048, du
 
 
 async def test_where_a_request_goes_that_nobody_took_is_priced_by_what_waits_now() -> None:
-    """What yielded to it when it was sent has been computed meanwhile."""
+    """The prompts that would have yielded to it when it was sent have been computed meanwhile."""
     ledger = GatewayLedger("gateway", RouteWeights())
     ledger.view.join("one")
     ledger.view.apply_snapshot("one", YIELDING, (), 0.0)

@@ -1,4 +1,4 @@
-"""One call's life: whatever happens to replicas, the client gets each token once, or one clear error."""
+"""The life of a call: whatever happens to replicas, the client gets each token once, or one clear error."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_every_token_is_timed_once() -> None:
 
 
 async def test_a_finished_call_is_left_to_return() -> None:
-    """To cancel it would make Serve count a failure."""
+    """Cancelling it would make Serve count a failure."""
     async with serving("a") as serve:
         await ask(serve, "one", max_tokens=1)
         await ask(serve, "two", max_tokens=9, n=3)
@@ -123,7 +123,7 @@ async def test_one_of_several_may_stop_early() -> None:
 
 
 async def test_a_stop_that_did_not_come_is_text() -> None:
-    """What was held back as a possible stop is given out in the end."""
+    """Text that was held back as a possible stop string is released in the end."""
     async with serving("a") as serve:
         tokens = expected_tokens(PROMPT, 4)
         answer = Answer()
@@ -151,7 +151,7 @@ async def test_a_slow_client_gets_everything() -> None:
 async def test_a_refusal_goes_to_the_next_rank() -> None:
     async with serving("a", "b") as serve:
         warm = (await ask(serve, "warm", prompt_token_ids=PROMPT)).usage.replica_id
-        serve.replicas[warm].engine._draining = True  # and nobody has been told
+        serve.replicas[warm].engine._draining = True  # but nobody has been told
         answer = await ask(serve, prompt_token_ids=PROMPT)
         assert answer.tokens == [expected_tokens(PROMPT, 4)]
         assert answer.usage.replica_id != warm
@@ -231,7 +231,7 @@ async def _stops(serve: FakeServe, name: str) -> None:
 
 
 async def _leaves_and_stops(serve: FakeServe, name: str) -> None:
-    """Serve's patience with a replica that drains is at its end."""
+    """Serve no longer waits for the draining replica and stops it."""
     left = serve.leave(name)
     left.executor.gate.set()
     await left.engine.stop()
@@ -329,7 +329,7 @@ async def test_a_loss_before_the_first_token() -> None:
 
 
 async def test_a_loss_on_the_way_by_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt too long for the feed, whose call hangs: it goes elsewhere when the feed breaks."""
+    """The prompt is too long for the feed and its call hangs: it goes elsewhere when the feed breaks."""
     monkeypatch.setattr(feed_client, "MAX_REQUEST_BYTES", 0)
     async with serving("a", "b") as serve:
         serve.may_call.clear()
@@ -439,7 +439,7 @@ async def test_a_call_that_fails_on_the_way_is_resumed(monkeypatch: pytest.Monke
         assert answer.tokens == [expected_tokens((1, 2, 3), 4)]
 
 
-# Ends that the client or the clock chose
+# Ends chosen by the client or the clock
 
 
 async def test_a_deadline_ends_the_call_and_frees_its_blocks() -> None:
@@ -458,7 +458,7 @@ async def test_a_deadline_ends_the_call_and_frees_its_blocks() -> None:
 
 
 async def test_a_deadline_counts_from_the_arrival() -> None:
-    """A call may have waited in the gateway, for its long prompt to be tokenised or for a first replica."""
+    """A call may have waited at the gateway while its long prompt was tokenised, or for a first replica."""
     async with serving("a") as serve:
         serve.replicas["a"].executor.gate.clear()
         with pytest.raises(DeadlineExceeded, match=r"after 60 s"):
@@ -581,7 +581,7 @@ async def test_a_bug_on_the_way_is_raised_and_not_waited_out(monkeypatch: pytest
 
 
 class TestLedger:
-    """The gateway's books where they touch a call's life."""
+    """The gateway's ledger, where it affects the life of a call."""
 
     async def test_who_has_left_is_promised_nothing(self) -> None:
         async with serving("a") as serve:

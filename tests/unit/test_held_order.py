@@ -1,4 +1,4 @@
-"""Held requests in order, against sorting them anew."""
+"""The order of held requests, checked against sorting them anew."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_order_is_that_of_sorting_anew(num_tenants: int) -> None:
             held.length_s = 1.0
             held.num_new_tokens = rng.randrange(1, 100)
             order.put(held)
-            if rng.random() < 0.3:  # its date is the same
+            if rng.random() < 0.3:  # its due date stays the same
                 held.num_new_tokens = rng.randrange(1, 100)
                 order.put(held)
         if here:

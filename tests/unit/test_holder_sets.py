@@ -1,4 +1,4 @@
-"""Sets that entries have in common, against a list of sets."""
+"""Sets shared by entries, checked against a plain list of sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ slots = st.integers(0, 200)
     )
 )
 def test_entries_have_the_sets_that_they_were_given(commands: list[tuple[str, int, int]]) -> None:
-    sets, numbers, dumb = HolderSets(), [], []  # by entry
+    sets, numbers, dumb = HolderSets(), [], []  # one per entry
     for name, slot, count in commands:
         some = range(count % (len(numbers) + 1))
         if name == "new":
@@ -34,7 +34,7 @@ def test_entries_have_the_sets_that_they_were_given(commands: list[tuple[str, in
             numbers[: len(some)] = getattr(sets, name)(slot, [numbers[i] for i in some])
         for i in some if name != "drop" and name != "new" else ():
             dumb[i] = dumb[i] | {slot} if name == "add" else dumb[i] - {slot}
-        kept = [i for i, number in enumerate(numbers) if number]  # an entry that nobody holds is none
+        kept = [i for i, number in enumerate(numbers) if number]  # an entry that nobody holds is gone
         numbers, dumb = [numbers[i] for i in kept], [dumb[i] for i in kept if dumb[i]]
         assert len(numbers) == len(dumb)
         assert [sets.bits[number] for number in numbers] == [sum(1 << slot for slot in held) for held in dumb]

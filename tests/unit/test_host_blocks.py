@@ -1,4 +1,4 @@
-"""Rows of host memory: what they keep, whom they forget first, and the moves that each step takes along."""
+"""Rows of host memory: what they keep, what they evict first, and the moves that each step carries out."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_moves_of_a_step_planned_ahead_are_made_once_whether_it_runs_or_not() ->
     assert host.moves_ahead() == ((1, 0),)
     host.keep(B, 2)
     assert host.moves_ahead() == ((2, 1),)
-    host.note_moved(1)  # the first has run, the second is dropped
+    host.note_moved(1)  # the first step has run, the second is dropped
     host.keep(C, 3)
     assert host.take_moves() == (((2, 1), (3, 2)), ())
     assert host.take_moves() == ((), ())
@@ -70,7 +70,7 @@ def test_moves_of_a_step_planned_ahead_are_made_once_whether_it_runs_or_not() ->
 
 
 def test_a_preempted_sequence_comes_back_from_host_memory() -> None:
-    """Four grow in a pool for one and a half: with rows for the rest, less is computed twice. The tokens are right."""
+    """Four sequences grow in a pool for one and a half. With host rows less is computed twice. The tokens are right."""
     num_computed = []
     for num_host_blocks in (0, 32):
         scheduler, executor = make_scheduler(num_blocks=14, max_num_seqs=4, num_host_blocks=num_host_blocks)

@@ -1,4 +1,4 @@
-"""The torch-free core stays so: a fresh interpreter imports it and nothing heavy comes along."""
+"""The core stays free of torch: a fresh interpreter imports it without loading anything heavy."""
 
 from __future__ import annotations
 

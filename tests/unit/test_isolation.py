@@ -1,4 +1,4 @@
-"""The guard of these folders holds."""
+"""The guard that isolates the light test folders works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal: in order, bounded, and short where the same thing happens again and again."""
+"""The journal: in order, bounded, and short when the same thing happens again and again."""
 
 from __future__ import annotations
 

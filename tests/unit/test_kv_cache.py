@@ -1,4 +1,4 @@
-"""Block tables: reuse, growth, copy-on-write, and room."""
+"""Block tables: reuse, growth, copy-on-write, and free space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def manager(num_blocks: int = 8, caching: bool = True) -> KVCacheManager:
 
 
 def cached(kv: KVCacheManager) -> list[BlockHash]:
-    """Run TOKENS through as sequence 0 and leave its full blocks behind."""
+    """Run TOKENS through as sequence 0 and leave its full blocks cached."""
     kv.allocate(0, [], len(TOKENS))
     kv.commit(0, HASHES, len(TOKENS))
     kv.free(0)

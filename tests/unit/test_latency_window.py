@@ -1,4 +1,4 @@
-"""Quantiles and attainment of a sliding window, against sorted lists of what is in it."""
+"""Quantiles and attainment of a sliding window, checked against sorted lists of its contents."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_nothing_is_known_of_nothing() -> None:
 
 
 def test_old_times_leave_the_window() -> None:
-    """Against a list of (when, what): what is counted is younger than the window and at least as young as it less
-    one slice."""
+    """Checked against a list of times: everything counted is younger than the window, and everything younger than the
+    window less one slice is counted."""
     rng = Random(5)
     window = LatencyWindow(OBJECTIVE, window_s=60.0)
     slice_s = 60.0 / NUM_SLICES

@@ -1,4 +1,4 @@
-"""One line for each request, with its numbers and none of its words."""
+"""One log line for each request, with its figures and none of its text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRACEPARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
 
 @pytest.fixture(autouse=True)
 def _loggers() -> Iterator[None]:
-    """As they were, afterwards."""
+    """Restore the loggers afterwards."""
     loggers = [logging.getLogger(name) for name in ROOTS]
     before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     yield
@@ -104,7 +104,7 @@ ERRORS = [
 def test_no_words_of_a_request_are_logged_at_any_level(
     form: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither by our own lines nor by what another handler would make of them."""
+    """Neither in our own lines nor in what another handler would make of the records."""
     set_up_logs(form, "debug")
     for name in ROOTS:
         logging.getLogger(name).addHandler(caplog.handler)
@@ -116,7 +116,7 @@ def test_no_words_of_a_request_are_logged_at_any_level(
                 if error is not None:
                     raise error
         except Exception as caught:
-            report(caught, f"call-{number}")  # what both faces do with an error
+            report(caught, f"call-{number}")  # as both APIs do with an error
     said = capsys.readouterr().err
     for number in range(len(ERRORS)):
         assert f"call-{number}" in said

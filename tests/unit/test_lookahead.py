@@ -1,4 +1,4 @@
-"""Steps planned while another runs: what goes on by itself, and what is left to the scheduler."""
+"""Steps planned while another runs: what continues by itself, and what is left to the scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal_replica.testing import FakeExecutor, make_request, make_scheduler
 
 
 def started(*requests: Request, **settings: int) -> tuple[Scheduler, FakeExecutor, SchedulerOutput]:
-    """A scheduler whose requests' first step, a whole prompt each, is handed out."""
+    """A scheduler that has handed out the first step of its requests, a whole prompt each."""
     scheduler, executor = make_scheduler(**settings)  # type: ignore[arg-type]
     for request in requests:
         scheduler.add(request)
@@ -36,7 +36,7 @@ def test_every_sequence_goes_on_by_a_token() -> None:
     result = executor.execute(output)
     assert scheduler.lookahead.confirm(ahead, result) == ahead
     scheduler.update(output, result)
-    assert scheduler.lookahead.confirm(ahead, result) == ahead  # as well afterwards
+    assert scheduler.lookahead.confirm(ahead, result) == ahead  # and afterwards as well
     assert scheduler.lookahead.plan(ahead) is not None
 
 
@@ -51,7 +51,7 @@ def test_a_sequence_that_ends_is_left_out() -> None:
 
 
 def test_who_was_left_out_of_a_step_is_left_out_of_the_next() -> None:
-    """An abort comes when the step after next has been planned, and before the next one starts."""
+    """The abort comes after the step after next has been planned and before the next one starts."""
     scheduler, executor, output = started(make_request("a", range(4)), make_request("b", range(10, 16)))
     ahead = scheduler.lookahead.plan(output)
     assert ahead is not None
@@ -76,7 +76,7 @@ def test_nothing_is_left_to_go_on() -> None:
 
 
 def test_an_arrival_is_not_kept_waiting_for_a_planned_step() -> None:
-    """The planned step is dropped, and the one that starts the arrival tells of the blocks that were given ahead."""
+    """The planned step is dropped; the step that starts the new request reports the blocks that it had allocated."""
     scheduler, executor, output = started(make_request("a", range(4)))
     ahead = scheduler.lookahead.plan(output)
     assert ahead is not None
@@ -118,7 +118,7 @@ async def test_the_next_step_starts_before_the_last_one_is_told() -> None:
         num_started: list[int] = []
 
         def slow_reader(report: StepReport) -> None:
-            """Holds up the loop until the next step has started without it."""
+            """Block the event loop until the next step has started without it."""
             if not report.deltas:
                 return
             deadline = time.monotonic() + DEADLINE_S

@@ -215,7 +215,7 @@ class Refusal(_message.Message):
     def __init__(self, time_s: _Optional[float] = ..., request_id: _Optional[str] = ..., reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[Term, _Mapping]]] = ..., record: _Optional[_Union[AdmissionRecord, _Mapping]] = ...) -> None: ...
 
 class AdmissionRecord(_message.Message):
-    __slots__ = ("query", "replicas", "max_waiting_tokens", "max_waiting_requests", "objective", "num_held_tokens", "num_held", "waited_s", "admitted", "reason", "retry_after_s", "never_fits", "deadline_in_s", "never_in_time", "pair_s", "num_refused_tokens")
+    __slots__ = ("query", "replicas", "max_waiting_tokens", "max_waiting_requests", "objective", "num_held_tokens", "num_held", "waited_s", "admitted", "reason", "retry_after_s", "never_fits", "deadline_in_s", "never_in_time", "pair_s", "num_refused_tokens", "was_last")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,7 @@ class AdmissionRecord(_message.Message):
     NEVER_IN_TIME_FIELD_NUMBER: _ClassVar[int]
     PAIR_S_FIELD_NUMBER: _ClassVar[int]
     NUM_REFUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAS_LAST_FIELD_NUMBER: _ClassVar[int]
     query: RouteQuery
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaView]
     max_waiting_tokens: int
@@ -248,7 +249,8 @@ class AdmissionRecord(_message.Message):
     never_in_time: bool
     pair_s: float
     num_refused_tokens: float
-    def __init__(self, query: _Optional[_Union[RouteQuery, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaView, _Mapping]]] = ..., max_waiting_tokens: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., objective: _Optional[_Union[LatencyObjective, _Mapping]] = ..., num_held_tokens: _Optional[float] = ..., num_held: _Optional[int] = ..., waited_s: _Optional[float] = ..., admitted: _Optional[bool] = ..., reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., never_fits: _Optional[bool] = ..., deadline_in_s: _Optional[float] = ..., never_in_time: _Optional[bool] = ..., pair_s: _Optional[float] = ..., num_refused_tokens: _Optional[float] = ...) -> None: ...
+    was_last: bool
+    def __init__(self, query: _Optional[_Union[RouteQuery, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaView, _Mapping]]] = ..., max_waiting_tokens: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., objective: _Optional[_Union[LatencyObjective, _Mapping]] = ..., num_held_tokens: _Optional[float] = ..., num_held: _Optional[int] = ..., waited_s: _Optional[float] = ..., admitted: _Optional[bool] = ..., reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., never_fits: _Optional[bool] = ..., deadline_in_s: _Optional[float] = ..., never_in_time: _Optional[bool] = ..., pair_s: _Optional[float] = ..., num_refused_tokens: _Optional[float] = ..., was_last: _Optional[bool] = ...) -> None: ...
 
 class LatencyObjective(_message.Message):
     __slots__ = ("ttft_s", "prefill_factor")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import httpx
@@ -17,11 +18,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shoal_cluster.addresses import listen
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.config import GatewaySettings
-from shoal_cluster.policies.routing import RouteWeights
-from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve import ingress as ingress_module
+from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.call_observer import CallObserver
-from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.ingress import Ingress
+from shoal_cluster.serve.journal import Journal
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_replica.errors import ConfigError, Unavailable
@@ -100,6 +101,57 @@ async def test_dashboards_and_health_watchers_hold_nothing_up() -> None:
         assert time.monotonic() - started_s < 15  # not the 35 s that answers would have
 
 
+async def test_a_call_that_comes_as_an_idle_gateway_closes_has_the_time_of_any_other() -> None:
+    observer = make_observer()
+
+    class Observed(FakeGateway):
+        async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+            with observer.observe(call):
+                async for chunk in super().generate(call):
+                    yield chunk
+
+    core = Observed()
+    core.gate.clear()
+    ingress = await Ingress.open(core, FREE)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ingress.http_port}", timeout=30) as http:
+        await http.get("/healthz")  # its connection is open
+        closing = asyncio.create_task(ingress.close(observer.drain(30)))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
+        await until(lambda: core.num_open == 1)
+        await asyncio.sleep(1.5)
+        assert not closing.done()
+        core.gate.set()
+        assert (await late).json()["choices"][0]["text"] == core.text
+        await closing
+
+
+async def test_a_client_that_does_not_read_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_module, "SHUTDOWN_S", 0.5)
+
+    class Talker(FakeGateway):
+        async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
+            while True:
+                yield Chunk(index=0, text="much " * 10_000)
+                await asyncio.sleep(0)
+
+    ingress = await Ingress.open(Talker(), FREE)
+    reader, writer = await asyncio.open_connection("127.0.0.1", ingress.http_port, limit=1024)
+    body = b'{"prompt": "x", "stream": true, "max_tokens": 1000000}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    await reader.readuntil(b"\r\n")
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    await until(lambda: any(connection.flow.write_paused for connection in connections(ingress)))
+    async with asyncio.timeout(15):  # not the 35 s that answers would have
+        await ingress.close(asyncio.sleep(0))
+    writer.close()
+
+
+def connections(ingress: Ingress) -> list[Any]:
+    return list(ingress._http_server.server_state.connections)
+
+
 async def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
     core = FakeGateway()
     async with opened(core) as ingress:
@@ -108,10 +160,12 @@ async def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
             await Ingress.open(core, taken)
 
 
+def make_observer() -> CallObserver:
+    return CallObserver(GatewayMetrics("test", LatencyWindow(LatencyObjective())), Journal())
+
+
 async def test_calls_that_outlast_the_drain_are_told_why() -> None:
-    metrics = GatewayMetrics("test", LatencyWindow(LatencyObjective()))
-    ledger = GatewayLedger("test", RouteWeights())
-    observer = CallObserver(metrics, ledger.journal)
+    observer = make_observer()
     await asyncio.wait_for(observer.drain(60), 5)
     failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
@@ -121,8 +175,7 @@ async def test_calls_that_outlast_the_drain_are_told_why() -> None:
             raise await failed
 
     running = asyncio.create_task(call())
-    await until(lambda: metrics.num_active == 1)
+    await until(lambda: observer._open)
     await asyncio.wait_for(observer.drain(0.05), 5)
     with pytest.raises(Unavailable, match=r"this gateway has stopped, and the answer was not finished within 0\.05 s"):
         await running
-    await ledger.close()

@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from fixtures.cluster_views import make_query, make_stats
@@ -18,7 +19,9 @@ from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.returning import Returning
 from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.serve import admission_desk
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
+from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_replica.errors import InvalidArgument, ResourceExhausted
 from shoal_replica.stats import ReplicaStats
@@ -55,6 +58,15 @@ class Gateway:
             raise
 
 
+def check_replay(gateway: Gateway, request_id: str) -> None:
+    """Its refusal is answered the same from its record, here and where it is told."""
+    explanation = gateway.dispatcher.explain(request_id)
+    for (refusal,) in (explanation.refusals, explanation_from_bytes(explanation_to_bytes(explanation)).refusals):
+        assert refusal.record is not None
+        assert not refusal.record.admission.admitted
+        assert refusal.record.replay() == refusal.record.admission
+
+
 async def test_the_urgent_are_let_in_whatever_waits_behind_them_and_the_last_has_to_go() -> None:
     gateway = Gateway(AdmissionLimits(max_waiting_requests=10), a=BUSY)
     bulk = [gateway.enter(f"bulk{i}", tenant="bulk", priority=10) for i in range(10)]
@@ -66,9 +78,7 @@ async def test_the_urgent_are_let_in_whatever_waits_behind_them_and_the_last_has
     for number in (7, 8, 9):
         with pytest.raises(ResourceExhausted, match="queue is full"):
             bulk[number].turn.result()
-        (refusal,) = gateway.dispatcher.explain(f"bulk{number}").refusals
-        assert refusal.record is not None
-        assert refusal.record.replay() == refusal.record.admission
+        check_replay(gateway, f"bulk{number}")
 
 
 async def test_what_has_been_placed_before_is_neither_refused_nor_pushed_out() -> None:
@@ -102,8 +112,10 @@ async def test_what_a_replica_had_taken_is_not_refused_when_that_is_gone() -> No
         gone.executor.gate.set()
 
 
-async def test_the_refused_are_told_one_after_another() -> None:
-    """A prompt has 160 tokens, and each takes 1 ms."""
+async def test_the_refused_are_told_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token takes 1 ms; each prompt has 160."""
+    now = time.monotonic()
+    monkeypatch.setattr(admission_desk, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     gateway = Gateway(AdmissionLimits(max_waiting_requests=4), a=BUSY, b=BUSY)
     for number in range(7):
         gateway.enter(f"held{number}")
@@ -113,11 +125,21 @@ async def test_the_refused_are_told_one_after_another() -> None:
             gateway.enter(f"refused{number}")
         assert refused.value.retry_after_s is not None
         told.append(refused.value.retry_after_s)
-        (refusal,) = gateway.dispatcher.explain(f"refused{number}").refusals
-        assert refusal.record is not None
-        assert refusal.record.replay() == refusal.record.admission
+        check_replay(gateway, f"refused{number}")
     steps = [after - before for before, after in itertools.pairwise(told[2:])]
-    assert steps == pytest.approx([0.08] * 7, abs=0.001)  # two replicas share the work
+    assert steps == pytest.approx([0.08] * 7, abs=0.001)  # two replicas work on it
+
+
+async def test_who_is_pushed_out_is_told_when_all_that_is_held_is_done() -> None:
+    gateway = Gateway(AdmissionLimits(max_waiting_requests=10), a=BUSY)
+    last = gateway.enter("last", num_prompt_tokens=1600, priority=1)
+    for number in range(9):
+        gateway.enter(f"held{number}", num_prompt_tokens=1600)
+    gateway.enter("urgent", priority=-1)
+    with pytest.raises(ResourceExhausted) as refused:
+        last.turn.result()
+    assert refused.value.retry_after_s == pytest.approx(10 * 1.6 + 0.16)
+    check_replay(gateway, "last")
 
 
 def test_returning_counts_those_that_are_to_come() -> None:
@@ -127,17 +149,30 @@ def test_returning_counts_those_that_are_to_come() -> None:
     assert [returning.num_tokens(now) for now in (0.0, 1.0, 2.5, 3.0)] == [70, 50, 10, 0]
 
 
-async def test_gateways_share_the_limit() -> None:
-    def num_held(num_gateways: int) -> int:
-        gateway = Gateway(AdmissionLimits(max_waiting_tokens=8000), num_gateways, a=BUSY)
-        for number in range(1000):
-            try:
-                gateway.enter(f"call{number}")
-            except ResourceExhausted:
-                return number
-        raise AssertionError("there is no limit")
+@pytest.mark.parametrize(("num_gateways", "by_tokens", "by_number"), [(1, 50, 50), (4, 13, 13)])
+async def test_gateways_share_the_limits(num_gateways: int, by_tokens: int, by_number: int) -> None:
+    gateway = Gateway(AdmissionLimits(max_waiting_tokens=8000), num_gateways, a=BUSY)
+    for number in range(by_tokens):
+        gateway.enter(f"call{number}")
+    with pytest.raises(ResourceExhausted):
+        gateway.enter("more")
+    gateway = Gateway(AdmissionLimits(max_waiting_requests=50), num_gateways, a=BUSY)
+    for number in range(100):
+        gateway.enter(f"call{number}", priority=-number)  # each goes before all others
+    assert gateway.dispatcher.num_held == by_number
 
-    assert (num_held(1), num_held(4)) == (50, 13)
+
+async def test_while_there_is_no_replica_the_last_has_to_go() -> None:
+    gateway = Gateway(AdmissionLimits(max_waiting_requests=5), a=BUSY)
+    gateway.ledger.view.disconnect("a")
+    bulk = [gateway.enter(f"bulk{number}", priority=10) for number in range(5)]
+    urgent = gateway.enter("urgent", priority=-10)
+    assert [waiter.turn.done() for waiter in (*bulk, urgent)] == [False] * 4 + [True, False]
+    with pytest.raises(ResourceExhausted, match="no replica can take requests now, and 5 wait already"):
+        bulk[4].turn.result()
+    check_replay(gateway, "bulk4")
+    with pytest.raises(ResourceExhausted, match="and 5 wait already"):
+        gateway.enter("late", priority=10)
 
 
 async def test_a_request_for_the_large_replica_waits_while_that_is_away() -> None:

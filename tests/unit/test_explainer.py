@@ -173,3 +173,10 @@ async def test_the_id_of_an_openai_answer_is_understood(prefix: str) -> None:
     with pytest.raises(NotFound, match="'other'"):
         await Explainer("own", log.of_request, gateways).explain(f"{prefix}other")
     assert gateways.asked == [f"{prefix}other", "other"][: 1 + bool(prefix)]
+
+
+async def test_the_id_of_an_openai_answer_of_this_gateway_is_not_asked_of_others() -> None:
+    log, gateways = RouteLog(), Gateways(silent=None)
+    log.add(record(1.0))
+    assert (await Explainer("own", log.of_request, gateways).explain("chatcmpl-call")).records == (record(1.0),)
+    assert not gateways.asked

@@ -56,3 +56,12 @@ def test_mistakes_in_a_file_are_found_before_it_is_applied(user_config: Any, wor
     with pytest.raises(ConfigError) as refused:
         read_config(path)
     assert str(refused.value).startswith(words)
+
+
+@pytest.mark.parametrize("deployments", [3, {"Gateway": {}}, "Gateway"])
+def test_deployments_are_a_list(deployments: Any, tmp_path: Path) -> None:
+    application = {"import_path": APP_IMPORT_PATH, "args": {"model": "m"}, "deployments": deployments}
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"deployments: got .* must be a list"):
+        read_config(path)

@@ -85,6 +85,36 @@ def admit(
     return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
 
 
+def keep(
+    query: RouteQuery,
+    candidates: Candidates,
+    limits: AdmissionLimits,
+    num_held_tokens: float,
+    num_held: int,
+    num_refused_tokens: float = 0,
+) -> Admission:
+    """Whether the last request in order may stay in the queue beside ``num_held`` others: as long as some replica that
+    can ever hold it has no more than its part of them. If none takes requests, no more wait than one may hold.
+
+    Only the number counts: tokens do when a request comes, see ``admit``. A refused one is told when all that is held
+    and was refused lately is worked off.
+    """
+    told = candidates.told
+    eligible = is_eligible(query, candidates).nonzero()[0]
+    if not eligible.size:
+        if num_held < limits.max_waiting_requests and num_held_tokens <= limits.max_waiting_tokens:
+            return Admission(True, "it waits for a replica")
+        return Admission(False, f"no replica can take requests now, and {num_held} wait already", NO_REPLICA_RETRY_S)
+    requests = (told["num_waiting"] + candidates.num_reserved)[eligible] + num_held / eligible.size
+    if (requests < limits.max_waiting_requests).any():
+        return Admission(True, f"{num_held} others wait at the gateways")
+    reason = (
+        f"every replica's queue is full ({eligible.size} replicas; the limit is {limits.max_waiting_requests} requests "
+        "each) and all others go before it"
+    )
+    return Admission(False, reason, _late_retry_after_s(candidates, num_held_tokens + num_refused_tokens))
+
+
 def stay(
     query: RouteQuery,
     candidates: Candidates,
@@ -115,7 +145,9 @@ def stay(
 
 
 class AdmissionRecord(NamedTuple):
-    """An answer with all its inputs: ``admit``'s, or ``stay``'s for a request that was held for ``waited_s``."""
+    """An answer with all its inputs: ``admit``'s; ``keep``'s, if the request was last in order; or ``stay``'s, for one
+    that was held for ``waited_s``.
+    """
 
     query: RouteQuery
     replicas: Candidates
@@ -126,6 +158,7 @@ class AdmissionRecord(NamedTuple):
     deadline_in_s: float
     admission: Admission
     num_refused_tokens: float = 0.0
+    was_last: bool = False
 
     def replay(self) -> Admission:
         """Answer again from the record: equal to ``admission``."""
@@ -133,7 +166,7 @@ class AdmissionRecord(NamedTuple):
             waited = self.waited_s, self.num_held_tokens
             return stay(self.query, self.replicas, self.limits, *waited, self.deadline_in_s)
         held = self.num_held_tokens, self.num_held, self.num_refused_tokens
-        return admit(self.query, self.replicas, self.limits, *held)
+        return (keep if self.was_last else admit)(self.query, self.replicas, self.limits, *held)
 
 
 def misfit(query: RouteQuery, candidates: Candidates) -> str:

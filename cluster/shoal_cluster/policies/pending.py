@@ -192,11 +192,12 @@ class PendingQueue:
                 self._know_sizes(view, present, now)
             wishes = view.wishes(now) if self._is_one_of_many else ()
             self._dates.renew_together(self._held.values(), wishes, plan, present)
-        if len(self._held) > 1 and not self._is_one_of_many and int(present.columns[ROOM].max(initial=-1)) < 1:
-            return None  # no replica has a free slot and a free block; other gateways would want to know the plan
         if len(self._held) > self._config.max_considered:
             self._by_urgency.tell_apart(present.least_capacity())
         order = self._by_urgency.to_consider()
+        has_room = self._is_one_of_many or present.columns[ROOM].max(initial=-1) > 0
+        if not has_room and all(held.wish for held, _ in order):
+            return None  # nothing could start, and it is known of each where it is to wait, for whoever asks
         num_kept = self._standing.keep(plan, order, now)
         if num_kept == len(order):
             self._standing.settle()

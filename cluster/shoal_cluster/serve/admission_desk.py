@@ -10,6 +10,7 @@ from shoal_cluster.policies.admission import (
     AdmissionLimits,
     AdmissionRecord,
     admit,
+    keep,
     lateness_s,
     misfit,
     stay,
@@ -17,7 +18,7 @@ from shoal_cluster.policies.admission import (
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.pending import PendingQueue
-from shoal_cluster.policies.ranking import is_eligible, uncached_tokens
+from shoal_cluster.policies.ranking import RouteQuery, is_eligible, uncached_tokens
 from shoal_cluster.policies.returning import Returning
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
@@ -47,28 +48,34 @@ class AdmissionDesk:
             )
 
     def check_room(self, pending: PendingRequest) -> None:
-        """Raise ResourceExhausted if a newcomer, which is in the queue and cannot start at once, must not wait: too
-        much goes before it, or no replica takes requests and more waits than one of them may hold.
+        """Raise ResourceExhausted if a newcomer, which is in the queue and cannot start at once, must not wait because
+        too much goes before it.
         """
         query, now = pending.query, time.monotonic()
         candidates = self._ledger.view.candidates(query.block_hashes, now)
         num_new_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
         self._queue.know_size(query.request_id, num_new_tokens, now)
-        if self.can_take(pending) or self._is_full():
-            num_tokens, num_requests = self._queue.before(query.request_id)
-            self._obey(self._admission(pending, candidates, num_tokens, num_requests), pending)
+        if self.can_take(pending):
+            held = self._share(*self._queue.before(query.request_id))
+            admission = admit(query, candidates, self.limits, *held)
+            self._obey(_record(query, candidates, self.limits, held, admission), pending)
 
     def overflow(self) -> tuple[PendingRequest, ShoalError] | None:
-        """The request that must leave because more is held than all replicas' queues may, and what its client is told:
-        the last in order, whoever came last.
+        """The request that must leave because more is held than may be, and what its client is told: the last in order,
+        whichever came last.
         """
-        if len(self._queue) <= self.limits.max_waiting_requests or (last := self._queue.last()) is None:
+        num_others = len(self._queue) - 1
+        is_small = self._ledger.num_gateways * num_others < self.limits.max_waiting_requests
+        if not num_others or (is_small and self._queue.num_tokens <= self.limits.max_waiting_tokens):
+            return None
+        if (last := self._queue.last()) is None:
             return None
         candidates = self._ledger.view.candidates(last.query.block_hashes, time.monotonic())
-        record = self._admission(last, candidates, 0, len(self._queue) - 1)
-        if record.admission.admitted or not self.can_take(last):
+        held = self._share(self._queue.num_tokens, num_others)
+        admission = keep(last.query, candidates, self.limits, *held)
+        if admission.admitted:
             return None
-        return last, self._error(record, last)
+        return last, self._error(_record(last.query, candidates, self.limits, held, admission, was_last=True), last)
 
     def time_left_s(self, pending: PendingRequest) -> float:
         """Seconds until a held request's objective or deadline is lost. Once one is, raises what its client is told."""
@@ -90,21 +97,13 @@ class AdmissionDesk:
         candidates = self._ledger.view.candidates(pending.query.block_hashes, time.monotonic())
         return self._refused(pending, candidates, Unavailable(reason))
 
-    def _is_full(self) -> bool:
-        """Whether more is held than one replica's queue may hold: no more than that waits for a first replica."""
-        num_held, limits = len(self._queue), self.limits
-        is_full = num_held > limits.max_waiting_requests or self._queue.num_tokens > limits.max_waiting_tokens
-        return is_full and num_held > 1  # the newcomer itself is among them
-
-    def _admission(
-        self, pending: PendingRequest, candidates: Candidates, num_tokens: int, num_requests: int
-    ) -> AdmissionRecord:
-        """The policy's answer. The other gateways are taken to hold as much as this one."""
+    def _share(self, num_tokens: int, num_requests: int) -> tuple[int, int, int]:
+        """What is held, as many requests as that, and the tokens that were told to come back, over all gateways: the
+        others are taken to have as much as this one.
+        """
         num_gateways = self._ledger.num_gateways
-        held = num_gateways * num_tokens, num_gateways * num_requests
-        num_refused = num_gateways * self._returning.num_tokens(time.monotonic())
-        admission = admit(pending.query, candidates, self.limits, *held, num_refused)
-        return AdmissionRecord(pending.query, candidates, self.limits, *held, None, math.inf, admission, num_refused)
+        num_refused = self._returning.num_tokens(time.monotonic())
+        return num_gateways * num_tokens, num_gateways * num_requests, num_gateways * num_refused
 
     def _obey(self, record: AdmissionRecord, pending: PendingRequest) -> None:
         """Raise the error that the client gets if the request was refused."""
@@ -139,3 +138,17 @@ class AdmissionDesk:
         request_id = pending.query.request_id
         self._ledger.routes.refuse(Refusal.of(error, time.time(), request_id, terms, record))
         return error
+
+
+def _record(
+    query: RouteQuery,
+    candidates: Candidates,
+    limits: AdmissionLimits,
+    held: tuple[int, int, int],
+    admission: Admission,
+    *,
+    was_last: bool = False,
+) -> AdmissionRecord:
+    num_tokens, num_requests, num_refused_tokens = held
+    ahead = num_tokens, num_requests, None, math.inf
+    return AdmissionRecord(query, candidates, limits, *ahead, admission, num_refused_tokens, was_last)

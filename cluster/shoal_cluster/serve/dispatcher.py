@@ -146,13 +146,16 @@ class Dispatcher:
         if not (waiter.turn.done() or pending.is_admitted):
             self.desk.check_size(pending)
             self.desk.check_room(pending)
-            self._push_out()
+            self._push_out(pending)
         return waiter
 
-    def _push_out(self) -> None:
+    def _push_out(self, newcomer: PendingRequest) -> None:
+        """End the last request if too much is held; raises what the newcomer's client is told if that is the last."""
         if (overflow := self.desk.overflow()) is None:
             return
         last, error = overflow
+        if last is newcomer:
+            raise error
         request_id = last.query.request_id
         self._queue.remove(request_id)
         turn = self._waiters.pop(request_id).turn

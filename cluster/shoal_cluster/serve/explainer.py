@@ -43,12 +43,15 @@ class Explainer:
 
     async def explain(self, request_id: str) -> Explanation:
         """See GatewayCore. The ``id`` of an OpenAI answer does as well."""
+        bare = request_id.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)
+        if bare == request_id:
+            return await self._explain(request_id)
+        if not self._known(request_id) and self._known(bare):
+            return await self._explain(bare)
         try:
             return await self._explain(request_id)
         except NotFound:
-            if (bare := request_id.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)) == request_id:
-                raise
-        return await self._explain(bare)
+            return await self._explain(bare)
 
     async def _explain(self, request_id: str) -> Explanation:
         explanation = self._known(request_id)

@@ -31,7 +31,7 @@ Part = TypeVar("Part", pb.RouteRecord, pb.Refusal)
 _HELD_SCALARS = ("time_s", "request_id", "waited_s", "number", "num_held")  # under the same names in the proto
 _REFUSAL_SCALARS = ("time_s", "request_id", "reason", "retry_after_s")
 _LIMIT_SCALARS = ("max_waiting_tokens", "max_waiting_requests", "pair_s")
-_HELD_BESIDE = ("num_held_tokens", "num_held", "deadline_in_s", "num_refused_tokens")
+_HELD_BESIDE = ("num_held_tokens", "num_held", "deadline_in_s", "num_refused_tokens", "was_last")
 _ADMISSION_SCALARS = ("admitted", "reason", "never_fits", "never_in_time")
 
 

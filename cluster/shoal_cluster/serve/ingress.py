@@ -17,6 +17,9 @@ from shoal_replica.errors import ConfigError
 SHUTDOWN_S = 5.0
 """For what is still open once no answer is under way: dashboards, health watchers, clients that do not read."""
 
+LAST_CALLS_S = 0.3
+"""For calls that were accepted just before: uvicorn stops accepting at its next tick, a tenth of a second."""
+
 LAST_BYTES_S = 1.0
 """Of those, for HTTP to send the end of the last answers."""
 
@@ -76,6 +79,7 @@ class Ingress:
         """
         grpc_ends = asyncio.ensure_future(self._grpc_server.stop(self._shutdown_s))
         self._http_server.should_exit = True
+        await asyncio.sleep(LAST_CALLS_S)
         await drained
         await asyncio.gather(grpc_ends, self._grpc_server.stop(SHUTDOWN_S), self._end_http())
 
@@ -83,4 +87,7 @@ class Ingress:
         await asyncio.wait((self._http_task,), timeout=LAST_BYTES_S)
         for task in tuple(self._http_server.server_state.tasks):
             task.cancel()
+        await asyncio.wait((self._http_task,), timeout=SHUTDOWN_S)
+        for connection in tuple(self._http_server.server_state.connections):
+            connection.transport.abort()  # its client does not read: what is written would never leave
         await self._http_task

@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from shoal_cluster.policies.admission import Admission, admit, lateness_s, misfit, stay
+from shoal_cluster.policies.admission import admit, keep, lateness_s, misfit, stay
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY
@@ -105,7 +105,7 @@ class SimGateway:
                 return
         candidates = self.view.candidates(query.block_hashes if self.queue is None else (), now)
         num_before = (0, 0) if self.queue is None else self.queue.before(request.request_id)
-        admission = self._admission(query, candidates, *num_before)
+        admission = admit(query, candidates, config.limits, *(config.num_gateways * count for count in num_before))
         if not admission.admitted:
             self._book.refuse(request.request_id, admission.reason)
             if self.queue is not None:
@@ -116,18 +116,14 @@ class SimGateway:
             self._push_out(self.queue)
             self._look_whether_late(request.request_id, query)
 
-    def _admission(self, query: RouteQuery, candidates: Candidates, num_tokens: int, num_requests: int) -> Admission:
-        """The policy's answer; see ``AdmissionDesk``."""
-        num_gateways = self._config.num_gateways
-        return admit(query, candidates, self._config.limits, num_gateways * num_tokens, num_gateways * num_requests)
-
     def _push_out(self, queue: PendingQueue) -> None:
-        """Refuse the last request in order if more is held than all replicas' queues may."""
-        if len(queue) <= self._config.limits.max_waiting_requests or (last := queue.last()) is None:
+        """Refuse the last request in order if more is held than may be; see ``AdmissionDesk.overflow``."""
+        num_gateways, num_others, limits = self._config.num_gateways, len(queue) - 1, self._config.limits
+        if num_gateways * num_others < limits.max_waiting_requests or (last := queue.last()) is None:
             return
         candidates = self.view.candidates((), self._loop.now)
-        admission = self._admission(last.query, candidates, 0, len(queue) - 1)
-        if not admission.admitted and is_eligible(last.query, candidates).any():
+        admission = keep(last.query, candidates, limits, num_gateways * queue.num_tokens, num_gateways * num_others)
+        if not admission.admitted:
             queue.remove(last.query.request_id)
             self._book.refuse(last.query.request_id, admission.reason)
 

@@ -1,7 +1,7 @@
-"""The scheduler told as stories: commands in a text file, and after each what the scheduler did.
+"""The scheduler told as stories: commands in a text file, each followed by what the scheduler did.
 
-A change of behaviour shows as a diff of the stories. To accept it: ``pytest tests/golden --golden-write``, then read
-the diff. The form is that of the data-driven tests of etcd's raft.
+A change of behaviour shows as a diff of the stories. To accept it, run ``pytest tests/golden --golden-write`` and read
+the diff. The format is that of the data-driven tests of etcd's raft.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_STEPS = 200
 
 @dataclass(slots=True)
 class Passage:
-    """Lines up to a rule, the last of which is a command; then what came of it."""
+    """Lines up to a rule, the last of them a command, and the outcome of that command."""
 
     lines: list[str]
     outcome: list[str]
@@ -99,7 +99,7 @@ class Teller:
             yield "  " + self._ledger()
 
     def _run(self) -> Iterator[str]:
-        """Step until there is nothing left to do; only the ends are told."""
+        """Step until there is nothing left to do, and tell only which sequences ended."""
         for _ in range(MAX_STEPS):
             output = self._scheduler_.schedule(0.0)
             self._learn_names()

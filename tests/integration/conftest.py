@@ -24,17 +24,17 @@ os.environ.update(
     RAY_ENABLE_AUTO_CONNECT="0",
     RAY_SERVE_USE_GRPC_BY_DEFAULT="1",
     RAY_USAGE_STATS_ENABLED="0",
-    RAY_metrics_report_interval_ms="2000",  # not ten seconds, for which tests would wait
+    RAY_metrics_report_interval_ms="2000",  # not the default ten seconds, which tests would wait for
 )
 
 ADMIN_KEY = "session"
 HERE = Path(__file__).parent
 LOCAL_YAML = HERE.parents[1] / "deploy" / "serve" / "local.yaml"
-TIMEOUT_S = 900  # a test's time includes the start of its cluster, and machines that do much else are slow
+TIMEOUT_S = 900  # a test's time includes the start of its cluster, and busy machines are slow
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Clusters of a module's own come first: that of the session, once it is up, takes processor time beside them.
+    # Tests of the session's cluster come last: once it is up, it takes processor time from the modules' own clusters.
     items.sort(key=lambda item: item.path.parent == HERE and "cluster" in getattr(item, "fixturenames", ()))
     for item in items:
         if item.path.parent == HERE:
@@ -66,6 +66,6 @@ def cluster() -> Iterator[LiveCluster]:
 
 
 async def _all_connected(address: str, num_replicas: int) -> None:
-    """Serve calls a replica running before the gateway has heard of it."""
+    """Wait until the gateway knows all replicas: Serve calls a replica running before that."""
     async with GatewayClient(address) as client:
         await until_cluster(client, lambda row: num_connected(row) == num_replicas)

@@ -1,4 +1,4 @@
-"""Serve's policy class: what Serve and the gateways tell becomes a view, and what is decided is told."""
+"""Serve's policy class: it makes a view of what Serve and the gateways report, and reports what it decides."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard, Tunin
 from shoal_cluster.serve.scaling_link import BoardLink
 from shoal_replica.stats import ReplicaStats
 
-pytestmark = pytest.mark.integration  # it needs Ray's types, and no cluster
+pytestmark = pytest.mark.integration  # needs Ray's types, but no cluster
 BASE = ScaleConfig(min_replicas=1, max_replicas=9, downscale_delay_s=0.0, headroom=0.0, burst_memory_s=0.0)
 DEPLOYMENT = DeploymentID(name="ReplicaServer", app_name="app")
 AHEAD_S = time.time() + 3600
 
 
 class DictStore(dict[str, bytes]):
-    """A store in this process."""
+    """A board's store, in this process."""
 
     def put(self, key: str, value: bytes) -> None:
         self[key] = value
@@ -43,13 +43,13 @@ class DictStore(dict[str, bytes]):
 
 
 class Controller:
-    """Serve's controller, as far as a policy sees it, and a gateway at the board."""
+    """As much of Serve's controller as a policy sees, and a gateway at the board."""
 
     def __init__(self) -> None:
         self.policy = BlockScaling(msgspec.to_builtins(BASE))
         self.board = ScalingBoard("app", DictStore())
         self.link = BoardLink(self.board)
-        self.link.stop()  # meets only when a test says so
+        self.link.stop()  # it meets the board only when a test says so
         self.policy._link = self.link
         self.policy._export.publish_if_due = lambda points, now: None  # type: ignore[method-assign]
 
@@ -71,7 +71,7 @@ class Controller:
         max_replicas: int = 1000,
         told_s: float | None = None,
     ) -> int:
-        """What the policy wants when replicas r0, r1, ... have recorded these numbers, now or at ``told_s``."""
+        """The count that the policy wants when replicas r0, r1, ... have recorded ``ledgers``, now or at ``told_s``."""
         told_s = time.time() if told_s is None else told_s
         ids = [ReplicaID(f"r{i}", DEPLOYMENT) for i in range(len(ledgers))]
         raw: dict[str, dict[ReplicaID, Sequence[TimeStampedValue]]] = {}
@@ -95,7 +95,7 @@ class Controller:
             last_scale_up_time=None,
             last_scale_down_time=None,
             current_time=None,
-            config=SimpleNamespace(max_replicas=1000),  # all of it that the policy reads
+            config=SimpleNamespace(max_replicas=1000),  # all that the policy reads of it
         )
         count, state = self.policy(context)
         assert state == {}, "what it remembers stays in the instance"
@@ -224,7 +224,7 @@ def test_what_replicas_record_is_what_the_policy_reads() -> None:
 
 
 def test_a_gateway_that_is_gone_does_not_stand_for_one_that_is_silent(controller: Controller) -> None:
-    """Without the silent one's, totals fall; when it is heard again, all that ever came to it is a burst."""
+    """Without the silent gateway, totals would fall, and all its requests would look like a burst once it is back."""
     ledger, now = ledger_metrics(make_stats()), time.time()
     controller.report("silent", num_gateways=2, time_s=now - MAX_REPORT_AGE_S - 1)
     controller.report("gone", num_gateways=2, time_s=now - 8)

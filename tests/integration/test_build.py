@@ -1,4 +1,4 @@
-"""``build(args)``: what is wrong in the YAML is said in one line, before anything starts."""
+"""``build(args)``: an error in the YAML is reported in one line, before anything starts."""
 
 from __future__ import annotations
 

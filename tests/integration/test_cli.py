@@ -1,4 +1,4 @@
-"""The `shoal` command against a scripted core behind a real gRPC server; and how light it starts."""
+"""The `shoal` command against a scripted core behind a real gRPC server; and how little it imports at its start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def core() -> FakeGateway:
 
 @pytest.fixture
 def address(core: FakeGateway) -> Iterator[str]:
-    """The core served from a thread of its own: commands run an event loop themselves."""
+    """The core, served from a thread of its own, since commands run an event loop themselves."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""The faces of a real cluster, used by the clients that people use."""
+"""The APIs of a real cluster, through the clients that people use."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_thirty_cancels_in_a_row_free_everything(cluster: LiveCluster):
             before = num_generated(await client.cluster())
             await stream.aclose()  # type: ignore[attr-defined]
             await until_cluster(client, is_idle)
-            # The step that runs, and those within the 50 ms that a cancel may take: never on to max_tokens.
+            # At most the running step and those within the 50 ms that a cancel may take; never on to max_tokens.
             assert num_generated(await client.cluster()) - before <= MAX_TOKENS_AFTER_CANCEL
         await until_cluster(client, is_idle)
 
@@ -204,7 +204,7 @@ def test_a_prompt_of_ten_megabytes_and_bytes_that_are_no_text_are_refused(cluste
 
 
 async def test_a_long_prompt_is_refused_while_a_stream_goes_on(cluster: LiveCluster):
-    """To tokenise seven megabytes takes seconds: nobody else's stream may wait for that."""
+    """Tokenising seven megabytes takes seconds; no other stream may wait for that."""
     url = f"http://{cluster.http_address}/v1/completions"
     async with GatewayClient(cluster.grpc_address) as client, httpx.AsyncClient(timeout=60) as http:
         stream = client.generate(call("Tell a long story.", max_tokens=1500, ignore_eos=True))
@@ -265,12 +265,12 @@ def test_the_command_line(cluster: LiveCluster):
 
 
 async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cluster: LiveCluster):
-    """Eight streams, four of them on a replica that is killed: each gets the tokens of an undisturbed run. The one that
-    comes in its place takes requests ``WHOLE_AGAIN_S`` after Serve has told of it (a process starts for longer than
-    that), and what the other has cached is found there.
+    """Eight streams, about half of them on a replica that is killed: each gets the tokens of an undisturbed run. The
+    new replica takes requests within ``WHOLE_AGAIN_S`` after Serve first reports it (its process takes longer than that
+    to start), and the surviving replica still has its cache.
     """
     params = {"max_tokens": 120, "ignore_eos": True}
-    # Different from the first block on, so that they spread over both replicas.
+    # The prompts differ from the first block on, so that they spread over both replicas.
     requests = [replace(call(seed=i, **params), messages=(Message("user", f"{i}: tell a story."),)) for i in range(8)]
     async with GatewayClient(cluster.grpc_address) as client:
         rows = (await until_cluster(client, is_idle)).replicas
@@ -312,7 +312,7 @@ async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cl
 
 
 async def time_to_connect(client: GatewayClient, known: set[str]) -> float:
-    """How long after a replica is first told of that is not ``known`` until two take requests, in seconds."""
+    """Seconds from the first report of a replica that is not ``known`` until two replicas take requests."""
     await until_cluster(client, lambda row: any(replica.replica_id not in known for replica in row.replicas))
     seen_s = time.monotonic()
     await until_cluster(client, lambda row: num_connected(row) == 2)

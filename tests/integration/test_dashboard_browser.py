@@ -32,14 +32,14 @@ async def url(core: FakeCore) -> AsyncIterator[str]:
 
 
 def stand_still(core: FakeCore) -> None:
-    """A hundred seconds after its start, which is now, for good."""
+    """Stop the core's clock a hundred seconds after its start."""
     now = core.started_s
     core.started_s -= 100.0
     core.clock = lambda: now
 
 
 async def is_live(page: Page) -> None:
-    """It follows the cluster, and the past that it shows has come."""
+    """Wait until the page follows the cluster and has loaded the past that it shows."""
     await expect(page.locator("#connection")).to_have_text("live")
     await expect(page.locator("#scaling-charts")).to_have_attribute("aria-busy", "false")
 
@@ -148,7 +148,7 @@ async def test_a_broken_stream_says_so_and_comes_back() -> None:
 
 
 async def test_a_stream_that_is_late_says_so_and_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway sends one update and then nothing, its connection open: only time tells. Who asks anew gets one."""
+    """The gateway sends one update, then nothing, and keeps the connection open; a new connection gets an update."""
     monkeypatch.setattr("shoal_cluster.serve.dashboard.page.UPDATE_PERIOD_S", 3600.0)
     address = free_address()
     async with serving(FakeCore(), address), browser_page(f"http://{address}/dashboard") as watched:
@@ -156,7 +156,7 @@ async def test_a_stream_that_is_late_says_so_and_is_opened_again(monkeypatch: py
         await is_live(page)
         await page.route(
             "**/dashboard/stream*", lambda route: None
-        )  # what it asks anew waits until it has been looked at
+        )  # the page's new request waits until the page has been checked
         await expect(page.locator("#connection")).to_have_text("reconnecting")
         await expect(page.get_by_role("alert")).to_contain_text("What you see is from")
         await page.unroute("**/dashboard/stream*")
@@ -165,7 +165,7 @@ async def test_a_stream_that_is_late_says_so_and_is_opened_again(monkeypatch: py
 
 
 async def test_the_charts_go_back_six_hours(core: FakeCore, url: str) -> None:
-    """By keyboard alone: to the range, and to the first moment that a chart shows."""
+    """By keyboard alone: choose the range, and go to the first moment that a chart shows."""
     stand_still(core)
     async with browser_page(url) as watched:
         page = watched.page
@@ -262,7 +262,7 @@ async def test_an_answer_after_its_dialog_was_closed_does_not_open_it_again(core
             await expect(page.get_by_role("dialog")).to_be_hidden()
             async with page.expect_event("requestfinished", lambda request: request == route.request):
                 await route.continue_()
-            await page.evaluate("new Promise(resolve => setTimeout(resolve))")  # what waited for it has run
+            await page.evaluate("new Promise(resolve => setTimeout(resolve))")  # callbacks that waited for it have run
             await expect(page.get_by_role("dialog")).to_be_hidden()
 
         await page.locator("#routes td.request button").first.click()
@@ -276,7 +276,7 @@ async def test_an_answer_after_its_dialog_was_closed_does_not_open_it_again(core
         await page.get_by_role("button", name="Apply").click()
         await closed_then_answered()
         await expect(page.locator("#bounds")).to_have_text("of 2 to 9 · tuned")
-        # One that was opened anew meanwhile changes what it is told to and nothing else.
+        # A dialog that was opened again meanwhile changes what it is told to, and nothing else.
         await page.get_by_role("button", name="Controls", exact=True).click()
         await page.get_by_label("max replicas").fill("7")
         await page.get_by_role("button", name="Apply").click()

@@ -91,7 +91,7 @@ async def test_a_scale_up_and_a_drain_are_seen_as_they_happen(cluster: LiveClust
         await page.get_by_role("button", name="Unlock").click()
         await page.keyboard.press("Escape")
 
-        # Before it is asked for: a replica that starts fast is seen starting for a moment only.
+        # The wait begins before the change: a replica that starts fast is shown as starting for a moment only.
         starting = asyncio.create_task(page.locator('.card[data-state="starting"]').wait_for())
         await tune(page, {"max replicas": "3", "min replicas": "3", "downscale delay (s)": "0"})
         await expect(page.locator("#wanted")).to_have_text("3")
@@ -124,7 +124,7 @@ async def test_a_scale_up_and_a_drain_are_seen_as_they_happen(cluster: LiveClust
 
 
 async def test_a_new_gateway_knows_what_the_replicas_and_the_autoscaler_remember(cluster: LiveCluster) -> None:
-    """The decisions and the timelines from before it; replicas remember whole buckets of twenty seconds."""
+    """It shows decisions and timelines from before its start; replicas remember whole buckets of twenty seconds."""
     async with (
         GatewayClient(cluster.grpc_address) as client,
         browser_page(f"http://{cluster.http_address}/dashboard") as watched,
@@ -147,7 +147,7 @@ async def test_a_new_gateway_knows_what_the_replicas_and_the_autoscaler_remember
     ):
         await until_cluster(client, lambda row: num_connected(row) == 2)
         before: list[dict[str, float | None]] = []
-        while not any(sample["tokens_per_s"] for sample in before):  # replica after replica tells its past
+        while not any(sample["tokens_per_s"] for sample in before):  # replicas report their past one after another
             await asyncio.sleep(0.2)
             columns = (await http.get("/history")).json()
             samples = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -158,5 +158,5 @@ async def test_a_new_gateway_knows_what_the_replicas_and_the_autoscaler_remember
 
 
 def bucket(row: ClusterRow) -> float:
-    """The number of the twenty seconds that every replica is in."""
+    """The number of the last bucket of twenty seconds that every replica has reached."""
     return min(replica.stats.time_s // PAST_BUCKET_S for replica in row.replicas if replica.stats is not None)

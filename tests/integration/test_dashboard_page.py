@@ -1,4 +1,4 @@
-"""The dashboard over a scripted core: the page is whole by itself, the stream is small, shared and ends."""
+"""The dashboard over a scripted core: the page is self-contained, and its stream is small, shared, and ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOT_FETCHED = ("http://www.w3.org/",)
 
 @dataclass(slots=True)
 class CountedCore(FakeCore):
-    """Counts who asks for routes: only an update does."""
+    """Counts the updates: only they ask for routes."""
 
     num_updates: int = 0
     asked_limits: set[int] = field(default_factory=set)
@@ -69,7 +69,7 @@ async def http(core: CountedCore) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def stand_still(core: FakeCore) -> None:
-    """So that two looks see the same."""
+    """Stop the clock, so that two looks see the same."""
     now = core.clock()
     core.clock = lambda: now
 
@@ -225,7 +225,7 @@ async def test_history_goes_back_to_what_the_replicas_remember(http: httpx.Async
     assert columns["time_s"][0] < core.started_s - 4.9 * 3600
     assert columns["time_s"] == sorted(set(columns["time_s"]))
     past = await core.replica_past(core.cluster().replicas[0].replica_id)
-    busy = next(n for n, sample in enumerate(past) if sample.tokens_per_s > 0)  # five hours hold a quiet time
+    busy = next(n for n, sample in enumerate(past) if sample.tokens_per_s > 0)  # part of the five hours is quiet
     assert columns["time_s"][busy] == past[busy].time_s
     assert columns["tokens_per_s"][busy] > past[busy].tokens_per_s, "the sum of all replicas"
     assert columns["attainment"][0] is None

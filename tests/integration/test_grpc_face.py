@@ -1,4 +1,4 @@
-"""The gRPC face over a scripted core: real server, real client, loopback."""
+"""The gRPC API over a scripted core: real server, real client, loopback."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_the_core_gets_what_the_client_asked(
     assert (call.request_id, call.model, call.priority, call.tenant, call.cache_salt) == ("mine", MODEL, -3, "t", "s")
     assert call.sampling_params.max_tokens == 2
     assert call.timeout_s is not None
-    assert DEADLINE_S / 2 < call.timeout_s <= 1.01 * DEADLINE_S  # gRPC rounds up what it sends
+    assert DEADLINE_S / 2 < call.timeout_s <= 1.01 * DEADLINE_S  # gRPC rounds up the timeout that it sends
 
 
 async def test_without_deadline_there_is_no_timeout(
@@ -192,7 +192,7 @@ async def test_bad_input_has_its_status(
     assert caught.value.code().name == status
     assert words in caught.value.details()
     assert "\n" not in caught.value.details()
-    assert core.num_unread + core.num_refused == ("larger than max" not in words)  # that one the server itself refuses
+    assert core.num_unread + core.num_refused == ("larger than max" not in words)  # that one gRPC itself refuses
     assert "".join(chunk.text for chunk in await collect(generation, text="hi")) == core.text
 
 

@@ -1,4 +1,4 @@
-"""The HTTP face over a scripted core: real uvicorn, the real openai client, loopback."""
+"""The HTTP API over a scripted core: real uvicorn, the real openai client, loopback."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ async def test_bad_input_has_openais_error_body(
     assert (error["code"] == "context_length_exceeded") == (words == "below 128")
     assert "\n" not in error["message"]
     assert answer.headers["x-request-id"]
-    # The core counts what it was asked; what it was not is told to it, once.
+    # The core counts the requests that it refuses; any other bad request is reported to it, once.
     assert core.num_unread == (path in (CHAT, COMPLETION) and not core.num_refused)
 
 

@@ -98,7 +98,7 @@ async def test_dashboards_and_health_watchers_hold_nothing_up() -> None:
         await watch.read()
         started_s = time.monotonic()
         await ingress.close(asyncio.sleep(0))
-        assert time.monotonic() - started_s < 15  # not the 35 s that answers would have
+        assert time.monotonic() - started_s < 15  # not the 35 s that answers would be given
 
 
 async def test_a_call_that_comes_as_an_idle_gateway_closes_has_the_time_of_any_other() -> None:

@@ -1,4 +1,4 @@
-"""The ledger of a running cluster: young, right about hits, replayed from its records, whole again after a restart."""
+"""The ledger of a running cluster: fresh, right about hits, replayed from its records, whole again after a restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 NUM_CONVERSATIONS, NUM_TURNS = 6, 3
 MAX_ERROR = 0.01
-MAX_AGE_S = 0.25  # where a test shares its cores with whatever else runs; idle replicas used to report once a second
+MAX_AGE_S = 0.25  # on cores shared with whatever else runs; idle replicas used to report once a second
 WHOLE_AGAIN_S = 2.0
 BLOCK = 16
 
@@ -32,7 +32,7 @@ def prompt(conversation: int, num_tokens: int) -> tuple[int, ...]:
 
 
 async def ask(client: GatewayClient, token_ids: tuple[int, ...], tenant: str = "") -> tuple[str, Usage]:
-    """Run a call to its end; its id and what it used."""
+    """Run a call to its end. Returns its id and its usage."""
     call = GenerateCall(
         request_id=uuid.uuid4().hex,
         token_ids=token_ids,
@@ -70,7 +70,7 @@ async def test_a_run_is_placed_by_a_young_and_true_view_and_every_decision_repla
 
 
 async def test_a_restarted_gateway_is_whole_again_and_knows_what_is_cached(cluster: LiveCluster) -> None:
-    """``WHOLE_AGAIN_S`` from its first answer: until then a process of Ray's starts, which takes several seconds."""
+    """Within ``WHOLE_AGAIN_S`` of its first answer; before that Ray starts a process, which takes several seconds."""
     async with GatewayClient(cluster.grpc_address) as client:
         _, first = await ask(client, prompt(7, 200))
         num_replicas = len((await client.cluster()).replicas)

@@ -68,12 +68,12 @@ def tokens(chunks: list[Chunk]) -> list[int]:
 
 
 def is_spread(row: ClusterRow) -> bool:
-    """The replicas of before are gone, and there is one that cannot say how much memory its ranks' nodes have."""
+    """The former replicas are gone, and the only one cannot say how much memory its ranks' nodes have."""
     return [(r.connected, " of " in r.start_report) for r in row.replicas] == [(True, False)]
 
 
 def nodes_of_ranks(nodes: Cluster) -> list[Any]:
-    """The node of each rank that lives: a worker is its raylet's child."""
+    """The node of each living rank: a worker process is a child of its node's raylet."""
     found = []
     for node in nodes.list_all_nodes():
         (raylet,) = node.all_processes["raylet"]
@@ -120,7 +120,7 @@ async def test_a_lost_node_costs_no_request_and_its_capacity_comes_back(nodes: C
 
 
 async def test_a_replica_whose_ranks_are_on_two_nodes_loses_one(nodes: Cluster, spread: LiveCluster):
-    """Either node has room for one rank: they meet by the nodes' addresses and give the whole model's tokens."""
+    """Each node has room for one rank: the ranks meet by the nodes' addresses and give the whole model's tokens."""
     document, settings = read_config(CLUSTER_YAML)
     args, grpc_address = document["applications"][0]["args"], free_address()
     args["gateway"].update(grpc_address=grpc_address, http_address=free_address(), placement_timeout_s=120)

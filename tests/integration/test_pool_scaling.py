@@ -1,4 +1,4 @@
-"""Serve's own application-level scaling calls our policy: one pool by its load, another in proportion."""
+"""Serve's own application-level scaling calls our policy, which sizes one pool by load, another in proportion."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard
 from shoal_cluster.serve.scaling_link import BoardLink, Inbox
 from shoal_replica.errors import ConfigError
 
-pytestmark = pytest.mark.integration  # it needs Ray's types, and no cluster
+pytestmark = pytest.mark.integration  # needs Ray's types, but no cluster
 BASE = ScaleConfig(min_replicas=1, max_replicas=9, downscale_delay_s=0.0, headroom=0.0, burst_memory_s=0.0)
 SIZED, IN_RATIO, OTHER = (DeploymentID(name=name, app_name="app") for name in ("ReplicaServer", "Prefill", "Other"))
 
 
 class NoStore:
-    """Nobody else is at the board."""
+    """The store of a board that nobody else uses."""
 
     def put(self, key: str, value: bytes) -> None: ...
 
@@ -43,7 +43,7 @@ class NoStore:
 
 
 class Application:
-    """Serve's state of an application that scales, its policy registered as from the YAML."""
+    """Serve's autoscaling state of an application, whose policy is registered as from the YAML."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.state = ApplicationAutoscalingState("app")
@@ -57,7 +57,7 @@ class Application:
         policy._policy._export.publish_if_due = lambda points, now: None
 
     def deploy(self, deployment_id: DeploymentID, count: int) -> None:
-        """It runs ``count`` replicas, all idle."""
+        """Let a deployment run ``count`` replicas, all idle."""
         scaling = AutoscalingConfig(min_replicas=0, max_replicas=1000, upscale_delay_s=0, downscale_delay_s=0)
         info = DeploymentInfo(
             deployment_config=DeploymentConfig(autoscaling_config=scaling),
@@ -76,7 +76,7 @@ class Application:
             self.state.record_request_metrics_for_replica(ReplicaMetricReport(replica_id, ledger, now))
 
     def decide(self, **changes: Any) -> dict[DeploymentID, int]:
-        """What Serve sets the counts to, with a gateway that reports these settings."""
+        """The counts that Serve sets, with a gateway that reports these settings."""
         report = GatewayReport("g", time.time(), Demand(num_requests=1), {}, replace(BASE, **changes), 1)
         self.link.inbox = Inbox((report,))
         decided: dict[DeploymentID, int] = self.state.get_decision_num_replicas(self.targets)

@@ -54,7 +54,7 @@ def test_every_expression_of_the_board_parses(tmp_path: Path):
 
 
 async def arrives(look: Callable[[], bool], meanwhile: Callable[[], Awaitable[object]]) -> None:
-    """Do something again and again until ``look`` is true."""
+    """Await ``meanwhile`` again and again until ``look`` is true."""
     async with asyncio.timeout(ARRIVAL_S):
         while not await asyncio.to_thread(look):
             await meanwhile()
@@ -65,7 +65,7 @@ def page_text(address: str) -> str:
 
 
 def gateway_series(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What the gateway's own page says now, but for what moves by itself."""
+    """The series of the gateway's own page now, except those that change by themselves."""
     text = page_text(address)
     moving = {family.name for family in MOVING}
     return {
@@ -78,7 +78,7 @@ def gateway_series(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]],
 
 
 def differences(server: Prometheus, page: dict[tuple[str, frozenset[tuple[str, str]]], float]) -> list[str]:
-    """Series of the gateway's page that Prometheus has not, or with another value."""
+    """Series of the gateway's page that Prometheus lacks or has with another value."""
     known: dict[str, list[tuple[set[tuple[str, str]], float]]] = {}
     for sample in server.query('{__name__=~"shoal_.+",job="ray"}'):
         labels = {(key, _bound(key, value)) for key, value in sample["metric"].items()}
@@ -110,7 +110,7 @@ async def test_prometheus_scrapes_a_running_cluster(cluster: LiveCluster, tmp_pa
                 async for _ in client.generate(call):
                     pass
 
-            # Rates need a first look before the first event.
+            # Rates need a sample from before the first event.
             await arrives(lambda: bool(server.query("shoal_replica_step_seconds_count")), lambda: asyncio.sleep(0.5))
             expressions = [
                 target["expr"] for panel in json.loads(BOARD.read_text())["panels"] for target in panel["targets"]

@@ -1,4 +1,4 @@
-"""A replica of two ranks behind the gateway: the whole model's tokens, and a rank that is killed costs nobody any."""
+"""A replica of two ranks behind the gateway: it gives the whole model's tokens, and a lost rank costs none of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_replica_of_two_ranks_loses_one(local_yaml):
 async def lose(
     client: GatewayClient, ray: LocalRay, victim: psutil.Process, sign: signal.Signals, expected: list[int]
 ) -> None:
-    """Stop a rank in the middle of a stream: the stream goes on, by ranks that are all new."""
+    """Lose a rank in the middle of a stream: the stream goes on, with new ranks only."""
     before, engines = actors(ray._process.pid, RANK_TITLE), actors(ray._process.pid, REPLICA_TITLE)
     assert len(engines) == 1
     chunks: list[Chunk] = []

@@ -30,7 +30,7 @@ from shoal_replica.request import FinishReason
 
 pytestmark = pytest.mark.integration
 ADMIN_KEY = "live"
-COLD = {"headroom": 0, "burst_memory_s": 0}  # nothing is held ready: what comes and goes is the load's alone
+COLD = {"headroom": 0, "burst_memory_s": 0}  # no reserve: replicas come and go with the load alone
 
 
 class Load:
@@ -44,7 +44,7 @@ class Load:
         self._number = 0
 
     async def turn(self) -> None:
-        """Top up, wait for one to end or a moment."""
+        """Top up, then wait until a request ends or a moment has passed."""
         while len(self._open) < self._width:
             self._open.add(asyncio.create_task(run(self._client, self._number)))
             self._number += 1
@@ -65,7 +65,7 @@ async def run(client: GatewayClient, number: int) -> FinishReason | None:
 
 
 async def stream_until(client: GatewayClient, condition: Callable[[ClusterRow], bool]) -> None:
-    """Keep one long stream open, which is hardly any load, and every one of them whole."""
+    """Keep one long stream open, which is hardly any load, and check that each is whole."""
     while True:
         num_tokens = 0
         stream = client.generate(call("Once upon a time", 1000))
@@ -90,13 +90,13 @@ async def test_none_one_three_one_none(ray, local_yaml):
     grpc_address, http_address = free_address(), free_address()
     args["gateway"].update(grpc_address=grpc_address, http_address=http_address, admin_key=ADMIN_KEY)
     args["scaling"] = {"min_replicas": 0, "max_replicas": 2, "downscale_delay_s": 3} | COLD
-    args["replica"]["drain_timeout_s"] = 2  # what lasts longer goes on elsewhere
+    args["replica"]["drain_timeout_s"] = 2  # longer streams go on elsewhere
     deploy(document, ray.dashboard_url, lambda progress: None)
     async with GatewayClient(grpc_address) as client:
         assert num_connected(await client.cluster()) == 0
-        async with httpx.AsyncClient() as http:  # balancers are to send what starts the first
+        async with httpx.AsyncClient() as http:  # load balancers must send what starts the first replica
             assert (await http.get(f"http://{http_address}/healthz")).status_code == 200
-        assert await run(client, 0) is FinishReason.LENGTH  # held until there is one
+        assert await run(client, 0) is FinishReason.LENGTH  # held until there is a replica
 
         await client.tune({"max_replicas": 3, "min_replicas": 1}, reset=False, admin_key=ADMIN_KEY)
         load = Load(client, 16)
@@ -121,7 +121,7 @@ async def test_none_one_three_one_none(ray, local_yaml):
 
 
 async def test_an_answer_outlives_its_gateway_and_its_replica(ray, local_yaml):
-    """Both are replaced while it streams, by a deployment of other arguments in place of what was served before."""
+    """Both are replaced while it streams, when the application is deployed with other arguments."""
     document, _ = read_config(local_yaml)
     args = document["applications"][0]["args"]
     address, http_address = free_address(), free_address()
@@ -151,7 +151,7 @@ async def test_an_answer_outlives_its_gateway_and_its_replica(ray, local_yaml):
 
 
 def pools(**user_config: Any) -> dict[str, Any]:
-    """Two pools in the proportion of 2 to 3, the second sized by the blocks of the first."""
+    """Two pools in the proportion of 2 to 3: the first is sized by its blocks, the second follows."""
     settings = msgspec.to_builtins(ScaleConfig(max_replicas=2, downscale_delay_s=1)) | COLD
     policy = {"settings": settings, "sized": "Decode", "ratios": {"Prefill": 1.5}}
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -170,7 +170,7 @@ def pools(**user_config: Any) -> dict[str, Any]:
 
 
 def test_two_pools_grow_and_shrink_in_proportion(ray):
-    """In place of what was served before."""
+    """They replace what was served before."""
     from ray.dashboard.modules.serve.sdk import ServeSubmissionClient  # after the environment is set
 
     client = ServeSubmissionClient(ray.dashboard_url)
@@ -193,8 +193,8 @@ def test_two_pools_grow_and_shrink_in_proportion(ray):
 
 
 async def test_two_gateways_answer_explain_and_promise_as_one(ray, local_yaml):
-    """Again in place of what was served before. Each connection to the port that they share is one gateway's. At last
-    one of them hangs."""
+    """They replace what was served before. Each connection to the port that they share belongs to one of them. In the
+    end one hangs."""
     from ray.dashboard.modules.serve.sdk import ServeSubmissionClient  # after the environment is set
 
     document, _ = read_config(local_yaml)
@@ -233,7 +233,7 @@ async def test_two_gateways_answer_explain_and_promise_as_one(ray, local_yaml):
         async with asyncio.timeout(CHANGE_TIMEOUT_S), asyncio.TaskGroup() as group:
             for _ in range(4):
                 group.create_task(ask_on())
-            while not is_seen:  # for the moment between a request's being sent and its being taken
+            while not is_seen:  # only between sending a request and the replica's taking it
                 row = await other.cluster()
                 is_seen = any(replica.num_reserved_blocks for replica in row.replicas)
         assert row.num_active == 0, "what it sees is promised by the other gateway"
@@ -255,7 +255,7 @@ async def tokens_of(client: GatewayClient, request: GenerateCall) -> list[int]:
 
 
 async def connect(stack: AsyncExitStack, address: str, condition: Callable[[ClusterRow], bool]) -> GatewayClient:
-    """A connection to the gateway of which ``condition`` holds: the system deals them out by chance."""
+    """A connection to the gateway for which ``condition`` holds; the system assigns connections by chance."""
     while True:
         client = await stack.enter_async_context(GatewayClient(address))
         if condition(await client.cluster()):

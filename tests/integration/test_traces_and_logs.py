@@ -1,4 +1,4 @@
-"""A running cluster tells of each request: spans to a collector, a line to its log, and never what was said."""
+"""A running cluster reports each request: spans to a collector, a line to its log, and never what was said."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal_replica import SamplingParams
 pytestmark = pytest.mark.integration
 
 LOOK_S = 0.2  # a look reads files
-SECRET = "zanzibarquartz"  # no word of the code's or of anybody else's prompts
+SECRET = "zanzibarquartz"  # a word of neither the code nor other prompts
 
 
 def new_trace() -> TraceContext:
@@ -30,11 +30,11 @@ def new_trace() -> TraceContext:
 
 
 def lines_of(ray_folder: Path, request_id: str) -> list[dict[str, Any]]:
-    """What the cluster's processes have logged of a request."""
+    """The lines that the cluster's processes have logged about a request."""
     found: dict[str, dict[str, Any]] = {}
     for path in (ray_folder / "session_latest" / "logs").rglob("*.err"):
         for line in path.read_text(errors="replace").splitlines(keepends=True):
-            if request_id in line and line.startswith("{") and line.endswith("\n"):  # else it is being written
+            if request_id in line and line.startswith("{") and line.endswith("\n"):  # else it is still being written
                 found[line] = json.loads(line)
     return list(found.values())
 
@@ -57,7 +57,7 @@ async def test_both_faces_take_the_callers_trace_and_log_one_line(cluster: LiveC
         body = {"model": cluster.model, "messages": [{"role": "user", "content": SECRET}], "max_tokens": 3}
         headers = {"x-request-id": http_id, **dict(by_http.headers())}
         assert (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
-        # What is wrong, too long or of no known shape is not logged either.
+        # Input that is wrong, too long or of an unknown shape is not logged either.
         for wrong in ({"top_p": 7}, {"messages": SECRET}, {"model": SECRET}, {"max_tokens": SECRET}):
             assert (await http.post("/v1/chat/completions", json={**body, **wrong})).status_code in (400, 404)
         long = {**body, "messages": [{"role": "user", "content": f"{SECRET} " * 20_000}]}

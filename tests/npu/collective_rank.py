@@ -1,4 +1,4 @@
-"""One of two processes that try every collective: ``python collective_rank.py RANK PORT``; prints what came of them."""
+"""One of two processes that try every collective: ``python collective_rank.py RANK PORT``. Prints the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps over scrambled pages, on the NPU, and what they must come to."""
+"""Steps over scrambled pages on the NPU, and their expected results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PagedStep:
         return self.q.to(NPU), *caches, to_npu(self.metadata)
 
     def expected(self, scale: float, window: int | None = None) -> Tensor:
-        """By torch's attention in float32, sequence by sequence, over keys and values taken out of their pages."""
+        """torch's attention in float32, sequence by sequence, over keys and values gathered from their pages."""
         outputs, starts = [], self.metadata.query_start_loc
         for index, seq_len in enumerate(self.metadata.seq_lens):
             q = self.q[starts[index] : starts[index + 1]]
@@ -89,7 +89,7 @@ def make_step(
     num_blocks: int = 16,
     shared_prefix: int = 0,
 ) -> PagedStep:
-    """Blocks dealt at random; the first ``shared_prefix`` blocks are the same for all sequences."""
+    """A step whose blocks are dealt at random; the first ``shared_prefix`` blocks are the same for all sequences."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7)).tolist()
     shared = [order.pop() for _ in range(shared_prefix)]
     tables, slots, starts = [], [], [0]

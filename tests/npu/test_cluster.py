@@ -50,7 +50,7 @@ def ray() -> Iterator[LocalRay]:
 
 
 async def serve(ray: LocalRay, folder: Path, num_replicas: int, **replica: Any) -> str:
-    """Deploy the file with a small model; where the gateway listens."""
+    """Deploy the file with a small model. Returns the gateway's gRPC address."""
     document, settings = read_config(NPU_YAML)
     assert settings.replica.device == "npu"
     assert settings.replica.block_size == 128
@@ -80,7 +80,7 @@ async def test_two_replicas_serve_from_an_npu_each(ray: LocalRay, folder: Path) 
 
 
 async def test_a_replica_of_two_ranks_has_an_npu_for_each(ray: LocalRay, folder: Path) -> None:
-    """Ray gives each rank a device: two ranks on one do not come together."""
+    """Ray gives each rank a device: two ranks on one device cannot form a group."""
     async with GatewayClient(await serve(ray, folder, 1, tensor_parallel_size=2, num_blocks=32)) as client:
         (row,) = (await until_cluster(client, lambda cluster: num_connected(cluster) == 1)).replicas
         assert row.start_report.startswith("npu, bfloat16: weights ")

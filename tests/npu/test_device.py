@@ -1,4 +1,4 @@
-"""Memory, streams, graphs and collectives: our helpers on the simulated device, and that it would catch mistakes."""
+"""Memory, streams, graphs and collectives: our helpers on the simulated device, and mistakes that it must catch."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_memory_is_counted_and_runs_out() -> None:
 
 
 def test_what_was_never_written_reads_as_nan() -> None:
-    """A padded row or a skipped write shows, where zeros would hide it."""
+    """This shows padded rows and skipped writes, which zeros would hide."""
     torch_npu.npu.empty_cache()
     assert torch.empty(5000, dtype=torch.float32, device=NPU).isnan().all()
 
 
 def test_blocks_go_to_host_memory_and_come_back() -> None:
-    """More of them than the staging tensors hold, to rows that are no neighbours, and some of them out again."""
+    """More blocks than the staging tensors hold, to rows that are not adjacent, and one of them out again."""
     blocks = [randn(12, 128, 2, 16, seed=seed) for seed in range(2)]
     caches = [tensor.to(NPU) for tensor in blocks]
     swap = BlockSwap(caches, num_rows=9, num_at_once=2)
@@ -52,7 +52,7 @@ def test_blocks_go_to_host_memory_and_come_back() -> None:
     for cache in caches:
         cache.zero_()  # after the gather, so that it does no harm
     swap.move_in([(5, 2), (0, 9)])
-    swap.move_out([(2, 0)])  # over what has just been read
+    swap.move_out([(2, 0)])  # over a row that has just been read
     swap.move_in([(0, 11), (4, 0), (8, 10), (6, 4)])
     sources = {2: 1, 9: 7, 11: 1, 0: 3, 10: 5, 4: 2}
     for cache, expected in zip(caches, blocks, strict=True):
@@ -93,7 +93,7 @@ def test_pinned_memory_is_not_filled_again_before_its_copy_is_over() -> None:
 
 
 def test_a_captured_step_is_replayed_with_other_lengths() -> None:
-    """Attention of a captured decode, with the lengths, the queries and the blocks of the replay."""
+    """Attention of a captured decode uses the lengths and the queries of the replay."""
     paged = make_step([(6, 1), (129, 1)])
     q, keys, values, metadata = paged.on_npu()
     captured = AttentionMetadata(
@@ -167,7 +167,7 @@ def test_two_ranks_on_one_device_are_refused() -> None:
 
 
 def test_hccl_collectives_of_two_processes() -> None:
-    """torch_npu's own process group; every collective of the engine, and those of pipelines and experts."""
+    """torch_npu's own process group: every collective of the engine, and those of pipelines and experts."""
     for rank, process in enumerate(start_ranks("01")):
         said, _ = process.communicate(timeout=120)
         assert json.loads(said.splitlines()[-1]) == {

@@ -1,4 +1,4 @@
-"""The whole engine on the NPU: tokens as the CPU's, through graphs and without, and what it refuses to start with."""
+"""The whole engine on the NPU: the CPU's tokens, with and without graphs, and what it refuses to start with."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tokens_are_the_cpus(model: tuple[Path, Expected]) -> None:
 
 
 def test_demo_model_token_for_token() -> None:
-    """A trained model is sure of what it counts and lists: nothing but equality will do."""
+    """A trained model is sure when it counts and lists: nothing but equality will do."""
     prompts = ["Count: 1, 2, 3, 4, 5, 6,", "a b c d e f g h", "Ten, nine, eight, seven,", "2, 4, 6, 8,"]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     shape = {"max_num_seqs": 4, "max_model_len": 256}
@@ -89,7 +89,7 @@ def test_preempted_for_want_of_blocks(llama: Path) -> None:
 
 
 def test_preempted_blocks_wait_in_host_memory(llama: Path) -> None:
-    """The same prompts twice, through a pool that holds one or two: what is pushed out comes back, and is right."""
+    """The same prompts twice, through a pool that holds one or two: blocks that are moved out come back unchanged."""
     prompts = [prompt for prompt in make_prompts() if len(prompt) > 128]
     expected = Expected.of(llama, prompts)
     with LLM(str(llama), device="npu", num_blocks=4, max_num_seqs=8, num_host_blocks=8) as llm:
@@ -103,8 +103,8 @@ def test_preempted_blocks_wait_in_host_memory(llama: Path) -> None:
 def test_forks_copy_blocks(llama: Path) -> None:
     """Sequences of one request share the prompt's blocks, and copy the one that they go on writing.
 
-    Draws are the same on every device until a rounding moves an edge; a block that another sequence has written moves
-    them at once.
+    Draws are the same on every device until rounding moves a boundary between tokens; a block that another sequence has
+    written would change them at once.
     """
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, top_k=3, n=3, seed=3, ignore_eos=True)
     prompt, tokens = make_prompts()[5], []
@@ -133,7 +133,7 @@ def test_forks_copy_blocks(llama: Path) -> None:
     ids=["temperature", "top-k", "top-p", "all", "penalties", "greedy"],
 )
 def test_sampling_on_the_device_draws_as_on_the_cpu(params: SamplingParams) -> None:
-    """The device sums probabilities in float32, so a draw in thousands may fall on the other side of an edge."""
+    """The device sums probabilities in float32, so one draw in thousands may fall on the other side of a boundary."""
     logits = torch.randn(64, 2000, generator=torch.Generator().manual_seed(0)) * 3
     rows = [SamplerRow(i, params, i, 4, np.arange(i + 5) % 2000) for i in range(64)]
     on_cpu = Sampler(2000).sample(logits, rows)
@@ -148,7 +148,7 @@ def test_sampling_on_the_device_draws_as_on_the_cpu(params: SamplingParams) -> N
 
 
 def test_int8_runs_on_the_cube_unit(llama: Path) -> None:
-    """Weights by channel, activations by token: the first tokens are mostly those of bfloat16."""
+    """Weights are rounded per channel, activations per token: the first tokens are mostly those of bfloat16."""
     prompts = make_prompts()
     first = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     tokens = {}
@@ -175,7 +175,7 @@ def test_memory_fills_the_device_and_is_given_back(
 
 
 def test_activations_stay_within_the_plan(llama: Path) -> None:
-    """The peak of the largest step, beside weights and blocks, is what the plan set aside for it at most."""
+    """The peak of the largest step, beyond weights and blocks, is at most what the plan set aside for it."""
     from shoal_replica.memory_plan import activation_bytes
     from shoal_replica.shard import whole_shard
 
@@ -211,7 +211,7 @@ def test_graphs_that_do_not_fit_are_done_without(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where smaller graphs are missing, a larger one serves, up to as much padding as a block has places."""
+    """Where smaller graphs are missing, a larger one serves, with at most as much padding as a block has slots."""
     made: list[npu_decoder.StepGraph] = []
 
     class FewGraphs(npu_decoder.StepGraph):

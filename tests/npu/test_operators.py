@@ -55,7 +55,7 @@ def test_other_head_sizes_are_padded_by_runs_of_one_length() -> None:
 
 
 def test_sequences_that_share_more_blocks_than_there_are() -> None:
-    """The operator asks that the block counts add up to the cache at most; shared prefixes exceed that."""
+    """By the operator's limit, block counts add up to at most the blocks of the cache; shared prefixes exceed that."""
     paged = make_step([(512 + i, 1) for i in range(5)], shared_prefix=4, num_blocks=9)
     dispatch.calls.clear()
     close(paged.actual(SCALE), paged.expected(SCALE))
@@ -124,12 +124,12 @@ def test_copy_blocks_reads_before_it_writes() -> None:
 )
 @pytest.mark.parametrize("vocab_size", [64, 3000])
 def test_keep_top(top_ks: list[int], top_ps: list[float], vocab_size: int) -> None:
-    """Beyond 1024, the operator's limit of k, too."""
+    """Also with k beyond 1024, the operator's limit."""
     logits = randn(4, vocab_size, dtype=torch.float32)
     ks = [min(k, vocab_size) for k in top_ks]
     expected = reference.keep_top(logits, ks, top_ps)
     actual = ops.keep_top(logits.to(NPU), top_ks, top_ps).cpu()
-    # At the edge of top-p a rounding of 1e-7 may decide over one token.
+    # At the top-p boundary, a rounding of 1e-7 may decide about one token.
     assert ((actual > -torch.inf).sum(1) - (expected > -torch.inf).sum(1)).abs().max() <= 1
     both = (actual > -torch.inf) & (expected > -torch.inf)
     assert torch.equal(actual[both], logits[both])
@@ -139,7 +139,7 @@ def test_keep_top(top_ks: list[int], top_ps: list[float], vocab_size: int) -> No
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("first", "held"), [(0, 6), (0, 3), (3, 3), (4, 2)])
 def test_experts(first: int, held: int, renormalize: bool) -> None:
-    """All experts on one rank, and each of several ranks' shares."""
+    """All experts on one rank, and the shares of several ranks."""
     x, router = randn(9, 32), randn(9, 6, seed=1)
     gate_up, down = randn(6, 48, 32, seed=2) / 4, randn(6, 32, 24, seed=3) / 4
     weights, ids = ops.select_experts(router.to(NPU), 2, renormalize)

@@ -43,7 +43,7 @@ def test_two_ranks_generate_the_cpus_tokens(
         expected.check(llm.generate(prompts, GREEDY))
         again = llm.generate(prompts, GREEDY)
         expected.check(again)
-        # Blocks that come back from host memory are reused as wholes only.
+        # Blocks that come back from host memory are only reused whole.
         assert again[-1].num_cached_tokens == (128 if "num_host_blocks" in sizes else NUM_SHARED)
         assert (llm.stats().num_blocks_in > 0) == ("num_host_blocks" in sizes)
     # What a rank logs is seen here: collectives inside graphs were captured, too.
@@ -77,7 +77,7 @@ main()
 
 
 def test_a_device_that_fails_is_its_own_ranks_though_another_samples(tmp_path: Path) -> None:
-    """Both find out when they wait for their device; rank 0 does so for the tokens, which come all the same."""
+    """Both ranks find out when they wait for their device; rank 0 waits for the tokens, which come all the same."""
     parallel = ParallelConfig(device="npu", tensor_parallel_size=2, graph_sizes=())
     config = resolve_config(str(make_folder("llama", tmp_path)), num_blocks=32, parallel=parallel)
     with pytest.raises(EngineDead, match=r"^rank 1 \(.*\) failed: RuntimeError: NPU function error: .* 507057"):

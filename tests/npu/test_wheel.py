@@ -1,4 +1,4 @@
-"""The real torch_npu is what these tests run on, and our calls fit its schemas, old and new."""
+"""These tests run on the real torch_npu, and our calls fit its schemas, old and new."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_wheel_is_the_real_one(why_not: str | None) -> None:
 
 @pytest.mark.parametrize("version", SCHEMAS)
 def test_operators_are_there_in_every_version(version: str) -> None:
-    """Recorded from each wheel; see ``record_schemas.py``."""
+    """The schemas were recorded from each wheel; see ``record_schemas.py``."""
     from shoal_kernels import npu_limits
 
     operators = SCHEMAS[version]

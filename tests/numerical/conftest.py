@@ -1,4 +1,4 @@
-"""One thread for torch: with more, a busy neighbour turns every barrier into a wait."""
+"""One thread for torch: with more, other work on the machine turns every barrier into a wait."""
 
 from collections.abc import Iterator
 
@@ -10,6 +10,6 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """A ModelRunner gives torch the threads of its configuration, and leaves them to all tests after it."""
+    """A ModelRunner sets torch's number of threads to its configuration's and leaves it so for the tests after it."""
     yield
     torch.set_num_threads(1)

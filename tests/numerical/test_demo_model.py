@@ -42,7 +42,7 @@ def folder() -> str:
 
 @pytest.fixture(scope="module")
 def prompts(folder) -> list[list[int]]:
-    """Short, long and multi-turn; some share a long beginning."""
+    """Short, long and multi-turn prompts; some share a long prefix."""
     from shoal_replica.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(folder)
@@ -69,8 +69,8 @@ GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
 
 
 def oracle_tokens(model: PreTrainedModel, prompt: list[int], draft: list[int]) -> list[int]:
-    """Greedy tokens of transformers. ``draft`` says what they may be: as far as it is right one pass tells that of all
-    of them, and only from where it is wrong does each take a step of its own.
+    """Greedy tokens of transformers. ``draft`` guesses them: a single pass verifies the part that is right, and only
+    from the first wrong token on does each take a step of its own.
     """
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + draft[:-1]])).logits[0, len(prompt) - 1 :]
@@ -150,6 +150,6 @@ def test_bfloat16_parts_only_where_transformers_is_undecided(folder, prompts):
             logits = model(so_far).logits[0, -1].float()
         best = logits.topk(2).values
         assert best[0] - best[1] <= MAX_LOGIT_GAP
-        if logits[ours[parting]] < best[1]:  # of three that are alike to it, float32 must say which
+        if logits[ours[parting]] < best[1]:  # of three nearly equal ones, float32 must say which
             with torch.inference_mode():
                 assert ours[parting] == exact(so_far).logits[0, -1].argmax()

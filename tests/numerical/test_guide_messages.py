@@ -1,4 +1,4 @@
-"""The NPU guide quotes messages that the product gives. Their limits are torch's, so this is no light test."""
+"""The NPU guide quotes messages of the product. The limits behind them need torch, so this is not a light test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(shoal_replica.__file__).parent
 
 
 def test_the_ten_commonest_failures_say_what_the_guide_quotes() -> None:
-    """Our own messages, as they are raised or as the source has them; the others are the runtime's."""
+    """Checks our own messages, as they are raised or as the source has them; the others come from the runtime."""
     table = (DEPLOY / "README.md").read_text().partition("### The ten commonest failures")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 10

@@ -26,7 +26,7 @@ def test_a_weight_moves_by_little_more_than_half_a_step(
     weight = (torch.randn(5, groups * GROUP_SIZE, generator=torch.Generator().manual_seed(seed)) + shift) * spread
     held = round_weight(weight, bits)
     moved = (held.widen(torch.float32) - weight).abs().view(5, groups, GROUP_SIZE)
-    # bf16 scales and minimums are off by at most 2^-8 of themselves, which the outermost values feel in full.
+    # bf16 scales and minimums have a relative error of at most 2^-8, which the outermost values feel in full.
     slack = weight.abs().view(5, groups, GROUP_SIZE).amax(-1) * 2 * 2**-8
     assert (moved.amax(-1) <= held.scales.float().abs() / 2 + slack).all()
 

@@ -34,7 +34,7 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def make_step(lengths: list[tuple[int, int]], block_size: int, num_blocks: int, seed: int = 0) -> AttentionMetadata:
-    """Blocks dealt at random, so that no test passes by reading them in order."""
+    """A step whose blocks are dealt at random, so that no test passes by reading them in order."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
     tables, slots, starts = [], [], [0]
     for computed, new in lengths:
@@ -207,7 +207,7 @@ def test_row_maxima(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(5, size, generator=generator)
     x[1] = -torch.inf
-    x[2, [size // 2, size - 1]] = 9.0  # the first of equals
+    x[2, [size // 2, size - 1]] = 9.0  # a tie: the first counts
     x[3, size - 1] = torch.inf
     x[4, size // 3 :: 7] = torch.nan
     values, places = ops.row_maxima(x)

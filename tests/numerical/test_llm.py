@@ -1,4 +1,4 @@
-"""The engine over every served family: greedy tokens equal transformers', whatever the batch, chunk, cache or pool."""
+"""The engine with every served family: greedy tokens equal transformers', whatever the batch, chunk, cache or pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = [1, 3, 15, 16, 17, 33, 64, 100]
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list, list]:
-    """(folder, prompts, expected tokens); the last two prompts share their beginning."""
+    """(folder, prompts, expected tokens); the last two prompts share a prefix."""
     folder = write_tiny_tokenizer(make_checkpoint(request.param, tmp_path_factory.mktemp("model")))
     prompts = make_prompts(LENGTHS)
     prompts.append(prompts[-1][:70] + prompts[3])
@@ -49,7 +49,7 @@ def test_preempted_for_want_of_blocks(model):
 
 
 def test_preempted_blocks_wait_in_host_memory(model):
-    """They come back as they were, and less is computed again than without."""
+    """They come back as they were, and less is recomputed than without host memory."""
     folder, prompts, expected = model
     num_computed = []
     for num_host_blocks in (0, 100):

@@ -52,7 +52,7 @@ def make_runner(folder: Path) -> ModelRunner:
 
 
 def greedy(runner: ModelRunner, prompts: list[list[int]], chunk: int, num_tokens: int = NUM_NEW) -> list[list[int]]:
-    """Generate for all prompts at once, at most ``chunk`` tokens of each a step; blocks grow as tokens come."""
+    """Generate for all prompts at once, at most ``chunk`` tokens of each per step; block tables grow as needed."""
     free = list(reversed(range(NUM_BLOCKS)))
     tables: list[list[int]] = [[] for _ in prompts]
     computed = [0] * len(prompts)
@@ -114,7 +114,7 @@ def test_greedy_equals_transformers(family: tuple[Path, PreTrainedModel]) -> Non
         assert greedy(runner, PROMPTS, chunk) == expected, f"chunk {chunk}"
         torch.set_num_threads(
             1
-        )  # experts go by torch's operators: once with two threads is enough; native ones keep theirs
+        )  # experts run on torch's operators: once with two threads is enough; native decoders keep their threads
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         assert greedy(runner, [prompt], 64) == [tokens]
 
@@ -131,7 +131,7 @@ def test_bfloat16_picks_one_of_the_best(tmp_path: Path) -> None:
 
 
 def test_sequence_back_from_preemption_goes_on(runner: ModelRunner, llama: Path) -> None:
-    """Dropped in the middle, then sent again with its generated tokens and other blocks."""
+    """It is dropped in the middle, then sent again with its generated tokens and other blocks."""
     prompt = PROMPTS[3]
     expected = oracle_greedy(load_oracle(llama), prompt, 8)
     half = greedy(runner, [prompt], 512, num_tokens=4)[0]

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native ke
 KERNELS = native_library.supported_kernels()
 TASKS = Path("/proc/self/task")
 DTYPES = [torch.float32, torch.bfloat16]
-# Error against the oracle, relative to the spread of the logits. bf16 rounds activations some times in every layer.
+# Error against the oracle, relative to the spread of the logits. bf16 rounds activations several times in every layer.
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
@@ -94,7 +94,7 @@ def make_weights(shape: DecoderShape, qk_norm: bool = False, biases: bool = Fals
 
 
 def round_matrices(weights: dict[str, Tensor], bits: int) -> dict[str, Tensor | IntegerWeight]:
-    """Every matrix but the tables as integers; those with 8 bits."""
+    """Every matrix as integers of ``bits``, but the tables with 8 bits."""
     tables = ("embed_tokens.weight", "lm_head.weight")
     return {
         name: round_weight(tensor, 8 if name in tables else bits) if tensor.ndim == 2 else tensor
@@ -120,7 +120,7 @@ def turn(x: Tensor, table: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """``reference.paged_attention`` of one sequence from its first token, without pages: it would take hours."""
+    """``reference.paged_attention`` of one sequence from its first token, without pages, which would take hours."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     rows, columns = torch.arange(len(q))[:, None], torch.arange(len(q))
     visible = columns <= rows
@@ -169,7 +169,7 @@ class Part:
 def run(
     decoder: NativeDecoder, *parts: Part, rows: Sequence[int] | None = None, wants_maxima_alone: bool = False
 ) -> Tensor:
-    """One step; logits of ``rows``, or of all its tokens."""
+    """Run one step. Returns the logits of ``rows``, or else of all its tokens."""
     size = decoder.shape.block_size
     positions = [np.arange(p.start, p.start + len(p.token_ids)) for p in parts]
     tables = np.zeros((len(parts), max(len(p.blocks) for p in parts)), np.int32)
@@ -208,7 +208,7 @@ def check_sequence(
     kernels: str = "",
     num_checked: int = 0,
 ) -> None:
-    """A sequence computed ``chunks`` at a time, in shuffled blocks."""
+    """Check the logits of a sequence that is computed in ``chunks``, in shuffled blocks."""
     token_ids, blocks = tokens(shape, sum(chunks)), shuffled_blocks(shape)
     decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels)
     outputs, start = [], 0
@@ -223,7 +223,7 @@ def check_sequence(
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_oracle_is_the_reference(window: int | None) -> None:
-    """What it does at once, the reference does token by token."""
+    """What the oracle computes at once, the reference computes token by token."""
     shape, length, pages = make_shape(num_heads=4), 37, [2, 0, 1]
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(length, heads, 64, generator=generator) for heads in (4, 2, 2))
@@ -252,7 +252,7 @@ def test_every_instruction_set(kernels: str, dtype: torch.dtype, num_threads: in
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_integer_weights_on_every_instruction_set(kernels: str, bits: int) -> None:
-    """Against their widened values: activations as 16-bit integers must cost no more than bf16 ones do."""
+    """Against the widened weights: 16-bit integer activations must cost no more accuracy than bf16 ones."""
     shape = make_shape(dtype=torch.bfloat16, intermediate_size=160, num_threads=2)
     weights = round_matrices(make_weights(shape, qk_norm=True, biases=True), bits)
     check_sequence(shape, weights, [1, 130, 17, 1, 1, 33, 1], kernels)
@@ -286,7 +286,7 @@ def test_long_sequences_and_windows(length: int, window: int | None, dtype: torc
         dtype=dtype, num_layers=1, num_heads=3, num_kv_heads=1, sliding_window=window, max_positions=4096,
         num_blocks=260, num_threads=2, hidden_size=64,
     )  # fmt: skip
-    # The last tokens come one at a time, so that the split over keys is tested, and at its boundaries.
+    # The last tokens come one at a time, to test the split over keys, and that at its boundaries.
     check_sequence(
         shape,
         make_weights(shape),
@@ -300,8 +300,8 @@ def test_long_sequences_and_windows(length: int, window: int | None, dtype: torc
     ("kernels", "length"), [*product(KERNELS, [40, 200, 201, 600, 1100]), *((name, 4096) for name in KERNELS[:1])]
 )
 def test_shapes_across(kernels: str, dtype: torch.dtype, length: int, request: pytest.FixtureRequest) -> None:
-    """Head sizes, groups, block sizes, windows, threads and chunks together, drawn anew for each case; the draw is
-    the case's name.
+    """Head sizes, groups, block sizes, windows, threads and chunks together, drawn at random for each case; the case's
+    name is the seed.
     """
     draw = random.Random(request.node.name)
     block_size, num_kv_heads = draw.choice([16, 32, 128]), 1 if length == 4096 else 2
@@ -352,7 +352,7 @@ def test_a_decoding_row_does_not_depend_on_its_company_or_the_threads(
 
 
 def wide_rows() -> dict[str, Tensor]:
-    """Rows of weights whose exponents lie as near and as far from one another as any may."""
+    """Rows of weights whose exponents lie as close together and as far apart as any may."""
     generator = torch.Generator().manual_seed(5)
 
     def spread(low: float, high: float) -> Tensor:
@@ -376,8 +376,8 @@ def wide_rows() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_weight_is_what_it_was_beside_any_others(kernels: str) -> None:
-    """How weights are held depends on those near them. Their products do not: other columns have the same bits, and the
-    one that differs what the reference computes.
+    """How weights are stored depends on their neighbours. Their products do not: the logits of the other rows stay the
+    same to the bit, and that of the row that changes is close to the oracle's.
     """
     shape = make_shape(dtype=torch.bfloat16, tied_embeddings=False)
     weights, token_ids, odd = make_weights(shape), tokens(shape, 40), 5
@@ -394,13 +394,13 @@ def test_a_weight_is_what_it_was_beside_any_others(kernels: str) -> None:
         expected = logits if expected is None else expected
         torch.testing.assert_close(logits[:, others], expected[:, others], rtol=0, atol=0, msg=name)
         oracle = oracle_logits(shape, {**weights, "lm_head.weight": head}, torch.tensor(token_ids))[:, odd]
-        scale = oracle.std().clamp_min(2.0**-120)  # products of bf16 pairs take subnormals for 0
+        scale = oracle.std().clamp_min(2.0**-120)  # products of bf16 pairs treat subnormals as 0
         assert float((logits[:, odd] - oracle).abs().max() / scale) < 10 * MAX_ERROR[torch.bfloat16], name
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_token_is_looked_up_as_it_was(kernels: str) -> None:
-    """However the table of the embedding holds it, for the sake of a row beside it that nobody looks up."""
+    """However the embedding table stores it because of a neighbouring row that no token looks up."""
     shape = make_shape(dtype=torch.bfloat16, tied_embeddings=False)
     weights, token_ids, odd = make_weights(shape), [*range(5), *range(6, 16)], 5
     for near in wide_rows():
@@ -419,8 +419,8 @@ def test_a_token_is_looked_up_as_it_was(kernels: str) -> None:
 @pytest.mark.parametrize(("bits", "size"), [(None, 1216), (None, 2752), (8, 1216), (4, 1216)])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_prompt_does_not_depend_on_its_company(kernels: str, bits: int | None, size: int) -> None:
-    """Sums long enough to be made in parts, of rows in tiles of any height, and of more than are met at once. Of the
-    longest, rows that are widened are so by the fewest.
+    """Sums are long enough to be computed in parts; rows come in tiles of any height, and are more than are multiplied
+    at once. With the longest sums, as few rows as possible are widened at a time, where rows are widened.
     """
     shape = make_shape(dtype=torch.bfloat16, num_blocks=60, intermediate_size=size, num_layers=1)
     weights: dict[str, Tensor | IntegerWeight] = {**make_weights(shape)}
@@ -443,7 +443,7 @@ def test_a_prompt_does_not_depend_on_its_company(kernels: str, bits: int | None,
 def test_a_prompt_does_not_depend_on_the_threads(
     kernels: str, dtype: torch.dtype, group: int, window: int | None
 ) -> None:
-    """Which share its attention out in units, as large as their number says: of a piece or more, or with a rest."""
+    """They share its attention in units whose size depends on their number: one piece, several, or a remainder, too."""
     shape = make_shape(
         dtype=dtype, num_layers=1, num_heads=2 * group, head_size=32, sliding_window=window, max_positions=1024,
         num_blocks=100, num_threads=1,
@@ -462,13 +462,13 @@ def test_a_prompt_does_not_depend_on_the_threads(
 
 
 @pytest.mark.parametrize("window", [None, 40, 650])
-@pytest.mark.parametrize("group", [1, 3, 13, 20])  # 13 rows are more than one tile of vectors, 20 than one of registers
+@pytest.mark.parametrize("group", [1, 3, 13, 20])  # 13 rows exceed a tile of vectors, 20 a tile of registers
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_sequences_that_share_blocks_decode_as_if_alone(
     kernels: str, dtype: torch.dtype, group: int, window: int | None
 ) -> None:
-    """Two prefixes, one beginning with the other, and a sequence of its own; below and beyond the split over keys."""
+    """Two shared prefixes, one beginning with the other, and a lone sequence; below and beyond the split over keys."""
     shape = make_shape(
         dtype=dtype, num_layers=1, num_heads=2 * group, head_size=32, sliding_window=window, max_positions=1024,
         num_blocks=140, num_threads=2,
@@ -499,7 +499,7 @@ def test_sequences_that_share_blocks_decode_as_if_alone(
 
 
 def test_rows_that_are_not_sampled_change_nothing() -> None:
-    """In any order, twice, or none at all; what they left in the blocks serves the steps after."""
+    """Rows are sampled in any order, twice, or not at all; what all left in the blocks serves the steps after."""
     shape = make_shape(dtype=torch.bfloat16, num_threads=2)
     weights = make_weights(shape)
     whole, few = (NativeDecoder(shape, weights.items(), rotary_table(shape)) for _ in range(2))
@@ -516,7 +516,7 @@ def test_rows_that_are_not_sampled_change_nothing() -> None:
 def test_the_largest_logits_and_their_first_places(vocab: int, num_threads: int) -> None:
     shape = make_shape(vocab_size=vocab, num_threads=num_threads, tied_embeddings=False)
     weights = make_weights(shape)
-    weights["lm_head.weight"][vocab // 2 :] = weights["lm_head.weight"][: vocab - vocab // 2].clone()  # equals
+    weights["lm_head.weight"][vocab // 2 :] = weights["lm_head.weight"][: vocab - vocab // 2].clone()  # ties
     decoder = NativeDecoder(shape, weights.items(), rotary_table(shape))
     for part in (Part(tokens(shape, 20), 0, [0, 1]), Part([0], 20, [0, 1])):
         logits = run(decoder, part)
@@ -533,14 +533,14 @@ def test_the_largest_logits_and_their_first_places(vocab: int, num_threads: int)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("vocab", "num_threads"), [(1, 2), (33, 1), (83, 3), (1000, 2)])
 def test_maxima_without_logits_are_those_of_the_logits(vocab: int, num_threads: int, kernels: str) -> None:
-    """To the bit, however the head is made to mislead 8-bit weights, and for more rows than these are used for."""
+    """To the bit, with heads made to mislead the 8-bit weights, and for more rows than these are used for."""
     shape = make_shape(dtype=torch.bfloat16, vocab_size=vocab, num_threads=num_threads, tied_embeddings=False)
     weights = make_weights(shape)
     head, generator = weights["lm_head.weight"], torch.Generator().manual_seed(3)
     noise = torch.randn(head.shape, generator=generator).bfloat16()
     equals, lone, faint, bad, endless, long = (head.clone() for _ in range(6))
     equals[vocab // 2 :] = head[: vocab - vocab // 2]
-    lone[:, 7] *= 300  # the others of its group have next to nothing left of 8 bits
+    lone[:, 7] *= 300  # leaves the rest of its group next to nothing of 8 bits
     faint[vocab // 3] *= 100  # the largest or the least; its first group is too small for a scale of its own
     faint[:, :32] = 0
     faint[:, 3] = 1e-38
@@ -552,7 +552,7 @@ def test_maxima_without_logits_are_those_of_the_logits(vocab: int, num_threads: 
     part = Part(tokens(shape, 20), 0, [0, 1])
     for weight in heads:
         for rows in ([19], [3, 19], [*range(3)], [*range(4)], [*range(5)], [*range(8)], [*range(20)]):
-            # A new one each: a decoder that has found such maxima of no use does not try again at once.
+            # A new decoder each time: one for which such maxima were of no use does not try again at once.
             decoder = NativeDecoder(shape, {**weights, "lm_head.weight": weight}.items(), rotary_table(shape), kernels)
             logits = run(decoder, part, rows=rows)
             expected = decoder.maxima
@@ -564,7 +564,7 @@ def test_maxima_without_logits_are_those_of_the_logits(vocab: int, num_threads: 
 
 
 def test_maxima_without_logits_of_a_head_that_8_bits_cannot_tell_apart() -> None:
-    """For some steps it is not tried again then, and afterwards it is: the same maxima throughout."""
+    """For some steps the decoder then does not try again, and afterwards it does: the same maxima throughout."""
     shape = make_shape(dtype=torch.bfloat16, vocab_size=400, num_threads=2, tied_embeddings=False)
     weights = make_weights(shape)
     head = weights["lm_head.weight"]
@@ -625,11 +625,11 @@ def test_nothing_of_an_earlier_sequence_shows_in_a_reused_block() -> None:
         assert torch.equal(run(used, part)[:, keep], run(fresh, part)[:, keep])
 
 
-# Pages of 16 that are odd in number, of one tile of keys or more, in a part that no other of its head comes after.
+# An odd number of pages of 16, in one tile of keys or more, in the last part of its head.
 @pytest.mark.parametrize(("length", "part_begin"), [(10, 0), (40, 0), (300, 272)])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_nothing_of_a_neighbour_shows(kernels: str, length: int, part_begin: int) -> None:
-    """Not even that it is NaN: pages that are asked for ahead, or to fill up a register, are the next sequence's."""
+    """Not even that it is NaN: pages that are prefetched, or read to fill a register, belong to the next sequence."""
     shape = make_shape(dtype=torch.bfloat16)
     weights = make_weights(shape)
     poisoned = weights["embed_tokens.weight"].clone()
@@ -637,7 +637,7 @@ def test_nothing_of_a_neighbour_shows(kernels: str, length: int, part_begin: int
     weights = {**weights, "embed_tokens.weight": poisoned, "lm_head.weight": poisoned}
     beside, alone = (NativeDecoder(shape, weights.items(), rotary_table(shape), kernels) for _ in range(2))
     clean = [t if t != 3 else 4 for t in tokens(shape, length)]
-    blocks, keep = list(range(20)), [t for t in range(shape.vocab_size) if t != 3]  # whose row of the head is NaN
+    blocks, keep = list(range(20)), [t for t in range(shape.vocab_size) if t != 3]  # 3's row of the head is NaN
     if part_begin > 0:
         for decoder in (beside, alone):
             run(decoder, Part(clean[:part_begin], 0, blocks))
@@ -647,13 +647,13 @@ def test_nothing_of_a_neighbour_shows(kernels: str, length: int, part_begin: int
     assert torch.equal(logits[: len(part.token_ids), keep], run(alone, part)[:, keep])
 
 
-@pytest.mark.parametrize("head_size", [64, 48])  # of whole vectors, and not
+@pytest.mark.parametrize("head_size", [64, 48])  # a whole number of vectors, and not
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_pages_that_fill_at_once_hold_what_they_do_token_by_token(
     kernels: str, dtype: torch.dtype, head_size: int
 ) -> None:
-    """By the logits of what follows: the same to the bit, in blocks of two pages that lie in no order."""
+    """Judged by the logits of what follows, the same to the bit; in blocks of two pages that lie in no order."""
     shape = make_shape(dtype=dtype, head_size=head_size, block_size=32)
     weights, blocks = make_weights(shape), [5, 2, 7]
     at_once, by_token = (NativeDecoder(shape, weights.items(), rotary_table(shape), kernels) for _ in range(2))
@@ -694,7 +694,7 @@ def test_what_does_not_exist_is_refused(part: Part, message: str) -> None:
 
 
 def test_shapes_that_are_not_covered() -> None:
-    """What is told without the library, and what it says itself."""
+    """What can be said without the library, and what the library itself says."""
     shape = make_shape()
     asked = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_size", "block_size")
     known = {name: getattr(shape, name) for name in asked} | {"dtype": "float32"}
@@ -738,7 +738,7 @@ def test_integers_that_do_not_fit_the_decoder() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_progress_differs_while_a_step_goes_on(num_threads: int) -> None:
-    """What tells a long step from one that hangs: another thread sees numbers that no step ends with."""
+    """This tells a long step from one that hangs: another thread sees numbers that no step ends with."""
     shape = make_shape(num_threads=num_threads)
     decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     part = Part(tokens(shape, 500), 0, shuffled_blocks(shape))
@@ -777,21 +777,21 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_threads_sleep_when_no_step_comes() -> None:
-    """Helpers linger after a step, for the next one; a replica without work takes no core."""
+    """Helpers linger briefly after a step, in case another comes; a replica without work takes no core."""
     before = threads()
     shape = make_shape(num_threads=3)
     decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     run(decoder, Part([1], 0, [0]))
     own = threads() - before
-    assert len(own) == 3  # two helpers, and the one that makes pages of the pool
+    assert len(own) == 3  # two helpers, and the thread that makes the pool's pages
     wait_until(lambda: are_asleep(own))
     run(decoder, Part([2], 1, [0]))
     decoder.close()
-    wait_until(lambda: not own & threads())  # what has been joined may be listed a moment longer
+    wait_until(lambda: not own & threads())  # a joined thread may be listed a moment longer
 
 
 def resident_bytes(pool_bytes: int) -> int:
-    """Of the mapping, no file's, that holds a pool of that size."""
+    """Resident bytes of the anonymous mappings that are large enough to hold such a pool."""
     maps = re.split(r"^[0-9a-f]+-", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
     own = [text for text in maps if len(text.partition("\n")[0].split()) == 5]
     sizes = (tuple(int(n) << 10 for n in re.findall(r"^(?:Size|Rss): +(\d+)", text, re.MULTILINE)) for text in own)
@@ -799,7 +799,7 @@ def resident_bytes(pool_bytes: int) -> int:
 
 
 def wait_until_made(pool_bytes: int, expected: int, maker: set[str]) -> None:
-    """Until so many bytes of the pool are memory, a huge page of each of 7 layers more or less, and remain so."""
+    """Wait until ``expected`` bytes of the pool are resident and stay so, give or take a huge page per layer (7)."""
     pages = 7 * (2 << 20)
     wait_until(lambda: resident_bytes(pool_bytes) >= expected - pages)
     wait_until(lambda: are_asleep(maker))
@@ -818,7 +818,7 @@ needs_populate = pytest.mark.skipif(not can_populate(), reason="the system makes
 
 @needs_populate
 def test_memory_of_blocks_is_there_before_they_are_used() -> None:
-    """As much as comes next, and not the whole pool; layers do not begin where pages do."""
+    """As much as is used next, and not the whole pool; layers do not begin at page boundaries."""
     shape = make_shape(num_layers=7, num_blocks=6001)
     bytes_of_block = 7 * 16 * 2 * 2 * 64 * 4  # layers, tokens, keys and values, heads, size, float32
     pool_bytes, in_use, ahead = 6001 * bytes_of_block, 2000 * bytes_of_block, 128 << 20
@@ -885,7 +885,7 @@ def test_the_runner_generates_alike_with_torch_and_native(tmp_path: Path, monkey
 def test_quantized_weights_are_alike_with_torch_and_native(tmp_path: Path, quantization: str) -> None:
     folder = make_checkpoint("llama-llama3-rope", tmp_path)
     cache, parallel = CacheConfig(num_blocks=16, block_size=16), ParallelConfig()
-    # In both dtypes the same weights, so that both round to the same integers.
+    # The same weights in both dtypes, so that both round to the same integers.
     stored = load_file(Path(folder) / "model.safetensors")
     save_file({name: t.bfloat16().float() for name, t in stored.items()}, Path(folder) / "model.safetensors")
     exact = ModelConfig.from_folder(folder, dtype="float32", quantization=quantization)
@@ -914,9 +914,9 @@ def test_memory_is_planned_for_the_kernels_that_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     has_native: bool, dtype: str, quantization: str,
 ) -> None:  # fmt: skip
-    """And it is said which they are: as a warning, where others could have."""
+    """The log says which they are, with a warning if they are not the native ones."""
     caplog.set_level(logging.INFO, "shoal_replica.model.decoder")
-    folder = make_checkpoint("llama", tmp_path)  # its head is its embedding
+    folder = make_checkpoint("llama", tmp_path)  # its head is tied to its embedding
     model, cache = ModelConfig.from_folder(folder, dtype, quantization=quantization), CacheConfig(num_blocks=16)
     if not has_native:
         monkeypatch.setattr(native_library, "_LIBRARY", None)
@@ -949,7 +949,7 @@ def decoder_logits(decoder: Decoder, token_ids: Sequence[int], block_size: int) 
 def test_accuracy_of_bf16_and_of_integer_weights() -> None:
     """Mean KL of next-token distributions against float32 over 2 048 positions of English text.
 
-    The demo checkpoint was made of 4-bit weights with minimums, so int4 finds its grid again and comes out best.
+    The demo checkpoint was made from 4-bit weights with minimums, so int4 finds its grid again and comes out best.
     """
     folder = str(ensure_checkpoint(DEMO_MODEL))
     text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Native decoders of several ranks, as threads: their sums, in memory or carried, and a rank that does not come."""
+"""Native decoders of several ranks, as threads: sums in shared memory or carried by a function, and a missing rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shoal_replica.model.shared_memory import share
 from shoal_replica.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")
-MAX_BF16_ERROR = 4e-2  # mean, of the spread of the logits, as for one rank
+MAX_BF16_ERROR = 4e-2  # relative to the spread of the logits, as for one rank
 
 
 def generate(
@@ -46,7 +46,7 @@ def generate(
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_sums_in_many_pieces_are_the_same(tmp_path: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part holds only one row of the widest thing that is exchanged. Helpers take some of the work."""
+    """A part holds only one row of the widest tensor that is exchanged. Helper threads take some of the work."""
     model = ModelConfig.from_folder(make_checkpoint("llama-9-heads", tmp_path))
     expected, _ = run(ModelRunner(model, CACHE, ParallelConfig()))
     monkeypatch.setattr(decoder, "EXCHANGE_BYTES", 0)
@@ -66,7 +66,7 @@ def test_torch_ranks_serve_where_native_ones_cannot(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_bf16_and_integer_shards_are_as_exact_as_the_whole(tmp_path: Path, quantization: str) -> None:
     folder = make_checkpoint("qwen3", tmp_path)
-    # In both dtypes the same weights, so that both round to the same integers.
+    # The same weights in both dtypes, so that both round to the same integers.
     stored = load_file(Path(folder) / "model.safetensors")
     save_file({name: t.bfloat16().float() for name, t in stored.items()}, Path(folder) / "model.safetensors")
     (prompt,) = make_prompts([37])
@@ -91,7 +91,7 @@ def test_bf16_and_integer_shards_are_as_exact_as_the_whole(tmp_path: Path, quant
 
 
 def logits(runner: ModelRunner, token_ids: list[int]) -> Tensor:
-    """Of every token of one sequence."""
+    """Logits of every token of one sequence."""
     length = len(token_ids)
     table = SequenceTable(length, CACHE.block_size)
     blocks = tuple(range(-(-length // CACHE.block_size)))
@@ -136,13 +136,13 @@ def test_a_rank_that_does_not_come_is_missed_and_not_waited_for_again() -> None:
 
 
 def test_a_rank_sleeps_until_the_other_comes() -> None:
-    """The first to come has long stopped spinning when the other does."""
+    """The first rank has long stopped spinning when the other comes."""
     memory = memoryview(mmap.mmap(-1, shared_bytes(2, CAPACITY)))
     exchanges = [SharedExchange(memory, rank, 2, CAPACITY, timeout_s=60) for rank in range(2)]
     decoders = [make_decoder(exchange) for exchange in exchanges]
     first = threading.Thread(target=step, args=(decoders[0],))
     first.start()
-    sleepers = np.frombuffer(memory, dtype=np.uint32)[16 + 1 :][:1]  # second word of the other rank's line
+    sleepers = np.frombuffer(memory, dtype=np.uint32)[16 + 1 :][:1]  # the second word of the other rank's cache line
     deadline = time.monotonic() + 60
     while not sleepers[0]:
         assert time.monotonic() < deadline
@@ -186,7 +186,7 @@ def test_memory_is_shared_by_those_who_can_open_it() -> None:
     made.memory[7] = 3
     assert opened.memory.tolist() == [0] * 7 + [3] + [0] * 92
     path, key = store["m"].split()
-    store["m"] = f"{path} {'00' * 16}"  # what is there is another's
+    store["m"] = f"{path} {'00' * 16}"  # the memory there has another key
     assert share(store, "m", False, 100).memory is None
     store["m"] = f"{path} {key}"
     made.settle()

@@ -1,5 +1,5 @@
-"""Real ranks in processes, which sum in shared memory or by gloo: the tokens of the whole model; nothing is left of a
-group that failed."""
+"""Real ranks in processes, which sum in shared memory or by gloo: they give the tokens of the whole model, and nothing
+is left of a group that failed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_whole_model(group: tuple[Path, Executor]) -> No
 
 
 def test_ranks_of_several_hosts_look_at_their_own_memory(tmp_path: Path) -> None:
-    """What the engine's host has free says nothing of theirs; the first rank of each speaks for those beside it."""
+    """The free memory of the engine's host says nothing about theirs; the first rank on each host checks for all."""
     parallel = ParallelConfig(pipeline_parallel_size=2, is_one_host=False)
     config = resolve_config(
         str(make_checkpoint("llama-9-heads", tmp_path)), num_blocks=10, parallel=parallel, memory_bytes=1
@@ -77,8 +77,8 @@ def test_ranks_of_several_hosts_look_at_their_own_memory(tmp_path: Path) -> None
 
 
 def test_a_rank_lost_inside_a_collective_takes_the_group_down(group: tuple[Path, Executor]) -> None:
-    """One rank is stopped, so that the other waits for it in a collective, and is then killed: after the test above,
-    which needs the group whole."""
+    """One rank is stopped, so that the other waits for it in a collective, and is then killed. This comes after the
+    test that needs the whole group."""
     _, executor = group
     ranks = psutil.Process().children()
     victim = ranks[1]

@@ -38,7 +38,7 @@ def draws(params: SamplingParams, num_draws: int = NUM_DRAWS) -> NDArray[np.int6
 
 
 def dumb_probabilities(params: SamplingParams, logits: Tensor = LOGITS) -> NDArray[np.float64]:
-    """The distribution, one token at a time: temperature, then min-p, then top-k, then top-p."""
+    """The distribution, computed one token at a time: temperature, then min-p, then top-k, then top-p."""
     scaled = logits.double().numpy() / params.temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
@@ -98,7 +98,7 @@ def test_chi_square_notices_a_wrong_temperature() -> None:
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.95, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
 def test_each_draw_inverts_the_dumb_distribution(top_k: int, top_p: float, min_p: float) -> None:
-    """Not only in distribution: the very token, found by walking the distribution function in token-id order."""
+    """Not only in distribution: the same token, found by walking the distribution function in token-id order."""
     params = SamplingParams(seed=11, top_k=top_k, top_p=top_p, min_p=min_p, temperature=1.3)
     cdf = np.cumsum(dumb_probabilities(params))
     expected = [int(np.argmax(cdf > uniform(11, index, 1))) for index in range(300)]
@@ -113,7 +113,7 @@ def test_ties_at_the_kth_logit_all_stay() -> None:
 
 
 def test_uniform_is_pinned() -> None:
-    """A draw must not change between versions or hosts, or resumed streams would part from their beginning."""
+    """A draw must not change between versions or hosts, or resumed streams would diverge from their beginning."""
     assert uniform(0, 0, 0) == uniform(None, 0, 0)
     assert [uniform(1234, 5, 678), uniform(2**63 - 1, 0, 0)] == [0.5236101874227352, 0.18012487620181838]
     numbers = [uniform(seed, index, position) for seed in range(10) for index in range(10) for position in range(100)]
@@ -177,7 +177,7 @@ def penalised_greedy(params: SamplingParams, tokens: list[int], num_prompt: int,
     ids=repr,
 )
 def test_penalties_over_a_generation(params: SamplingParams) -> None:
-    """Counts grow with the sequence, and are the same when a preempted sequence is counted anew."""
+    """Counts grow with the sequence, and are the same when a preempted sequence is counted again."""
     tokens, sampler = [int(LOGITS.argmax()), 3, 3, 7], Sampler(VOCAB_SIZE)
     num_prompt = len(tokens)
     for step in range(40):

@@ -1,4 +1,4 @@
-"""The model cut over ranks, as threads: the same tokens as whole, in float32, whatever the counts of heads."""
+"""The model sharded over ranks, as threads: the same float32 tokens as the whole model, for any number of heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def check_ranks(model: ModelConfig, sizes: list[tuple[int, int]]) -> None:
-    """Whole and cut in each of ``sizes`` (ranks a stage, stages): the same tokens."""
+    """Check that the model gives the same tokens whole and sharded in each of ``sizes`` (ranks per stage, stages)."""
     whole_model = ModelRunner(model, CACHE, ParallelConfig())
     expected, scheduler = run(whole_model)
     whole_model.close()
@@ -65,7 +65,7 @@ def test_integer_weights_are_cut_between_their_groups(
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 3, 4])
 def test_ranks_hold_every_weight_once(family: Path, tensor_size: int) -> None:
-    """Matrices are spread without overlap, but for KV heads that two ranks need and routers that all need."""
+    """Matrices are split without overlap, except for KV heads that several ranks need and routers that all need."""
     config = ModelConfig.from_folder(family)
     whole_model = load_weights(config, torch.device("cpu"))
     parallel = ParallelConfig(tensor_parallel_size=tensor_size)
@@ -89,7 +89,7 @@ def test_ranks_hold_every_weight_once(family: Path, tensor_size: int) -> None:
 
 
 class CountedSlice:
-    """Of a file: what has been read of it is counted."""
+    """A slice of a file that counts what is read of it."""
 
     def __init__(self, stored: Any, read: dict[str, int], name: str) -> None:
         self._stored, self._read, self._name = stored, read, name

@@ -1,4 +1,4 @@
-"""The autoscaler over random loads: what it gives up it does not take back, and it delays nothing that is needed."""
+"""The autoscaler over random loads: it returns to no count that it gave up, and delays no replica that is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOKS = 400
 
 
 def rates(rng: Random) -> Iterator[float]:
-    """Requests a second from look to look: levels that last a while, noise on them, steps of any size, slopes."""
+    """Requests a second at each look: levels that last a while with noise on them, steps of any size, slopes."""
     level, slope = rng.uniform(0, 10), 0.0
     while True:
         if rng.random() < 0.02:
@@ -39,7 +39,7 @@ def rates(rng: Random) -> Iterator[float]:
 def test_no_count_is_returned_to_and_nothing_needed_is_put_off(
     config: ScaleConfig, seed: int, low: int, startup_s: float | None
 ) -> None:
-    """Over an hour or so, whatever comes. Only from 0 and to the maximum the count may be one that was left lately."""
+    """About an hour of any load. Only from 0 and to the maximum may the count return to one that it left lately."""
     rng = Random(seed)
     config = replace(config, min_replicas=low)
     world = World(num_running=2, target=2, config=config, startup_s=startup_s)

@@ -1,4 +1,4 @@
-"""Pool, prefix cache and block tables against a dumb model that remembers what every slot of every block holds."""
+"""Block pool, prefix cache and block tables against a dumb model that remembers what each slot of each block holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Prefix = tuple[int, ...]
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """A slot's content is the whole prefix up to its token, as it is for real keys and values."""
+    """A slot's content is the whole prefix up to its token, since real keys and values depend on all of it."""
 
     @initialize(
         num_blocks=st.integers(1, 12),
@@ -36,7 +36,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.slots: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
-        self.committed: dict[int, int] = {}  # blocks that have been offered to the cache, which is done once
+        self.committed: dict[int, int] = {}  # blocks already offered to the cache: each is offered once
         self.tables: dict[int, list[int]] = {}
         self.cached: dict[Prefix, int] = {}
         self.mirror: set[bytes] = set()
@@ -58,7 +58,7 @@ class BlockMachine(RuleBasedStateMachine):
         return block_ids
 
     def most_in_common(self, tokens: list[int], num_matched: int) -> int:
-        """Tokens after the matched blocks that some cached block holds, too; the last one is computed anew."""
+        """How many tokens after the matched blocks some cached block also holds; the last one is always computed."""
         start = num_matched * self.block_size
         wanted = tuple(tokens[: min(start + self.block_size, len(tokens) - 1)])
         held = [prefix for prefix in self.cached if len(prefix) == start + self.block_size] if self.partial else []
@@ -67,7 +67,7 @@ class BlockMachine(RuleBasedStateMachine):
         return most if most * WORTH_A_COPY >= self.block_size else 0
 
     def take(self, block_ids: list[int], free_before: set[int]) -> None:
-        """Blocks that were given out: they were free, and those that hold nothing went first."""
+        """Check blocks that were given out: they were free, and those with no cached prefix went first."""
         assert len(set(block_ids)) == len(block_ids)
         assert set(block_ids) <= free_before
         lost = {prefix for prefix, b in self.cached.items() if b in block_ids}
@@ -136,7 +136,7 @@ class BlockMachine(RuleBasedStateMachine):
         start = self.computed[seq_id]
         end = min(len(tokens), start + count)
         others = [b for other, t in self.tables.items() if other != seq_id for b in t]
-        read_by_others = {*others, *self.cached.values()}  # a cached block may become anybody's
+        read_by_others = {*others, *self.cached.values()}  # any sequence may come to read a cached block
         written = range(start // self.block_size, min(len(table), -(-end // self.block_size)))
         shared = [i for i in written if table[i] in read_by_others]
         num_needed = max(0, -(-end // self.block_size) - len(table)) + len(shared)

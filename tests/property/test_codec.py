@@ -1,4 +1,4 @@
-"""Proto to domain and back: whatever a value, it comes back equal, also through bytes."""
+"""Domain objects to proto and back: every value comes back equal, also through serialized bytes."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ scalings = st.builds(
 changes = st.fixed_dictionaries(
     {},
     optional={
-        name: count if name in COUNTS else number  # a limit is for the gateway to check
+        name: count if name in COUNTS else number  # out of bounds, too: the gateway checks the limits
         for name in LIMITS
     },
 )

@@ -1,4 +1,4 @@
-"""Blocks on two tiers against a dumb model that copies contents as the moves say and looks at every place."""
+"""Blocks on two tiers against a dumb model that copies contents as the moves say and checks every block and row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
     def start(self, tokens: list[int]) -> None:
         if self.flying:
-            self.drop_ahead()  # who starts a sequence is the scheduler, and it comes after all that was planned
+            self.drop_ahead()  # only the scheduler starts sequences, and it drops steps planned ahead
         hashes = hash_blocks(tokens, BLOCK_SIZE)
         matched = self.kv.match(hashes, len(tokens))
         assert len(matched) * BLOCK_SIZE < len(tokens)
@@ -48,7 +48,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.started)
     @rule()
     def step(self) -> None:
-        """The scheduler's step: its moves, then all that have started are computed."""
+        """A step of the scheduler: its moves, then all tokens of the sequences that have started."""
         out, into = self.kv.host.take_moves()
         self.move_out(out)
         for row, block in into:
@@ -66,7 +66,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.started)
     @rule(data=st.data(), has_run=st.booleans())
     def grow_ahead(self, data: st.DataObject, has_run: bool) -> None:
-        """Steps planned ahead give blocks out, too; the first that flies runs, or all are dropped."""
+        """Steps planned ahead give out blocks, too. The oldest then runs, or they wait; ``start`` drops them all."""
         seq_ids = [i for i in self.tables if self.kv.pool.num_free]
         if seq_ids:
             seq_id = data.draw(st.sampled_from(seq_ids))
@@ -82,7 +82,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """Ended, aborted or preempted: the same to its blocks."""
+        """A sequence ends, is aborted or is preempted: all the same to its blocks."""
         seq_id = data.draw(st.sampled_from(sorted(self.tables)))
         if seq_id in self.started:
             return

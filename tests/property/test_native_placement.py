@@ -1,4 +1,4 @@
-"""What is native in placement against its twin of numpy, which answers the same."""
+"""The native part of placement against its numpy twin: both must give the same answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal_replica.prefix_cache import BlockHash
 
 NUM_SLOTS = 128
 RNG = Random(0)
-# Those of an even number share their key with the one before: forged.
+# Hashes at even places share their key with the one before, as forged hashes would.
 WHOLE = [RNG.randbytes(16) for _ in range(200)]
 HASHES = [BlockHash(h if i % 2 else WHOLE[i - 1][:8] + h[8:]) for i, h in enumerate(WHOLE)]
 
@@ -30,7 +30,7 @@ commands = st.lists(
         st.sampled_from(("hold", "hold", "release", "release_all", "use")),
         st.integers(0, NUM_SLOTS - 1),
         st.integers(0, len(HASHES) - 1),
-        st.integers(0, NUM_WAYS),  # more newcomers of one call to a set are another matter: see ``NativeTable``
+        st.integers(0, NUM_WAYS),  # with more new hashes in one call the tables may differ: see ``NativeTable``
         st.integers(1, 3),
     ),
     max_size=40,
@@ -38,7 +38,7 @@ commands = st.lists(
 
 
 def test_it_is_native_that_serves() -> None:
-    """Where a compiler is, as where these tests run."""
+    """Wherever there is a compiler, as there is where these tests run."""
     assert isinstance(make_table(100), NativeTable)
     assert native_library.library is not None
 
@@ -72,7 +72,7 @@ def test_both_tables_hold_and_forget_the_same(commands: list[tuple[str, int, int
 
 @pytest.mark.parametrize("make", [HolderTable, NativeTable])
 def test_who_was_used_longest_ago_goes_first(make: Callable[[int], Table]) -> None:
-    """The last of a prompt before its first, and neither once it was used again."""
+    """A prompt's last hashes go before its first, and none that has been used again."""
     table, hashes = make(NUM_WAYS), HASHES[1::2]
     table.hold(1, hashes[:NUM_WAYS])
     table.use(hashes[NUM_WAYS - 2 : NUM_WAYS])
@@ -85,7 +85,7 @@ def test_who_was_used_longest_ago_goes_first(make: Callable[[int], Table]) -> No
 
 @pytest.mark.parametrize("make", [HolderTable, NativeTable])
 def test_a_set_of_holders_that_has_gone_is_not_given_to_a_newcomer(make: Callable[[int], Table]) -> None:
-    """The last that holds what slot 2 holds is evicted for another one of slot 2."""
+    """The only entry of slot 2 is evicted to make room for a new one of slot 2."""
     table, hashes = make(NUM_WAYS), HASHES[1::2]
     table.hold(1, hashes[: NUM_WAYS - 1])
     table.hold(2, hashes[NUM_WAYS - 1 : NUM_WAYS])
@@ -184,7 +184,7 @@ def test_both_choose_the_same(
 
 
 def test_costs_are_the_same_to_the_last_bit() -> None:
-    """Of two that cost the same but for rounding, that one is chosen which numpy's sums make the cheaper."""
+    """Of two replicas whose costs differ only by rounding, the one that is cheaper by numpy's sums is chosen."""
     rng, num_near = Random(1), 0
     for _ in range(4000):
         columns: Ints = unknown_columns(2)
@@ -202,7 +202,7 @@ def test_costs_are_the_same_to_the_last_bit() -> None:
         )
         candidates = Candidates(("a", "b"), ("a", "b"), [None] * 2, [], columns, 0.0, np.zeros(2), matched)
         free, one = (cost(query, candidates, RouteWeights(prefill_price=price)) for price in (0.0, 1.0))
-        price = (free[1] - free[0]) / (matched[1] - matched[0])  # that of an uncached token which makes them equal
+        price = (free[1] - free[0]) / (matched[1] - matched[0])  # of an uncached token: at this one both cost the same
         if not 0 <= price <= 1000:
             continue
         weights = RouteWeights(prefill_price=float(price))

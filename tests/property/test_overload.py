@@ -1,4 +1,4 @@
-"""Dates that are met together, against every choice of whom to put off and a level found by bisection."""
+"""Due dates met together, against all choices of what to put off; waits, against a level found by bisection."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def are_met(claims: list[Claim], backlog: Backlog) -> bool:
 @example([Claim((0, 0), LENGTH_S, takes_s, 0.0, LENGTH_S) for takes_s in (0.1, 0.1, 2.4, 0.2, 0.2)])
 @given(st.lists(newcomers, max_size=7))
 def test_one_machine_meets_as_many_dates_as_can_be(claims: list[Claim]) -> None:
-    """Steps take no time here: what others fill of them is known of no choice."""
+    """Steps take no time here, so that prompts simply follow one another, as Moore's rule assumes."""
     backlog = Backlog(0.0, 0.0, one_machine().levels)
     claims = [claim for claim in claims if claim.takes_s <= claim.due_s]
     dates = met_together(claims, backlog)
@@ -73,7 +73,7 @@ def test_one_machine_meets_as_many_dates_as_can_be(claims: list[Claim]) -> None:
 def test_dates_are_put_off_by_whole_renewals_until_all_are_met(
     claims: list[Claim], replicas: list[tuple[int, float, int, float]], late: list[tuple[float, float]], group: int
 ) -> None:
-    """But for who gives way no more; lower groups know nothing of higher ones."""
+    """Except for requests that no longer give way. Higher groups do not change the dates of lower ones."""
     backlog = Backlog.of(candidates(replicas), TOKEN_S)
     lost = [Claim((0, 0), due_s, takes_s, due_s - LENGTH_S * RENEWAL, LENGTH_S) for due_s, takes_s in late]
     claims = [*claims, *lost]
@@ -93,7 +93,7 @@ def test_dates_are_put_off_by_whole_renewals_until_all_are_met(
 
 @given(st.lists(newcomers, min_size=1, max_size=12))
 def test_what_is_lost_is_put_off_first_and_not_for_ever(claims: list[Claim]) -> None:
-    """Whoever has lost its objective keeps no newcomer from meeting its own."""
+    """A request that has lost its objective keeps no newcomer from meeting its own."""
     backlog = one_machine()
     lost = Claim((0, 0), -9.0 + LENGTH_S * RENEWAL, 2.0, -9.0, LENGTH_S)
     with_it, without = met_together([*claims, lost], backlog), met_together(claims, backlog)
@@ -136,7 +136,7 @@ def candidates(replicas: list[tuple[int, float, int, float]]) -> Candidates:
 
 @given(st.lists(st.tuples(newcomers, st.booleans()), min_size=1, max_size=8))
 def test_who_is_over_its_share_is_put_off_before_others(drawn: list[tuple[Claim, bool]]) -> None:
-    """As long as the others can all be met without them."""
+    """Provided that the others can all be met without it."""
     backlog = Backlog(0.0, 0.0, one_machine().levels)
     claims = [claim._replace(is_over=is_over) for claim, is_over in drawn if claim.takes_s <= claim.due_s]
     dates = met_together(claims, backlog)

@@ -16,15 +16,15 @@ from shoal_replica.prefix_cache import BlockHash
 
 REPLICAS = ("a", "b", "c", "d")
 HASHES = [BlockHash(bytes([2 * i + 1, *range(15)])) for i in range(48)]
-MAX_ENTRIES = 32  # one set, in which the least recently used is exact
+MAX_ENTRIES = 32  # one set, within which LRU eviction is exact
 
 
 class DumbIndex:
-    """Every replica's hashes in a set, and those expected there; the tick of each hash's last use."""
+    """For every replica, the hashes it holds and those expected there; for every hash, the tick of its last use."""
 
     def __init__(self) -> None:
         self.held: dict[str, set[BlockHash]] = {}
-        self.expected: dict[str, Counter[BlockHash]] = {}  # how many prompts bring each
+        self.expected: dict[str, Counter[BlockHash]] = {}  # number of prompts that bring each
         self.used: dict[BlockHash, int] = {}
         self.tick = 0
 

@@ -1,4 +1,4 @@
-"""A snapshot with what was promised since, against promises that are counted in anew each time."""
+"""A snapshot plus the promises made since, against a model that counts all promises in again each time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DumbPromised:
 
 
 def row(rng: Random, place: int) -> ReplicaView:
-    """A replica that has not spoken, takes nothing, or has about a step or two to do."""
+    """A replica that has not reported, takes no requests, or has about one or two steps of work."""
     kind = rng.randrange(8)
     num_tokens = rng.choice([0, STEP - 1, STEP, STEP + 1, 2 * STEP - 1, 2 * STEP, rng.randrange(3 * STEP)])
     stats = make_stats(
@@ -75,7 +75,7 @@ def test_counts_and_columns_are_those_of_promises_counted_in_anew(seed: int, num
                 one = given(rng, rng.randrange(num_replicas))
                 promised.add(one.place, one.num_blocks, one.num_tokens)
                 dumb.promises.append((one.place, one.num_blocks, one.num_tokens))
-                if rng.random() < 0.7:  # else set aside: the next reset there forgets it
+                if rng.random() < 0.7:  # otherwise only set aside: the next reset of that place forgets it
                     all_given.append(one)
             case 1:
                 for _ in range(rng.randrange(1, 2 * FEW_PLACES)):
@@ -83,7 +83,7 @@ def test_counts_and_columns_are_those_of_promises_counted_in_anew(seed: int, num
                     promised.add_later(one)
                     dumb.promises.append((one.place, one.num_blocks, one.num_tokens))
                     all_given.append(one)
-            case 2 | 3:  # news of some replicas, and some of what was given is taken back
+            case 2 | 3:  # news of some replicas; some of the given requests are taken back
                 changed = rng.sample(range(num_replicas), rng.randint(1, num_replicas))
                 rows = [row(rng, place) if place in changed else old for place, old in enumerate(rows)]
                 dumb.snapshot = Candidates.of(rows)
@@ -100,6 +100,6 @@ def test_counts_and_columns_are_those_of_promises_counted_in_anew(seed: int, num
                 promised.clear()
                 all_given.clear()
                 dumb.promises.clear()
-        if rng.random() < 0.6:  # what nobody asks for is counted in later
+        if rng.random() < 0.6:  # without a check, promises stay owed and are counted in later
             dumb.check(promised)
     dumb.check(promised)

@@ -49,7 +49,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         num_host_blocks=num_host_blocks if caching else 0,
     )
     requests = {}
-    resumed: dict[str, list[int]] = {}  # tokens that another replica has drawn
+    resumed: dict[str, list[int]] = {}  # tokens that another replica has already sampled
     streams: dict[tuple[str, int], list[int]] = defaultdict(list)
     reasons: dict[tuple[str, int], FinishReason] = {}
     mirror: set[bytes] = set()
@@ -73,10 +73,10 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         assert stats.num_allocated_blocks + stats.num_free_blocks == stats.num_total_blocks
         assert stats.num_cached_blocks <= stats.num_free_blocks
 
-    running = None  # planned ahead and executed, not taken in: what was planned, what was executed, the result
+    running = None  # a step planned ahead and executed but not processed: the plan, what was executed, the result
 
     def step(aborted: tuple[str, int | None] | None = None) -> bool:
-        """One step as the engine runs it; with lookahead the next one is executed before this one is taken in."""
+        """One step as the engine runs it; with lookahead the next one is executed before this one is processed."""
         nonlocal running
         if running is None:
             planned = output = scheduler.schedule(0.0)

@@ -1,4 +1,4 @@
-"""A plan that is kept from look to look decides as one that is made anew at every look."""
+"""A plan kept from look to look (one pass over the queue) decides like one made from scratch at every look."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CONFIG = SimConfig(
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many requests looks did not decide again: those before all that they decided, and those after one of them;
-    how many looks were none, for nothing had moved; and how many newcomers went and left those behind them planned.
-    Prompts are looked up when they are considered.
+    """Four counts of work that was saved: requests kept at the head of the order; requests further back whose earlier
+    decision stood; looks skipped because nothing had changed; newcomers that were sent while the requests behind them
+    stayed planned. Prompts are looked up one at a time.
     """
     kept = [0, 0, 0, 0]
     real_undo = Plan.undo_take_back
@@ -73,7 +73,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def traffic(seed: int, requests_per_s: float, num_tenants: int) -> list[SimRequest]:
-    """Prompts that share beginnings and prompts that share nothing, long and short. Of two tenants one is heavy."""
+    """Prompts that share prefixes and prompts that share nothing, long and short. Of two tenants one is heavy."""
     rng = Random(seed)
     chats = shared_prefixes(
         requests_per_s=requests_per_s,
@@ -93,7 +93,7 @@ def traffic(seed: int, requests_per_s: float, num_tenants: int) -> list[SimReque
 
 
 def outcome(config: SimConfig, requests: list[SimRequest]) -> tuple[str, list[object]]:
-    """The report, and where each request went and when."""
+    """The report, and what became of each request: where it went, and when."""
     cluster = run(SimCluster(config), requests)
     return report(cluster).to_json(), [cluster.book.outcomes[r.request_id] for r in requests]
 
@@ -139,7 +139,7 @@ def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
 
 
 class Gateway:
-    """A view of the replicas and a queue; ``forgets``: each look begins anew."""
+    """A view of the replicas and a queue. With ``forgets``, each look starts from scratch."""
 
     def __init__(self, max_index_entries: int, weights: RouteWeights, forgets: bool) -> None:
         self.view = ClusterView(max_index_entries)
@@ -149,7 +149,7 @@ class Gateway:
         self._rng = Random(1)
 
     def next(self, now: float) -> Dispatch | None:
-        """What is sent now, promised to its replica."""
+        """The request that is sent now, if any; its room at the replica is reserved."""
         if self._forgets:
             self.queue._standing.forget()
         sent = self.queue.next(self.view, self._weights, now, self._rng)
@@ -162,7 +162,7 @@ class Gateway:
 
 
 class News:
-    """What happens at gateways, drawn at random: prompts of three kinds and news of a few replicas."""
+    """Random events at gateways: prompts of three kinds, and news of a few replicas."""
 
     def __init__(self, rng: Random, num_tenants: int) -> None:
         self._rng = rng
@@ -265,11 +265,11 @@ class News:
         return self._rng.choice(self._replica_ids)
 
     def _request(self) -> str:
-        """One of the last: held, sent or gone."""
+        """One of the latest requests: held, sent or gone."""
         return str(self._num_requests - self._rng.randrange(12))
 
     def _blocks(self, num_tokens: int) -> list[BlockHash]:
-        """Of a prompt that begins as others of its kind do."""
+        """The blocks of a prompt that begins like others of its kind."""
         kind, num_shared = self._rng.randrange(3), min(num_tokens, 320)
         own = range(self._num_requests * 1000 + 100_000, self._num_requests * 1000 + 100_000 + num_tokens - num_shared)
         return hash_blocks([*range(kind * 1000, kind * 1000 + num_shared), *own], 16)
@@ -324,7 +324,7 @@ def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
 
 
 def test_what_is_given_behind_a_request_that_may_go_nowhere_is_given_once() -> None:
-    """Nothing is promised before it, and nobody asks for what is until the next look."""
+    """Nothing is promised before that request, and promises made behind it are first read at the next look."""
     names = {name: tuple(hash_blocks(range(k * 1000, k * 1000 + 592), 16)) for k, name in enumerate(("r1", "r2", "r3"))}
     cached = {"A": names["r1"], "B": (*names["r2"][:25], *names["r3"])}
     gateways = [Gateway(4096, RouteWeights(decode_price=0.0, prefill_price=1.0), forgets) for forgets in (False, True)]

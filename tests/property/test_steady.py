@@ -1,4 +1,4 @@
-"""Decodes taken together leave what the scheduler leaves that takes each by itself, step by step."""
+"""Decodes simulated together leave the same state as a scheduler that takes each of them step by step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal_replica.testing import make_request
 MAX_MODEL_LEN = 60
 STEP_S = 1.0
 
-prompts = st.tuples(st.integers(0, 2), st.integers(1, 30))  # of which kind, and how many tokens
+prompts = st.tuples(st.integers(0, 2), st.integers(1, 30))  # kind and number of tokens
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), prompts, st.integers(1, 40), st.integers(0, 9), st.booleans(), st.integers(0, 6)),
@@ -32,7 +32,7 @@ events = st.lists(
 
 
 def state(scheduler: Scheduler):
-    """All that a step may change."""
+    """Everything that a step may change."""
     kv = scheduler._kv
     return {
         "running": [(s.seq_id, s.num_computed_tokens, [*s.token_ids], s.block_hashes) for s in scheduler._running],
@@ -69,8 +69,8 @@ def test_decodes_taken_together_are_decodes_taken_one_by_one(
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy)
     plain = Scheduler(config, cache, MAX_MODEL_LEN, ())
     steady = SteadyScheduler(config, cache, MAX_MODEL_LEN)
-    drawn, told = defaultdict(int), defaultdict(int)  # tokens by request
-    firsts, ends = [], []  # of the plain one: in which step requests had their first and last token
+    drawn, told = defaultdict(int), defaultdict(int)  # number of tokens by request
+    firsts, ends = [], []  # by the plain scheduler: the steps of the requests' first and last tokens
     now = 0.0
 
     def step_plainly(coming: Request | None) -> None:
@@ -98,7 +98,7 @@ def test_decodes_taken_together_are_decodes_taken_one_by_one(
                 assert told[delta.request_id] == drawn[delta.request_id]
 
     def step(limit: int, coming: Request | None = None) -> int:
-        """At most so many steps; ``coming`` comes while the last of them runs."""
+        """Take at most ``limit`` steps; ``coming`` arrives while the last of them runs. Returns how many were taken."""
         output = steady.schedule(now + STEP_S)
         if output is None:
             assert plain.schedule(now + STEP_S) is None

@@ -1,4 +1,4 @@
-"""However tokens are cut into pushes, a stream's text is the text decoded at once, up to the first stop string."""
+"""However tokens are split into pushes, the stream's text is that of decoding at once, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ text_tokens = st.text(st.sampled_from("abthe in日👧é\n"), max_size=40).map(T
 broken_tokens = st.lists(st.sampled_from([*TOKENIZER.encode("é👧日"), EOS_ID]), max_size=60).map(tuple)
 tokens = any_tokens | text_tokens | broken_tokens
 BYTE_FALLBACK = byte_fallback_tokenizer()
-NUM_BYTES = 257  # and <unk>
+NUM_BYTES = 257  # with <unk>
 byte_tokens = st.text("aé日👧🏽 ", max_size=6).map(lambda text: [1 + byte for byte in text.encode()])
 piece_tokens = st.lists(st.integers(NUM_BYTES, BYTE_FALLBACK.vocab_size - 1), max_size=4)
 stray_tokens = st.lists(st.integers(1, BYTE_FALLBACK.vocab_size - 1), max_size=4)
@@ -29,7 +29,7 @@ stops = st.lists(st.text(st.sampled_from("abthe日\N{REPLACEMENT CHARACTER}"), m
 
 
 def cut(data: st.DataObject, items: Sequence[int] | str) -> list[Sequence[int] | str]:
-    """``items`` cut at drawn places."""
+    """``items``, cut at random places."""
     places = sorted(data.draw(st.lists(st.integers(0, len(items)), max_size=12)))
     return [items[a:b] for a, b in zip([0, *places], [*places, len(items)], strict=True)]
 
@@ -51,7 +51,7 @@ def test_stream_equals_decoding_at_once(data: st.DataObject, token_ids: tuple[in
 
 
 def spelled(token_ids: Sequence[int]) -> str:
-    """The dumb oracle of a text that goes on: its bytes, put together."""
+    """The dumb oracle for text that continues a prompt: the bytes of all tokens, joined."""
     return b"".join([BYTE_FALLBACK.token_bytes(token_id) for token_id in token_ids]).decode(errors="replace")
 
 

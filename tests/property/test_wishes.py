@@ -1,4 +1,4 @@
-"""Where another gateway's request is foreseen to go, against ``route`` with its whole query."""
+"""Where ``foresee`` expects another gateway's request to go, against ``route`` with the whole query."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_request_is_foreseen_to_go_where_it_would_be_routed(seed: int) -> None
     matched = np.zeros(6, np.int64)
     matched[place] = rng.randrange(
         (num_tokens - 1) // BLOCK + 1
-    )  # of a prompt that is cached whole, one token is computed
+    )  # even of a prompt that is cached whole, one token is computed
     query = make_query(num_tokens, decode_steps=priced_steps(rng.choice([1, 8, 100, None])))
     snapshot = Candidates.of(rows)
     size = [uncached_blocks(query, matched.item(place)), uncached_tokens(query, matched.item(place))]
@@ -54,6 +54,6 @@ def test_a_request_is_foreseen_to_go_where_it_would_be_routed(seed: int) -> None
         return
     best = snapshot.replica_ids.index(decision.ranked[0])
     scores = {candidate.replica_id: candidate.score for candidate in decision.candidates}
-    if there != best:  # equals
+    if there != best:  # a tie
         assert scores[snapshot.replica_ids[there]] == pytest.approx(scores[decision.ranked[0]])
     assert takes == [uncached_blocks(query, matched.item(there)), uncached_tokens(query, matched.item(there))]

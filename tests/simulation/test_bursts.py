@@ -1,4 +1,4 @@
-"""More prompts at once than steps take: none of them may be missed by a step because it is still at the gateway."""
+"""More prompts at once than a step takes: no step may miss a prompt because it is still held at the gateway."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SENT_AT_ONCE = replace(HELD, hold=None)
 
 @dataclass(frozen=True)
 class Ran:
-    """A run: prompt tokens of each step that had any, by replica; and when it was over."""
+    """A run: by replica, the prompt tokens of each step that had any; and when the run was over."""
 
     prompt_tokens: dict[str, list[int]]
     duration_s: float
@@ -42,7 +42,7 @@ class Ran:
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, config: SimConfig, num_prompts: int, num_tokens: int) -> Ran:
-    """So many different prompts, a millisecond apart, 32 tokens out."""
+    """Run ``num_prompts`` different prompts, a millisecond apart, with 32 output tokens each."""
     taken: dict[str, list[int]] = {}
     end_step = SimReplica._end_step
 
@@ -64,8 +64,8 @@ def ran(monkeypatch: pytest.MonkeyPatch, config: SimConfig, num_prompts: int, nu
 def test_steps_of_one_replica_take_as_much_as_if_all_prompts_were_there(
     monkeypatch: pytest.MonkeyPatch, num_prompts: int, num_tokens: int, ttft_s: float
 ) -> None:
-    """But for part of a prompt: one is sent once the next step ends it, so that a step may go without its beginning.
-    Whether all can be in time or some are put off.
+    """Up to part of a prompt: it is sent once the next step can complete it, so a step may miss its beginning. This
+    holds whether all prompts can be in time or some are put off.
     """
     bare = ran(monkeypatch, SENT_AT_ONCE, num_prompts, num_tokens)
     objective = LatencyObjective(ttft_s=ttft_s)
@@ -80,5 +80,5 @@ def test_short_prompts_fill_the_steps_of_several_replicas_too(monkeypatch: pytes
     bare = ran(monkeypatch, replace(SENT_AT_ONCE, **several), 192, 64)  # type: ignore[arg-type]
     held = ran(monkeypatch, replace(HELD, **several), 192, 64)  # type: ignore[arg-type]
     assert held.num_steps <= bare.num_steps + 1
-    for steps in held.prompt_tokens.values():  # but for the first and the last ones, less the decodes beside
+    for steps in held.prompt_tokens.values():  # apart from the first and last: full, but for the decodes beside
         assert min(steps[1:-2]) >= 512 - 64 - 64

@@ -1,4 +1,4 @@
-"""A replica that crashes in simulated time; ``run`` checks each time that nothing is lost, repeated or held."""
+"""A replica that crashes in simulated time; ``run`` always checks that nothing is lost, repeated or left held."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONFIG = SimConfig(
 )
 
 
-END_OF_A_STEP_S = StepTime().prefill.seconds(0, 64) + 0.03 + 0.03 + 0.03  # as a sum goes, to the last bit
+END_OF_A_STEP_S = StepTime().prefill.seconds(0, 64) + 0.03 + 0.03 + 0.03  # summed in this order, for the same rounding
 
 
 def chats(num_requests: int = 120, requests_per_s: float = 6.0, seed: int = 1) -> list[SimRequest]:
@@ -71,7 +71,7 @@ def test_what_a_crashed_replica_had_goes_on_elsewhere() -> None:
 
 
 def test_what_goes_on_does_so_at_its_gateway_before_what_is_held_there() -> None:
-    """One replica is left, with more to do than it can: whoever is in the middle of an answer waits for nobody."""
+    """One replica is left, with more work than it can do: requests in the middle of an answer still go first."""
     config = replace(CONFIG, num_gateways=2, faults=(Crash("replica-0000", 5.0, 60.0),))
     cluster = SimCluster(config)
     resumed: list[tuple[float, str, str]] = []
@@ -149,7 +149,7 @@ def test_a_scaler_replaces_what_has_crashed() -> None:
     "crash_s", [2.0, 2.0101, 0.001, 5.0, END_OF_A_STEP_S - 1e-9, END_OF_A_STEP_S, END_OF_A_STEP_S + 1e-9]
 )
 def test_a_replica_that_only_decodes_has_told_the_tokens_of_all_steps_that_ended(crash_s: float) -> None:
-    """Its steps are many in one event: those before the crash count, and none after it."""
+    """Many of its steps are one event: those that end before the crash count, and none after it."""
     loop, step_s = EventLoop(), 0.03
     ends_s: list[float] = []
     tokens: list[int] = []
@@ -209,7 +209,7 @@ def test_whatever_fails_every_request_ends_once_and_every_token_comes_once(
     is_scaled: bool,
     seed: int,
 ) -> None:
-    """``routing`` "" stands for held."""
+    """With ``routing`` "", gateways hold requests."""
     plan = ScalingPlan(
         config=ScaleConfig(min_replicas=num_replicas, max_replicas=4), startup_s=2.0, drain_timeout_s=1.0
     )

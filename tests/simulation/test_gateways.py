@@ -22,7 +22,7 @@ CONFIG = SimConfig(
 
 
 def test_what_begins_like_a_prompt_of_another_gateway_follows_it() -> None:
-    """Before any block of it is cached: by what the replica tells of it."""
+    """Even before any block of that prompt is cached: the gateway goes by what the replica reports of it."""
     cluster = SimCluster(CONFIG)
     first = SimRequest("first", 1.0, ((7, 640), (8, 100)), 4)
     second = SimRequest("second", 1.05, ((7, 640), (9, 100)), 4)
@@ -37,7 +37,7 @@ def test_what_begins_like_a_prompt_of_another_gateway_follows_it() -> None:
 
 
 def test_what_a_stalled_replica_hands_back_no_gateway_expects_there_any_more() -> None:
-    """At the end of a run nobody expects anything; that is checked of every run."""
+    """Every run also checks that at its end no gateway expects anything anywhere."""
     requests = shared_prefixes(
         requests_per_s=20.0,
         num_requests=400,

@@ -1,4 +1,4 @@
-"""Runs in two processes, against the same in one."""
+"""Runs in two processes, against the same runs in one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chats(requests_per_s: float, seed: int = 1) -> list[SimRequest]:
 
 
 def together(requests: list[SimRequest]) -> list[SimRequest]:
-    """They come in bursts, eight a second: steps end and requests come at the very same instants."""
+    """The requests in bursts, eight a second, so that steps end and requests arrive at the very same instants."""
     return [replace(r, arrival_s=number // 8 * 0.125) for number, r in enumerate(requests)]
 
 
@@ -70,7 +70,7 @@ def test_the_report_is_that_of_one_process_byte_for_byte(requests: list[SimReque
 
 
 def test_what_seems_to_have_stalled_is_handed_back_as_in_one_process() -> None:
-    """A step behind a long cached document takes longer than those of short prompts do: these go elsewhere."""
+    """A step behind a long cached document takes longer than steps of short prompts do, so these go elsewhere."""
     short = shared_prefixes(
         requests_per_s=30.0,
         num_requests=900,
@@ -80,7 +80,7 @@ def test_what_seems_to_have_stalled_is_handed_back_as_in_one_process() -> None:
         num_output_tokens=4,
         seed=3,
     )
-    times_s = (0.0, 815.0, 820.0, 825.0)  # computed once, which takes 530 s, then asked of again
+    times_s = (0.0, 815.0, 820.0, 825.0)  # the document is computed once, in 530 s, then asked about again
     long = [SimRequest(f"long-{n}", time_s, ((7, 600_000), (9 + n, 3000)), 4) for n, time_s in enumerate(times_s)]
     requests = [long[0], *(replace(r, arrival_s=800.0 + r.arrival_s) for r in short), *long[1:]]
     config = replace(
@@ -149,7 +149,7 @@ def killed(cluster: SimCluster) -> None:
 
 
 def slow(cluster: SimCluster) -> None:
-    """The other process has failed and gone before the gateways send their next word."""
+    """The other process has failed and is gone before the gateways send their next message."""
     failing(cluster)
     cluster.loop.at(cluster.book.requests["request-0"].arrival_s + 0.003, lambda: time.sleep(0.3))
 

@@ -46,7 +46,7 @@ HELD = replace(
 
 
 def mixed(num_requests: int = 300, seed: int = 5) -> list[SimRequest]:
-    """Many short prompts that share beginnings, and among them long ones that block a queue for half a second."""
+    """Many short prompts that share prefixes, and among them long ones that block a queue for half a second."""
     short = shared_prefixes(
         requests_per_s=20.0,
         num_requests=num_requests,
@@ -103,23 +103,23 @@ def test_no_replicas_are_enough_for_an_objective_that_none_meets() -> None:
     tried: list[int] = []
     never = replace(PLACED, objective=LatencyObjective(ttft_s=1e-3, prefill_factor=0.0))
     assert find_replicas(never, mixed(20), on_probe=lambda count, ok: tried.append(count)) == 0
-    assert tried == [1, 2, 4, 8, 16, 22]  # a replica each is the most that can help
+    assert tried == [1, 2, 4, 8, 16, 22]  # more replicas than one per request cannot help
 
 
 def test_an_index_with_too_little_room_forgets_and_the_run_still_adds_up() -> None:
-    """Sets of it are full long before the whole is: entries go although there is room elsewhere."""
+    """Some of its sets fill up long before the whole index does: they evict although there is room elsewhere."""
     cluster = SimCluster(HELD)
     view = cluster.gateways[0].view
     view.index = index = PrefixIndex(1024)
     for replica_id in view.replica_ids:
-        index.slot(replica_id)  # in the order of before
+        index.slot(replica_id)  # the same slots as in the replaced index
     run(cluster, mixed(120))
     assert index.num_evicted
     assert len(index) < index.max_entries
 
 
 def test_a_shared_pool_is_the_ceiling() -> None:
-    """Every prefix is computed once in all, wherever requests go."""
+    """Every prefix is computed once in total, wherever requests go."""
     requests = mixed()
     shared = simulate(replace(PLACED, routing="round_robin", has_shared_pool=True), requests)
     apart = simulate(PLACED, requests)
@@ -129,7 +129,7 @@ def test_a_shared_pool_is_the_ceiling() -> None:
 
 
 def test_several_gateways_see_what_the_others_promise() -> None:
-    """Blind to each other they would all send to the same replica at once."""
+    """Blind to one another, they would all send to the same replica at once."""
     requests = mixed(200)
     several = replace(HELD, num_gateways=8)
     report = simulate(several, requests)
@@ -140,7 +140,7 @@ def test_several_gateways_see_what_the_others_promise() -> None:
 
 
 def test_lone_streams_do_not_pile_up_on_the_one_that_knows_their_prefix() -> None:
-    """Eight chats with one system prompt, long answers, two replicas, step time by the sequence: both get some."""
+    """Eight chats with one system prompt and long answers; steps grow with each sequence. Both replicas get some."""
     step_time = StepTime(prefill=PrefillTime(tokens_per_s=2000.0, pair_s=0.0), decode_s=0.007, decode_sequence_s=0.0012)
     chats = [SimRequest(f"chat-{i}", 1.0 + 0.3 * i, ((7, 600), (100 + i, 40)), 200) for i in range(8)]
     for hold in (None, HoldConfig(objective=OBJECTIVE, prefill=step_time.prefill)):
@@ -218,7 +218,7 @@ def test_step_times_are_found_again_from_what_replicas_tell() -> None:
 
 @pytest.mark.parametrize("varying", ["nothing", "steps", "steps and outputs"])
 def test_step_times_are_not_made_up_from_intervals_that_are_alike(varying: str) -> None:
-    """Nor the time of a prompt's token where there was no prompt."""
+    """Nor is the time of a prompt token, where there was no prompt."""
     told = []
     for i in range(12):
         steps = 10 if varying == "nothing" else 10 + i

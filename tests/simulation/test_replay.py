@@ -1,4 +1,4 @@
-"""Every decision of a run, taken again from its record: who goes, where, who is held, how many replicas."""
+"""Every decision of a run, replayed from its record: which request goes where, which are held, how many replicas."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def chats(requests_per_s: float, num_requests: int) -> list[SimRequest]:
 
 
 class NotedPlan(Plan):
-    """Knows what it is a plan of."""
+    """A plan that remembers what it was made of."""
 
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
         super().__init__(snapshot, weights, max_steps_ahead)
@@ -64,7 +64,7 @@ class NotedPlan(Plan):
 
 @pytest.mark.parametrize("num_gateways", [1, 3])
 def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPatch, num_gateways: int) -> None:
-    """Those too that send nobody. What a record holds must be all that the look goes by."""
+    """Also the looks that send nothing. A record must hold everything that the look depends on."""
     counts: Counter[str] = Counter()
     sent_by: list[tuple[str, Look]] = []
 
@@ -127,7 +127,7 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
 
 
 class MemoryStore(dict[str, bytes]):
-    """Ray's key-value store, as far as one record needs it."""
+    """As much of Ray's key-value store as one record needs."""
 
     def put(self, key: str, value: bytes) -> None:
         self[key] = value
@@ -137,7 +137,7 @@ class MemoryStore(dict[str, bytes]):
 
 
 def test_every_scaling_decision_of_a_run_is_taken_again_from_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a way through the board, where records are kept as bytes."""
+    """Also after a round trip through the board, which keeps records as bytes."""
     board = ScalingBoard("app", MemoryStore())  # type: ignore[arg-type]
     changes: Counter[str] = Counter()
 

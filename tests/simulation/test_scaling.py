@@ -42,8 +42,8 @@ def test_a_step_is_met_a_start_and_two_seconds_later_and_then_nothing_moves() ->
 
 
 def test_the_one_replica_there_is_serves_in_time_whom_it_can_until_others_have_started() -> None:
-    """66 requests come in 34 s to a replica whose blocks and compute are enough for about 45 of them. What is lost goes
-    last, by the pace that the replica measures: by the model's own, 93 of the three runs would be lost, most by a hair.
+    """In 34 s, 66 requests arrive at a replica whose blocks and compute are enough for about 45 of them. Lost requests
+    go last, by the pace that the replica measures; by the model's own, the three runs would lose 93, most by a hair.
     """
     lost = 0
     for seed in range(3):
@@ -62,8 +62,8 @@ def test_every_policy_ends_what_it_takes(policy: Scaling) -> None:
 
 @pytest.mark.parametrize("drain_timeout_s", [0.0, 1.5, 60.0])
 def test_random_scale_downs_lose_nothing(drain_timeout_s: float) -> None:
-    """A thousand replicas are drained in the three runs, at random; their streams end, or are cut and go on elsewhere.
-    The run checks conservation, the book each token's position.
+    """The three runs drain a thousand replicas at random; their streams end, or are cut and go on elsewhere. The run
+    checks conservation, the book the position of each token.
     """
     rng = Random(drain_timeout_s)
     requests = arrivals("square", 5)[:NUM_RANDOM]

@@ -1,4 +1,4 @@
-"""Searches whose probes run ahead, against the same one after the other."""
+"""Searches whose probes run ahead, against searches that run one probe after the other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_finds_and_tells_what_it_does_in_turn(good: set[int]) -> None:
 
     def probe(count: int, tell: Tell) -> bool:
         tell(count)
-        time.sleep(count % 3 * 0.02)  # they end in another order than they are asked for
+        time.sleep(count % 3 * 0.02)  # probes end in another order than the search asks for them
         return count in good
 
     found = search_ahead(fewest, probe, lambda count, ok: told.append((count, ok)), done.append)

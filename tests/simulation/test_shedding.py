@@ -1,4 +1,4 @@
-"""Refusing what cannot have its first token in time, in simulated time."""
+"""Refusing requests that cannot have their first token in time, in simulated time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHEDDING = replace(CONFIG, limits=AdmissionLimits(objective=LatencyObjective()))
 
 
 def prompts(requests_per_s: float, seed: int = 1) -> list[SimRequest]:
-    """Long ones and short ones, ten times as many tokens in the one as in the other."""
+    """Long prompts and short ones, with ten times as many tokens in a long one."""
     long = poisson(
         requests_per_s=requests_per_s / 4, num_requests=100, num_prompt_tokens=8000, num_output_tokens=4, seed=seed
     )
@@ -36,8 +36,8 @@ def prompts(requests_per_s: float, seed: int = 1) -> list[SimRequest]:
 
 
 def test_what_cannot_be_in_time_leaves_its_place_to_what_can() -> None:
-    """At the edge and in an overload more are in time than where nobody is refused, far beyond it about as many, for
-    what is put off costs the others nothing either. Nobody waits long.
+    """At the edge of overload and in it, more requests are in time than without refusals; far beyond it about as many,
+    since requests that are put off cost the others nothing either. None waits long.
     """
     for requests_per_s in (5.0, 6.0, 8.0, 12.0):
         requests = prompts(requests_per_s)
@@ -56,7 +56,7 @@ def test_next_to_nobody_is_refused_where_there_is_room() -> None:
 
 
 def test_what_is_lost_while_nobody_is_there_is_refused_when_somebody_is_whose_pace_is_known() -> None:
-    """Before that nothing is late."""
+    """Until then, no request counts as late."""
     config = replace(SHEDDING, num_replicas=1, faults=(Crash("replica-0000", 3.0, 40.0),))
     cluster = run(SimCluster(config), prompts(6.0))
     refused = [o for o in cluster.book.outcomes.values() if o.refusal is not None]

@@ -40,7 +40,7 @@ CONFIG = SimConfig(
 
 
 def chats(seed: int = 1, requests_per_s: float = 8.0, num_requests: int = 300) -> list[SimRequest]:
-    """Sixteen system prompts of 1 024 tokens; the cluster's caches hold them all, no single replica's does."""
+    """Sixteen system prompts of 1 024 tokens. All replicas' caches together hold them all; that of one does not."""
     return shared_prefixes(
         requests_per_s=requests_per_s,
         num_requests=num_requests,
@@ -88,7 +88,7 @@ def test_a_pool_under_pressure_preempts_and_conserves() -> None:
 
 
 def test_what_the_pool_gives_up_comes_back_from_host_memory() -> None:
-    """Sixteen prefixes of 16 blocks, of which 40 blocks a replica hold none for long."""
+    """Sixteen prefixes of 16 blocks, in pools of 40 blocks that keep none of them for long."""
     config = replace(CONFIG, cache=CacheConfig(num_blocks=40, block_size=64))
     with_host = replace(config, cache=replace(config.cache, num_host_blocks=400))
     slowly = replace(with_host, step_time=replace(config.step_time, move_s=0.05))
@@ -103,7 +103,7 @@ def test_what_the_pool_gives_up_comes_back_from_host_memory() -> None:
 
 
 def test_an_idle_replica_is_not_taken_for_a_silent_one() -> None:
-    """Two lulls of a minute: every replica still gets its share of what comes after."""
+    """After two lulls of a minute, every replica still gets its share of the requests that follow."""
     bursts = [
         replace(r, request_id=f"{lull}-{r.request_id}", arrival_s=r.arrival_s + 60 * lull)
         for lull in range(3)
@@ -379,7 +379,7 @@ def run(requests: list[SimRequest], num_host_blocks: int) -> tuple[str, int]:
 
 @pytest.mark.parametrize("num_host_blocks", [0, 500])
 def test_stretches_of_decodes_are_many_steps_at_once(num_host_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taking them one by one gives the same report, to the last bit; a move out takes longer than a decode."""
+    """Simulating them one by one gives the same report, to the last bit; a move out takes longer than a decode."""
     requests = shared_prefixes(
         requests_per_s=2.0,
         num_requests=60,

@@ -79,7 +79,7 @@ def traffic(
 @pytest.mark.parametrize(
     ("requests", "max_num_batched_tokens", "differing"),
     [
-        # Who holds conversations computes a hundred tokens at a time, with a step's constant time; others whole steps.
+        # Replicas with chats compute a hundred tokens at a time, each time with a step's constant; others whole steps.
         (traffic(10.0, 100, 20, 0.4), 2048, "token_s"),
         # Decodes beside a full step make it half as long again.
         (traffic(24.0, 280, 150, 0.1), 512, "full_token_s"),
@@ -116,7 +116,7 @@ def test_like_replicas_are_not_slow_for_what_they_compute(
 
 @pytest.mark.parametrize(("from_s", "until_s"), [(0.0, 100.0), (1.0, 2.0), (1.01, 2.02), (2.5, 2.6)])
 def test_steps_that_begin_while_it_is_slow_take_as_many_times_as_long(from_s: float, until_s: float) -> None:
-    """Decodes are many in one event: each is as long as when it begins."""
+    """Many decodes are one event; each takes as long as the speed at its beginning says."""
     loop, step_s, factor = EventLoop(), 0.03, 3.0
     told: list[float] = []
 

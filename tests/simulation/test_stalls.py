@@ -28,7 +28,7 @@ CONFIG = SimConfig(
 
 
 def test_what_has_not_started_leaves_a_replica_that_stalls() -> None:
-    """Those whose step stalls wait for it; all that was only sent there is answered elsewhere."""
+    """Requests in the stalled step wait for it; all that were only sent there are answered elsewhere."""
     requests = poisson(requests_per_s=12.0, num_requests=150, num_prompt_tokens=1000, num_output_tokens=4, seed=3)
     cluster = run(SimCluster(replace(CONFIG, faults=(Stall("replica-0000", 5.0, 12.0),))), requests)
     outcomes = cluster.book.outcomes.values()
@@ -41,7 +41,7 @@ def test_what_has_not_started_leaves_a_replica_that_stalls() -> None:
 
 
 def test_nothing_goes_to_a_replica_that_stalls_in_its_first_step_until_the_step_ends() -> None:
-    """It was idle before; what it hands back meanwhile does not make it take requests."""
+    """It was idle before; requests that it hands back meanwhile do not make it take others."""
     arrivals_s = [1.0] * 2 + [6.0] * 8 + [6.4 + 0.2 * i for i in range(20)]
     prompts = poisson(
         requests_per_s=1.0, num_requests=len(arrivals_s), num_prompt_tokens=400, num_output_tokens=4, seed=3
@@ -72,7 +72,7 @@ def test_what_was_handed_back_stays_where_only_those_who_did_so_could_take_it() 
 
 @pytest.mark.parametrize(("from_s", "until_s"), [(2.0, 2.4), (2.01, 4.5), (2.0, 2.9)])
 def test_a_replica_that_only_decodes_stalls_too(from_s: float, until_s: float) -> None:
-    """Its steps are many in one event: none of them begins in the stall and ends before it does."""
+    """Many of its steps are one event: none of them begins in the stall and ends before it does."""
     loop, step_s = EventLoop(), 0.03
     told: list[tuple[float, int, float]] = []
 

@@ -15,7 +15,7 @@ from shoal_replica.testing import make_request
 
 
 def told_with_two(arrival_s: float) -> tuple[float, ReplicaStats]:
-    """What a replica that decodes tells, and when, as soon as it counts a second request, due 1.9 s after it came."""
+    """The first report of a decoding replica that counts a second request, due 1.9 s after it came, and its time."""
     loop = EventLoop()
     told: list[tuple[float, ReplicaStats]] = []
 

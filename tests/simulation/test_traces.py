@@ -1,4 +1,4 @@
-"""Traces as users have them: what is read, and what is refused with the place and the limit."""
+"""Traces as users have them: what is read, and what is refused, naming the place and the limit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_is_wrong_with_a_request_is_said(tmp_path: Path, change: dict[str, 
 
 
 def test_times_count_from_the_first_arrival(tmp_path: Path) -> None:
-    """Logs have times since an epoch, in any order; a trace may begin before its zero."""
+    """Logs have times since some epoch, in any order; a trace may begin before its zero."""
     for first in (-5_000, 0, 1_790_000_000_000):
         rows = [{**ROW, "timestamp": first + ms} for ms in (2_500, 0, 40)]
         requests = read_trace(written(tmp_path / "trace.jsonl", rows), "mooncake")

@@ -5,7 +5,7 @@ process groups are the real ones. What CANN would bring is replaced: the runtime
 (``runtime.c``, ``collectives.c``), the kernels by CPU references that also hold each call to the documented limits
 (``operators``). ``install_on_import`` arranges that a plain ``import torch_npu`` does all that.
 
-It shows wrong arguments, shapes, dtypes, numbers, lengths, and reads that no event orders. It cannot show a kernel's
+It detects wrong arguments, shapes, dtypes, numbers, lengths, and reads that no event orders. It cannot show a kernel's
 precision or speed, nor limits that the documentation does not state.
 
 Environment: SIMULATED_NPU_WHEEL (folder with the installed wheel), SIMULATED_NPU_CACHE (where libraries are built),

@@ -50,12 +50,12 @@ def _compile(wheel: Path, out: Path) -> None:
     _library(out, "libhccl.so", [HERE / "collectives.c"])
     for name in EMPTY:
         _library(out, name, [_stubs(out, "empty.c", [])])
-    # C++ names; each is one C identifier as it stands. Linked to be resolved at once, so none may be missing.
+    # C++ names, each a C identifier as it stands. They are resolved when torch_npu is loaded, so none may be missing.
     _library(out, ATB, [_stubs(out, "atb.c", sorted(s for s in wanted if s.startswith("_ZN3atb")))])
 
 
 def _library(out: Path, name: str, sources: list[Path]) -> None:
-    # Linked even where nothing is used: torch_npu looks up some of the runtime through the other libraries.
+    # Linked even where nothing of it is used: torch_npu looks up some of the runtime through the other libraries.
     runtime = ["-Wl,--no-as-needed", f"-L{out}", "-lascendcl", "-lrt", "-Wl,-rpath,$ORIGIN"]
     needs = [] if name in ("libascendcl.so", ATB) else runtime
     command = [*GCC, "-o", str(out / name), *map(str, sources), f"-Wl,-soname,{name}", *needs]

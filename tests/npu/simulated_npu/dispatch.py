@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def _kernel_for(namespace: str, rest: str) -> Kernel | None:
-    """The replacement; None where torch_npu's own kernel is to stay."""
+    """The replacement; None where torch_npu's own kernel stays."""
     base, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base, None)
     operator = getattr(packet, overload or "default", None)
@@ -92,7 +92,7 @@ class _Wrapped:
         self._returned = [
             next((writes[s] for s in r.alias_info.before_set if s in writes), None) if r.alias_info else None
             for r in schema.returns
-        ]  # per result: the argument that it is, if it is one
+        ]  # per result: the argument that it is, if any
         self._has_meta = torch._C._dispatch_has_kernel_for_dispatch_key(self._name, "Meta") and not self._is_aten
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +108,8 @@ class _Wrapped:
         aliases = {k: map_tensors(v, _to_host_value) for k, v in bound.items()}
         given = aliases
         if graphs.is_recording():
-            # Nothing runs now. Only the results' shapes are wanted: they come from copies, and from zeros in place of
-            # what the graph itself will have made.
+            # Nothing runs now. Only the results' shapes are needed: they come from copies, and from zeros in place of
+            # what the graph itself will have produced.
             given = {k: map_tensors(v, _zeros_if_unknown) for k, v in aliases.items()}
             result = self._run({k: _copies(v) if k in self._written else v for k, v in given.items()})
         else:
@@ -122,7 +122,7 @@ class _Wrapped:
         if promise is not None and not graphs.state.is_updating:
             _compare(self._name, promise, outputs)
         if graphs.is_recording():
-            # By address, as a device has it: a graph keeps none of its tensors alive.
+            # By address, as on a device: a graph keeps none of its tensors alive.
             targets = {place: alias(tensor) for place, tensor in fresh.items()}
             touched = ordering.addresses([*on_device, *fresh.values()])
             written = ordering.addresses([t for k in self._written for t in _tensors(bound.get(k)) if is_npu(t)])
@@ -137,7 +137,7 @@ class _Wrapped:
         keywords = {k: v for k, v in arguments.items() if k not in positional}
         if keywords.get("pin_memory"):
             keywords["pin_memory"] = False
-        with torch.inference_mode():  # a replay may come from anywhere, to tensors made in this mode
+        with torch.inference_mode():  # a replay may come from anywhere, on tensors made in this mode
             return self._compute(*(arguments[name] for name in positional), **keywords)
 
     @torch.inference_mode()
@@ -152,7 +152,7 @@ class _Wrapped:
     def _outputs(
         self, result: Any, bound: dict[str, Any], aliases: dict[str, Any], device: torch.device | None
     ) -> tuple[list[Any], dict[int, Tensor]]:
-        """Results as the caller sees them, and those that are new tensors by their place among all."""
+        """Results as the caller sees them, and the new tensors among them by their place."""
         inputs = {a.untyped_storage().data_ptr(): t for k, v in aliases.items() for a, t in _pairs(v, bound[k])}
         fresh: dict[int, Tensor] = {}
         places = itertools.count()
@@ -200,7 +200,7 @@ class _Wrapped:
         return nullcontext()
 
     def _order_host(self, bound: dict[str, Any], to_host: bool) -> None:
-        """Copies between host and device: asynchronous from and to pinned memory when asked, else waited for."""
+        """Copies between host and device are asynchronous from and to pinned memory if asked; else the host waits."""
         source, target = bound.get("src"), bound.get("self")
         if self._name != "aten::copy_" or not isinstance(source, Tensor) or not isinstance(target, Tensor):
             if to_host or self._name in HOST_READS:
@@ -215,13 +215,13 @@ class _Wrapped:
     def _promise(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
-        """What torch_npu's Meta kernel says the results are; None where it cannot be called like this."""
+        """Shapes and dtypes of the results by torch_npu's Meta kernel; None where it cannot be called like this."""
         key = (self._name, str(_shapes(args)), str(_shapes(tuple(kwargs.items()))))
         if key not in _promises:
             on_meta = {k: map_tensors(v, _to_meta) for k, v in kwargs.items()}
             try:
                 made = self._operator(*map_tensors(args, _to_meta), **on_meta)
-            except TypeError:  # some are written in Python without the schema's defaults
+            except TypeError:  # some Meta kernels are written in Python without the schema's defaults
                 _promises[key] = None
             else:
                 _promises[key] = [(tuple(t.shape), t.dtype) for t in _tensors(made)]
@@ -247,7 +247,7 @@ def _pairs(aliased: Any, original: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def _zeros_if_unknown(value: Any) -> Any:
-    """In place of what has no value while a graph is captured: zeros, which any operator takes, in the same layout."""
+    """Zeros, which any operator takes, in the same layout in place of what has no value while a graph is captured."""
     if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() not in graphs.state.unknown:
         return value
     zeros = torch.zeros(value.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
@@ -255,7 +255,7 @@ def _zeros_if_unknown(value: Any) -> Any:
 
 
 def _take_value(tensors: Sequence[Tensor]) -> None:
-    """Make them what memory is that nobody has written."""
+    """Fill them like memory that was never written."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         ctypes.memset(storage.data_ptr(), ordering.POISON, storage.nbytes())
@@ -280,7 +280,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _to_host_value(value: Any) -> Any:
-    """What a CPU kernel is to be given in place of an argument."""
+    """What a CPU kernel gets in place of an argument."""
     if is_npu(value):
         return alias(value)
     if isinstance(value, torch.device) and value.type == "npu":

@@ -1,7 +1,7 @@
 """Graph capture, replay and update, as lists of recorded calls.
 
-As on a device, nothing runs while a graph is captured: what a call of the graph makes or changes has no value until the
-graph is replayed. Replay repeats the calls on the captured addresses.
+As on a device, nothing runs while a graph is captured: the results of its calls have no value until the graph is
+replayed. A replay repeats the calls on the captured addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CAPTURE_BEGIN, CAPTURE_END, REPLAY, GRAPH_DESTROY, GROUP_BEGIN, GROUP_END, UPDAT
 
 @dataclass(slots=True)
 class _State:
-    """A graph is a list of groups; calls outside any task group are groups of one that nobody can update."""
+    """A graph is a list of groups; a call outside any task group is a group of its own that cannot be updated."""
 
     graphs: dict[int, list[list[Thunk]]] = field(default_factory=dict)
     groups: dict[int, list[Thunk]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def record(thunk: Thunk) -> None:
 
 
 def observe(what: int, a: int, b: int) -> None:
-    """What the runtime tells of graphs; see ``runtime.c`` for a and b."""
+    """Handle what the runtime reports of graphs; see ``runtime.c`` for a and b."""
     if what == CAPTURE_BEGIN:
         state.capturing = state.graphs[b] = []
         state.unknown.clear()
@@ -89,7 +89,7 @@ def observe(what: int, a: int, b: int) -> None:
 
 
 def record_collectives(hccl: ctypes.CDLL) -> None:
-    """From now on, what HCCL is asked for while a graph is captured becomes a part of the graph."""
+    """From now on, a collective called while a graph is captured becomes part of the graph."""
 
     def on_capture(address: int) -> None:
         call = _Collective.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(_Collective)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class Refused(RuntimeError):
-    """A call that a device would refuse, or answer wrongly, by the operator's documentation."""
+    """A call that, by the operator's documentation, a device would refuse or answer wrongly."""
 
 
 def need(condition: bool, limit: str) -> None:
-    """Raise Refused, saying the ``limit``, unless it is kept."""
+    """Raise Refused with the ``limit`` unless ``condition`` holds."""
     if not condition:
         raise Refused(limit)

@@ -32,7 +32,7 @@ def install_on_import() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch_npu as others would, and wraps its loader."""
+    """Finds torch_npu as the other finders would, and wraps its loader."""
 
     _is_asking = False
 

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """A CPU tensor over the memory of an NPU tensor; good while that lives."""
+    """A CPU tensor over the memory of an NPU tensor; valid while that one lives."""
     storage = tensor.untyped_storage()
     view = torch.empty(0, dtype=tensor.dtype)
     if storage.nbytes() == 0:

@@ -1,12 +1,12 @@
-"""Checks that what one stream, or the host, reads of another's work is ordered by an event or a wait.
+"""Checks that an event or a wait orders what one stream, or the host, reads of another's work.
 
-The simulated device is done with every call when it returns, so it would never show a missing wait. Instead each
-stream and the host keep a vector clock (Lamport 1978; Mattern 1989), which events and waits carry over. An access
-to memory whose last access is not known to be over raises ``Race``.
+The simulated device completes every call before it returns, so it would never show a missing wait. Instead each stream
+and the host keep a vector clock (Lamport 1978; Mattern 1989), which events and waits pass on. An access to memory
+raises ``Race`` if the previous access is not known to be over.
 
-The host's side of pinned memory cannot be watched. What an asynchronous copy brings to it arrives when the host has
-waited, and reads as 0xff until then; and each asynchronous copy looks whether the host has changed what earlier ones,
-not known to be over, still read.
+The host's accesses to pinned memory cannot be watched. So the data of an asynchronous copy to it arrives only when the
+host has waited, and reads as 0xff until then; and each asynchronous copy checks whether the host has changed memory
+that earlier copies, not known to be over, still read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Race(RuntimeError):
 
 @dataclass(slots=True)
 class _Place:
-    """Who wrote and read a piece of memory last: lane and its time then."""
+    """The last write to a piece of memory and the reads since, each as a lane and its time."""
 
     writer: tuple[int, int] | None = None
     readers: Clock = field(default_factory=dict)
@@ -56,12 +56,12 @@ _state = _State()
 
 
 def observe(runtime: ctypes.CDLL, graphs: Callable[[int, int, int], None]) -> None:
-    """Hear of everything from the runtime; of graphs, ``graphs`` hears."""
+    """Handle what the runtime reports; ``graphs`` handles its reports of graphs."""
 
     def on_call(what: int, a: int, b: int) -> int:
         try:
             (graphs if what < EVENT_RECORD else _on_order)(what, a, b)
-        except Exception as error:  # nothing can be raised through C: torch_npu raises for the code
+        except Exception as error:  # exceptions cannot pass through C: torch_npu raises for the code
             runtime.simulated_npu_set_error(f"{type(error).__name__}: {error}".encode())
             return FAILED
         return 0
@@ -72,12 +72,12 @@ def observe(runtime: ctypes.CDLL, graphs: Callable[[int, int, int], None]) -> No
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Where the tensors' memory begins; views have that of the whole."""
+    """Where the tensors' storages begin; a view shares its base's."""
     return {t.untyped_storage().data_ptr() for t in tensors}
 
 
 def operator(name: str, touched: set[int], written: set[int]) -> None:
-    """An operator on the current stream reads ``touched`` and writes ``written``, which are among them."""
+    """An operator on the current stream accesses ``touched`` and writes ``written``, a subset of it."""
     lane = _current_lane()
     now = _tick(lane)
     for address in touched:
@@ -93,8 +93,8 @@ def host_waits() -> None:
 
 @contextmanager
 def seen_by_device(source: Tensor) -> Iterator[None]:
-    """An asynchronous copy reads pinned memory: what earlier copies, ordered before it, have brought there is there for
-    the device, though not for the host.
+    """While an asynchronous copy reads pinned memory: the device sees what earlier copies, ordered before it, have
+    brought there, though the host does not.
     """
     clock, start, end = _clock(_current_lane()), source.data_ptr(), source.data_ptr() + _num_bytes(source)
     arriving = [
@@ -113,8 +113,8 @@ def seen_by_device(source: Tensor) -> Iterator[None]:
 
 
 def copied_to_device(source: Tensor) -> None:
-    """An asynchronous copy out of pinned memory has been queued. The host must not have changed what earlier ones, not
-    known to be over, still read."""
+    """An asynchronous copy out of pinned memory has been queued. The host must not have changed memory that earlier
+    copies, not known to be over, still read."""
     for address, (_, _, data) in _state.departing.items():
         if ctypes.string_at(address, len(data)) != data:
             raise Race("the host has changed pinned memory before the copy out of it was known to be over")
@@ -124,7 +124,7 @@ def copied_to_device(source: Tensor) -> None:
 
 
 def copied_to_host(target: Tensor) -> None:
-    """An asynchronous copy into pinned memory has been queued: take its bytes away until the host has waited."""
+    """An asynchronous copy into pinned memory has been queued: hide its bytes until the host has waited."""
     lane, num_bytes, start = _current_lane(), _num_bytes(target), target.data_ptr()
     now = _tick(lane)
     for address, (other, time, data) in list(_state.departing.items()):
@@ -149,7 +149,7 @@ def _clock(lane: int) -> Clock:
 
 
 def _tick(lane: int) -> int:
-    """The lane's next moment; a stream's work comes after all that the host knew when it was queued."""
+    """Advance the lane's time. A stream's work comes after everything that the host knew when it was queued."""
     clock = _clock(lane)
     clock[lane] += 1
     if lane != HOST:

@@ -1,4 +1,4 @@
-"""Python imports this at start where the folder is on PYTHONPATH: the tests' way into Ray's workers and ranks."""
+"""Python imports this at startup if the folder is on PYTHONPATH: the tests' way into Ray's workers and ranks."""
 
 from simulated_npu.loading import install_on_import
 

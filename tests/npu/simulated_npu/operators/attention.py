@@ -166,7 +166,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, sca
 def into_out(
     query: Tensor, key: Tensor, value: Tensor, *, out: list[Tensor], workspace: Any = None, **rest: Any
 ) -> Any:
-    """The ``.out`` overload, which graphs use: it also wants the workspace that was asked for."""
+    """The ``.out`` overload, which graphs use: it also needs the workspace that was requested for the call."""
     need(workspace is not None and workspace.numel() > 0, "a captured call has its workspace")
     results = fused_infer_attention_score(query, key, value, **rest)
     out[0].copy_(results[0])

@@ -1,4 +1,4 @@
-"""The chain of a mixture of experts: gate, sort by expert, one product per expert, put back."""
+"""The operators of a mixture of experts: gate, sort by expert, one product per expert, restore the order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def moe_init_routing_v2(
     places = torch.where(local, places, -1)
     counts = torch.bincount(flat[local] - first, minlength=last - first)
     rows = x[order // expert_idx.shape[1]]
-    rows[int(local.sum()) :] = torch.nan  # not written either
+    rows[int(local.sum()) :] = torch.nan  # rows that are not written
     return rows, places.int(), counts.long(), torch.zeros(num_rows)
 
 
@@ -100,7 +100,7 @@ def moe_token_unpermute(
 
 
 def moe_token_unpermute_for_training(permuted_tokens: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """What the operator above calls where gradients are on; the second result serves the backward pass."""
+    """What the operator above calls where gradients are enabled; the second result is for the backward pass."""
     return moe_token_unpermute(permuted_tokens, *arguments), permuted_tokens
 
 

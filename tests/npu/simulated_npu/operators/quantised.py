@@ -1,4 +1,4 @@
-"""Products of int8 numbers, and weights of fewer bits."""
+"""Quantisation to int8, and products of int8 matrices."""
 
 from __future__ import annotations
 

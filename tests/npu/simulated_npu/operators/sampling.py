@@ -11,7 +11,7 @@ MAX_TOP_K = 1024
 
 
 def top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
-    """-inf for what is smaller than the k-th largest, then for the least likely whose probabilities add up to 1 - p."""
+    """-inf for logits below the k-th largest, then for the least likely, whose probabilities sum to at most 1 - p."""
     need(logits.dim() == 2, "logits have 2 dimensions")
     need(p is not None or k is not None, "p and k are not both None")
     ranked, order = torch.sort(logits, stable=True, dim=-1)

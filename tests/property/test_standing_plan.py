@@ -323,48 +323,6 @@ def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
     assert kept[3] > 2
 
 
-def test_what_is_given_behind_a_request_that_may_go_nowhere_is_given_once() -> None:
-    """Nothing is promised before that request, and promises made behind it are first read at the next look."""
-    names = {name: tuple(hash_blocks(range(k * 1000, k * 1000 + 592), 16)) for k, name in enumerate(("r1", "r2", "r3"))}
-    cached = {"A": names["r1"], "B": (*names["r2"][:25], *names["r3"])}
-    gateways = [Gateway(4096, RouteWeights(decode_price=0.0, prefill_price=1.0), forgets) for forgets in (False, True)]
-
-    def push(name: str, priority: int = 0, excluded: str = "") -> None:
-        query = make_query(600, request_id=name, block_hashes=names.get(name, ()), excluded=frozenset(excluded))
-        for gateway in gateways:
-            gateway.queue.push(PendingRequest(query=query, arrival_s=0.0, priority=priority))
-
-    def next_of_both(now: float) -> list[object]:
-        return [decided(gateway.next(now)) for gateway in gateways]
-
-    for gateway in gateways:
-        for replica_id in "ABCDE":
-            num_waiting = int(replica_id in "AB")
-            stats = make_stats(
-                num_total_blocks=500,
-                num_free_blocks=500,
-                num_waiting=num_waiting,
-                num_waiting_tokens=300 * num_waiting,
-                num_running=0,
-                due_tokens=(),
-            )
-            gateway.view.join(replica_id)
-            gateway.view.apply_snapshot(replica_id, stats, cached.get(replica_id, ()), 0.0)
-    push("r0", priority=-1, excluded="ABCDE")
-    push("r1")
-    push("r2")
-    for now in (0.0, 0.001, 0.002):
-        kept, anew = next_of_both(now)
-        assert kept == anew
-    for gateway in gateways:
-        gateway.queue.remove("r1")
-    kept, anew = next_of_both(0.01)
-    assert kept == anew
-    push("r3")
-    kept, anew = next_of_both(0.02)
-    assert kept == anew
-
-
 def decided(sent: Dispatch | None) -> object:
     if sent is None:
         return None

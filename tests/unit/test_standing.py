@@ -114,3 +114,16 @@ def test_what_is_promised_to_a_slow_replica_counts_as_many_times() -> None:
     costs = plan._costs.copy()
     plan.consider(queries, matched)
     assert costs == pytest.approx(plan._costs)
+
+
+def test_what_is_given_again_is_taken_back_with_the_rest() -> None:
+    """It is counted in when it is next needed, but the plan is no longer untouched."""
+    cluster = Candidates.of([make_row("a"), make_row("b")])
+    plan = Plan(cluster, RouteWeights(), max_steps_ahead=1.0)
+    plan.give(make_query(), 1, np.zeros(2, np.int64), due_s=9.0)
+    (given,) = plan.take_back(0)
+    assert plan.is_untouched
+    plan.give_again(given)
+    assert not plan.is_untouched
+    assert plan.keep(cluster, (), 0) == [given]
+    assert plan.is_untouched

@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -41,11 +41,9 @@ class CountedCore(FakeCore):
     """Counts the updates: only they ask for routes."""
 
     num_updates: int = 0
-    asked_limits: set[int] = field(default_factory=set)
 
     def recent_routes(self, limit: int) -> Any:
         self.num_updates += 1
-        self.asked_limits.add(limit)
         return FakeCore.recent_routes(self, limit)
 
 

@@ -10,14 +10,15 @@ from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.overload import Backlog, Claim, met_together
-from shoal_cluster.policies.pace import Pace
+from shoal_cluster.policies.pace import PACE_AGE_S, Pace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.standing import EPSILON_S
 from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
 
 MOST_TOGETHER = 1000
 """Dates are made together for so many of the most urgent requests. With that many before them, the others start no
-sooner for dates of their own, and all tokens that go through the gateway would wait for these to be made.
+sooner for dates of their own, and all tokens that go through the gateway would wait for these to be made. With n times
+as many held, dates are made n times less often.
 """
 
 
@@ -34,6 +35,7 @@ class DueDates:
         self.pace = Pace(prefill)
         self._objective = objective
         self._by_urgency = by_urgency
+        self._together_s = -math.inf  # when dates were made for all together
 
     def renew(self, everybody: Collection[Held], plan: Plan, latest_s: float, is_new: bool, now: float) -> None:
         """Make due dates such that each can be met by itself. ``latest_s``: a replica can begin with more work by then;
@@ -57,6 +59,9 @@ class DueDates:
         now, num_held = replicas.now, len(everybody)
         if num_held == 1 and not next(iter(everybody)).is_lost:
             return
+        if now - self._together_s < PACE_AGE_S * num_held / MOST_TOGETHER:
+            return
+        self._together_s = now
         if num_held > MOST_TOGETHER:
             urgent = self._by_urgency.first(MOST_TOGETHER)
             everybody = [held for held in everybody if held in urgent]

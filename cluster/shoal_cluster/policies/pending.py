@@ -195,7 +195,7 @@ class PendingQueue:
         if len(self._held) > self._config.max_considered:
             self._by_urgency.tell_apart(present.least_capacity())
         order = self._by_urgency.to_consider()
-        has_room = self._is_one_of_many or present.columns[ROOM].max(initial=-1) > 0
+        has_room = len(self._held) == 1 or self._is_one_of_many or present.columns[ROOM].max(initial=-1) > 0
         if not has_room and all(held.wish for held, _ in order):
             return None  # nothing could start, and it is known of each where it is to wait, for whoever asks
         num_kept = self._standing.keep(plan, order, now)

@@ -172,7 +172,7 @@ BAD_CALLS = [
     ({"top_p": 1.5}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "prompt"),
+    ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"temperature": "warm"}, "temperature"),
     ({"n": 1000}, "n"),

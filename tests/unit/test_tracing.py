@@ -146,5 +146,5 @@ def test_without_an_endpoint_nothing_is_loaded() -> None:
 def test_a_missing_exporter_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "shoal_cluster.serve.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"^traces\.otlp_endpoint: needs .* pip install 'shoal\[otel\]'$"):
+    with pytest.raises(ConfigError, match=r"^traces\.otlp_endpoint: needs .* pip install -e '\.\[otel\]'$"):
         open_tracer(TraceSettings(otlp_endpoint="http://127.0.0.1:1"), "m", "g")

@@ -63,7 +63,7 @@ class ReplicaSettings(Settings):
     num_host_blocks: int = Field(0, ge=0, description="in host memory, for what the pool gives up of its prefix cache")
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
-    max_num_waiting: int = Field(1024, ge=1)
+    max_num_waiting: int = Field(1024, ge=1, description="requests in a queue: its own, and its part of the gateways'")
     policy: Literal["fcfs", "priority", "deadline"] = Field(
         "deadline", description="whose turn is next: by the gateway's due dates; fcfs also ignores priorities"
     )

@@ -63,3 +63,24 @@ def test_what_is_lost_while_nobody_is_there_is_refused_when_somebody_is_whose_pa
     assert refused
     plain = run(SimCluster(replace(config, limits=AdmissionLimits())), prompts(6.0))
     assert report(cluster).ttft_s.p99 < report(plain).ttft_s.p99
+
+
+def test_a_flood_of_one_tenant_is_refused_and_the_others_are_not() -> None:
+    """Two modest tenants ask for a quarter of what the replicas can do, the third for ten times as much."""
+    rates = {"modest-a": 2.0, "modest-b": 2.0, "flood": 160.0}
+    requests = [
+        replace(request, request_id=f"{tenant}-{request.request_id}", tenant=tenant)
+        for seed, (tenant, rate) in enumerate(rates.items())
+        for request in poisson(
+            requests_per_s=rate,
+            num_requests=int(20 * rate),
+            num_prompt_tokens=800,
+            num_output_tokens=4,
+            seed=seed,
+        )
+    ]
+    config = replace(CONFIG, limits=AdmissionLimits(max_waiting_requests=50))
+    cluster = run(SimCluster(config), sorted(requests, key=lambda request: request.arrival_s))
+    refused = [request_id for request_id, outcome in cluster.book.outcomes.items() if outcome.first_token_s is None]
+    assert len(refused) > 1000
+    assert all(request_id.startswith("flood") for request_id in refused)

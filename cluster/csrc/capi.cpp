@@ -60,10 +60,6 @@ int shoal_table_lengths(const ShoalTable* table, const char* digests, int64_t co
     return done([&] { table->lengths(digests, count, also, counts); });
 }
 
-void shoal_table_is_held(const ShoalTable* table, int64_t slot, const char* digests, int64_t count, uint8_t* is_held) {
-    table->is_held(slot, digests, count, is_held);
-}
-
 const char* shoal_table_fault(const ShoalTable* table) {
     try {
         return table->fault();

@@ -168,14 +168,6 @@ void HolderTable::lengths(const char* digests, int64_t count, const uint64_t* al
     if (count) for_each_slot(alive.data(), num_words, [&](int64_t slot) { counts[slot] = count; });
 }
 
-void HolderTable::is_held(int64_t slot, const char* digests, int64_t count, uint8_t* is_held) const {
-    for (int64_t i = 0; i < count; ++i) {
-        prefetch(digests, i + AHEAD, count);
-        const int64_t entry = find(key(digests, i));
-        is_held[i] = entry >= 0 && sets_.has(holders_[entry], slot);
-    }
-}
-
 const char* HolderTable::fault() const {
     std::vector<uint32_t> uses(sets_.num_numbers());
     std::vector<int64_t> num_held(num_held_.size());

@@ -28,7 +28,6 @@ class HolderTable {
     void release_all(int64_t slot);
     void use(const char* digests, int64_t count);
     void lengths(const char* digests, int64_t count, const uint64_t* also, int64_t* counts) const;
-    void is_held(int64_t slot, const char* digests, int64_t count, uint8_t* is_held) const;
     const char* fault() const;
 
   private:

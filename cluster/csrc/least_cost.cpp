@@ -1,30 +1,19 @@
-// The cost of policies/routing.py: the same operations in the same order, so that results agree to the last bit.
-#include <algorithm>
-
-#include "shoal_placement.h"
-
-namespace {
-
-enum Row { CAPACITY = 3, LOAD, SEQUENCES, ROOM, SLOWER = 10 };  // as in policies/columns.py
-constexpr double PER_CENT = 0.01;
-
-}  // namespace
+// The cheapest replica of all, for a request that is placed alone.
+#include "cost.h"
 
 int64_t shoal_least_cost(const int64_t* columns, int64_t num_replicas, const int64_t* matched, int64_t num_tokens,
                          int64_t block_size, int64_t num_blocks_needed, double prefill_price, double sequence_price,
                          int64_t* num_eligible) {
-    const auto row = [&](Row name) { return columns + name * num_replicas; };
-    const int64_t *capacity = row(CAPACITY), *load = row(LOAD), *sequences = row(SEQUENCES), *slower = row(SLOWER);
+    const auto row = [&](shoal::Row name) { return columns + name * num_replicas; };
+    const int64_t *capacity = row(shoal::CAPACITY), *load = row(shoal::LOAD), *sequences = row(shoal::SEQUENCES),
+                  *slower = row(shoal::SLOWER);
     int64_t best = -1, count = 0;
     double least = 0.0;
     bool is_alone = false;
     for (int64_t i = 0; i < num_replicas; ++i) {
         const int64_t uncached = std::max<int64_t>(num_tokens - matched[i] * block_size, 1);
-        const double running = sequence_price * static_cast<double>(sequences[i]);
-        double cost = static_cast<double>(uncached) * prefill_price;
-        cost += static_cast<double>(load[i]);
-        cost += running;
-        cost += static_cast<double>(slower[i]) * PER_CENT * (static_cast<double>(uncached + load[i]) + running);
+        const double cost =
+            shoal::price(uncached, load[i], sequences[i], slower[i], prefill_price, sequence_price);
         if (best < 0 || cost < least) {
             best = i, least = cost, is_alone = true;
         } else if (cost == least) {
@@ -34,5 +23,5 @@ int64_t shoal_least_cost(const int64_t* columns, int64_t num_replicas, const int
     }
     *num_eligible = count;
     if (!is_alone || capacity[best] < num_blocks_needed) return -1;
-    return row(ROOM)[best] >= std::max<int64_t>(num_blocks_needed - matched[best], 0) ? best : -1;
+    return row(shoal::ROOM)[best] >= std::max<int64_t>(num_blocks_needed - matched[best], 0) ? best : -1;
 }

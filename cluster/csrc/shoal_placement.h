@@ -1,6 +1,6 @@
 /* The plain C interface of native placement: what the gateway does for every request and every step of a replica. Each
-   part has a twin in Python (policies/holder_table.py, policies/routing.py) that answers the same and is used where
-   the library was not built. Nothing here blocks or starts threads. */
+   part has a twin in Python (policies/holder_table.py, routing.py, plan.py, outlook.py) that answers the same and is
+   used where the library was not built. Nothing here blocks or starts threads. */
 #ifndef SHOAL_PLACEMENT_H
 #define SHOAL_PLACEMENT_H
 
@@ -41,9 +41,6 @@ SHOAL_API void shoal_table_use(ShoalTable* table, const char* digests, int64_t c
    [count][slots / 64]. */
 SHOAL_API int shoal_table_lengths(const ShoalTable* table, const char* digests, int64_t count, const uint64_t* also,
                                    int64_t* counts);
-/* is_held [count]: whether the slot holds each digest. */
-SHOAL_API void shoal_table_is_held(const ShoalTable* table, int64_t slot, const char* digests, int64_t count,
-                                   uint8_t* is_held);
 /* What is wrong with the table, NULL if nothing: one pass over it. */
 SHOAL_API const char* shoal_table_fault(const ShoalTable* table);
 
@@ -54,6 +51,54 @@ SHOAL_API const char* shoal_table_fault(const ShoalTable* table);
 SHOAL_API int64_t shoal_least_cost(const int64_t* columns, int64_t num_replicas, const int64_t* matched,
                                    int64_t num_tokens, int64_t block_size, int64_t num_blocks_needed,
                                    double prefill_price, double sequence_price, int64_t* num_eligible);
+
+/* Where the fields of a row of `Candidates.told` are (TOLD in policies/columns.py), in bytes; due_within_s [num_dues] is
+   DUE_WITHIN_S. */
+typedef struct ShoalTold {
+    int64_t row_bytes, known, num_running, step_s, step_tokens, by_due, dues, num_dues;
+    const double* due_within_s;
+} ShoalTold;
+
+/* The cluster at one moment: told [num_replicas], and the weights and limits that plans go by. */
+typedef struct ShoalCluster {
+    int64_t num_replicas, priced_steps;
+    double now, prefill_price, decode_price, max_steps_ahead;
+    const char* told;
+    const ShoalTold* layout;
+} ShoalCluster;
+
+/* Another gateway's request, as in policies/wishes.py. */
+typedef struct ShoalWish {
+    int64_t place, num_blocks, num_tokens, num_cached_blocks, decode_steps;
+} ShoalWish;
+
+/* A held request. matched [num_replicas]: blocks of the prompt that are cached. passed [num_replicas]: waiting tokens
+   that it goes before, or NULL. excluded [num_replicas]: replicas that must not have it, or NULL. before [num_before]:
+   other gateways' requests between it and the one before. */
+typedef struct ShoalHeld {
+    double due_s;
+    int64_t num_tokens, num_blocks_needed, block_size, decode_steps, num_replicas, num_before;
+    const int64_t *matched, *passed;
+    const uint8_t* excluded;
+    const ShoalWish* before;
+} ShoalHeld;
+
+/* As in policies/outlook.py. */
+typedef struct ShoalOutlook {
+    int64_t num_startable, least_capacity, most_room;
+    double wait_s;
+} ShoalOutlook;
+
+/* The outlook by these columns [rows][num_replicas], as in policies/columns.py, if a prompt token takes token_s. */
+SHOAL_API void shoal_outlook(const ShoalCluster* cluster, const int64_t* columns, double token_s,
+                             ShoalOutlook* outlook);
+
+/* Plans requests [count] in order, up to one that may start, then *may_start is 1; or, unless plans_all, until no
+   replica may start anything more. What is promised to them is counted into columns. decided [count][2]: the place
+   where each is to wait, -1 if no replica takes it, and its blocks cached there. Returns how many were planned; -1 if
+   out of memory, -2 if a request speaks of other replicas. */
+SHOAL_API int64_t shoal_plan(const ShoalCluster* cluster, int64_t* columns, const ShoalHeld* requests, int64_t count,
+                             int plans_all, int64_t* decided, int* may_start);
 
 #ifdef __cplusplus
 }

@@ -55,7 +55,7 @@ def test_what_a_stalled_replica_hands_back_no_gateway_expects_there_any_more() -
         last = cluster.book.requests[request_id].block_hashes(CONFIG.cache.block_size)[-1:]
         for gateway in cluster.gateways:
             index = gateway.view.index
-            if index.expected.is_at(index.slot(replica_id), last):
+            if index.expected.are_at(index.slot(replica_id), last).any():
                 stale.append(request_id)
 
     replica = cluster.replicas["replica-0000"]

@@ -7,16 +7,15 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from fixtures.cluster_views import make_query, make_row, make_stats
+from fixtures.cluster_views import make_query, make_stats
 from msgspec import structs
 
-from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
-from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
-from shoal_cluster.policies.plan import Plan
+from shoal_cluster.policies.pending import MOST_SIZES, HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import PRICED_STEPS
 from shoal_cluster.policies.routing import RouteWeights, route
+from shoal_cluster.policies.to_consider import MAX_FIRST_MATCH_AGE_S
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.policies.yielding import Yielding
@@ -27,6 +26,7 @@ from shoal_replica.stats import ReplicaStats
 WEIGHTS = RouteWeights()
 CONFIG = HoldConfig(objective=LatencyObjective(), prefill=PrefillTime(tokens_per_s=1000.0, pair_s=0.0))
 PREFIX = hash_blocks(range(1600), 16)
+BUSY = make_stats(num_waiting_tokens=300)  # more than a step of 256: it can start nothing now
 
 
 def view_of(**stats: ReplicaStats) -> ClusterView:
@@ -549,20 +549,83 @@ def test_who_goes_first_by_its_share_goes_first_at_the_replica_too() -> None:
     assert dues[3] > dues[2]
 
 
-def test_a_plan_counts_who_may_start_as_it_gives_away() -> None:
-    rng = Random(3)
-    rows = [make_row(name, stats=make_stats(num_waiting_tokens=rng.randrange(400))) for name in "abcdefgh"]
-    rows.append(make_row("gone", connected=False))
-    snapshot = Candidates.of(rows)
-    kept = Plan(snapshot, RouteWeights(), max_steps_ahead=1.0)
-    given: list[tuple[int, int, int]] = []
-    counts = []
-    for _ in range(60):
-        counts.append(kept.num_startable)
-        given.append((rng.randrange(len(rows)), 1, rng.randrange(100)))
-        kept.set_aside(*given[-1])
-        again = Plan(snapshot, RouteWeights(), max_steps_ahead=1.0)
-        for one in given:
-            again.set_aside(*one)
-        assert kept.num_startable == again.num_startable
-    assert 8 >= counts[0] > counts[-1] == 0
+def test_who_waits_goes_before_what_yields_once_another_tenant_was_served() -> None:
+    """By its second service, one tenant has had far more than the other: its requests yield."""
+    weights = RouteWeights(decode_price=0.0)
+    view = view_of(busy=BUSY, later=make_stats(num_waiting_tokens=500, due_tokens=(*[0] * 5, 500, 500)))
+    queue = queue_of(pending("before", tenant="second"), config=HoldConfig())
+    assert queue.next(view_of(gone=make_stats()), weights, 0.0, Random(0)) is not None
+    queue.push(pending("first", 640, tenant="first"))
+    queue.push(pending("second", arrival_s=0.5, tenant="second"))
+    sent = queue.next(view, weights, 0.5, Random(0))
+    assert sent is not None
+    assert (sent.pending.tenant, sent.replica_id) == ("second", "later")
+    view.reserve("second", "later", 10, 160, 0.5)
+    sent = queue.next(view, weights, 0.5, Random(0))
+    assert sent is not None
+    assert (sent.pending.tenant, sent.replica_id) == ("first", "later")
+
+
+def test_what_is_to_wait_for_a_replica_that_stalls_is_planned_elsewhere_and_back() -> None:
+    view = view_of(busy=structs.replace(BUSY, num_waiting_tokens=600), next=BUSY)
+    queue = queue_of(pending("waits", 640), config=HoldConfig())
+
+    def planned_at() -> list[str]:
+        assert queue.next(view, WEIGHTS, 1.0, Random(0)) is None
+        return [place.replica_id for place in queue.up_to("waits", 1.0)]
+
+    assert planned_at() == ["next"]
+    view.set_stalled("next", True)
+    assert planned_at() == ["busy"]
+    view.set_stalled("next", False)
+    assert planned_at() == ["next"]
+
+
+def test_the_most_urgent_goes_where_its_prompt_is_cached_since_a_moment_ago() -> None:
+    """Both wait for the replica that caches their prompt. Another one, that is idle, caches it since."""
+    view = view_of(
+        owner=make_stats(num_waiting_tokens=5000, num_total_blocks=300), idle=make_stats(num_total_blocks=300)
+    )
+    view.apply_update("owner", None, PREFIX, (), 0.0)
+    queue = queue_of(*[pending(name, 1601, hashes=PREFIX) for name in ("first", "second")])
+    assert send(queue, view) == []
+    view.apply_update("idle", None, PREFIX, (), 0.01)
+    assert send(queue, view, now=MAX_FIRST_MATCH_AGE_S + 0.01)[:1] == [("first", "idle")]
+
+
+def test_a_request_that_no_look_comes_to_has_less_to_compute_once_its_prompt_is_cached() -> None:
+    """Each look ends with the urgent request that it sends."""
+    view, queue, now = (
+        view_of(one=make_stats()),
+        queue_of(*[pending(f"late{i}", 1601, hashes=PREFIX) for i in range(5)]),
+        0.0,
+    )
+    for held in tuple(queue):
+        queue.remove(held.query.request_id)
+        queue.push(replace(held, priority=1))
+    for number in range(60):
+        now = 0.05 * number
+        if number == 20:
+            assert queue.num_tokens == 5 * 1601
+            view.apply_update("one", None, PREFIX, (), now)
+        view.apply_update("one", make_stats(), (), (), now)
+        queue.push(pending(f"urgent{number}", 256, arrival_s=now))
+        sent = queue.next(view, WEIGHTS, now, Random(0))
+        assert sent is not None
+        assert sent.pending.query.request_id == f"urgent{number}"
+    assert queue.num_tokens == 5
+
+
+def test_the_sizes_of_thousands_are_looked_up_less_often() -> None:
+    """A replica that can start something keeps looks going; nothing that is held fits into it now."""
+    count = 3 * MOST_SIZES
+    view = view_of(one=make_stats(num_free_blocks=1))
+    queue = queue_of(*[pending(str(number), 1601, hashes=PREFIX) for number in range(count)])
+    assert queue.next(view, WEIGHTS, 0.0, Random(0)) is None
+    view.apply_update("one", None, PREFIX, (), 0.5)
+    known = [0]
+    for tenth in range(1, 70):
+        assert queue.next(view, WEIGHTS, 0.1 * tenth, Random(0)) is None
+        known.append((count * 1601 - queue.num_tokens) // 1600)
+    assert known[45] - known[35] == pytest.approx(MOST_SIZES, rel=0.25)
+    assert known[-1] == count

@@ -39,7 +39,7 @@ def test_what_requests_pass_counts_as_memory_of_records_and_looks() -> None:
     matched = np.zeros(2, np.int64)
     seen = Considered(QUERY, 0.0, matched), Considered(PASSING, 0.0, matched)
     look = Look(CANDIDATES, RouteWeights(), 1.0, False, seen, {}, ())
-    assert look.num_bytes == 2 * matched.nbytes + 2 * BYTES_PER_PASSED
+    assert look.num_bytes == 3 * matched.nbytes + 2 * BYTES_PER_PASSED
 
 
 def test_records_that_pass_many_push_out_older_ones() -> None:

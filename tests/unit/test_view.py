@@ -45,45 +45,6 @@ def test_updates_change_stats_blocks_and_age(view: ClusterView) -> None:
     assert row(view, "two", now=12.25).age_s == 2.25
 
 
-def test_what_changes_a_decision_is_news_of_that_replica(view: ClusterView) -> None:
-    def news() -> set[int]:
-        changed, rematched = view.news.take()
-        assert rematched <= changed
-        return changed
-
-    def watch() -> None:
-        view.news.watch((A, B), view.match((A, B)))
-
-    news()
-    watch()
-    view.apply_update("one", None, (), (), now=11.0)
-    assert news() == set(), "it is alive: nothing else has changed"
-    view.apply_update("one", None, [B], (), now=11.0)
-    assert news() == set(), "of no use without the block before it"
-    view.apply_update("one", None, [A], (), now=11.0)
-    assert news() == {0}
-    watch()
-    view.expect("r", "one", (A, B))
-    view.computed("r")
-    view.apply_update("two", None, (), [A, B], now=11.0)
-    assert news() == set(), "the one has them still, the other never had"
-    view.expect("r", "two", (A,))
-    assert news() == {1}
-    watch()
-    view.computed("r")
-    assert news() == {1}
-    watch()
-    view.apply_update("one", None, (), [B], now=11.0)
-    assert news() == {0}
-    watch()
-    view.apply_update("two", make_stats(num_running=1), (), (), now=11.0)
-    assert news() == {1}
-    view.disconnect("one")
-    assert news() == {0}
-    view.apply_snapshot("one", make_stats(), [A], now=12.0)
-    assert news() == {0}
-
-
 def test_a_snapshot_replaces_what_was_held(view: ClusterView) -> None:
     view.apply_update("one", make_stats(), [A, B], [], now=11.0)
     view.apply_snapshot("one", make_stats(), [A], now=12.0)

@@ -195,12 +195,6 @@ class Candidates:
         takes = self.columns[CAPACITY] >= 0
         return any(r not in excluded for r in compress(self.replica_ids, takes)) if excluded else bool(takes.any())
 
-    def least_capacity(self) -> int:
-        """Blocks of the largest request that all accepting replicas can take; 0 if no replica accepts requests."""
-        capacity = self.columns[CAPACITY]
-        open_ = capacity[capacity >= 0]
-        return int(open_.min()) if open_.size else 0
-
     @property
     def num_reserved(self) -> Ints:
         row: Ints = self.columns[0]

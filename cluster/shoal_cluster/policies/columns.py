@@ -139,20 +139,6 @@ def promise(columns: Ints, place: int, num_requests: int, num_blocks: int, num_t
     )
 
 
-def promise_many(columns: Ints, promises: Sequence[tuple[int, int, int]]) -> None:
-    """``promise`` one request each to different replicas; of each the replica's place, blocks and tokens."""
-    at, num_blocks, num_tokens = np.array(promises).T
-    there = columns[:, at]
-    reserved, blocks, tokens, _, load, sequences, room, open_blocks, open_slots, urgent, _ = there
-    for row, change in ((reserved, 1), (blocks, num_blocks), (tokens, num_tokens), (load, num_tokens), (sequences, 1)):
-        row += change
-    open_blocks -= num_blocks
-    open_slots -= 1
-    urgent += num_tokens
-    room[:] = np.where(open_slots > 0, open_blocks, -1)
-    columns[:, at] = there
-
-
 def unknown_columns(count: int) -> Ints:
     """``columns`` of ``count`` replicas that have told nothing, with nothing promised."""
     columns: Ints = np.empty((len(PROMISED) + len(STANDING), count), np.int64)

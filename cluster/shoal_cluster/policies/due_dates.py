@@ -11,10 +11,9 @@ from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.overload import Backlog, Claim, met_together
 from shoal_cluster.policies.pace import PACE_AGE_S, Pace
-from shoal_cluster.policies.plan import Plan
-from shoal_cluster.policies.standing import EPSILON_S
 from shoal_cluster.policies.wishes import PlacedWish, Rank, Wish
 
+EPSILON_S = 1e-9
 MOST_TOGETHER = 1000
 """Dates are made together for so many of the most urgent requests. With that many before them, the others start no
 sooner for dates of their own, and all tokens that go through the gateway would wait for these to be made. With n times
@@ -37,14 +36,12 @@ class DueDates:
         self._by_urgency = by_urgency
         self._together_s = -math.inf  # when dates were made for all together
 
-    def renew(self, everybody: Collection[Held], plan: Plan, latest_s: float, is_new: bool, now: float) -> None:
-        """Make due dates such that each can be met by itself. ``latest_s``: a replica can begin with more work by then;
-        the exact time is worked out only where it matters. ``is_new``: the pace has changed. A lost request gets no
-        earlier date here.
+    def renew(self, everybody: Collection[Held], begins_s: float, is_new: bool) -> None:
+        """Make due dates such that each can be met by itself. ``begins_s``: when a replica can begin with more work.
+        ``is_new``: the pace has changed. A lost request gets no earlier date here.
         """
-        if not is_new and latest_s < self._by_urgency.begins_by_s - EPSILON_S:
+        if not is_new and begins_s < self._by_urgency.begins_by_s - EPSILON_S:
             return
-        begins_s = now + plan.wait_s(self.pace.token_s)
         others = list(everybody) if is_new else self._by_urgency.that_begin_by(begins_s + EPSILON_S)
         for held in others:
             if is_new or held.due_s < begins_s + held.takes_s:
@@ -53,7 +50,7 @@ class DueDates:
                     held.not_before_s = held.due_s
 
     def renew_together(
-        self, everybody: Collection[Held], wishes: Sequence[PlacedWish], plan: Plan, replicas: Candidates
+        self, everybody: Collection[Held], wishes: Sequence[PlacedWish], begins_s: float, replicas: Candidates
     ) -> None:
         """Make dates that can be met together, with other gateways' wishes. Called as often as the pace is read."""
         now, num_held = replicas.now, len(everybody)
@@ -68,7 +65,6 @@ class DueDates:
         backlog = Backlog.of(replicas, self.pace.token_s)
         if not backlog.levels:
             return
-        begins_s = now + plan.wait_s(self.pace.token_s)
         claims = [self._claim(held, begins_s) for held in everybody]
         block_size = next(iter(everybody)).pending.query.block_size
         claims += [self._wished(other.wish, begins_s, block_size) for other in wishes]

@@ -74,11 +74,6 @@ class ExpectedBlocks:
         get = self._slots.get
         return np.fromiter([get(h, 0) >> slot & 1 for h in block_hashes], np.bool_, len(block_hashes))
 
-    def is_at(self, slot: int, block_hashes: Sequence[BlockHash]) -> bool:
-        """Whether any of these blocks is expected at ``slot``."""
-        get = self._slots.get
-        return any(get(block_hash, 0) >> slot & 1 for block_hash in block_hashes)
-
     def holders(self, block_hashes: Sequence[BlockHash]) -> list[int]:
         """The slots where each block is expected, as bits."""
         get = self._slots.get

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal_cluster.policies.columns import Ints
+from shoal_cluster.policies.considered import Considered, Step
 from shoal_cluster.policies.ranking import RouteQuery
 from shoal_cluster.policies.wishes import Rank
 
@@ -65,9 +66,12 @@ class Held:
     matched: Ints = field(default_factory=lambda: UNKNOWN)  # blocks cached on each replica
     matched_s: float = -math.inf  # when ``matched`` was looked up
     matched_of: tuple[str, ...] = ()  # the replicas that ``matched`` speaks of
+    sized_s: float = -math.inf  # when ``num_new_tokens`` was looked up
     seed: int | None = None  # breaks ties; drawn once, so that it goes on waiting at the same replica
     entry: tuple[Rank, int, Held] | None = None  # its place in the order of the queue
     begins_by: tuple[float, int, Held] | None = None  # and in the order of when requests have to begin
+    considered: Considered | None = None  # as a look saw it last
+    step: Step | None = None  # what a look decided for it last; None if its size has changed since
     wish: tuple[str, int, int, int, int] | None = None  # where it was planned last, and fields of its ``Wish``
 
     def queue_place(self, now: float) -> QueuePlace:

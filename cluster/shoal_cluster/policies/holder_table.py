@@ -72,10 +72,6 @@ class Table(Protocol):
         """How many leading hashes each slot holds [slots]. ``also``: further holders of each, as bits; or none."""
         ...
 
-    def is_held(self, slot: int, block_hashes: Sequence[BlockHash]) -> Bools:
-        """Which of the hashes the slot holds [n]."""
-        ...
-
     def check_invariants(self, slots: Iterable[int]) -> None:
         """Every entry is in its set, only once, and held by some of ``slots``; all counts are right; the cap holds."""
         ...
@@ -175,13 +171,6 @@ class HolderTable:
                 break
             start, stop = stop, stop * NEXT_LOOK
         return counts
-
-    def is_held(self, slot: int, block_hashes: Sequence[BlockHash]) -> Bools:
-        rows, entries = self._find(_keys_of(block_hashes))
-        bits = self._sets.bits
-        flags: Bools = np.zeros(len(block_hashes), np.bool_)
-        flags[rows] = [bits[number] >> slot & 1 for number in self._numbers(entries).tolist()]
-        return flags
 
     def check_invariants(self, slots: Iterable[int]) -> None:
         keys = self._keys.reshape(-1)

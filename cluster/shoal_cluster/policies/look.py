@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from typing import NamedTuple
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import Ints
+from shoal_cluster.policies.considered import Considered, Step
 from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.plan import Plan
-from shoal_cluster.policies.ranking import BYTES_PER_PASSED, RouteDecision, RouteQuery
+from shoal_cluster.policies.ranking import RouteDecision
 from shoal_cluster.policies.routing import RouteWeights, choose
-from shoal_cluster.policies.wishes import PlacedWish
 
-MIN_PRICED, NUM_PRICES = 8, 4096
-"""Requests are priced in batches: of at least ``MIN_PRICED``, or of as many as make ``NUM_PRICES`` prices."""
+NUM_FIRST = 4
+"""Of requests that are made ready one after another, a look takes in so many before the rest: often one of them goes.
+"""
 
 Draw = tuple[Candidates, int]
 """What a request is placed by once it seems able to go: the cluster for its prompt as of now, and a seed."""
-
-
-class Considered(NamedTuple):
-    """A held request as a look sees it.
-
-    Attributes:
-        due_s: when its first token is due, on the clock of ``Candidates.now``.
-        matched: blocks cached on each replica, as looked up lately [n].
-        before: other gateways' requests that come between it and the one considered before it.
-    """
-
-    query: RouteQuery
-    due_s: float
-    matched: Ints
-    before: tuple[PlacedWish, ...] = ()
-
-
-class Step(NamedTuple):
-    """What a look decided for one request: the place of the replica that it is sent to or waits for; -1: none."""
-
-    place: int
-    num_matched_blocks: int
-    is_sent: bool = False
 
 
 class Sent(NamedTuple):
@@ -62,7 +37,7 @@ class Look(NamedTuple):
         plans_all: whether requests are planned even when no replica may start anything more.
         considered: requests, the most urgent first, as far as the look went.
         draws: by the number of the request.
-        steps: what was decided for each.
+        steps: what was decided for each; the last one was sent.
     """
 
     snapshot: Candidates
@@ -76,107 +51,67 @@ class Look(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """About how many bytes the data per replica takes, without the snapshot."""
-        return sum(one.matched.nbytes + BYTES_PER_PASSED * len(one.query.passed) for one in self.considered)
+        return sum(one.num_bytes for one in self.considered)
 
     def queue(self) -> tuple[QueuePlace, ...]:
         """The requests that came before the one that was sent, with where they wait, then that one."""
         ids, now = self.snapshot.replica_ids, self.snapshot.now
         return tuple(
-            QueuePlace(one.query.request_id, ids[step.place] if step.place >= 0 else "", one.due_s - now)
-            for one, step in zip(self.considered, self.steps, strict=True)
+            QueuePlace(one.query.request_id, ids[place] if place >= 0 else "", one.due_s - now)
+            for one, (place, _) in zip(self.considered, self.steps, strict=True)
         )
 
-    def replay(self) -> tuple[Step, ...]:
-        """Decide again from the record: equal to ``steps``."""
+    def replay(self) -> tuple[tuple[Step, ...], bool]:
+        """Decide again from the record: equal to ``steps``; and whether the last request is sent."""
         plan = Plan(self.snapshot, self.weights, self.max_steps_ahead)
-        return look(plan, self.considered, self.plans_all, self.draws.__getitem__)[0]
+        at_once = 0 in self.draws  # if it was drawn after a try, that has changed nothing
+        again = look(plan, self.considered, self.plans_all, self.draws.__getitem__, at_once=at_once)
+        return tuple(again.steps), again.sent is not None
 
 
-class Earlier(Protocol):
-    """What earlier looks have decided."""
+class Looked(NamedTuple):
+    """What a look has come to: its requests as far as it went, what was decided for each, and how the last one goes, if
+    it is sent.
+    """
 
-    @property
-    def may_stand(self) -> bool:
-        """Whether some of it may still stand."""
-        ...
-
-    def again(self, one: Considered) -> Step | None:
-        """What was decided for ``one``, if that stands; the plan then has it again."""
-        ...
+    considered: list[Considered]
+    steps: list[Step]
+    sent: Sent | None
 
 
 def look(
-    plan: Plan,
-    considered: Iterable[Considered],
-    plans_all: bool,
-    draw: Callable[[int], Draw],
-    decided: Sequence[Step] = (),
-    earlier: Earlier | None = None,
-) -> tuple[tuple[Step, ...], Sent | None]:
+    plan: Plan, considered: Iterable[Considered], plans_all: bool, draw: Callable[[int], Draw], *, at_once: bool
+) -> Looked:
     """Decide on ``considered`` in order, up to the first that is sent or (without ``plans_all``) until no replica may
     start anything more.
 
     Each request is placed on the best replica, which may be busy; if that cannot start it, it is planned there before
-    the next is considered. The first is drawn at once, not priced, for it usually goes. ``decided`` are the first
-    steps, which the plan already has: they would be decided the same again. Later ones stand if ``earlier`` says so.
+    the next is considered. One that seems able to start is drawn: placed by what is cached now. With ``at_once`` the
+    first is drawn without a try, as a request that is alone usually goes.
     """
-    steps = list(decided)
-    waiting = islice(considered, len(steps), None)
-    if not steps:
-        batch = list(islice(waiting, 1))
-    elif not (plans_all or plan.has_startable):
-        return tuple(steps), None
-    else:
-        batch = _to_price(plan, waiting, plans_all, steps, earlier)
-    while batch:
-        for row, one in enumerate(batch):
-            for other in one.before:
-                plan.foresee(other, one.query.block_size)
-            query, is_first = one.query, not steps
-            place, may_go = (-1, True) if is_first else plan.best(row)
-            matched = one.matched
-            num_matched = 0 if place < 0 else matched.item(place)
-            if is_first or (may_go and plan.can_start(query, place, num_matched, one.due_s)):
-                candidates, seed = draw(len(steps))
-                candidates = plan.seen_by_next(candidates)
-                place, decision = choose(query, candidates, plan.weights, seed)
-                matched = candidates.num_matched_blocks
-                num_matched = 0 if place < 0 else matched.item(place)
-                if place >= 0 and plan.can_start(query, place, num_matched, one.due_s):
-                    steps.append(Step(place, num_matched, is_sent=True))
-                    return tuple(steps), Sent(candidates, seed, decision)
-            steps.append(Step(place, num_matched))
-            if place < 0:
-                continue
-            plan.give(query, place, matched, one.due_s)
-            if not (plans_all or plan.has_startable):
-                return tuple(steps), None
-        batch = _to_price(plan, waiting, plans_all, steps, earlier)
-    return tuple(steps), None
-
-
-def _to_price(
-    plan: Plan, waiting: Iterator[Considered], plans_all: bool, steps: list[Step], earlier: Earlier | None
-) -> list[Considered]:
-    """The next few requests, priced for ``plan.best`` in this order; what stands before them goes to ``steps``."""
-    while earlier is not None and earlier.may_stand:
-        one = next(waiting, None)
-        if one is None:
-            return []
-        step = earlier.again(one)
-        if step is None:
-            plan.consider([one.query], one.matched[np.newaxis])
-            return [one]
-        steps.append(step)
-        if not (plans_all or plan.has_startable):
-            return []
-    return _priced(plan, waiting)
-
-
-def _priced(plan: Plan, waiting: Iterator[Considered]) -> list[Considered]:
-    """The next few requests, priced for ``plan.best`` in this order."""
-    size = max(MIN_PRICED, NUM_PRICES // max(1, plan.num_replicas))
-    batch = list(islice(waiting, size))
-    if batch:
-        plan.consider([one.query for one in batch], np.stack([one.matched for one in batch]))
-    return batch
+    waiting, seen, steps = iter(considered), list[Considered](), list[Step]()
+    for count in (None,) if isinstance(considered, Sequence) else (NUM_FIRST, None):
+        seen += islice(waiting, count)
+        while len(steps) < len(seen):
+            number = len(steps)
+            if at_once and number == 0:
+                plan.foresee(seen[0].before, seen[0].query.block_size)
+            else:
+                planned, may_start = plan.until_startable(seen[number:], plans_all)
+                steps += planned
+                number = len(steps)
+                if number == len(seen):
+                    break
+                if not may_start:
+                    return Looked(seen[:number], steps, None)
+            one = seen[number]
+            candidates, seed = draw(number)
+            candidates = plan.seen_by_next(candidates)
+            place, decision = choose(one.query, candidates, plan.weights, seed)
+            num_matched = 0 if place < 0 else candidates.num_matched_blocks.item(place)
+            steps.append((place, num_matched))
+            if place >= 0 and plan.can_start(one.query, place, num_matched, one.due_s):
+                return Looked(seen[: len(steps)], steps, Sent(candidates, seed, decision))
+            if place >= 0:
+                plan.give(one.query, place, num_matched)
+    return Looked(seen, steps, None)

@@ -20,8 +20,9 @@ SIGNATURES = {
     "shoal_table_release_all": (ctypes.c_int, TABLE, COUNT),
     "shoal_table_use": (None, TABLE, BYTES, COUNT),
     "shoal_table_lengths": (ctypes.c_int, TABLE, BYTES, COUNT, BYTES, ADDRESS),
-    "shoal_table_is_held": (None, TABLE, COUNT, BYTES, COUNT, ADDRESS),
     "shoal_table_fault": (BYTES, TABLE),
+    "shoal_outlook": (None, ADDRESS, ADDRESS, ctypes.c_double, ADDRESS),
+    "shoal_plan": (COUNT, ADDRESS, ADDRESS, BYTES, COUNT, ctypes.c_int, *[ADDRESS] * 2),
     "shoal_least_cost": (COUNT, ADDRESS, COUNT, ADDRESS, *[COUNT] * 3, *[ctypes.c_double] * 2, ADDRESS),
 }
 

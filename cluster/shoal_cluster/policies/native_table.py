@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from ctypes import byref, c_char
 
 import numpy as np
 
 from shoal_cluster.policies.native_library import CCounts, library
-from shoal_cluster.policies.replica_bits import Bools, Ints
+from shoal_cluster.policies.replica_bits import Ints
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
 BITS_PER_BYTE = 8
@@ -81,13 +80,6 @@ class NativeTable:
         digests = _digests(block_hashes)
         self._check(self._library.shoal_table_lengths(self._table, *digests, bits, self._counts_address))
         return self._counts.copy()
-
-    def is_held(self, slot: int, block_hashes: Collection[BlockHash]) -> Bools:
-        flags = np.zeros(len(block_hashes), np.bool_)
-        if flags.size:
-            its_memory = byref(c_char.from_buffer(flags.data))
-            self._library.shoal_table_is_held(self._table, slot, *_digests(block_hashes), its_memory)
-        return flags
 
     def check_invariants(self, slots: Iterable[int]) -> None:
         fault = self._library.shoal_table_fault(self._table)

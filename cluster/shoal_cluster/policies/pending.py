@@ -7,32 +7,36 @@ the best of the replicas that become free first. Replicas therefore get only wha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from random import Random
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, ROOM, Ints
+from shoal_cluster.policies.columns import CAPACITY
+from shoal_cluster.policies.considered import Step
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.due_dates import DueDates
 from shoal_cluster.policies.held import RESUMED_PRIORITY, Held, PendingRequest, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
-from shoal_cluster.policies.look import Considered, Draw, Look, look
+from shoal_cluster.policies.look import Draw, Look, look
 from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
+from shoal_cluster.policies.outlook import Outlook
+from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import is_eligible, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
-from shoal_cluster.policies.standing import EPSILON_S, MAX_MATCH_AGE_S, Planned, StandingPlan
 from shoal_cluster.policies.tenants import FairShares
+from shoal_cluster.policies.to_consider import ToConsider, look_up
 from shoal_cluster.policies.view import ClusterView
-from shoal_cluster.policies.wishes import PlacedWish, Wish
+from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.policies.yielding import Yielding
 from shoal_replica.errors import ConfigError
 
 __all__ = ["HoldConfig", "PendingQueue", "PendingRequest"]
 
 TURN_DELAYS = 2.4  # feed delays per gateway: turns are spread over this long for each of them
-MAX_SIZE_AGE_S = 1.0  # a held request's size (prompt tokens to compute) is looked up again when it is older
+MAX_SIZE_AGE_S = 1.0  # a held request's size (prompt tokens to compute) is looked up again when it is older,
+MOST_SIZES = 1000  # but no more than about so many in this time: with n times as many held, n times less often
 NUM_SIZES_AT_ONCE = 64  # such lookups in one pass at least; of long queues the part that is due since the last pass
 URGENCY = 0.75  # the part of a turn's delay that depends on urgency; the rest is random
 
@@ -78,15 +82,13 @@ class PendingQueue:
         self._sizes_s = -math.inf  # when sizes were looked up last
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
-        self._wait_s = 0.0  # bound on the time until a prompt sent at the last look can begin
         self._held: dict[str, Held] = {}
-        self._standing = StandingPlan()
         self._shares = FairShares()
-        self._num_changes = 0  # of tenants' places, as of when the standing plan was made
         self._by_urgency = HeldOrder(self._shares, config.max_considered, RENEWAL * config.objective.ttft_s)
         self._dates = DueDates(config.objective, config.prefill, self._by_urgency)
         self._pace = self._dates.pace
         self._sent = Yielding()
+        self._to_consider = ToConsider(self._shares, self._by_urgency, self._sent, is_one_of_many)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -128,6 +130,7 @@ class PendingQueue:
     def know_size(self, request_id: str, num_new_tokens: int, now: float) -> None:
         """Set what a request has to compute where most of it is cached, before a look has found that out."""
         held = self._held[request_id]
+        held.sized_s = now
         self._resize(held, num_new_tokens)
         self._dates.note(held, now)
 
@@ -171,39 +174,20 @@ class PendingQueue:
         for it costs more than computing their prefix again. The caller reserves what it sends, and asks until None.
         """
         self._shares.fade(now)
-        if self._shares.num_changes != self._num_changes:  # also when requests have come or left
-            self._num_changes = self._shares.num_changes
-            self._standing.forget()
-        if not (self._held and len(view)) or (self._standing.was_settled and self._is_settled(view, weights, now)):
+        if not (self._held and len(view)):
             return None
         present = view.present(now)
-        if self._is_one_of_many:  # other gateways' wishes come in between
-            self._standing.forget()
-        plan = self._standing.renew(view, present, weights, self._config.max_steps_ahead)
-        if len(self._held) > 1 and not (self._has_unplanned or plan.num_open):
+        plan = Plan(present, weights, self._config.max_steps_ahead)
+        outlook = plan.outlook(self._pace.token_s)
+        if len(self._held) > 1 and not (self._has_unplanned or outlook.num_startable):
             return None
-        is_due = self._pace.is_due(now)
-        is_new = self._pace.look(present, now)
-        self._wait_s = plan.wait_at_most_s(self._pace.token_s)
-        latest_s = now + self._wait_s
-        self._dates.renew(self._held.values(), plan, latest_s, is_new, now)
-        if is_due:
-            if len(self._held) > 1:
-                self._know_sizes(view, present, now)
-            wishes = view.wishes(now) if self._is_one_of_many else ()
-            self._dates.renew_together(self._held.values(), wishes, plan, present)
+        begins_s = self._renew_dates(view, plan, outlook, present)
         if len(self._held) > self._config.max_considered:
-            self._by_urgency.tell_apart(present.least_capacity())
+            self._by_urgency.tell_apart(outlook.least_capacity)
         order = self._by_urgency.to_consider()
-        has_room = len(self._held) == 1 or self._is_one_of_many or present.columns[ROOM].max(initial=-1) > 0
-        if not has_room and all(held.wish for held, _ in order):
+        has_room = len(self._held) == 1 or self._is_one_of_many or outlook.most_room > 0
+        if not has_room and all(held.step for held, _ in order):
             return None  # nothing could start, and it is known of each where it is to wait, for whoever asks
-        num_kept = self._standing.keep(plan, order, now)
-        if num_kept == len(order):
-            self._standing.settle()
-            return None
-        kept = self._standing.planned[:num_kept]
-        considered: list[Considered] = []
         draws: dict[int, Draw] = {}
 
         def draw(number: int) -> Draw:
@@ -216,109 +200,86 @@ class PendingQueue:
             return draws[number]
 
         plans_all, self._has_unplanned = self._has_unplanned, False
-        decided = tuple([planned.step for planned in kept])
-        seen_by_look = self._considered(order, kept, view, now, considered)
-        steps, sent = look(plan, seen_by_look, plans_all, draw, decided, self._standing)
-        given = iter(plan.given[num_kept:])
-        for number in range(num_kept, len(steps)):
-            (held, _), step = order[number], steps[number]
-            if step.is_sent or step.place < 0:
-                continue
-            its = next(given)
-            if self._standing.note_again(number, considered[number]):
-                continue
-            query = held.pending.query
-            size = uncached_blocks(query, step.num_matched_blocks), uncached_tokens(query, step.num_matched_blocks)
-            self._resize(held, size[1])
-            self._dates.note(held, latest_s)
-            if held.is_lost:
-                self._dates.note(held, now + plan.wait_s(self._pace.token_s))
-            if considered[number].query is query and not (number and number in draws):
-                self._standing.note(number, held, considered[number], step, its, now)
-            held.wish = (view.replica_ids[step.place], *size, step.num_matched_blocks, query.decode_steps)
+        considered = self._to_consider.of(order, view, now)
+        seen, steps, sent = look(plan, considered, plans_all, draw, at_once=len(order) == 1)
+        if draws:
+            self._to_consider.forget()  # these have been looked up since
+        for (held, _), step in zip(order, steps if sent is None else steps[:-1], strict=False):
+            held.sized_s = now
+            if step != held.step:
+                self._note(held, step, view, begins_s)
         if sent is None:
-            if len(steps) == len(order):
-                self._standing.settle()
             return None
-        if len(steps) == num_kept + 1:
-            self._standing.close_ranks()
-        if kept:  # its match is up to date: all news has been applied to it
-            draws[0] = view.candidates((), now).matching(kept[0].given.matched), order[0][0].seed or 0
         self._has_unplanned = plans_all
-        pending, seen = order[len(steps) - 1][0].pending, tuple(considered[: len(steps)])
-        query = pending.query
-        yields = self._shares.had_more(pending.tenant)
-        if yields:
-            self._sent.note(query.request_id, view)
-        its_held = self._held[query.request_id]
-        self._resize(its_held, uncached_tokens(query, steps[-1].num_matched_blocks))
-        self._shares.charge(pending.tenant, its_held.num_new_tokens, now, pending.priority)
-        self._take_out(its_held)
-        if not self._shares.are_even:
-            self._standing.forget()  # it may have changed which requests pass which
-        record = Look(view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, seen, draws, steps)
-        if seen[-1].query is not query:
-            pending = replace(pending, query=seen[-1].query)
+        held = order[len(steps) - 1][0]
+        yields = self._send(held, steps[-1][1], view, now)
+        inputs = view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, tuple(seen), draws
+        pending, query = held.pending, seen[-1].query
         return Dispatch(
-            pending,
+            pending if pending.query is query else replace(pending, query=query),
             sent.decision.best,
             now if pending.priority == RESUMED_PRIORITY else seen[-1].due_s,  # its client is in mid-answer
             sent.candidates,
             sent.seed,
             sent.decision,
-            record,
+            Look(*inputs, tuple(steps)),
             yields=yields,
         )
 
-    def _is_settled(self, view: ClusterView, weights: RouteWeights, now: float) -> bool:
-        """Whether a look would do no more than the last one, which sent nothing."""
-        return (
-            not (self._is_one_of_many or self._pace.is_due(now))
-            and now + self._wait_s < self._by_urgency.begins_by_s - EPSILON_S
-            and self._standing.is_settled(self._by_urgency.to_consider(), view, weights, now)
-        )
+    def _renew_dates(self, view: ClusterView, plan: Plan, outlook: Outlook, present: Candidates) -> float:
+        """Make due dates that can be met. Returns when a prompt that is sent now can begin."""
+        now = present.now
+        begins_s, is_due, is_new = now + outlook.wait_s, self._pace.is_due(now), self._pace.look(present, now)
+        if is_new:
+            begins_s = now + plan.outlook(self._pace.token_s).wait_s
+        self._dates.renew(self._held.values(), begins_s, is_new)
+        if is_due:
+            if len(self._held) > 1:
+                self._know_sizes(view, present, now)
+            wishes = view.wishes(now) if self._is_one_of_many else ()
+            self._dates.renew_together(self._held.values(), wishes, begins_s, present)
+        return begins_s
 
-    def _considered(
-        self,
-        order: Sequence[tuple[Held, float]],
-        kept: Sequence[Planned],
-        view: ClusterView,
-        now: float,
-        considered: list[Considered],
-    ) -> Iterator[Considered]:
-        """The requests as a look sees them, with other gateways' wishes between them; appended to ``considered``."""
-        for planned in kept:
-            considered.append(planned.considered)
-            yield considered[-1]
-        foreign = iter(view.wishes(now) if self._is_one_of_many else ())
-        other = next(foreign, None)
-        for number, (held, due_s) in enumerate(order[len(kept) :], len(kept)):
-            if (one := self._standing.offer(number, held, due_s, now)) is not None:
-                considered.append(one)
-                yield one
-                continue
-            before: list[PlacedWish] = []
-            while other is not None and other.wish.rank < self._by_urgency.rank(held):
-                before.append(other)
-                other = next(foreign, None)
-            matched, query = self._matched(held, view, now), held.pending.query
-            if self._shares.had_less(held.pending.tenant):
-                query = replace(query, passed=self._sent.passed(view, now, due_s - now))
-            considered.append(Considered(query, due_s, matched, tuple(before)))
-            yield considered[-1]
+    def _note(self, held: Held, step: Step, view: ClusterView, begins_s: float) -> None:
+        """A look has decided anew where ``held`` is to wait."""
+        held.step = place, num_matched = step
+        if place < 0:
+            held.wish = None
+            return
+        query = held.pending.query
+        size = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
+        held.wish = (view.replica_ids[place], *size, num_matched, query.decode_steps)
+        self._resize(held, size[1])
+        self._dates.note(held, begins_s)
+
+    def _send(self, held: Held, num_matched_blocks: int, view: ClusterView, now: float) -> bool:
+        """Take out a request that is sent, and charge its tenant. Returns whether it yields to others."""
+        pending = held.pending
+        yields = self._shares.had_more(pending.tenant)
+        if yields:
+            self._sent.note(pending.query.request_id, view)
+        self._resize(held, uncached_tokens(pending.query, num_matched_blocks))
+        self._shares.charge(pending.tenant, held.num_new_tokens, now, pending.priority)
+        self._take_out(held)
+        return yields
 
     def _know_sizes(self, view: ClusterView, present: Candidates, now: float) -> None:
-        """Look up what newcomers, and requests not looked up for long, have to compute where most is cached."""
+        """Look up what newcomers have to compute where most is cached, and those that no look has come to for long."""
         takes = present.columns[CAPACITY] >= 0
-        part = min(1.0, (now - self._sizes_s) / MAX_SIZE_AGE_S)
+        age_s = MAX_SIZE_AGE_S * max(1.0, len(self._held) / MOST_SIZES)
+        part = min(1.0, (now - self._sizes_s) / age_s)
         num_left, self._sizes_s = max(NUM_SIZES_AT_ONCE, math.ceil(part * len(self._held))), now
         for held in self._held.values():
-            if held.matched_s >= now - MAX_SIZE_AGE_S or (held.matched_s > -math.inf and num_left == 0):
+            if held.sized_s >= now - age_s or (held.sized_s > -math.inf and num_left == 0):
                 continue
-            num_left -= held.matched_s > -math.inf
-            query, matched = held.pending.query, self._matched(held, view, now)
+            num_left -= held.sized_s > -math.inf
+            query, matched = held.pending.query, look_up(held, view, now)
             its = takes & is_eligible(query, present) if query.excluded else takes
-            self._resize(held, uncached_tokens(query, int(matched[its].max(initial=0))))
+            num_new_tokens = uncached_tokens(query, int(matched[its].max(initial=0)))
+            held.sized_s = now
+            if num_new_tokens != held.num_new_tokens:
+                held.step = None
+            self._resize(held, num_new_tokens)
             self._dates.note(held, now)
 
     def _resize(self, held: Held, num_new_tokens: int) -> None:
@@ -340,10 +301,3 @@ class PendingQueue:
                 its = Wish(rank, *held.wish[1:], *objective, self._by_urgency.is_over(held))
                 wishes.setdefault(held.wish[0], []).append(its)
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
-
-    def _matched(self, held: Held, view: ClusterView, now: float) -> Ints:
-        """Cached blocks by replica, looked up if that was not done lately. A request that goes is looked up anew."""
-        if held.matched_s < now - MAX_MATCH_AGE_S or held.matched_of is not view.replica_ids:
-            held.matched = view.match(held.pending.query.block_hashes)
-            held.matched_s, held.matched_of = now, view.replica_ids
-        return held.matched

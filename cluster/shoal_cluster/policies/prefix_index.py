@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from shoal_cluster.policies.expected_blocks import ExpectedBlocks
 from shoal_cluster.policies.holder_table import make_table
-from shoal_cluster.policies.replica_bits import Bools, Ints
+from shoal_cluster.policies.replica_bits import Ints
 from shoal_replica.prefix_cache import BlockHash
 
 CROWDED = 0.25  # share of entries taken at which sets begin to fill up
@@ -24,14 +24,9 @@ class PrefixIndex:
     forgotten hash only costs a predicted hit, never a wrong answer). So memory is fixed at 20 bytes an entry, plus the
     distinct sets of holders, which are few. ``store`` and ``touch`` count as use; ``match`` does not.
 
-    Attributes:
-        is_by_replica: news of one replica change the answers for that one alone, as long as nothing is evicted.
-
     Args:
         max_entries: hard cap; rounded up to whole sets, whose number is a power of two.
     """
-
-    is_by_replica = True
 
     def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
         if max_entries < 1:
@@ -121,18 +116,6 @@ class PrefixIndex:
             block_hashes, expected.holders(block_hashes) if expected.has_any(block_hashes) else ()
         )
 
-    def match_slot(self, slot: int, block_hashes: Sequence[BlockHash]) -> int:
-        """``match_slots`` at one ``slot``."""
-        is_there = self._table.is_held(slot, block_hashes)
-        count = _leading(is_there)
-        if not self.expected.is_at(slot, block_hashes[count : count + 1]):
-            return count
-        return _leading(is_there | self.expected.are_at(slot, block_hashes))
-
-    def is_at(self, slot: int, block_hash: BlockHash) -> bool:
-        """Whether the replica in ``slot`` holds the block, or is about to."""
-        return bool(self._table.is_held(slot, (block_hash,))[0]) or self.expected.is_at(slot, (block_hash,))
-
     def slot(self, replica_id: str) -> int:
         """Where ``match_slots`` counts for ``replica_id``, which keeps this slot until it is dropped."""
         return self._take_slot(replica_id)
@@ -164,8 +147,3 @@ class PrefixIndex:
                 self._table.add_slots()
             self._slot_of[replica_id] = slot
         return slot
-
-
-def _leading(flags: Bools) -> int:
-    """How many flags are true before the first that is not."""
-    return flags.size if flags.all() else int(flags.argmin())

@@ -29,20 +29,13 @@ class StepsAhead:
 
     max_steps_ahead: float
 
-    def most(self, told: NDArray[np.void], at: list[int] | slice = slice(None)) -> Floats:
+    def most(self, told: NDArray[np.void]) -> Floats:
         """The most tokens that may be ahead of a prompt, however short, at the replicas of ``told`` (see
-        ``Candidates``), or only at the places ``at``.
+        ``Candidates``).
         """
-        step = told["max_num_batched_tokens"][at]  # field first: the other way round copies whole records
-        most: Floats = self.max_steps_ahead * step + told["by_due"][at] * (step - 1)
+        step = told["max_num_batched_tokens"]
+        most: Floats = self.max_steps_ahead * step + told["by_due"] * (step - 1)
         return most
-
-    def most_at(self, replicas: Candidates, place: int) -> float:
-        """The same for the replica at ``place``."""
-        if (stats := replicas.stats[place]) is None:
-            return 0.0
-        step = stats.max_num_batched_tokens
-        return self.max_steps_ahead * step + stats.by_due * (step - 1)
 
     def may_start(self, num_tokens: int, num_ahead: int, replicas: Candidates, place: int) -> bool:
         """Whether a prompt with ``num_tokens`` to compute may be sent to ``place``, behind ``num_ahead`` tokens."""

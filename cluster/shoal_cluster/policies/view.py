@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView, 
 from shoal_cluster.policies.columns import PROMISED, UNKNOWN, Ints, ReplicaState, column, promise, told_row, unknown
 from shoal_cluster.policies.in_flight import PromptKey, PromptsInFlight
 from shoal_cluster.policies.matches import Matches
-from shoal_cluster.policies.news import News
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
 from shoal_cluster.policies.reservation import Reservation
 from shoal_cluster.policies.wishes import ForeignWishes, PlacedWish, Wish
@@ -51,7 +49,6 @@ class ClusterView:
         self._nothing = np.zeros(0, np.int64)
         self._matches = Matches()
         self._known: Candidates | None = None  # the last snapshot for no prompt; None after a change
-        self.news = News()  # since they were last taken; new with each change of members
 
     def __len__(self) -> int:
         return len(self._replica_ids)
@@ -100,7 +97,6 @@ class ClusterView:
         if place is None:
             return False
         self.index.replace(replica_id, block_hashes)
-        self.news.note_all(place)
         self._mark(place, self._states[place]._replace(connected=True, stalled=False))
         self._take(place, stats, now)
         return True
@@ -123,8 +119,6 @@ class ClusterView:
             return False
         if stored or removed:
             self.index.change(replica_id, stored, removed)
-            self.news.note_less(place, removed, partial(self.index.is_at, self._matches.slots.item(place)))
-            self.news.note_more(place, stored)
         self._take(place, stats, now)
         return True
 
@@ -189,7 +183,6 @@ class ClusterView:
         if block_hashes and replica_id in self._place_of:
             rest = self.index.expect(replica_id, block_hashes, num_matched_blocks)
             self._in_flight.add(prompt, replica_id, rest)
-            self.news.note_more(self._place_of[replica_id], rest)
 
     def forget_foreign(self, replica_id: str) -> None:
         """Forget other gateways' prompts that are not computed yet at ``replica_id``."""
@@ -203,7 +196,6 @@ class ClusterView:
             place, block_hashes = self._place_of[expected[0]], expected[1]
             slot: int = self._matches.slots.item(place)
             self.index.expected.remove(slot, block_hashes)
-            self.news.note_less(place, block_hashes, partial(self.index.is_at, slot))
 
     def settle(self, request_ids: Iterable[str]) -> None:
         """The replica's own stats count these requests from now on, so their promises end. Idempotent."""
@@ -298,7 +290,6 @@ class ClusterView:
     def _tell(self, place: int, row: Sequence[Any]) -> None:
         """A replica's row of ``_told`` has changed to ``row``."""
         self._own_promised()
-        self.news.note(place)
         self._columns[:, place] = column(row, self._columns[: len(PROMISED), place].tolist())
 
     def _count(self, reservation: Reservation, sign: int) -> None:
@@ -307,7 +298,6 @@ class ClusterView:
 
     def _promise(self, place: int, num_requests: int, num_blocks: int, num_tokens: int) -> None:
         self._own_promised()
-        self.news.note(place)
         promise(self._columns, place, num_requests, num_blocks, num_tokens)
 
     def _own_told(self) -> None:
@@ -340,7 +330,6 @@ class ClusterView:
             node_ids[new], stats[new], foreign[new] = self._node_ids[old], self._stats[old], self._foreign[old]
             states[new] = self._states[old]
         self._states, self._present = tuple(states), Present(told)
-        self.news = News()
         self._foreign, self._known, self._nothing = foreign, None, np.zeros(len(members), np.int64)
         self._told, self._columns, self._updated_s, self._rows = told, columns, updated_s, told.tolist()
         self._node_ids, self._stats, self._replica_ids = tuple(node_ids), stats, members

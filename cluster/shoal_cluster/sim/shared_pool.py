@@ -49,8 +49,6 @@ class SharedPool:
 class SharedIndex(PrefixIndex):
     """A gateway's prefix index when every replica can use the shared pool."""
 
-    is_by_replica = False
-
     def __init__(self, pool: SharedPool) -> None:
         super().__init__()
         self._pool = pool

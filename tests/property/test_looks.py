@@ -1,4 +1,6 @@
-"""A plan kept from look to look (one pass over the queue) decides like one made from scratch at every look."""
+"""Looks (passes over the queue) decide the same with numpy as natively, and without what the queue remembers of the
+last one.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,13 @@ from random import Random
 import pytest
 from fixtures.cluster_views import make_query, make_stats
 
-from shoal_cluster.policies import look
+from shoal_cluster.policies import plan
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
-from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
-from shoal_cluster.policies.standing import StandingPlan
 from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.faults import Slow, Stall
@@ -32,44 +33,6 @@ CONFIG = SimConfig(
     scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, policy="deadline"),
     hold=HoldConfig(),
 )
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Four counts of work that was saved: requests kept at the head of the order; requests further back whose earlier
-    decision stood; looks skipped because nothing had changed; newcomers that were sent while the requests behind them
-    stayed planned. Prompts are looked up one at a time.
-    """
-    kept = [0, 0, 0, 0]
-    real_undo = Plan.undo_take_back
-    real_keep, real_again, real_is_settled = StandingPlan.keep, StandingPlan.again, StandingPlan.is_settled
-
-    def counting_keep(self: StandingPlan, *arguments: object) -> int:
-        num_kept = real_keep(self, *arguments)  # type: ignore[arg-type]
-        kept[0] += num_kept
-        return num_kept
-
-    def counting_again(self: StandingPlan, one: look.Considered) -> look.Step | None:
-        step = real_again(self, one)
-        kept[1] += step is not None
-        return step
-
-    def counting_is_settled(self: StandingPlan, *arguments: object) -> bool:
-        is_settled = real_is_settled(self, *arguments)  # type: ignore[arg-type]
-        kept[2] += is_settled
-        return is_settled
-
-    def counting_undo(self: Plan) -> None:
-        kept[3] += 1
-        real_undo(self)
-
-    monkeypatch.setattr(Plan, "undo_take_back", counting_undo)
-    monkeypatch.setattr(StandingPlan, "is_settled", counting_is_settled)
-    monkeypatch.setattr(StandingPlan, "keep", counting_keep)
-    monkeypatch.setattr(StandingPlan, "again", counting_again)
-    monkeypatch.setattr(look, "MIN_PRICED", 1)
-    monkeypatch.setattr(look, "NUM_PRICES", 1)
-    return kept
 
 
 def traffic(seed: int, requests_per_s: float, num_tenants: int) -> list[SimRequest]:
@@ -109,50 +72,48 @@ def outcome(config: SimConfig, requests: list[SimRequest]) -> tuple[str, list[ob
         (5, 20.0, 1, {"has_shared_pool": True}),
         (6, 40.0, 1, {"hold": HoldConfig(max_steps_ahead=2.5, max_considered=5)}),
         (7, 30.0, 2, {}),
+        (8, 40.0, 2, {"num_gateways": 3}),
     ],
 )
 def test_the_same_requests_go_to_the_same_replicas_at_the_same_times(
-    monkeypatch: pytest.MonkeyPatch,
-    kept: list[int],
-    seed: int,
-    requests_per_s: float,
-    num_tenants: int,
-    changes: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch, seed: int, requests_per_s: float, num_tenants: int, changes: dict[str, object]
 ) -> None:
     config = replace(CONFIG, seed=seed, **changes)  # type: ignore[arg-type]
     requests = traffic(seed, requests_per_s, num_tenants)
-    with_plan = outcome(config, requests)
-    assert (kept[0] > 30) == (not config.has_shared_pool)
-    assert kept[1] > 30 or requests_per_s < 25 or num_tenants == 2
-    assert (kept[2] > 0) == (kept[0] > 0)
-
-    real_next = PendingQueue.next
-
-    def forgetful_next(self: PendingQueue, *arguments: object) -> object:
-        self._standing.forget()
-        return real_next(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(PendingQueue, "next", forgetful_next)
-    kept[:] = [0, 0, 0, 0]
-    assert outcome(config, requests) == with_plan
-    assert kept == [0, 0, 0, 0]
+    natively = outcome(config, requests)
+    monkeypatch.setattr(plan, "library", None)
+    assert outcome(config, requests) == natively
 
 
 class Gateway:
-    """A view of the replicas and a queue. With ``forgets``, each look starts from scratch."""
+    """A view of the replicas and a queue, which plans by numpy or ``forgets`` what it remembers of its last look."""
 
-    def __init__(self, max_index_entries: int, weights: RouteWeights, forgets: bool) -> None:
+    def __init__(
+        self,
+        max_index_entries: int,
+        weights: RouteWeights,
+        *,
+        by_numpy: bool = False,
+        forgets: bool = False,
+        is_one_of_many: bool = False,
+    ) -> None:
         self.view = ClusterView(max_index_entries)
-        self.queue = PendingQueue(HoldConfig(max_considered=8))
+        self.queue = PendingQueue(HoldConfig(max_considered=8), is_one_of_many)
         self._weights = weights
+        self._by_numpy = by_numpy
         self._forgets = forgets
         self._rng = Random(1)
 
     def next(self, now: float) -> Dispatch | None:
         """The request that is sent now, if any; its room at the replica is reserved."""
         if self._forgets:
-            self.queue._standing.forget()
-        sent = self.queue.next(self.view, self._weights, now, self._rng)
+            self.queue._to_consider.forget()
+            for held in self.queue._held.values():
+                held.considered = None
+        with pytest.MonkeyPatch.context() as patch:
+            if self._by_numpy:
+                patch.setattr(plan, "library", None)
+            sent = self.queue.next(self.view, self._weights, now, self._rng)
         if sent is not None:
             query, matched = sent.pending.query, sent.candidates.matched_by(sent.replica_id)
             size = uncached_blocks(query, matched), uncached_tokens(query, matched)
@@ -190,6 +151,24 @@ class News:
     def draw(self, now: float) -> Callable[[Gateway], object]:
         (draw,) = self._rng.choices(list(self._draws), list(self._draws.values()))
         return draw(now)
+
+    def wishes(self, now: float) -> Callable[[Gateway], object]:
+        """What other gateways wish of a replica."""
+        rng, replica_id = self._rng, self._replica()
+        wishes = [
+            Wish(
+                rank=(rng.choice([-1, 0, 0, 1]), rng.randrange(2), now + rng.choice([0.01, 0.5, 2.0, 5.0])),
+                num_blocks=rng.randint(1, 30),
+                num_tokens=rng.randint(1, 600),
+                num_cached_blocks=rng.randrange(20),
+                decode_steps=rng.choice([1, 128]),
+                arrival_s=now - rng.random(),
+                length_s=3.0,
+                is_over=rng.random() < 0.3,
+            )
+            for _ in range(rng.randrange(4))
+        ]
+        return lambda gateway: gateway.view.set_wishes(replica_id, wishes)
 
     def _arrival(self, now: float) -> Callable[[Gateway], object]:
         rng = self._rng
@@ -295,14 +274,19 @@ class News:
 
 @pytest.mark.parametrize("num_tenants", [1, 2, 3])
 @pytest.mark.parametrize("max_index_entries", [16, 4096])
-def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
-    kept: list[int], num_tenants: int, max_index_entries: int
+def test_a_queue_decides_as_one_that_plans_by_numpy_or_remembers_nothing(
+    num_tenants: int, max_index_entries: int
 ) -> None:
+    num_sent = num_held = 0
     for seed in range(40):
         rng, now = Random(seed), 100.0
         prices = {"prefill_price": rng.choice([1.0, 6.0]), "decode_price": rng.choice([0.0, 70.0, 512.0])}
         weights = RouteWeights(**prices)
-        gateways = [Gateway(max_index_entries, weights, forgets) for forgets in (False, True)]
+        gateways = [
+            Gateway(max_index_entries, weights),
+            Gateway(max_index_entries, weights, by_numpy=True),
+            Gateway(max_index_entries, weights, forgets=True),
+        ]
         news = News(rng, num_tenants)
         for join in news.first(now):
             for gateway in gateways:
@@ -314,18 +298,50 @@ def test_a_queue_decides_as_one_that_begins_anew_at_every_look(
                 event(gateway)
             sent = True
             while sent is not None:
-                sent, anew = (gateway.next(now) for gateway in gateways)
-                assert decided(sent) == decided(anew), (seed, now)
+                sent, *others = (gateway.next(now) for gateway in gateways)
+                assert [decided(other) for other in others] == [decided(sent)] * 2, (seed, now)
+                num_sent += sent is not None
+            places = [[gateway.queue.up_to(p.query.request_id, now) for p in gateway.queue] for gateway in gateways]
+            assert places[1:] == places[:1] * 2
+            num_held += len(places[0])
             gateways[0].view.check_invariants()
-    assert kept[0] > 50
-    assert kept[1] > 10
-    assert kept[2] > 3
-    assert kept[3] > 2
+    assert num_sent > 100
+    assert num_held > 1000
+
+
+@pytest.mark.parametrize("num_tenants", [1, 3])
+def test_so_does_one_of_several_gateways(num_tenants: int) -> None:
+    """Others' wishes come in between. They hear the same wishes from it, whichever way it plans."""
+    num_sent = num_wished = 0
+    for seed in range(30):
+        rng, now = Random(f"{seed} {num_tenants}"), 100.0
+        weights = RouteWeights(prefill_price=rng.choice([1.0, 6.0]), decode_price=rng.choice([0.0, 70.0, 512.0]))
+        ways = ({}, {"by_numpy": True}, {"forgets": True})
+        gateways = [Gateway(4096, weights, is_one_of_many=True, **way) for way in ways]
+        news = News(rng, num_tenants)
+        for join in news.first(now):
+            for gateway in gateways:
+                join(gateway)
+        for _ in range(40):
+            now += rng.choice([0.0, 0.001, 0.005, 0.01, 0.03]) if rng.random() < 0.97 else rng.random() * 1.2
+            event = news.wishes(now) if rng.random() < 0.3 else news.draw(now)
+            for gateway in gateways:
+                event(gateway)
+            sent = True
+            while sent is not None:
+                sent, *others = (gateway.next(now) for gateway in gateways)
+                assert [decided(other) for other in others] == [decided(sent)] * 2, (seed, now)
+                num_sent += sent is not None
+            wished, *others = (gateway.queue.wishes() for gateway in gateways)
+            assert others == [wished] * 2
+            num_wished += len(wished)
+    assert num_sent > 50
+    assert num_wished > 100
 
 
 def decided(sent: Dispatch | None) -> object:
     if sent is None:
         return None
     assert sent.look is not None
-    assert sent.look.replay() == sent.look.steps
-    return sent.pending.query, sent.replica_id, sent.due_s, sent.yields
+    assert sent.look.replay() == (sent.look.steps, True)
+    return sent.pending.query, sent.replica_id, sent.due_s, sent.yields, sent.look.steps

@@ -1,0 +1,88 @@
+"""Makes of held requests what a look goes by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from shoal_cluster.policies.columns import Ints, due_column
+from shoal_cluster.policies.considered import Considered
+from shoal_cluster.policies.held import Held
+from shoal_cluster.policies.held_order import HeldOrder
+from shoal_cluster.policies.tenants import FairShares
+from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.policies.wishes import PlacedWish
+from shoal_cluster.policies.yielding import Yielding
+
+MAX_MATCH_AGE_S = 0.5  # what is cached of a prompt is looked up again when its match is older
+MAX_FIRST_MATCH_AGE_S = 0.05  # the same for the most urgent request
+
+Order = Sequence[tuple[Held, float]]
+"""Requests in the order in which a look considers them, each with its due date."""
+
+
+class ToConsider:
+    """Owned by a queue. What one look has gone by is kept for the next one.
+
+    Args:
+        sent: the requests that yield to others.
+        is_one_of_many: other gateways' wishes come in between.
+    """
+
+    def __init__(self, shares: FairShares, by_urgency: HeldOrder, sent: Yielding, is_one_of_many: bool) -> None:
+        self._shares = shares
+        self._by_urgency = by_urgency
+        self._sent = sent
+        self._is_one_of_many = is_one_of_many
+        self._kept: list[Considered] = []  # of this order and these replicas
+        self._kept_order: Order = ()
+        self._kept_ids: tuple[str, ...] = ()
+        self._kept_until_s = -math.inf
+
+    def forget(self) -> None:
+        """Something that was kept is no longer up to date."""
+        self._kept_order = ()
+
+    def of(self, order: Order, view: ClusterView, now: float) -> Iterable[Considered]:
+        """The requests of ``order`` as a look sees them, with other gateways' wishes between them."""
+        if order is self._kept_order and now < self._kept_until_s and view.replica_ids is self._kept_ids:
+            return self._kept
+        return self._each(order, view, now)
+
+    def _each(self, order: Order, view: ClusterView, now: float) -> Iterator[Considered]:
+        """One after another: where tenants are uneven that takes time, and a look may need only the first."""
+        is_even, until_s, considered = self._shares.are_even, math.inf, list[Considered]()
+        foreign = iter(view.wishes(now) if self._is_one_of_many else ())
+        other = next(foreign, None)
+        passed: dict[str, tuple[tuple[str, int], ...]] = {}  # by the column of due dates
+        for held, due_s in order:
+            max_age_s = MAX_MATCH_AGE_S if considered else MAX_FIRST_MATCH_AGE_S
+            matched, one, query = look_up(held, view, now, max_age_s), held.considered, held.pending.query
+            until_s = min(until_s, held.matched_s + max_age_s)
+            before: tuple[PlacedWish, ...] = ()
+            while other is not None and other.wish.rank < self._by_urgency.rank(held):
+                before += (other,)
+                other = next(foreign, None)
+            if not is_even and self._shares.had_less(held.pending.tenant):
+                due = due_column(due_s - now)
+                if due not in passed:
+                    passed[due] = self._sent.passed(view, now, due_s - now)
+                is_as_before = one is not None and one.query.passed == passed[due]
+                query = one.query if one is not None and is_as_before else replace(query, passed=passed[due])
+            if one is None or not one.is_of(query, due_s, matched, before):
+                one = held.considered = Considered(query, due_s, matched, before)
+            considered.append(one)
+            yield one
+        self._kept, self._kept_ids, self._kept_until_s = considered, view.replica_ids, until_s
+        self._kept_order = order if is_even and not self._is_one_of_many else ()
+
+
+def look_up(held: Held, view: ClusterView, now: float, max_age_s: float = MAX_MATCH_AGE_S) -> Ints:
+    """Blocks of its prompt cached on each replica [n], as looked up no longer than ``max_age_s`` ago."""
+    if held.matched_of is not view.replica_ids:
+        held.step, held.matched_s = None, -math.inf  # the place in ``step`` is one of other replicas
+    if held.matched_s < now - max_age_s:
+        held.matched = view.match(held.pending.query.block_hashes)
+        held.matched_s, held.matched_of = now, view.replica_ids
+    return held.matched

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -89,8 +89,10 @@ def look(
     the next is considered. One that seems able to start is drawn: placed by what is cached now. With ``at_once`` the
     first is drawn without a try, as a request that is alone usually goes.
     """
-    waiting, seen, steps = iter(considered), list[Considered](), list[Step]()
-    for count in (None,) if isinstance(considered, Sequence) else (NUM_FIRST, None):
+    seen: list[Considered] = []
+    steps: list[Step] = []
+    waiting = iter(considered)
+    for count in (None,) if isinstance(considered, list | tuple) else (NUM_FIRST, None):
         seen += islice(waiting, count)
         while len(steps) < len(seen):
             number = len(steps)

@@ -20,6 +20,7 @@ from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.wishes import PlacedWish
 from shoal_replica.stats import DUE_WITHIN_S
 
+NOTHING = np.zeros(0, np.int64)
 Array = TypeVar("Array", Ints, NDArray[np.bool_], NDArray[np.void])
 
 
@@ -92,7 +93,7 @@ class NativePlan:
 
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
         self._replica_ids, self._told = snapshot.replica_ids, np.ascontiguousarray(snapshot.told)
-        self._passed: tuple[tuple[tuple[str, int], ...], Ints] = (), np.zeros(0, np.int64)
+        self._passed: tuple[tuple[tuple[str, int], ...], Ints] = (), NOTHING
         self._cluster = CCluster(
             len(snapshot),
             PRICED_STEPS,

@@ -52,7 +52,8 @@ class ToConsider:
 
     def _each(self, order: Order, view: ClusterView, now: float) -> Iterator[Considered]:
         """One after another: where tenants are uneven that takes time, and a look may need only the first."""
-        is_even, until_s, considered = self._shares.are_even, math.inf, list[Considered]()
+        considered: list[Considered] = []
+        is_even, until_s = self._shares.are_even, math.inf
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
         other = next(foreign, None)
         passed: dict[str, tuple[tuple[str, int], ...]] = {}  # by the column of due dates

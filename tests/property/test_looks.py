@@ -4,6 +4,7 @@ last one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -13,6 +14,7 @@ from fixtures.cluster_views import make_query, make_stats
 
 from shoal_cluster.policies import plan
 from shoal_cluster.policies.dispatch import Dispatch
+from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
@@ -120,6 +122,10 @@ class Gateway:
             self.view.expect(query.request_id, sent.replica_id, query.block_hashes)
             self.view.reserve(query.request_id, sent.replica_id, *size, now, query.block_hashes)
         return sent
+
+    def held(self, now: float) -> tuple[list[tuple[QueuePlace, ...]], dict[str, tuple[Wish, ...]]]:
+        """What is ahead of each held request and where all of it is to wait; and what other gateways hear of that."""
+        return [self.queue.up_to(pending.query.request_id, now) for pending in self.queue], self.queue.wishes()
 
 
 class News:
@@ -273,70 +279,41 @@ class News:
 
 
 @pytest.mark.parametrize("num_tenants", [1, 2, 3])
-@pytest.mark.parametrize("max_index_entries", [16, 4096])
+@pytest.mark.parametrize(("max_index_entries", "is_one_of_many"), [(16, False), (4096, False), (4096, True)])
 def test_a_queue_decides_as_one_that_plans_by_numpy_or_remembers_nothing(
-    num_tenants: int, max_index_entries: int
+    num_tenants: int, max_index_entries: int, is_one_of_many: bool
 ) -> None:
-    num_sent = num_held = 0
+    """Other gateways' wishes come in between, if there are any, and these hear the same wishes from it."""
+    counts: Counter[str] = Counter()
     for seed in range(40):
         rng, now = Random(seed), 100.0
         prices = {"prefill_price": rng.choice([1.0, 6.0]), "decode_price": rng.choice([0.0, 70.0, 512.0])}
-        weights = RouteWeights(**prices)
+        ways: list[dict[str, bool]] = [{}, {"by_numpy": True}, {"forgets": True}]
         gateways = [
-            Gateway(max_index_entries, weights),
-            Gateway(max_index_entries, weights, by_numpy=True),
-            Gateway(max_index_entries, weights, forgets=True),
+            Gateway(max_index_entries, RouteWeights(**prices), is_one_of_many=is_one_of_many, **way) for way in ways
         ]
         news = News(rng, num_tenants)
         for join in news.first(now):
             for gateway in gateways:
                 join(gateway)
-        for _ in range(30):
+        for _ in range(45):
             now += rng.choice([0.0, 0.001, 0.005, 0.01, 0.03]) if rng.random() < 0.97 else rng.random() * 1.2
-            event = news.draw(now)
+            event = news.wishes(now) if is_one_of_many and rng.random() < 0.3 else news.draw(now)
             for gateway in gateways:
                 event(gateway)
             sent = True
             while sent is not None:
                 sent, *others = (gateway.next(now) for gateway in gateways)
                 assert [decided(other) for other in others] == [decided(sent)] * 2, (seed, now)
-                num_sent += sent is not None
-            places = [[gateway.queue.up_to(p.query.request_id, now) for p in gateway.queue] for gateway in gateways]
-            assert places[1:] == places[:1] * 2
-            num_held += len(places[0])
+                counts["sent"] += sent is not None
+            (places, wishes), *others = (gateway.held(now) for gateway in gateways)
+            assert others == [(places, wishes)] * 2
+            counts["held"] += len(places)
+            counts["wished"] += len(wishes)
             gateways[0].view.check_invariants()
-    assert num_sent > 100
-    assert num_held > 1000
-
-
-@pytest.mark.parametrize("num_tenants", [1, 3])
-def test_so_does_one_of_several_gateways(num_tenants: int) -> None:
-    """Others' wishes come in between. They hear the same wishes from it, whichever way it plans."""
-    num_sent = num_wished = 0
-    for seed in range(30):
-        rng, now = Random(f"{seed} {num_tenants}"), 100.0
-        weights = RouteWeights(prefill_price=rng.choice([1.0, 6.0]), decode_price=rng.choice([0.0, 70.0, 512.0]))
-        ways = ({}, {"by_numpy": True}, {"forgets": True})
-        gateways = [Gateway(4096, weights, is_one_of_many=True, **way) for way in ways]
-        news = News(rng, num_tenants)
-        for join in news.first(now):
-            for gateway in gateways:
-                join(gateway)
-        for _ in range(40):
-            now += rng.choice([0.0, 0.001, 0.005, 0.01, 0.03]) if rng.random() < 0.97 else rng.random() * 1.2
-            event = news.wishes(now) if rng.random() < 0.3 else news.draw(now)
-            for gateway in gateways:
-                event(gateway)
-            sent = True
-            while sent is not None:
-                sent, *others = (gateway.next(now) for gateway in gateways)
-                assert [decided(other) for other in others] == [decided(sent)] * 2, (seed, now)
-                num_sent += sent is not None
-            wished, *others = (gateway.queue.wishes() for gateway in gateways)
-            assert others == [wished] * 2
-            num_wished += len(wished)
-    assert num_sent > 50
-    assert num_wished > 100
+    assert counts["sent"] > 100
+    assert counts["held"] > 1000
+    assert (counts["wished"] > 100) == is_one_of_many
 
 
 def decided(sent: Dispatch | None) -> object:

@@ -92,7 +92,7 @@ class NativePlan:
     """The part of a plan that is native, for one snapshot. For one thread at a time."""
 
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
-        self._replica_ids, self._told = snapshot.replica_ids, np.ascontiguousarray(snapshot.told)
+        self._replica_ids, self._told = snapshot.replica_ids, snapshot.told
         self._passed: tuple[tuple[tuple[str, int], ...], Ints] = (), NOTHING
         self._cluster = CCluster(
             len(snapshot),

@@ -32,7 +32,7 @@ class Outlook(NamedTuple):
         """The outlook by these ``columns`` where a prompt token takes ``token_s``."""
         told, capacity = snapshot.told, columns[CAPACITY]
         takes = capacity >= 0
-        may_start = takes & (columns[URGENT] <= steps_ahead.most(told))
+        may_start = steps_ahead.may_start_urgent(told, columns)
         waits_s = columns[URGENT] * token_s + told["step_s"] * (told["num_running"] > 0)
         least_s = float(waits_s[may_start].min(initial=np.inf))
         return cls(

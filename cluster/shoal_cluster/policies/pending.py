@@ -127,12 +127,13 @@ class PendingQueue:
         self._by_urgency.remove(held)
         self._shares.leave(held.pending.tenant, held.pending.priority)
 
-    def know_size(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """Set what a request has to compute where most of it is cached, before a look has found that out."""
+    def know_match(self, request_id: str, candidates: Candidates) -> None:
+        """Take in what is cached of a request's prompt, by ``candidates`` for it, before a look has found that out."""
         held = self._held[request_id]
-        held.sized_s = now
-        self._resize(held, num_new_tokens)
-        self._dates.note(held, now)
+        held.matched, held.matched_of = candidates.num_matched_blocks, candidates.replica_ids
+        held.matched_s = held.sized_s = candidates.now
+        self._resize(held, uncached_tokens(held.pending.query, int(held.matched.max(initial=0))))
+        self._dates.note(held, candidates.now)
 
     def before(self, request_id: str) -> tuple[int, int]:
         """Prompt tokens of the other held requests that go before this one while its objective can be met, and how many

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, ROOM, Ints, due_column, promise
+from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM, URGENT, Ints, due_column, promise
 from shoal_cluster.policies.considered import Considered, Step
 from shoal_cluster.policies.foresight import foresee
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.native_plan import NativePlan
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.ranking import RouteQuery, is_eligible, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteWeights, cost, load
+from shoal_cluster.policies.routing import RouteWeights, load, work
 from shoal_cluster.policies.steps_ahead import StepsAhead
 from shoal_cluster.policies.wishes import PlacedWish
 
@@ -53,18 +53,35 @@ class Plan:
             steps, may_start = self._native.until_startable(self._columns, considered, plans_all)
             self._is_untouched &= not steps and not considered[0].before
             return steps, may_start
-        steps = []
-        for one in considered:
-            if not (plans_all or self.outlook(0.0).num_startable):
+        return self._until_startable(considered, plans_all)
+
+    def _until_startable(self, considered: Sequence[Considered], plans_all: bool) -> tuple[list[Step], bool]:
+        """By numpy, all requests at once: what is given to a replica makes it dearer, so the best one for a request
+        stays the best until it is given something itself.
+        """
+        steps: list[Step] = []
+        best, dearer, told = self._best(considered), set[int](), self._snapshot.told
+        most, startable = self._steps_ahead.most(told), self._steps_ahead.may_start_urgent(told, self._columns)
+
+        def note(places: Sequence[int]) -> None:
+            dearer.update(places)
+            for place in places:
+                startable[place] &= self._columns.item(URGENT, place) <= most.item(place)
+
+        for one, (place, has_room) in zip(considered, best, strict=True):
+            if not (plans_all or startable.any()):
                 break
-            self.foresee(one.before, one.query.block_size)
-            place, has_room = self._best(one)
+            if one.before:
+                note(self.foresee(one.before, one.query.block_size))
+            if place in dearer:
+                ((place, has_room),) = self._best([one])
             num_matched = one.matched.item(place) if place >= 0 else 0
             if has_room and self.can_start(one.query, place, num_matched, one.due_s):
                 return steps, True
             steps.append((place, num_matched))
             if place >= 0:
                 self.give(one.query, place, num_matched)
+                note([place])
         return steps, False
 
     def can_start(self, query: RouteQuery, place: int, num_matched_blocks: int, due_s: float) -> bool:
@@ -85,11 +102,15 @@ class Plan:
         num_tokens = uncached_tokens(query, num_matched_blocks)
         self._set_aside(place, uncached_blocks(query, num_matched_blocks), num_tokens)
 
-    def foresee(self, others: Sequence[PlacedWish], block_size: int) -> None:
-        """Other gateways' requests come before the next one here: set aside the room that they take."""
+    def foresee(self, others: Sequence[PlacedWish], block_size: int) -> list[int]:
+        """Other gateways' requests come before the next one here: set aside the room that they take. Returns where."""
+        places: list[int] = []
         for other in others:
             cluster = self._seen(self._snapshot.num_matched_blocks)
-            self._set_aside(*foresee(other, cluster, self.weights, block_size))
+            place, *size = foresee(other, cluster, self.weights, block_size)
+            self._set_aside(place, *size)
+            places.append(place)
+        return places
 
     def seen_by_next(self, candidates: Candidates) -> Candidates:
         """``candidates`` of the same moment, with all that was given away counted as promised."""
@@ -97,17 +118,29 @@ class Plan:
             return candidates
         return candidates.matching(candidates.num_matched_blocks, self._columns.copy())
 
-    def _best(self, one: Considered) -> tuple[int, bool]:
-        """The place of the best replica for ``one``, -1 if none takes it; and whether it has room for it now."""
-        cluster = self._seen(one.matched)
-        costs = np.where(is_eligible(one.query, cluster), cost(one.query, cluster, self.weights), np.inf)
-        num_blocks = np.maximum(one.query.num_blocks_needed - one.matched, 1)
-        with_room = np.where(self._columns[ROOM] >= num_blocks, costs, np.inf)
-        place = int(with_room.argmin())
-        if with_room[place] < np.inf:
-            return place, True
-        place = int(costs.argmin())
-        return (place if costs[place] < np.inf else -1), False
+    def _best(self, considered: Sequence[Considered]) -> list[tuple[int, bool]]:
+        """For each of ``considered``: the place of its best replica, -1 if none takes it; and whether there is room."""
+        if not considered:
+            return []
+        queries, columns = [one.query for one in considered], self._columns
+        matched, cluster = np.stack([one.matched for one in considered]), self._seen(considered[0].matched)
+        size = np.array([(query.num_prompt_tokens, query.num_blocks_needed, query.block_size) for query in queries])
+        uncached = np.maximum(size[:, :1] - matched * size[:, 2:], 1)
+        prices = np.array([[self.weights.sequence_price(query)] for query in queries])
+        before = columns[LOAD]
+        if any(query.passed for query in queries):
+            before = np.stack([load(query, cluster) for query in queries])
+        takes = columns[CAPACITY] >= size[:, 1:2]
+        for number, query in enumerate(queries):
+            if query.excluded:
+                takes[number] = is_eligible(query, cluster)
+        costs = np.where(takes, work(cluster, uncached, prices, self.weights, before), np.inf)
+        has_room = columns[ROOM] >= np.maximum(size[:, 1:2] - matched, 1)
+        with_room = np.where(has_room, costs, np.inf)
+        roomy, cheapest, rows = with_room.argmin(axis=1), costs.argmin(axis=1), np.arange(len(queries))
+        is_roomy = with_room[rows, roomy] < np.inf
+        places = np.where(is_roomy, roomy, np.where(costs[rows, cheapest] < np.inf, cheapest, -1))
+        return list(zip(places.tolist(), is_roomy.tolist(), strict=True))
 
     def _seen(self, matched: Ints) -> Candidates:
         return self._snapshot.matching(matched, self._columns)

@@ -187,9 +187,11 @@ def load(query: RouteQuery, candidates: Candidates) -> Ints:
     return before - _passed(query, candidates) if query.passed else before
 
 
-def work(candidates: Candidates, uncached: Ints, sequence_price: float, weights: RouteWeights, before: Ints) -> Floats:
+def work(
+    candidates: Candidates, uncached: Ints, sequence_price: float | Floats, weights: RouteWeights, before: Ints
+) -> Floats:
     """The cost behind ``route`` of a prompt with ``uncached`` tokens to compute on each replica [n], given its price of
-    a sequence and the ``load`` before it.
+    a sequence and the ``load`` before it; or of many prompts [q, n] with one price each [q, 1].
     """
     total: Floats = uncached * np.float64(weights.prefill_price)
     total += before

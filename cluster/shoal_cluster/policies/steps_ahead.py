@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import Floats
+from shoal_cluster.policies.columns import CAPACITY, URGENT, Floats, Ints
+
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,12 @@ class StepsAhead:
         step = told["max_num_batched_tokens"]
         most: Floats = self.max_steps_ahead * step + told["by_due"] * (step - 1)
         return most
+
+    def may_start_urgent(self, told: NDArray[np.void], columns: Ints) -> Bools:
+        """Which replicas may start something, if it is urgent, by these ``told`` and ``columns`` [n]."""
+        may_start: Bools = columns[URGENT] <= self.most(told)
+        may_start &= columns[CAPACITY] >= 0
+        return may_start
 
     def may_start(self, num_tokens: int, num_ahead: int, replicas: Candidates, place: int) -> bool:
         """Whether a prompt with ``num_tokens`` to compute may be sent to ``place``, behind ``num_ahead`` tokens."""

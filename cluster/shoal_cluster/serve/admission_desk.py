@@ -53,8 +53,7 @@ class AdmissionDesk:
         """
         query, now = pending.query, time.monotonic()
         candidates = self._ledger.view.candidates(query.block_hashes, now)
-        num_new_tokens = uncached_tokens(query, int(candidates.num_matched_blocks.max(initial=0)))
-        self._queue.know_size(query.request_id, num_new_tokens, now)
+        self._queue.know_match(query.request_id, candidates)
         if self.can_take(pending):
             held = self._share(*self._queue.before(query.request_id))
             admission = admit(query, candidates, self.limits, *held)

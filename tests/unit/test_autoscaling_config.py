@@ -46,9 +46,11 @@ def test_replicas_are_asked_for_a_start_up_time_before() -> None:
         ({"cron": "0 0 31 2 *"}, "a date that comes"),
         ({"timezone": "Mars/Olympus"}, "got timezone 'Mars/Olympus'"),
         ({"timezone": "../etc/passwd"}, "got timezone"),
-        ({"duration_s": 5}, "must be at least 60"),
-        ({"duration_s": float("nan")}, "must be at least 60"),
-        ({"min_replicas": 0}, "must be from 1 to 1000"),
+        ({"duration_s": 5}, "must be from 60 to 31622400"),
+        ({"duration_s": float("nan")}, "must be from 60 to 31622400"),
+        ({"duration_s": float("inf")}, "must be from 60 to 31622400"),
+        ({"min_replicas": 1.5}, "must be a whole number from 1 to 1000"),
+        ({"min_replicas": 0}, "must be a whole number from 1 to 1000"),
     ],
 )
 def test_a_schedule_that_cannot_hold_is_refused(fields: dict, words: str) -> None:

@@ -111,6 +111,21 @@ def test_a_gateway_that_is_heard_again_is_no_burst() -> None:
         assert terms(world.decisions[-1])["requests_per_s"] == pytest.approx(2.0, abs=0.1)
 
 
+def test_a_gateway_that_is_replaced_takes_its_long_prompts_out_of_the_totals() -> None:
+    """The requests of the one that goes on outnumber those that are no longer counted."""
+    state, target = ScaleState(), 2
+    for now in range(600):
+        gone, here = (now // 10 if now < 300 else 0), 4 * now
+        demand = Demand(num_requests=gone + here, num_prompt_tokens=20_000 * gone + 100 * here)
+        is_silent = 300 <= now < 308
+        did = {"num_prompt_tokens": 1200 * now, "num_finished": 2 * now, "num_steps": 20 * now, "busy_s": 0.3 * now}
+        rows = tuple(make_row(f"r{number}", stats=make_stats(num_running=2, **did)) for number in range(2))
+        view = ScaleView(replicas=rows, num_target=target, demand=None if is_silent else demand)
+        decision = desired_replicas(view, state, CONFIG, float(now))
+        state, target = decision.state, decision.num_replicas
+    assert terms(decision)["requests_per_s"] == pytest.approx(4.0, abs=0.1)
+
+
 def test_what_replicas_hold_counts_while_a_gateway_is_silent() -> None:
     world = World()
     world.run(1.0, 100)

@@ -12,6 +12,7 @@ from cronsim import CronSim, CronSimError
 from shoal_replica.errors import ConfigError, InvalidArgument
 
 MAX_REPLICAS = 1000
+MAX_SCHEDULE_S = 366 * 86_400
 LIMITS: dict[str, tuple[float, float]] = {  # what may be tuned, and within which limits
     "min_replicas": (0, MAX_REPLICAS),
     "max_replicas": (1, MAX_REPLICAS),
@@ -45,10 +46,12 @@ class Schedule:
             raise ConfigError(f"schedules: got cron {self.cron!r}; must be five fields of a date that comes") from None
         except (ZoneInfoNotFoundError, ValueError):
             raise ConfigError(f"schedules: got timezone {self.timezone!r}; must be a name such as UTC") from None
-        if not self.duration_s >= 60:
-            raise ConfigError(f"schedules: got duration_s {self.duration_s!r}; must be at least 60")
-        if not 0 < self.min_replicas <= MAX_REPLICAS:
-            raise ConfigError(f"schedules: got min_replicas {self.min_replicas!r}; must be from 1 to {MAX_REPLICAS}")
+        if not 60 <= self.duration_s <= MAX_SCHEDULE_S:
+            raise ConfigError(f"schedules: got duration_s {self.duration_s!r}; must be from 60 to {MAX_SCHEDULE_S}")
+        if not (isinstance(self.min_replicas, int) and 0 < self.min_replicas <= MAX_REPLICAS):
+            raise ConfigError(
+                f"schedules: got min_replicas {self.min_replicas!r}; must be a whole number from 1 to {MAX_REPLICAS}"
+            )
 
     def holds_at(self, time_s: float) -> bool:
         """Whether ``time_s`` (Unix time) is within ``duration_s`` after a time that ``cron`` names."""

@@ -130,10 +130,14 @@ def _sample(
         num_running=sum(s.num_running for s in known),
     )
     kept = [s for s in state.samples if s.time_s > now - MEMORY_S]
-    if last is not None and (sample.num_requests < last.num_requests or sample.num_shed < last.num_shed):
-        kept = []  # a gateway has been replaced: totals start anew
+    if last is not None and any(new < old for new, old in zip(_totals(sample), _totals(last), strict=True)):
+        kept = []  # a gateway has been replaced: its totals start anew, while the others' go on
     state = replace(state, samples=(*kept, sample), progress=MappingProxyType(progress), cost=cost)
     return replace(state, held=_learn_held(state, now))
+
+
+def _totals(sample: Sample) -> tuple[int, int, int]:
+    return sample.num_requests, sample.num_prompt_tokens, sample.num_shed
 
 
 def uncached_share(known: Sequence[ReplicaStats]) -> float:

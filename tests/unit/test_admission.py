@@ -101,6 +101,13 @@ def test_a_queue_it_cannot_use_does_not_count() -> None:
     assert not admit(make_query(160), Candidates.of([small, full()]), LIMITS).admitted
 
 
+def test_a_late_one_may_retry_no_later_because_a_replica_has_just_joined() -> None:
+    limits = AdmissionLimits(objective=LatencyObjective(ttft_s=0.1))
+    busy, new = make_row("busy", stats=make_stats(token_s=0.001)), ReplicaView(replica_id="new", connected=True)
+    alone, beside = (stay(make_query(), Candidates.of(rows), limits, 9.0, 500.0) for rows in ([busy], [busy, new]))
+    assert alone.retry_after_s == beside.retry_after_s == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -202,10 +202,15 @@ def lateness_s(
 
 
 def _late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float:
-    """When a request that was held too long may try again: by then what waits now has been worked off."""
-    ahead = candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens
-    total_s = float((ahead * _token_s(candidates)).sum()) + num_held_tokens * float(_token_s(candidates).mean())
-    return _retry_after_s(total_s / max(1, len(candidates)))
+    """When a request that was held too long may try again: by then the replicas of which something is known have worked
+    off what waits now.
+    """
+    known = candidates.told["known"]
+    if not known.any():
+        return NO_REPLICA_RETRY_S
+    ahead = (candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens)[known]
+    token_s = _token_s(candidates)[known]
+    return _retry_after_s(float((ahead * token_s).mean() + num_held_tokens * token_s.mean() / token_s.size))
 
 
 def _token_s(candidates: Candidates) -> Amounts:

@@ -125,7 +125,7 @@ class Gateway:
 
     def held(self, now: float) -> tuple[list[tuple[QueuePlace, ...]], dict[str, tuple[Wish, ...]]]:
         """What is ahead of each held request and where all of it is to wait; and what other gateways hear of that."""
-        return [self.queue.up_to(pending.query.request_id, now) for pending in self.queue], self.queue.wishes()
+        return [self.queue.up_to(pending.query.request_id, now, 100) for pending in self.queue], self.queue.wishes()
 
 
 class News:

@@ -9,6 +9,7 @@ import pytest
 from fixtures.cluster_views import make_query, make_stats
 from msgspec import structs
 
+from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.routing import RouteWeights
@@ -48,12 +49,17 @@ def look(queue: PendingQueue, view: ClusterView, now: float) -> None:
     assert queue.next(view, RouteWeights(), now, Random(0)) is None
 
 
+def place(queue: PendingQueue, request_id: str, now: float) -> QueuePlace:
+    (its,), _ = queue.up_to(request_id, now, 1)
+    return its
+
+
 def in_time(queue: PendingQueue, now: float = 0.0) -> set[str]:
     """The requests that are due within their objective."""
     return {
         one.query.request_id
         for one in queue
-        if now + queue.up_to(one.query.request_id, now)[-1].due_in_s
+        if now + place(queue, one.query.request_id, now).due_in_s
         <= one.arrival_s + CONFIG.objective.due_in_s(one.query.num_prompt_tokens / 1000) + 1e-6
     }
 
@@ -142,7 +148,7 @@ def test_what_is_cached_meanwhile_makes_a_prompt_shorter() -> None:
     dues_s = []
     for now in (0.0, 0.5, 1.1):
         look(queue, view, now)
-        dues_s.append(now + queue.up_to("long", now)[-1].due_in_s)
+        dues_s.append(now + place(queue, "long", now).due_in_s)
         view.apply_update("only", BUSY, PREFIX, (), now)
     assert dues_s[0] == dues_s[1] == 4 * 8.4 - 3.5, "sizes are looked up every second"
     assert dues_s[2] < 4 * 2.1 - 3.5

@@ -50,7 +50,7 @@ def test_the_order_is_that_of_sorting_anew(num_tenants: int) -> None:
             assert order.before(its, its.due_s) == (sum(one.num_new_tokens for one in before), len(before))
             after = [one for one in here if one is not its and order.rank(one)[:2] <= order.rank(its)[:2]]
             assert order.before(its, math.inf)[1] == len(after)
-            assert [order.rank(one) for one in order.backwards()] == sorted(map(order.rank, here), reverse=True)
+            assert [order.rank(one) for one in reversed(order)] == sorted(map(order.rank, here), reverse=True)
             assert {order.rank(one) for one in order.first(3)} <= set(sorted(map(order.rank, here))[:3])
         ranked = sorted(here, key=order.rank)
         considered = order.to_consider()
@@ -79,3 +79,37 @@ def test_the_same_list_until_something_in_it_changes() -> None:
     here[2].due_s = 9.0
     order.put(here[2])
     assert [held for held, _ in order.to_consider()] == [here[number] for number in (0, 1, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("num_before", [NUM_CONSIDERED - 1, NUM_CONSIDERED, NUM_CONSIDERED + 1])
+def test_a_newcomer_is_considered_behind_any_number_of_particular_requests(num_before: int) -> None:
+    """However many were held when the list was last made."""
+    order = HeldOrder(FairShares(), NUM_CONSIDERED, LATER_S)
+    order.tell_apart(100)
+    for due in range(num_before):
+        query = make_query(10, excluded=frozenset({"replica"}))
+        order.put(Held(PendingRequest(query=query, arrival_s=0.0), due_s=float(due)))
+    assert len(order.to_consider()) == min(num_before, NUM_CONSIDERED)
+    newcomer = Held(PendingRequest(query=make_query(10), arrival_s=0.0), due_s=99.0)
+    order.put(newcomer)
+    assert newcomer in [held for held, _ in order.to_consider()]
+
+
+def test_all_dates_change_at_once() -> None:
+    rng, shares = Random(0), FairShares()
+    order, moved = HeldOrder(shares, NUM_CONSIDERED, LATER_S), HeldOrder(shares, NUM_CONSIDERED, LATER_S)
+    here, there = ([Held(PendingRequest(query=make_query(10), arrival_s=0.0)) for _ in range(20)] for _ in range(2))
+    for one, other in zip(here, there, strict=True):
+        order.put(one)
+        moved.put(other)
+    for one, other in zip(here, there, strict=True):
+        one.due_s = other.due_s = float(rng.randrange(10))
+        one.takes_s = other.takes_s = rng.random()
+        one.num_new_tokens = other.num_new_tokens = rng.randrange(100)
+        order.put(one)
+    moved.move_all()
+    assert [there.index(held) for held in moved] == [here.index(held) for held in order]
+    assert [due_s for _, due_s in moved.to_consider()] == [due_s for _, due_s in order.to_consider()]
+    assert moved.begins_by_s == order.begins_by_s
+    assert len(moved.that_begin_by(5.0)) == len(order.that_begin_by(5.0))
+    assert moved.before(there[7], 6.5) == order.before(here[7], 6.5)

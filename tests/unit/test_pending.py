@@ -226,8 +226,9 @@ def test_where_not_all_can_be_in_time_the_longest_is_put_off() -> None:
     shorts = [pending(f"short{i:02}", arrival_s=2.0) for i in range(12)]
     queue, view = queue_of(pending("long", 1500, arrival_s=-1.0), *shorts), view_of(only=make_stats())
     assert [name for name, _ in send(queue, view, now=2.0)] == ["short00", "short01"]
-    *before, its = queue.up_to("long", 2.0)
+    (*before, its), count = queue.up_to("long", 2.0, 100)
     assert [place.request_id for place in before] == [f"short{i:02}" for i in range(2, 12)]
+    assert queue.up_to("long", 2.0, 1) == ((its,), count) == ((its,), 11)
     assert its.due_in_s == pytest.approx(4 * 5.0 - 3.0)
     assert queue.before("short11") == (9 * 160, 9)
     assert queue.before("long") == (0, 0), "had it not been put off"
@@ -572,7 +573,7 @@ def test_what_is_to_wait_for_a_replica_that_stalls_is_planned_elsewhere_and_back
 
     def planned_at() -> list[str]:
         assert queue.next(view, WEIGHTS, 1.0, Random(0)) is None
-        return [place.replica_id for place in queue.up_to("waits", 1.0)]
+        return [place.replica_id for place in queue.up_to("waits", 1.0, 100)[0]]
 
     assert planned_at() == ["next"]
     view.set_stalled("next", True)

@@ -40,14 +40,18 @@ class DueDates:
         """Make due dates such that each can be met by itself. ``begins_s``: when a replica can begin with more work.
         ``is_new``: the pace has changed. A lost request gets no earlier date here.
         """
-        if not is_new and begins_s < self._by_urgency.begins_by_s - EPSILON_S:
-            return
-        others = list(everybody) if is_new else self._by_urgency.that_begin_by(begins_s + EPSILON_S)
-        for held in others:
-            if is_new or held.due_s < begins_s + held.takes_s:
-                self.note(held, begins_s)
+        if is_new:
+            for held in everybody:
+                self._date(held, begins_s)
                 if held.is_lost:
                     held.not_before_s = held.due_s
+            self._by_urgency.move_all()
+        elif begins_s >= self._by_urgency.begins_by_s - EPSILON_S:
+            for held in self._by_urgency.that_begin_by(begins_s + EPSILON_S):
+                if held.due_s < begins_s + held.takes_s:
+                    self.note(held, begins_s)
+                    if held.is_lost:
+                        held.not_before_s = held.due_s
 
     def renew_together(
         self, everybody: Collection[Held], wishes: Sequence[PlacedWish], begins_s: float, replicas: Candidates
@@ -76,6 +80,10 @@ class DueDates:
 
     def note(self, held: Held, begins_s: float) -> None:
         """Set what its prompt takes at the present pace, and when it is due if it begins at ``begins_s`` or later."""
+        self._date(held, begins_s)
+        self._by_urgency.put(held)
+
+    def _date(self, held: Held, begins_s: float) -> None:
         num_tokens = held.num_new_tokens
         num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
         alone_s, takes_s = self.pace.seconds(num_cached_tokens, num_tokens)
@@ -84,7 +92,6 @@ class DueDates:
         due_s = self._objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)
         held.due_s, held.takes_s = max(due_s, held.not_before_s), takes_s
         held.is_lost = held.due_s > arrival_s + held.length_s
-        self._by_urgency.put(held)
 
     def _claim(self, held: Held, begins_s: float) -> Claim:
         rank, is_over = self._by_urgency.rank(held), self._by_urgency.is_over(held)

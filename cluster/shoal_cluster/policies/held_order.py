@@ -74,6 +74,19 @@ class HeldOrder:
         if place < self._last_considered:
             self._to_consider = None
 
+    def move_all(self) -> None:
+        """The dates of all requests may have changed: sort once, not one by one."""
+        self._num_changes, self._to_consider = self._shares.num_changes, None
+        ranked: list[Entry] = []
+        by_begin: list[BeginsBy] = []
+        for _, number, held in self._ranked:
+            held.entry = (self.rank(held), number, held)
+            held.begins_by = (held.due_s - held.takes_s, number, held)
+            ranked.append(held.entry)
+            by_begin.append(held.begins_by)
+        self._sort(ranked)
+        self._by_begin = sorted(by_begin)
+
     def remove(self, held: Held) -> None:
         """Take a request out."""
         assert held.entry is not None
@@ -118,11 +131,13 @@ class HeldOrder:
         self._to_consider = list(zip(urgent, dues_s, strict=True))
         return self._to_consider
 
-    def up_to(self, held: Held) -> list[Held]:
-        """The requests that come before it, and itself."""
-        self._rank_anew()
+    def up_to(self, held: Held, limit: int) -> tuple[list[Held], int]:
+        """The last requests before it and itself, ``limit`` at most in all; and how many there are."""
+        if self._num_changes != self._shares.num_changes:
+            self._rank_anew()
         assert held.entry is not None
-        return [other for _, _, other in self._ranked[: bisect_left(self._ranked, held.entry) + 1]]
+        count = bisect_left(self._ranked, held.entry) + 1
+        return [other for _, _, other in self._ranked[max(0, count - limit) : count]], count
 
     def before(self, held: Held, due_s: float) -> tuple[int, int]:
         """Prompt tokens of the requests that would go before this one if it were due at ``due_s``, and how many those
@@ -136,8 +151,13 @@ class HeldOrder:
         is_among = held.entry[0] < rank  # it is due sooner, if only by a rounding
         return sum(self._tokens[:place]) - is_among * held.num_new_tokens, place - is_among
 
-    def backwards(self) -> Iterator[Held]:
-        """All requests, the last in the order first."""
+    def __iter__(self) -> Iterator[Held]:
+        """In order."""
+        if self._num_changes != self._shares.num_changes:
+            self._rank_anew()
+        return (held for _, _, held in self._ranked)
+
+    def __reversed__(self) -> Iterator[Held]:
         if self._num_changes != self._shares.num_changes:
             self._rank_anew()
         return (held for _, _, held in reversed(self._ranked))
@@ -165,12 +185,11 @@ class HeldOrder:
         """The requests that a look considers."""
         size = self._num_considered
         urgent = [held for _, _, held in self._ranked[:size]]
-        self._last_considered = size
-        if self._num_particular and len(self._ranked) > size:
-            num_more = sum(held.is_particular for held in urgent)
+        num_more = sum(held.is_particular for held in urgent) if self._num_particular else 0
+        if num_more:
             others = (held for _, _, held in islice(self._ranked, size, None) if not held.is_particular)
             urgent += islice(others, num_more)
-            self._last_considered = math.inf
+        self._last_considered = math.inf if num_more else size
         return urgent
 
     def _is_particular(self, held: Held) -> bool:
@@ -183,11 +202,16 @@ class HeldOrder:
         return held.due_s + self._later_s if self._shares.had_more(held.pending.tenant) else held.due_s
 
     def _rank_anew(self) -> None:
-        """The places of tenants have changed: sort again."""
-        self._num_changes = self._shares.num_changes
+        """The places of tenants have changed: sort again. Most entries stay as they are, so that takes little time."""
+        self._num_changes, self._to_consider = self._shares.num_changes, None
         ranked: list[Entry] = []
-        for _, number, held in self._ranked:
-            held.entry = (self.rank(held), number, held)
-            ranked.append(held.entry)
-        self._ranked, self._to_consider = sorted(ranked), None
+        for entry in self._ranked:
+            rank, number, held = entry
+            if rank[1] != self._shares.place(held.pending.tenant):
+                entry = held.entry = (self.rank(held), number, held)
+            ranked.append(entry)
+        self._sort(ranked)
+
+    def _sort(self, ranked: list[Entry]) -> None:
+        self._ranked = sorted(ranked)
         self._tokens = [held.num_new_tokens for _, _, held in self._ranked]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from heapq import nsmallest
+from itertools import islice
 from random import Random
 
 from shoal_cluster.policies.candidates import Candidates
@@ -144,13 +144,16 @@ class PendingQueue:
 
     def last(self) -> PendingRequest | None:
         """The request that is last in order, of those that may be refused: they have not been placed before."""
-        return next((held.pending for held in self._by_urgency.backwards() if not held.pending.is_admitted), None)
+        return next((held.pending for held in reversed(self._by_urgency) if not held.pending.is_admitted), None)
 
-    def up_to(self, request_id: str, now: float) -> tuple[QueuePlace, ...]:
-        """The requests that come before this one, the most urgent first, then itself; empty if it is not held."""
+    def up_to(self, request_id: str, now: float, limit: int) -> tuple[tuple[QueuePlace, ...], int]:
+        """The last requests that come before this one, the most urgent first, then itself, ``limit`` at most in all; and
+        how many there are. Nothing if it is not held.
+        """
         if (its := self._held.get(request_id)) is None:
-            return ()
-        return tuple(held.queue_place(now) for held in self._by_urgency.up_to(its))
+            return (), 0
+        last, count = self._by_urgency.up_to(its, limit)
+        return tuple(held.queue_place(now) for held in last), count
 
     def turn(self, view: ClusterView, num_gateways: int, now: float, rng: Random) -> float:
         """How many feed delays to wait before the next look, where several gateways look at the same replicas: a later
@@ -295,10 +298,9 @@ class PendingQueue:
         if not self._is_one_of_many:
             return {}
         wishes: dict[str, list[Wish]] = {}
-        planned = [held for held in self._held.values() if held.wish is not None]
-        for held in nsmallest(self._config.max_considered, planned, key=self._by_urgency.rank):
-            if held.wish is not None:
-                rank, objective = self._by_urgency.rank(held), (held.pending.arrival_s, held.length_s)
-                its = Wish(rank, *held.wish[1:], *objective, self._by_urgency.is_over(held))
-                wishes.setdefault(held.wish[0], []).append(its)
+        planned = ((held, held.wish) for held in self._by_urgency if held.wish is not None)
+        for held, (replica_id, *size) in islice(planned, self._config.max_considered):
+            rank, objective = self._by_urgency.rank(held), (held.pending.arrival_s, held.length_s)
+            its = Wish(rank, *size, *objective, self._by_urgency.is_over(held))
+            wishes.setdefault(replica_id, []).append(its)
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}

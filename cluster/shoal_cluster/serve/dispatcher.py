@@ -206,9 +206,9 @@ class Dispatcher:
             call_id = call_of(name)
             request, _, number = call_id.rpartition("-")
             if call_id == request_id or (request == request_id and number.isdecimal()):
-                queue, waited_s = self._queue.up_to(name, now), now - pending.arrival_s
-                told = tuple(self._present(place) for place in queue[-MAX_TOLD:])
-                found.append(HeldRequest(time_s, name, waited_s, len(queue), self.num_held, told))
+                queue, count = self._queue.up_to(name, now, MAX_TOLD)
+                told = tuple(map(self._present, queue))
+                found.append(HeldRequest(time_s, name, now - pending.arrival_s, count, self.num_held, told))
         return tuple(found)
 
     def _present(self, place: QueuePlace) -> QueuePlace:

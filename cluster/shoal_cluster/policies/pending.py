@@ -147,8 +147,8 @@ class PendingQueue:
         return next((held.pending for held in reversed(self._by_urgency) if not held.pending.is_admitted), None)
 
     def up_to(self, request_id: str, now: float, limit: int) -> tuple[tuple[QueuePlace, ...], int]:
-        """The last requests that come before this one, the most urgent first, then itself, ``limit`` at most in all; and
-        how many there are. Nothing if it is not held.
+        """The last requests that come before this one, the most urgent first, then itself, at most ``limit``; and how
+        many there are in all. Nothing if it is not held.
         """
         if (its := self._held.get(request_id)) is None:
             return (), 0
@@ -299,8 +299,8 @@ class PendingQueue:
             return {}
         wishes: dict[str, list[Wish]] = {}
         planned = ((held, held.wish) for held in self._by_urgency if held.wish is not None)
-        for held, (replica_id, *size) in islice(planned, self._config.max_considered):
+        for held, wish in islice(planned, self._config.max_considered):
             rank, objective = self._by_urgency.rank(held), (held.pending.arrival_s, held.length_s)
-            its = Wish(rank, *size, *objective, self._by_urgency.is_over(held))
-            wishes.setdefault(replica_id, []).append(its)
+            its = Wish(rank, *wish[1:], *objective, self._by_urgency.is_over(held))
+            wishes.setdefault(wish[0], []).append(its)
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}

@@ -233,6 +233,27 @@ ENDINGS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("timeout_s", "outcome"),
+    [(None, RequestOutcome.CANCELLED), (60.0, RequestOutcome.CANCELLED), (0.01, RequestOutcome.DEADLINE)],
+)
+def test_a_call_that_is_cancelled_at_its_deadline_has_missed_it(
+    timeout_s: float | None, outcome: RequestOutcome
+) -> None:
+    """gRPC cancels it then, often before the gateway's own timer has passed."""
+    metrics, journal, records = gateway_metrics(), Journal(), list[CallRecord]()
+    call = GenerateCall(request_id="call", sampling_params=SamplingParams(), timeout_s=timeout_s)
+    with (
+        pytest.raises(asyncio.CancelledError),
+        CallObserver(metrics, journal, (records.append,)).observe(call),
+    ):
+        raise asyncio.CancelledError
+    assert [record.outcome for record in records] == [outcome]
+    is_late = outcome is RequestOutcome.DEADLINE
+    assert metrics.num_failed == len(journal.last(9)) == is_late
+    assert records[0].error == ("DeadlineExceeded" if is_late else "CancelledError")
+
+
 @pytest.mark.parametrize(("error", "outcome"), ENDINGS)
 def test_each_end_of_a_call_is_counted_once(error: BaseException | None, outcome: RequestOutcome) -> None:
     metrics, journal, records = gateway_metrics(), Journal(), list[CallRecord]()

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 CUT_S = 1.0
 """Within this time a call that was cut has told its client."""
 
+MARGIN_S = 0.05
+"""A client that leaves so shortly before its deadline has left because of it: its clock began earlier than ours."""
+
 
 class CallWatch:
     """One call while it runs. ``usage`` and ``fail``, which ends it with an error, are set once it is a generation."""
@@ -86,7 +89,8 @@ class CallObserver:
         try:
             yield watch
         except BaseException as caught:
-            outcome, error = outcome_of(caught), caught
+            error = _why(call, time.monotonic() - watch.times.arrived_s, caught)
+            outcome = outcome_of(error)
             raise
         finally:
             self._metrics.num_active -= 1
@@ -113,6 +117,14 @@ class CallObserver:
             self._journal.note(kind, f"{record.error}: {error}", request_id=record.request_id)
         for listener in self._listeners:
             listener(record)
+
+
+def _why(call: GenerateCall, waited_s: float, caught: BaseException) -> BaseException:
+    """What ended a call: gRPC mostly cancels one at its client's deadline before the timer here has passed."""
+    is_cancelled = outcome_of(caught) is RequestOutcome.CANCELLED
+    if is_cancelled and call.timeout_s is not None and waited_s >= call.timeout_s - MARGIN_S:
+        return DeadlineExceeded(f"the request was not finished after {call.timeout_s:g} s")
+    return caught
 
 
 def outcome_of(error: BaseException) -> RequestOutcome:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -241,9 +242,10 @@ async def test_a_full_record_has_every_candidate_and_term(http: httpx.AsyncClien
 
 
 async def test_an_unknown_request_is_not_found(http: httpx.AsyncClient) -> None:
-    answer = await http.get("/dashboard/routes/never")
-    assert answer.status_code == 404
-    assert "'never'" in answer.json()["error"]["message"]
+    for request_id in ("never", "a/b"):
+        answer = await http.get(f"/dashboard/routes/{quote(request_id, safe='')}")
+        assert answer.status_code == 404
+        assert repr(request_id) in answer.json()["error"]["message"]
 
 
 async def test_a_decision_has_all_that_it_weighed(http: httpx.AsyncClient, core: CountedCore) -> None:

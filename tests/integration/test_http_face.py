@@ -18,10 +18,12 @@ import uvicorn
 from fixtures.fake_gateway import MODEL, TOKENIZER, FakeGateway
 from fixtures.waiting import DEADLINE_S, until
 
+from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
+from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.testing import make_request
 
 MAX_BODY_BYTES = 64 * 1024
@@ -271,6 +273,36 @@ async def test_an_id_that_comes_again_gets_an_end_of_its_own(http: httpx.AsyncCl
     assert len(set(ids)) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_id_that_is_taken_elsewhere_does_no_harm(
+    http: httpx.AsyncClient, core: FakeGateway, stream: bool
+) -> None:
+    """Another gateway's call has it, or one that came in the same moment."""
+    core.taken = {"mine", "batch-1"}
+    answer = await http.post(CHAT, json={"messages": HI, "stream": stream}, headers={"x-request-id": "mine"})
+    assert (answer.status_code, core.text in answer.text or stream) == (200, True)
+    assert core.calls[-1].request_id.startswith("mine~")
+    body = {"prompt": ["a", "b"], "stream": stream}
+    answer = await http.post(COMPLETION, json=body, headers={"x-request-id": "batch"})
+    assert answer.status_code == 200
+    first, second = sorted(call.request_id for call in core.calls[-2:])
+    assert first == "batch-0"
+    assert second.startswith("batch-1~")
+
+
+async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
+    http: httpx.AsyncClient, core: FakeGateway
+) -> None:
+    """As when its first prompt was refused for want of room, and its client tries again."""
+    core.calls.append(GenerateCall(request_id="batch-1", sampling_params=SamplingParams()))
+    answer = await http.post(COMPLETION, json={"prompt": ["a", "b"]}, headers={"x-request-id": "batch"})
+    assert answer.status_code == 200
+    assert answer.headers["x-request-id"].startswith("batch~")
+    assert sorted(call.request_id for call in core.calls[-2:]) == [
+        f"{answer.headers['x-request-id']}-{number}" for number in range(2)
+    ]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "words"),
     [
@@ -382,6 +414,15 @@ async def test_a_body_that_is_no_json_is_a_bad_request(http: httpx.AsyncClient, 
     assert answer.json()["error"]["message"]
     assert "Traceback" not in answer.text
     assert core.num_unread == 1
+
+
+@pytest.mark.parametrize("prompt", [b'"\\ud800"', b'["a", "\\ud800"]'])
+async def test_half_a_character_is_said_of_the_prompt(http: httpx.AsyncClient, prompt: bytes) -> None:
+    body = b'{"prompt": %b}' % prompt
+    answer = await http.post(COMPLETION, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+    assert "without lone surrogates" in answer.json()["error"]["message"]
 
 
 async def test_broken_json_is_said_of_the_body(http: httpx.AsyncClient) -> None:

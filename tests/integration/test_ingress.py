@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -42,6 +44,21 @@ async def opened(core: FakeGateway) -> AsyncIterator[Ingress]:
         yield ingress
     finally:
         await ingress.close(asyncio.sleep(0))
+
+
+async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_module, "UNREAD_S", 0.5)
+    core = FakeGateway(text="a b c d e f g h i j " * 40)
+    body = json.dumps({"prompt": "x", "stream": True, "n": 128, "logprobs": 20, "max_tokens": 400}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    async with opened(core) as ingress:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await asyncio.to_thread(client.connect, ("127.0.0.1", ingress.http_port))
+            client.sendall(head % len(body) + body)
+            await until(lambda: core.num_open == 1)
+            await until(lambda: core.num_open == 0)
+            assert core.num_closed_early == 1
 
 
 async def test_answers_under_way_are_finished_while_nothing_new_is_taken() -> None:

@@ -21,7 +21,7 @@ from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_res
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, CompletionShape, answer_events, whole_answer
 from shoal_cluster.serve.openai_types import ChatRequest, CompletionRequest
-from shoal_cluster.serve.request_id import new_request_id
+from shoal_cluster.serve.request_id import another_id
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import ShoalError
 
@@ -29,6 +29,7 @@ DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH)
 TENANT_HEADER = "x-tenant"  # takes precedence over the body's `user`
+KEEP_ALIVE_S = 75  # longer than load balancers keep idle connections: the side that closes first must be theirs
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
 
 
@@ -98,6 +99,7 @@ def http_config(core: HttpCore, max_body_bytes: int, shutdown_s: float) -> uvico
         log_config=None,
         access_log=False,
         lifespan="on",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(shutdown_s),
     )
 
@@ -107,15 +109,14 @@ async def _answer(
 ) -> Response:
     """Run the body's calls. Whatever ends them early, a disconnect included, closes the core's streams."""
     request_id: str = request.state.request_id
-    if core.knows_call(request_id):  # proxies that retry, and services that pass an id on, send it again
-        request_id = request.state.request_id = f"{request_id}~{new_request_id()[:8]}"
     try:
         core.check_model(body.model)
+        calls = body.to_calls(request_id)
+        if any(core.knows_call(call.request_id) for call in calls):
+            request_id = request.state.request_id = another_id(request_id)
+            calls = body.to_calls(request_id)
         trace, tenant = trace_context(request.headers), request.headers.get(TENANT_HEADER)
-        calls = [
-            replace(call, trace=trace, tenant=call.tenant if tenant is None else tenant)
-            for call in body.to_calls(request_id)
-        ]
+        calls = [replace(call, trace=trace, tenant=call.tenant if tenant is None else tenant) for call in calls]
     except ShoalError as error:
         core.refuse_unread()
         return error_response(error, request_id)

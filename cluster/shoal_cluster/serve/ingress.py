@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable
 
 import grpc
@@ -16,6 +17,9 @@ from shoal_replica.errors import ConfigError
 
 SHUTDOWN_S = 5.0
 """For what is still open once no answer is under way: dashboards, health watchers, clients that do not read."""
+
+UNREAD_S = 60.0
+"""A client that reads nothing for so long, though there is something for it, is disconnected by the system."""
 
 LAST_CALLS_S = 0.3
 """For calls that were accepted just before: uvicorn stops accepting at its next tick, a tenth of a second."""
@@ -59,6 +63,8 @@ class Ingress:
         except OSError as error:
             await grpc_server.stop(None)
             raise ConfigError(f"http_address: cannot listen on {settings.http_address!r}: {error.strerror}") from None
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
         http_port: int = listener.getsockname()[1]
         shutdown_s = settings.drain_timeout_s + SHUTDOWN_S
         http_server = uvicorn.Server(http_config(core, settings.max_request_bytes, shutdown_s))

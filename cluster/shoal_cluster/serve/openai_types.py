@@ -240,7 +240,7 @@ class CompletionRequest(_Request):
 def _prompts(prompt: object) -> list[str | tuple[int, ...]]:
     """The prompts, in any of OpenAI's four shapes, as a list."""
     if isinstance(prompt, str):
-        return [prompt]
+        return [_prompt_text(prompt)]
     if not isinstance(prompt, list):
         raise InvalidArgument("prompt", prompt, _PROMPT_SHAPES)
     if not prompt:
@@ -250,7 +250,14 @@ def _prompts(prompt: object) -> list[str | tuple[int, ...]]:
     if len(prompt) > MAX_PROMPTS:
         raise InvalidArgument("prompt", f"{len(prompt)} prompts", f"must be at most {MAX_PROMPTS}")
     if all(isinstance(item, str) for item in prompt):
-        return list(prompt)
+        return [_prompt_text(item) for item in prompt]
     if all(isinstance(item, list) and all(type(token_id) is int for token_id in item) for item in prompt):
         return [tuple(item) for item in prompt]
     raise InvalidArgument("prompt", prompt, _PROMPT_SHAPES)
+
+
+def _prompt_text(text: str) -> str:
+    try:
+        return _unicode(text)
+    except ValueError as error:
+        raise InvalidArgument("prompt", text, str(error)) from None

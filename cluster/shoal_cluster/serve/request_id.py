@@ -16,6 +16,11 @@ def new_request_id() -> str:
     return os.urandom(16).hex()
 
 
+def another_id(request_id: str) -> str:
+    """A new id that tells which one its client gave. Proxies send an id again, and services pass theirs on."""
+    return f"{request_id}~{new_request_id()[:8]}"
+
+
 def check_request_id(request_id: str) -> str:
     """``request_id`` itself. Raises InvalidArgument unless it can travel in a header."""
     if not _REQUEST_ID.fullmatch(request_id):

@@ -125,7 +125,7 @@ def dashboard_router(core: GatewayCore) -> APIRouter:
             return error_response(NotFound(f"seq: no decision {seq} is kept"), request.state.request_id)
         return JSONResponse(encode_decision(found[0]), headers=HEADERS)
 
-    @router.get("/routes/{request_id}")
+    @router.get("/routes/{request_id:path}")
     async def route(request_id: str, request: Request) -> Response:
         try:
             explanation = await core.explain(call_of(request_id))

@@ -11,7 +11,7 @@ import pytest
 from fixtures.fake_serve import Answer, FakePlacement, FakeServe, ask, serving, streaming
 from fixtures.waiting import DEADLINE_S, until
 
-from shoal_cluster.serve import feed_client, leg
+from shoal_cluster.serve import feed_client, generation, leg
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
@@ -143,6 +143,17 @@ async def test_a_slow_client_gets_everything() -> None:
                 answer.take(chunk)
         assert answer.tokens == [expected_tokens(PROMPT, 20)]
         assert answer.usage is not None
+
+
+async def test_what_a_client_has_not_read_comes_in_messages_that_it_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_MERGED", 4)
+    async with serving("a") as serve:
+        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=20))) as chunks:
+            await anext(chunks)
+            await until(lambda: serve.replicas["a"].engine.stats().num_finished)
+            sizes = [len(chunk.token_ids) async for chunk in chunks]
+        assert sum(sizes) >= 16
+        assert max(sizes) == 4
 
 
 # Refusals

@@ -41,6 +41,20 @@ def test_refusals_that_follow_each_other_are_counted() -> None:
     assert [e.count for e in journal.last(10)] == [5, 1]
 
 
+def test_kinds_that_alternate_are_counted_apart() -> None:
+    journal = Journal(Clock())
+    for i in range(5):
+        journal.note(EventKind.REFUSED, f"no room {i}")
+        journal.note(EventKind.FAILED, f"too late {i}")
+    assert [(e.kind, e.text, e.count) for e in journal.last(10)] == [
+        ("refused", "no room 4", 5),
+        ("failed", "too late 4", 5),
+    ]
+    journal.note(EventKind.READY, "it is", replica_id="a")
+    journal.note(EventKind.REFUSED, "no room 5")
+    assert [e.count for e in journal.last(10)] == [5, 5, 1, 1], "what came between stands between"
+
+
 def test_starts_are_never_merged() -> None:
     journal = Journal(Clock())
     journal.note(EventKind.READY, "it is", replica_id="a")

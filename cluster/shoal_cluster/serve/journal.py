@@ -66,10 +66,11 @@ class Journal:
         if len(text) > MAX_TEXT_CHARS:
             text = text[: MAX_TEXT_CHARS - 1] + "…"
         now = self._clock() if time_s is None else time_s
-        last = self._events[-1] if self._events else None
-        if last is not None and kind in COUNTED and last.kind is kind and now - last.time_s < SAME_WITHIN_S:
-            self._events[-1] = msgspec.structs.replace(
-                last, text=text, replica_id=replica_id, request_id=request_id, count=last.count + 1
+        place = self._same(kind, now)
+        if place is not None:
+            same = self._events[place]
+            self._events[place] = msgspec.structs.replace(
+                same, text=text, replica_id=replica_id, request_id=request_id, count=same.count + 1
             )
             return
         self._num_events += 1
@@ -77,6 +78,17 @@ class Journal:
             seq=self._num_events, time_s=now, kind=kind, text=text, replica_id=replica_id, request_id=request_id
         )
         self._events.append(event)
+
+    def _same(self, kind: EventKind, now: float) -> int | None:
+        """The place of the event that one of ``kind`` is counted with; others that are counted may be in between."""
+        if kind in COUNTED:
+            for place in range(len(self._events) - 1, -1, -1):
+                event = self._events[place]
+                if event.kind not in COUNTED or now - event.time_s >= SAME_WITHIN_S:
+                    return None
+                if event.kind is kind:
+                    return place
+        return None
 
     def last(self, limit: int) -> list[Event]:
         """The newest ``limit`` events, oldest first."""

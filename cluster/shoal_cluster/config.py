@@ -176,7 +176,9 @@ class GatewaySettings(Settings):
     num_replicas: int = Field(1, ge=1)
     num_cpus: float = Field(0.5, ge=0)
     resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
-    request_timeout_s: float = Field(600.0, gt=0, description="longest life of a request without a deadline of its own")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="longest life of a request; its client's deadline may be shorter"
+    )
     drain_timeout_s: float = Field(60.0, gt=0, description="how long answers may go on once it is stopped or replaced")
     placement_timeout_s: float = Field(30.0, gt=0, description="longest wait while no replica takes requests or starts")
     max_request_bytes: int = Field(8 * 2**20, ge=1024)

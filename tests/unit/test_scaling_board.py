@@ -10,6 +10,7 @@ import pytest
 from fixtures.cluster_views import make_stats
 from fixtures.fake_gateway import example_scale_record
 from fixtures.waiting import until
+from msgspec.structs import replace as replace_struct
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import Demand
@@ -17,10 +18,10 @@ from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve import scaling_desk
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
-from shoal_cluster.serve.scaling_board import RECORDS_KEPT, ScalingBoard, Tuning
+from shoal_cluster.serve.scaling_board import RECORDS_KEPT, GatewayReport, ScalingBoard, Tuning
 from shoal_cluster.serve.scaling_desk import ScalingDesk
-from shoal_cluster.serve.scaling_link import BoardLink
-from shoal_replica.errors import InvalidArgument
+from shoal_cluster.serve.scaling_link import FORGOTTEN_S, BoardLink
+from shoal_replica.errors import InvalidArgument, Unavailable
 
 BASE = ScaleConfig(max_replicas=4)
 SHED = CallRecord(request_id="shed", outcome=RequestOutcome.SHED, time_s=0.0, arrived_s=0.0, ended_s=0.0)
@@ -140,6 +141,39 @@ async def test_decisions_reach_the_desk(desk: ScalingDesk, link: BoardLink) -> N
     link.meet()
     await until(lambda: len(desk.row().records) == 2)
     assert [(r.seq, r.num_after) for r in desk.row().records] == [(1, 3), (2, 2)]
+
+
+def test_a_decision_that_could_not_be_written_is_written_later(
+    board: ScalingBoard, link: BoardLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.tell(example_scale_record(0), changes=True)
+    link.tell(example_scale_record(0, 3, 2), changes=True)
+    monkeypatch.setattr(board, "put_record", _unavailable)
+    with pytest.raises(Unavailable):
+        link.meet()
+    monkeypatch.undo()
+    link.meet()
+    assert [(record.seq, record.num_after) for record in board.records(0, 2)] == [(1, 3), (2, 2)]
+
+
+def test_a_gateway_that_was_killed_is_forgotten(board: ScalingBoard, link: BoardLink) -> None:
+    report = GatewayReport("killed", time.time() - 2 * FORGOTTEN_S, Demand(), {}, BASE, 1)
+    board.put_report(report)
+    board.put_report(replace_struct(report, gateway_id="silent", time_s=time.time() - FORGOTTEN_S / 2))
+    link.meet()
+    assert [left.gateway_id for left in board.reports()] == ["silent"]
+
+
+def _unavailable(*_: object) -> None:
+    raise Unavailable("Ray's head does not answer")
+
+
+async def test_tuning_does_not_wait_for_ever(desk: ScalingDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling_desk, "TUNE_TIMEOUT_S", 0.05)
+    async with desk._meeting:
+        with pytest.raises(Unavailable, match="Ray's head has not answered"):
+            await desk.tune({"max_replicas": 9}, reset=False)
+    assert (await desk.tune({"max_replicas": 9}, reset=False)).tuned == ("max_replicas",)
 
 
 async def test_the_desk_knows_when_replicas_start(desk: ScalingDesk, link: BoardLink) -> None:

@@ -21,6 +21,7 @@ from shoal_cluster.serve.scaling_board import RECORDS_KEPT, GatewayReport, Scali
 from shoal_replica.errors import Unavailable
 
 PERIOD_S = 1.0
+TUNE_TIMEOUT_S = 10.0
 MAX_CURRENT_AGE_S = 10.0  # the policy decides several times a second: if its last decision is older, it has gone
 
 logger = logging.getLogger(__name__)
@@ -120,15 +121,19 @@ class ScalingDesk:
 
         Raises:
             InvalidArgument: a name or value is not allowed; nothing changes.
-            Unavailable: the settings could not be stored.
+            Unavailable: the settings could not be stored, or Ray's head does not answer.
         """
-        async with self._meeting:
-            whole = ({} if reset else self._changes) | dict(changes)
-            tuned = tunable(self._base.tuned(whole))
-            base = tunable(self._base)
-            kept = {name: value for name, value in tuned.items() if value != base[name]}
-            await asyncio.to_thread(self._board.put_tuning, Tuning(self._base, kept))
-            self._changes = kept
+        try:
+            async with asyncio.timeout(TUNE_TIMEOUT_S), self._meeting:
+                whole = ({} if reset else self._changes) | dict(changes)
+                tuned = tunable(self._base.tuned(whole))
+                base = tunable(self._base)
+                kept = {name: value for name, value in tuned.items() if value != base[name]}
+                await asyncio.to_thread(self._board.put_tuning, Tuning(self._base, kept))
+                self._changes = kept
+        except TimeoutError:
+            words = f"Ray's head has not answered for {TUNE_TIMEOUT_S:g} s; the settings may or may not change"
+            raise Unavailable(words) from None
         return self.row()
 
     def check_health(self) -> None:

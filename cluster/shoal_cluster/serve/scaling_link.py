@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+import time
+from collections import deque
 from dataclasses import dataclass, replace
 
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
@@ -13,6 +14,7 @@ from shoal_replica.errors import Unavailable
 
 PERIOD_S = 0.5
 MAX_UNSENT = 256
+FORGOTTEN_S = 3600.0  # a gateway that was killed leaves its last report; one that lives writes another within a second
 
 logger = logging.getLogger("ray.serve")
 
@@ -34,7 +36,7 @@ class BoardLink:
         self.inbox = Inbox()
         self._board = board
         self._last: ScaleRecord | None = None
-        self._unsent: queue.Queue[ScaleRecord] = queue.Queue(MAX_UNSENT)
+        self._unsent: deque[ScaleRecord] = deque()
         self._seq: int | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-scaling-link", daemon=True)
@@ -44,9 +46,9 @@ class BoardLink:
         """Queue a decision for the board: as the current one and, if it ``changes`` the count, as a record too."""
         self._last = replace(record, state=None)  # kept small: it is written twice a second
         if changes:
-            try:
-                self._unsent.put_nowait(record)
-            except queue.Full:
+            if len(self._unsent) < MAX_UNSENT:
+                self._unsent.append(record)
+            else:
                 logger.warning("a scaling decision is not recorded: Ray's head does not answer")
 
     def stop(self) -> None:
@@ -65,9 +67,14 @@ class BoardLink:
         if self._seq is None:
             before = self._board.current()
             self._seq = 0 if before is None else before.seq
-        while not self._unsent.empty():
+        while self._unsent:
+            self._board.put_record(replace(self._unsent[0], seq=self._seq + 1))
             self._seq += 1
-            self._board.put_record(replace(self._unsent.get_nowait(), seq=self._seq))
+            self._unsent.popleft()
         if self._last is not None:
             self._board.put_current(replace(self._last, seq=self._seq))
-        self.inbox = Inbox(tuple(self._board.reports()), self._board.tuning())
+        reports = self._board.reports()
+        for report in reports:
+            if report.time_s < time.time() - FORGOTTEN_S:
+                self._board.drop_report(report.gateway_id)
+        self.inbox = Inbox(tuple(reports), self._board.tuning())

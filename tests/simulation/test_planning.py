@@ -20,6 +20,7 @@ from shoal_cluster.sim.capacity import carries, find_capacity, find_replicas
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.faults import Stall
 from shoal_cluster.sim.fit import fit_live, fit_step_time
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.run import run, simulate
@@ -137,6 +138,19 @@ def test_several_gateways_see_what_the_others_promise() -> None:
     assert report.goodput > 0.9
     assert report.imbalance < 1.3
     assert simulate(several, requests).to_json() == report.to_json()
+
+
+def test_heartbeats_in_a_long_step_take_back_no_promise() -> None:
+    step = Stall("replica-0000", 0.5, 0.9)
+    cluster = SimCluster(replace(HELD, num_replicas=1, num_gateways=2, heartbeat_s=0.03, faults=(step,)))
+    seen: list[int] = []
+    for request in (SimRequest("first", 0.6, ((1, 400),), 4), SimRequest("second", 0.62, ((2, 80),), 4)):
+        cluster.book.expect(request)
+        cluster.loop.at(request.arrival_s, lambda request=request: cluster.gateways[0].take(request))
+    for look_s in (0.7, 0.8, 0.88):
+        cluster.loop.at(look_s, lambda: seen.append(int(cluster.gateways[1].view.present(0.0).num_reserved.sum())))
+    cluster.loop.run()
+    assert seen == [1, 1, 1]
 
 
 def test_lone_streams_do_not_pile_up_on_the_one_that_knows_their_prefix() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from shoal_cluster.commands.deploy import read_config
 from shoal_cluster.config import ClusterConfig
+from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.serve.admission_desk import limits_of
 from shoal_replica import memory
 from shoal_replica.config import (
     CacheConfig,
@@ -414,3 +416,12 @@ def test_an_npu_has_its_own_block_size() -> None:
     assert settings(device="npu", block_size=16).block_size == 16  # refused by name later, once the model is known
     with pytest.raises(ConfigError, match=r"replica\.device: got 'tpu'"):
         settings(device="tpu")
+
+
+@pytest.mark.parametrize("shed_late", [False, True])
+def test_an_objective_is_a_limit_only_where_late_calls_are_refused(shed_late: bool) -> None:
+    settings = {"shed_late": shed_late, "max_waiting_tokens": 500}
+    config = ClusterConfig.from_args({"model": "m", "gateway": settings, "replica": {"max_num_waiting": 7}})
+    limits = limits_of(config, HoldConfig())
+    assert limits.objective == (HoldConfig().objective if shed_late else None)
+    assert (limits.max_waiting_tokens, limits.max_waiting_requests) == (500, 7)

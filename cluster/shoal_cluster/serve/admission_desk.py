@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import (
     Admission,
     AdmissionLimits,
@@ -17,12 +18,22 @@ from shoal_cluster.policies.admission import (
 )
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
-from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.pending import HoldConfig, PendingQueue
 from shoal_cluster.policies.ranking import RouteQuery, is_eligible, uncached_tokens
 from shoal_cluster.policies.returning import Returning
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
+
+
+def limits_of(config: ClusterConfig, hold: HoldConfig) -> AdmissionLimits:
+    """The limits that the configuration sets; an objective is one only with ``shed_late``."""
+    return AdmissionLimits(
+        max_waiting_tokens=config.gateway.max_waiting_tokens,
+        max_waiting_requests=config.replica.max_num_waiting,
+        objective=hold.objective if config.gateway.shed_late else None,
+        pair_s=hold.prefill.pair_s,
+    )
 
 
 class AdmissionDesk:

@@ -14,13 +14,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from shoal_cluster.config import ClusterConfig
-from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import tunable
 from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.policies.objective import LatencyObjective as DueDates
 from shoal_cluster.policies.pending import HoldConfig, PendingRequest
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.serve.admin import check_admin_key
+from shoal_cluster.serve.admission_desk import limits_of
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow
 from shoal_cluster.serve.call_delay import CallDelay
@@ -100,12 +100,7 @@ class Gateway:
         export = RayExport().run(lambda: self._own_points(self._rows()))
         self._export_task = loop.create_task(export, name="shoal-metrics")
         hold = HoldConfig(objective=DueDates(ttft_s=config.objective.ttft_s))
-        limits = AdmissionLimits(
-            max_waiting_tokens=self._settings.max_waiting_tokens,
-            max_waiting_requests=replica.max_num_waiting,
-            objective=hold.objective if self._settings.shed_late else None,
-            pair_s=hold.prefill.pair_s,
-        )
+        limits = limits_of(config, hold)
         patience_s = self._settings.placement_timeout_s
         desk, watch = self._scaling, self._watch
         self._dispatcher = Dispatcher(

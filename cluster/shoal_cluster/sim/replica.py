@@ -227,7 +227,7 @@ class SimReplica:
 
     def beat(self) -> None:
         """Send a heartbeat: alive, and the last stats still hold."""
-        self.publish(self, FeedMessage(None, (), (), (), (), (), self._wishes))
+        self.publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes))
 
     def ended(self) -> EndedReplica:
         """The final state, at the end of a run. Asserts the invariants and that no block is allocated."""

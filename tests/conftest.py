@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 HERE = Path(__file__).parent
 LIGHT_FOLDERS = frozenset({"unit", "property", "golden"})
 HEAVY_MODULES = frozenset({"torch", "ray", "transformers"})
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,6 +19,7 @@ import pytest_asyncio
 import uvicorn
 from fixtures.fake_core import FakeCore
 from fixtures.fake_gateway import ADMIN_KEY, CLUSTER, STATS, example_record
+from fixtures.fake_scaling import FIFTH
 from fixtures.waiting import DEADLINE_S, until
 from msgspec import structs
 
@@ -138,8 +139,7 @@ async def test_an_update_says_what_the_core_says(http: httpx.AsyncClient, core: 
         r["replica_id"]: r
         for r in (dict(zip(update["replica_columns"], row, strict=True)) for row in update["replicas"])
     }
-    assert rows.keys() == {row.replica_id for row in cluster.replicas} | {"k2m9x4qz"}, "one that only Serve knows"
-    assert (rows["k2m9x4qz"]["state"], rows["k2m9x4qz"]["age_s"]) == ("draining", None)
+    assert rows.keys() == {row.replica_id for row in cluster.replicas}
     for row in cluster.replicas:
         assert row.stats is not None
         shown = rows[row.replica_id]
@@ -164,6 +164,20 @@ async def test_an_update_says_what_the_core_says(http: httpx.AsyncClient, core: 
     records = core.recent_routes(8)
     assert [r["request_id"] for r in update["routes"]] == [r.query.request_id for r in records]
     assert [r["replica_id"] for r in update["routes"]] == [r.decision.ranked[0] for r in records]
+
+
+@pytest.mark.parametrize(
+    ("after_s", "state", "num_running"), [(10.0, "starting", 4), (30.0, "ready", 5), (50.0, "draining", 4)]
+)
+async def test_a_replica_is_shown_while_it_starts_and_stops_and_only_serve_knows_it(
+    http: httpx.AsyncClient, core: CountedCore, after_s: float, state: str, num_running: int
+) -> None:
+    core.clock = lambda: core.started_s + after_s
+    update = (await http.get("/dashboard/data")).json()
+    rows = [dict(zip(update["replica_columns"], row, strict=True)) for row in update["replicas"]]
+    (its,) = [row for row in rows if row["replica_id"] == FIFTH]
+    assert (its["state"], its["age_s"] is None) == (state, state != "ready")
+    assert core.scaling().current.num_running == len(core.cluster().replicas) == num_running
 
 
 async def test_the_stream_sends_named_events_of_bounded_size(http: httpx.AsyncClient) -> None:

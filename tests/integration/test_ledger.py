@@ -81,7 +81,7 @@ async def test_a_restarted_gateway_is_whole_again_and_knows_what_is_cached(clust
         while not (row := await _state(cluster)):
             pass  # each look is a new connection
     up_s = time.monotonic()
-    async with asyncio.timeout(WHOLE_AGAIN_S):
+    async with asyncio.timeout(CHANGE_TIMEOUT_S):
         while not (len(row.replicas) == num_replicas and all(r.connected and r.stats for r in row.replicas)):
             row = await _state(cluster) or row
     assert time.monotonic() - up_s <= WHOLE_AGAIN_S

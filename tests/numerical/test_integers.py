@@ -19,7 +19,7 @@ from shoal_replica.model.weights import load_weights, stream_weights
 
 @pytest.mark.parametrize("bits", [8, 4])
 @given(seed=st.integers(0, 2**31), spread=st.floats(1e-6, 1e4), shift=st.floats(-10, 10), groups=st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_weight_moves_by_little_more_than_half_a_step(
     bits: int, seed: int, spread: float, shift: float, groups: int
 ) -> None:

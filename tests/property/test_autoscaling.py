@@ -34,7 +34,7 @@ def rates(rng: Random) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("config", [PLAIN, READY])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32), low=st.integers(0, 2), startup_s=st.sampled_from((5.0, 30.0, 120.0, None)))
 def test_no_count_is_returned_to_and_nothing_needed_is_put_off(
     config: ScaleConfig, seed: int, low: int, startup_s: float | None

@@ -238,4 +238,4 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlockMachine.TestCase
-TestBlocks.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestBlocks.settings = settings(max_examples=150, stateful_step_count=30)

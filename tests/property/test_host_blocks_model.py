@@ -120,5 +120,5 @@ class TwoTierMachine(RuleBasedStateMachine):
         assert self.kv.pool.num_allocated == 0
 
 
-TwoTierMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TwoTierMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestTwoTiers = TwoTierMachine.TestCase

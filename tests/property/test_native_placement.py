@@ -48,7 +48,7 @@ def test_it_is_native_that_serves() -> None:
     assert native_library.library is not None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(commands=commands)
 def test_both_tables_hold_and_forget_the_same(commands: list[tuple[str, int, int, int, int]]) -> None:
     tables = HolderTable(NUM_WAYS), NativeTable(NUM_WAYS)
@@ -145,7 +145,7 @@ costs = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     rows=costs,
     num_tokens=st.integers(1, 300),

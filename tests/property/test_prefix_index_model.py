@@ -83,20 +83,28 @@ commands = st.lists(
 
 
 @pytest.mark.parametrize("make_table", [HolderTable, NativeTable])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
-    commands=commands, queries=st.lists(some_hashes, min_size=1, max_size=4), num_others=st.sampled_from((0, 62, 200))
+    commands=commands,
+    queries=st.lists(some_hashes, min_size=1, max_size=4),
+    num_others=st.sampled_from((0, 62, 200)),
+    num_before=st.sampled_from((0, 30)),
 )
 def test_answers_as_the_dumb_index(
     make_table: Callable[[int], Table],
     commands: list[tuple[str, str, list[BlockHash]]],
     queries: list[list[BlockHash]],
     num_others: int,
+    num_before: int,
 ) -> None:
+    """In an empty index, and in one that is nearly full."""
     index, dumb = PrefixIndex(MAX_ENTRIES), DumbIndex()
     index._table = make_table(MAX_ENTRIES)
     for number in range(num_others):
         index.slot(f"other-{number}")
+    for replica_id, block_hashes in (("a", HASHES[:num_before]), ("b", HASHES[10:num_before])):
+        index.store(replica_id, block_hashes)
+        dumb.store(replica_id, block_hashes)
     for name, replica_id, block_hashes in commands:
         match name:
             case "store":

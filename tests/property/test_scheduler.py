@@ -23,7 +23,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     events=events,
     num_blocks=st.integers(11, 30),

@@ -53,7 +53,7 @@ def compact(request: Request) -> CompactRequest:
     return CompactRequest(**(its | {"prompt_token_ids": array("I", request.prompt_token_ids)}))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     events=events,
     num_blocks=st.integers(16, 50),

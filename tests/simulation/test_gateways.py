@@ -71,3 +71,22 @@ def test_what_a_stalled_replica_hands_back_no_gateway_expects_there_any_more() -
     run(cluster, requests)
     assert any(outcome.num_moves for outcome in cluster.book.outcomes.values())
     assert stale == []
+
+
+def test_nobody_counts_a_promise_twice() -> None:
+    """Neither the gateway that made it, when the replica tells of it, nor the other one."""
+    cluster, seen = SimCluster(CONFIG), list[set[int]]()
+    request = SimRequest("r", 1.003, ((1, 8000),), 4)
+
+    def look() -> None:
+        rows = [gateway.view.replicas_for((), cluster.loop.now) for gateway in cluster.gateways]
+        seen.append({sum(row.num_reserved for row in of_one) for of_one in rows})
+        if cluster.book.num_open:
+            cluster.loop.after(0.0005, look)
+
+    cluster.book.expect(request)
+    cluster.loop.at(request.arrival_s, lambda: cluster.gateways[0].take(request))
+    cluster.loop.at(request.arrival_s, look)
+    cluster.loop.run()
+    assert set.union(*seen) == {0, 1}
+    assert {1} in seen, "both know of it"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal_cluster.sim import search
-from shoal_cluster.sim.capacity import _fastest, _fewest
+from shoal_cluster.sim.capacity import MAX_SPEED, _fastest, _fewest
 from shoal_cluster.sim.search import points_ahead, search_ahead
 from shoal_replica.errors import ConfigError
 
@@ -70,6 +70,12 @@ def test_what_may_come_next_is_ahead(known: dict[int, bool]) -> None:
 def test_speeds_come_in_the_order_that_they_may_be_asked_for() -> None:
     speeds = points_ahead(lambda is_carried: _fastest(is_carried, 0.1), {1.0: True, 2.0: False}, 7)
     assert speeds == [1.5, 1.75, 1.25, 1.875, 1.625, 1.375, 1.125]
+
+
+def test_the_slowest_speed_that_is_tried_counts() -> None:
+    slowest = 1 / MAX_SPEED
+    assert _fastest(lambda speed: speed <= slowest, 0.02) == pytest.approx(slowest, rel=0.02)
+    assert _fastest(lambda speed: False, 0.02) == 0.0
 
 
 def test_an_error_in_one_that_is_asked_for_is_the_searchs() -> None:

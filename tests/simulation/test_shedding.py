@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+
+import pytest
 
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.objective import LatencyObjective
@@ -92,3 +95,25 @@ def test_a_flood_of_one_tenant_is_refused_and_the_others_are_not() -> None:
     refused = [request_id for request_id, outcome in cluster.book.outcomes.items() if outcome.first_token_s is None]
     assert len(refused) > 1000
     assert all(request_id.startswith("flood") for request_id in refused)
+
+
+@pytest.mark.parametrize(("num_gateways", "most"), [(1, 6), (2, 3)])
+def test_short_prompts_push_long_ones_out(num_gateways: int, most: int) -> None:
+    """Six may wait at the replica. Each of two gateways takes the other to hold as many as it does."""
+    limits = AdmissionLimits(max_waiting_requests=6)
+    cluster = SimCluster(replace(CONFIG, num_replicas=1, num_gateways=num_gateways, limits=limits))
+    gateway, held = cluster.gateways[0], list[int]()
+
+    def take(request: SimRequest) -> None:
+        gateway.take(request)
+        held.append(len(gateway.queue or ()))
+
+    for number in range(18):
+        name, num_tokens = ("long", 8000) if number < 9 else ("short", 800)
+        request = SimRequest(f"{name}{number}", 1.0 + number // 9 * 0.01, ((number, num_tokens),), 4)
+        cluster.book.expect(request)
+        cluster.loop.at(request.arrival_s, partial(take, request))
+    cluster.loop.run()
+    assert max(held) == most
+    refused = [request_id for request_id, outcome in cluster.book.outcomes.items() if outcome.refusal is not None]
+    assert any(request_id.startswith("long") for request_id in refused)

@@ -12,11 +12,12 @@ from shoal_cluster.policies.admission import (
     MIN_RETRY_S,
     AdmissionLimits,
     admit,
+    keep,
     lateness_s,
     stay,
 )
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.view import ReplicaView
 
 LIMITS = AdmissionLimits(max_waiting_tokens=1000, max_waiting_requests=10)
@@ -66,6 +67,18 @@ def test_retry_after_is_the_excess_at_the_measured_pace() -> None:
     assert admission.retry_after_s == pytest.approx(513 / 256 * 0.5)
 
 
+def test_few_tokens_in_many_requests_take_as_long_as_the_requests_too_many() -> None:
+    """11 of 20 have to go, at 0.2 s each."""
+    row = make_row(stats=make_stats(num_waiting=20, num_waiting_tokens=400, token_s=0.01))
+    assert admit(make_query(), Candidates.of([row]), LIMITS).retry_after_s == pytest.approx(11 * 0.2)
+
+
+def test_who_is_last_may_retry_when_what_waits_was_promised_is_held_and_was_refused_is_done() -> None:
+    stats = make_stats(num_waiting=10, num_waiting_tokens=100, token_s=0.01)
+    rows = Candidates.of([make_row(stats=stats, num_reserved=1, num_reserved_tokens=200)])
+    assert keep(make_query(), rows, LIMITS, 50, 1, 25).retry_after_s == pytest.approx((100 + 200 + 50 + 25) * 0.01)
+
+
 @pytest.mark.parametrize(("tokens", "expected"), [(1000, MIN_RETRY_S), (10**9, MAX_RETRY_S)])
 def test_retry_after_is_bounded(tokens: int, expected: float) -> None:
     assert admit(make_query(), Candidates.of([full(tokens=tokens)]), LIMITS).retry_after_s == expected
@@ -87,6 +100,22 @@ def test_a_request_may_wait_while_one_replica_could_keep_both_its_dates() -> Non
     assert "its objective or its deadline is lost" in stay(query, candidates, limits, 0.6, 0.0, 4.5).reason
 
 
+def test_nobody_is_late_while_the_pace_of_a_replica_is_unknown() -> None:
+    rows = [make_row(name, stats=make_stats(token_s=token_s)) for name, token_s in (("known", 0.001), ("unknown", 0.0))]
+    limits = AdmissionLimits(objective=LatencyObjective(ttft_s=0.5))
+    assert lateness_s(make_query(), Candidates.of(rows), limits, 100.0) == -math.inf
+    assert lateness_s(make_query(), Candidates.of(rows[:1]), limits, 100.0) > 0
+
+
+def test_a_long_prompt_is_due_later_by_the_time_that_its_pairs_take() -> None:
+    """Its objective is twice its own prefill and 0.5 s."""
+    row = make_row(stats=make_stats(num_total_blocks=10_000, token_s=1 / 8000))
+    limits = AdmissionLimits(objective=LatencyObjective(ttft_s=0.5, prefill_factor=2.0), pair_s=1e-8)
+    alone_s = PrefillTime(tokens_per_s=8000.0, pair_s=1e-8).seconds(0, 40_000)
+    late_s = lateness_s(make_query(40_000), Candidates.of([row]), limits, 0.0)
+    assert late_s == pytest.approx(5.0 - (0.5 + 2.0 * alone_s))
+
+
 def test_too_large_for_any_replica_never_fits() -> None:
     rows = [make_row("small", stats=make_stats(num_total_blocks=5)), make_row("large")]
     admission = admit(make_query(1600), Candidates.of(rows), LIMITS)
@@ -94,6 +123,8 @@ def test_too_large_for_any_replica_never_fits() -> None:
     assert "101 blocks" in admission.reason
     assert "100" in admission.reason
     assert admit(make_query(1599), Candidates.of(rows), LIMITS).admitted
+    silent = ReplicaView(replica_id="silent", connected=True)
+    assert not admit(make_query(1600), Candidates.of([*rows, silent]), LIMITS).never_fits, "it may be larger"
 
 
 def test_a_queue_it_cannot_use_does_not_count() -> None:

@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from fixtures.waiting import until
 
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
+from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.returning import Returning
 from shoal_cluster.policies.routing import RouteWeights
@@ -24,6 +26,7 @@ from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_replica.errors import InvalidArgument, ResourceExhausted
+from shoal_replica.prefix_cache import hash_blocks
 from shoal_replica.stats import ReplicaStats
 from shoal_replica.testing import expected_tokens
 
@@ -149,6 +152,31 @@ def test_returning_counts_those_that_are_to_come() -> None:
     assert [returning.num_tokens(now) for now in (0.0, 1.0, 2.5, 3.0)] == [70, 50, 10, 0]
 
 
+async def test_who_is_too_late_is_told_when_those_that_were_refused_are_done() -> None:
+    gateway, now = Gateway(AdmissionLimits(objective=LatencyObjective(ttft_s=0.5)), a=BUSY), time.monotonic()
+    gateway.dispatcher.desk._returning.note(8000, now + 60.0)
+    with pytest.raises(ResourceExhausted) as refused:
+        gateway.dispatcher.desk.time_left_s(PendingRequest(query=make_query(), arrival_s=now - 50.0))
+    assert refused.value.retry_after_s == pytest.approx(8.0)
+
+
+async def test_what_is_cached_of_a_refused_prompt_does_not_come_back() -> None:
+    gateway = Gateway(AdmissionLimits(max_waiting_requests=1), a=BUSY)
+    gateway.enter("held")
+    hashes = tuple(hash_blocks(range(160), 16))
+    gateway.ledger.view.apply_update("a", BUSY, hashes[:9], (), time.monotonic())
+    query = make_query(160, request_id="cached", block_hashes=hashes)
+    with pytest.raises(ResourceExhausted):
+        gateway.dispatcher.enter(PendingRequest(query=query, arrival_s=time.monotonic(), priority=1))
+    assert gateway.dispatcher.desk._returning.num_tokens(0.0) == 160 - 9 * 16
+
+
+async def test_other_gateways_hold_and_refuse_as_much_as_this_one() -> None:
+    desk = Gateway(AdmissionLimits(), 4, a=BUSY).dispatcher.desk
+    desk._returning.note(1000, time.monotonic() + 60.0)
+    assert desk._share(10, 2) == (40, 8, 4000)
+
+
 @pytest.mark.parametrize(("num_gateways", "by_tokens", "by_number"), [(1, 50, 50), (4, 13, 13)])
 async def test_gateways_share_the_limits(num_gateways: int, by_tokens: int, by_number: int) -> None:
     gateway = Gateway(AdmissionLimits(max_waiting_tokens=8000), num_gateways, a=BUSY)
@@ -198,3 +226,19 @@ async def test_a_resumed_stream_is_due_at_once_at_its_new_replica() -> None:
     newcomer = gateway.enter("newcomer").turn.result()
     assert newcomer.due_s > time.monotonic() + 1.0
     assert math.isfinite(newcomer.due_s)
+
+
+async def test_a_resumed_stream_is_never_too_late() -> None:
+    desk = Gateway(AdmissionLimits(objective=LatencyObjective(ttft_s=0.5)), a=BUSY).dispatcher.desk
+    now = time.monotonic()
+    late = PendingRequest(query=make_query(), arrival_s=now - 50.0, deadline_s=now)
+    with pytest.raises(ResourceExhausted):
+        desk.time_left_s(late)
+    assert desk.time_left_s(replace(late, priority=RESUMED_PRIORITY)) == math.inf
+
+
+async def test_whoever_leaves_is_wished_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, told = Gateway(AdmissionLimits(), 2, a=BUSY), list[list[str]]()
+    monkeypatch.setattr(gateway.ledger, "wish", lambda wishes: told.append([*wishes]))
+    gateway.dispatcher.leave(gateway.enter("call").pending)
+    assert told == [["a"], []]

@@ -235,7 +235,7 @@ def test_a_full_replica_shares_its_time() -> None:
     assert (replica_rate(load, world.state) or math.nan) < 1 / alone
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_always_within_bounds_and_never_down_when_blind(data: st.DataObject) -> None:
     low = data.draw(st.integers(0, 3))

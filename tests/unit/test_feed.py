@@ -15,7 +15,7 @@ from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.serve import feed as feed_module
 from shoal_cluster.serve import feed_messages
-from shoal_cluster.serve.feed_client import FeedClient
+from shoal_cluster.serve.feed_client import MIN_REDIAL_S, FeedClient
 from shoal_cluster.serve.feed_messages import Abort, Promise, Snapshot, Subscribe, Update, frame
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.request import FinishReason
@@ -262,6 +262,36 @@ async def test_one_sequence_is_aborted_by_its_gateway_only() -> None:
         assert one.recorder.reasons["r", 0] is FinishReason.LENGTH
 
 
+async def test_one_request_is_recalled_by_its_gateway_only() -> None:
+    async with replica(max_num_seqs=1) as one, gateway("a", one) as a, gateway("b", one) as b:
+        one.executor.gate.clear()
+        runs = one.run("runs", "a", prompt_token_ids=range(9))
+        await until(lambda: one.executor.is_held)
+        waits = one.run("waits", "a", prompt_token_ids=range(9))
+        await until(lambda: one.engine.stats().num_waiting)
+        b.client.recall("waits")
+        b.client.promise("next", 1, 1)
+        await until(lambda: one.feed._subscribers["b"].promises)
+        assert one.engine.stats().num_waiting == 1
+        a.client.recall("waits")
+        assert (await waits).refused
+        one.executor.gate.set()
+        await runs
+
+
+async def test_a_promise_that_comes_after_its_request_counts_for_nothing() -> None:
+    async with replica() as one, gateway("a", one) as a:
+        one.executor.gate.clear()
+        running = one.run("r", "a", prompt_token_ids=range(9))
+        await until(lambda: one.executor.is_held)
+        a.client.promise("r", 3, 9)
+        a.client.promise("next", 2, 5)
+        await until(lambda: "next" in one.feed._subscribers["a"].promises)
+        assert one.feed._subscribers["a"].promises.keys() == {"next"}
+        one.executor.gate.set()
+        await running
+
+
 async def test_cancelling_the_call_frees_its_blocks() -> None:
     async with replica() as one, gateway("g", one):
         one.executor.gate.clear()
@@ -403,6 +433,13 @@ class TestClient:
             async with self.talking_to(script) as g:
                 await until(lambda: g.num_lost)
                 assert g.updates == []
+
+    async def test_after_good_news_it_soon_dials_again(self) -> None:
+        async with running_engine() as (engine, _, _):
+            script = frame(Snapshot(0, engine.stats(), ())) + frame(Update(5, engine.stats()))
+            async with self.talking_to(*[script] * 4) as g:
+                await until(lambda: len(g.snapshots) == 4)
+                assert g.client._delay_s <= 2 * MIN_REDIAL_S
 
     @pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01{", b"\x00\x00"])
     async def test_garbage_and_silence_are_a_loss(self, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.serve.feed_messages import Update
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.sent import Follower
 
@@ -75,3 +76,13 @@ async def test_the_index_has_room_for_what_was_asked() -> None:
     assert usual.view.index.max_entries == DEFAULT_MAX_ENTRIES
     for ledger in (small, usual):
         await ledger.close()
+
+
+async def test_news_tell_how_slow_replicas_are() -> None:
+    ledger = GatewayLedger("gateway", RouteWeights())
+    for replica_id, token_s in (("fast", 1e-4), ("slow", 4e-4)):
+        ledger.view.join(replica_id)
+        ledger.view.apply_snapshot(replica_id, make_stats(full_token_s=token_s), (), time.monotonic())
+    ledger.hear("fast", Update(1, None))
+    assert [row.slowness for row in ledger.view.replicas_for((), 0.0)] == [1.0, 4.0]
+    await ledger.close()

@@ -16,7 +16,7 @@ from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
-from shoal_replica.request import Request
+from shoal_replica.request import Request, TokenDelta
 from shoal_replica.testing import expected_tokens, make_request
 
 PROMPT = tuple(range(10, 31))
@@ -135,13 +135,13 @@ async def test_a_stop_that_did_not_come_is_text() -> None:
 
 async def test_a_slow_client_gets_everything() -> None:
     async with serving("a") as serve:
-        answer = Answer()
-        async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=20))) as chunks:
+        answer, call = Answer(), serve.generation(make_request("call", PROMPT, max_tokens=20))
+        async with streaming(call) as chunks:
             answer.take(await anext(chunks))
-            await until(lambda: serve.replicas["a"].engine.stats().num_finished)
+            await until(lambda: call._is_done)
             async for chunk in chunks:
                 answer.take(chunk)
-        assert answer.tokens == [expected_tokens(PROMPT, 20)]
+        assert (answer.tokens, answer.reasons) == ([expected_tokens(PROMPT, 20)], ["length"])
         assert answer.usage is not None
 
 
@@ -415,6 +415,19 @@ async def test_every_sequence_has_its_own_three_resumes() -> None:
         assert answer.tokens == [expected_tokens(PROMPT, 60, index) for index in range(6)]
         assert answer.usage.num_resumes > 3
         assert {answer.usage.replica_id} == set(serve.replicas)
+
+
+async def test_tokens_that_come_again_are_not_passed_on_again() -> None:
+    async with serving("a") as serve:
+        made, token_ids = serve.replicas["a"], tuple(expected_tokens(PROMPT, 1))
+        first = TokenDelta(request_id="call", index=0, position=0, token_ids=token_ids, num_cached_tokens=0)
+        made.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
+        await until(lambda: made.executor.is_held)
+        for _ in range(2):
+            serve.ledger._followers["call"].on_delta("a", first)
+        made.executor.gate.set()
+        assert (await running).tokens == [expected_tokens(PROMPT, 4)]
 
 
 async def test_a_call_that_ends_without_its_tokens_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -497,6 +497,15 @@ def test_a_wish_tells_what_is_cached_where_it_is_to_go() -> None:
     assert (wish.num_blocks, wish.num_tokens, wish.num_cached_blocks) == (8, 112, 3)
 
 
+def test_the_most_urgent_wishes_are_told() -> None:
+    view = view_of(only=structs.replace(BUSY, num_waiting_tokens=5000))
+    queue = queue_of(config=replace(CONFIG, max_considered=2), is_one_of_many=True)
+    for arrival_s in (-0.3, -0.1, -0.5):
+        queue.push(pending(str(arrival_s), 16, arrival_s=arrival_s))
+        assert send(queue, view) == []
+    assert [wish.arrival_s for wish in queue.wishes()["only"]] == [-0.5, -0.3]
+
+
 def test_a_wish_for_one_replica_leaves_the_others_free() -> None:
     view = view_of(wanted=make_stats(num_waiting_tokens=200), other=make_stats(num_waiting_tokens=240))
     view.set_wishes("wanted", [Wish((0, 0, 1.5), 10, 160)])
@@ -532,6 +541,13 @@ def test_whoever_is_alone_does_not_wait_for_a_turn() -> None:
     view.set_wishes("only", [Wish((0, 0, 1.5), 10, 160)])
     assert queue.turn(view, 8, 0.0, rng) > 0
     assert queue.turn(view, 1, 0.0, rng) == 0
+
+
+def test_who_has_less_time_left_looks_sooner() -> None:
+    """Both gateways draw the same number."""
+    queues = [queue_of(pending("one", arrival_s=arrival_s), is_one_of_many=True) for arrival_s in (-2.0, 0.0)]
+    urgent, patient = (queue.turn(view_of(only=BUSY), 2, 0.0, Random(0)) for queue in queues)
+    assert urgent < patient
 
 
 def test_who_goes_first_by_its_share_goes_first_at_the_replica_too() -> None:
@@ -580,6 +596,30 @@ def test_what_is_to_wait_for_a_replica_that_stalls_is_planned_elsewhere_and_back
     assert planned_at() == ["busy"]
     view.set_stalled("next", False)
     assert planned_at() == ["next"]
+
+
+def test_a_replica_that_joins_takes_what_the_last_look_left() -> None:
+    view, queue = view_of(a=make_stats(num_free_blocks=5)), queue_of(pending("r0"), pending("r1"))
+    assert send(queue, view) == []
+    view.join("b")
+    view.apply_snapshot("b", make_stats(), (), 0.01)
+    assert send(queue, view, 0.01) == [("r0", "b"), ("r1", "b")]
+
+
+def test_where_nothing_can_start_it_is_still_planned_where_each_is_to_wait() -> None:
+    view, queue = view_of(full=make_stats(num_free_blocks=0)), queue_of(pending("r0"), pending("r1"))
+    assert send(queue, view) == []
+    assert [place.replica_id for place in queue.up_to("r1", 0.0, 100)[0]] == ["full", "full"]
+
+
+def test_what_a_look_finds_cached_is_not_to_be_computed() -> None:
+    view = view_of(one=make_stats(num_free_blocks=1))
+    queue = queue_of(*[pending(f"r{i}", hashes=PREFIX[:10]) for i in range(2)])
+    assert send(queue, view) == []
+    assert queue.num_tokens == 2 * 160
+    view.apply_update("one", None, PREFIX[:5], (), 0.1)
+    assert send(queue, view, 0.6) == []
+    assert queue.num_tokens == 2 * (160 - 5 * 16)
 
 
 def test_the_most_urgent_goes_where_its_prompt_is_cached_since_a_moment_ago() -> None:

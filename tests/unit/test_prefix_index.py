@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
 
-from shoal_cluster.policies.holder_table import HolderTable
+from shoal_cluster.policies.holder_table import HolderTable, Table
+from shoal_cluster.policies.native_table import NativeTable
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash, hash_blocks
 
@@ -88,13 +90,17 @@ def test_the_cap_evicts_the_least_recently_used() -> None:
     index.check_invariants()
 
 
-def test_touch_keeps_a_used_prefix_and_loses_its_tail_first() -> None:
+@pytest.mark.parametrize("make_table", [HolderTable, NativeTable])
+def test_touch_keeps_a_used_prefix_and_loses_its_tail_first(make_table: Callable[[int], Table]) -> None:
     index = PrefixIndex(max_entries=32)
+    index._table = make_table(32)
     index.store("one", [A, B, C, D])
+    index.store("one", fresh(28))
     index.touch([A, B])
-    index.store("one", fresh(30))
+    index.store("one", fresh(2, start=9000))
     assert index.match([A, B]) == {"one": 2}
-    index.store("one", fresh(1, start=9000))
+    assert index.match([C]) == index.match([D]) == {}
+    index.store("one", fresh(29, start=20_000))
     assert index.match([A, B]) == {"one": 1}
 
 
@@ -189,6 +195,15 @@ def test_what_is_expected_goes_on_from_what_is_held(num_replicas: int) -> None:
     assert index.match([A, B, C, D]) == expected | {"replica-0": 1}
     index.drop("replica-2")
     assert index.match([B]) == {}
+
+
+def test_what_three_prompts_bring_is_expected_until_the_last_has_come() -> None:
+    index = PrefixIndex()
+    for _ in range(3):
+        index.expect("one", [A, B], 0)
+    for expected in ({"one": 2}, {"one": 2}, {}):
+        index.expected.remove(index.slot("one"), [A, B])
+        assert index.match([A, B]) == expected
 
 
 def test_a_hole_in_the_middle_ends_a_prefix_though_another_fills_it() -> None:

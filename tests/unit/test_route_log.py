@@ -16,7 +16,7 @@ from shoal_cluster.policies.ranking import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
 from shoal_cluster.serve import route_log
 from shoal_cluster.serve.explanation import Refusal
-from shoal_cluster.serve.route_log import BYTES_PER_HASH, BYTES_PER_STATS, MAX_BEHIND, RouteLog
+from shoal_cluster.serve.route_log import BYTES_PER_HASH, BYTES_PER_STATS, MAX_BEHIND, MAX_RECORDS_PER_REQUEST, RouteLog
 
 CANDIDATES = Candidates.of([make_row("a"), make_row("b")])
 QUERY = make_query()
@@ -89,6 +89,24 @@ def test_looks_go_with_their_records() -> None:
         log.add(record(request_id, ()))
     log.trim()
     assert [log.look_of(request_id) for request_id in ("old", "old#2", "new")] == [None, None, look]
+
+
+def test_a_look_stays_while_a_record_of_its_request_does() -> None:
+    log, look = RouteLog(), Look(CANDIDATES, RouteWeights(), 1.0, False, (), {}, ())
+    log.add_look("call", look)
+    for _ in range(MAX_RECORDS_PER_REQUEST + 5):
+        log.add(record("call", ()))
+    assert log.look_of("call") is look
+
+
+def test_the_latest_records_come_first_and_their_calls_stay_longest() -> None:
+    log = RouteLog(max_requests=1)
+    for number, request_id in enumerate(("old", "new", "old#2")):
+        log.add(record(request_id, ())._replace(time_s=float(number)))
+    assert [kept.query.request_id for kept in log.recent(9)] == ["old#2", "new", "old"]
+    log.trim()
+    assert not log.of_call("new")
+    assert len(log.of_call("old")) == 2
 
 
 def test_a_refusal_among_calls_of_which_nothing_is_kept_is_found() -> None:

@@ -209,7 +209,7 @@ queries = st.builds(
 seeds = st.integers(0, 2**32)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=replica_rows(), query=queries, seed=seeds)
 def test_ranks_exactly_those_that_can_take_it(rows: list[ReplicaView], query: RouteQuery, seed: int) -> None:
     can = {
@@ -229,7 +229,7 @@ def test_ranks_exactly_those_that_can_take_it(rows: list[ReplicaView], query: Ro
         assert set(ranked) == can
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=replica_rows(), query=queries, seed=seeds)
 def test_candidate_order_does_not_matter_and_records_replay(
     rows: list[ReplicaView], query: RouteQuery, seed: int
@@ -242,7 +242,7 @@ def test_candidate_order_does_not_matter_and_records_replay(
     assert decision_of(query, *shuffled, seed=seed) == record.decision
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=replica_rows(), query=queries, seed=seeds, data=st.data())
 def test_more_free_blocks_never_rank_a_replica_lower(
     rows: list[ReplicaView], query: RouteQuery, seed: int, data: st.DataObject

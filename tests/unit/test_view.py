@@ -118,8 +118,8 @@ def test_rows_are_sorted_and_frozen_in_time(view: ClusterView) -> None:
 
 def test_a_snapshot_outlives_all_changes(view: ClusterView) -> None:
     view.apply_update("one", make_stats(num_running=3, num_waiting_tokens=40), [A], [], now=10.0)
-    before = view.candidates((A, B), 10.0)
-    rows, told, columns = before.views(), before.told.tolist(), before.columns.tolist()
+    before, read = view.candidates((A, B), 10.5), view.candidates((A, B), 10.5)
+    rows, told, columns = read.views(), read.told.tolist(), read.columns.tolist()
     view.reserve("r", "one", 3, 40, now=10.0)
     view.set_foreign("two", 1, 2, 3)
     view.apply_update("one", make_stats(num_running=5), [B], [A], now=11.0)

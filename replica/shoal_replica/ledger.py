@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from itertools import chain
 
 from shoal_replica.config import SchedulerConfig
 from shoal_replica.kv_cache import KVCacheManager
@@ -37,7 +36,6 @@ class Ledger:
         """The stats as of ``now`` on the engine's clock, which is ``time_s`` on the wall clock."""
         pool, host = self._kv.pool, self._kv.host
         behind, level = by_progress(self._running)
-        prompts = chain(((sequence, sequence.num_behind) for sequence in behind), self._waiting.to_compute())
         return ReplicaStats(
             time_s=time_s,
             block_size=self._kv.block_size,
@@ -61,7 +59,7 @@ class Ledger:
             **self._totals.as_dict(),
             draining=draining,
             by_due=self._config.policy == "deadline",
-            due_tokens=due_profile(prompts, now, self._config.policy),
+            due_tokens=due_profile((*behind, *self._waiting), now, self._config.policy),
         )
 
     def check_invariants(self) -> None:

@@ -44,15 +44,13 @@ def choose_victim(running: SequenceOf[Sequence], policy: str) -> Sequence:
     return max(running, key=lambda s: rank(s, policy))
 
 
-def due_profile(prompts: Iterable[tuple[Sequence, int]], now: float, policy: str) -> tuple[int, ...]:
-    """For each bound in ``DUE_WITHIN_S``: tokens to compute before a new request that is due within that time. Only
-    under the ``deadline`` policy does such a request go before those that are due later.
-
-    Args:
-        prompts: sequences with prompts to compute, and how many tokens that takes.
+def due_profile(sequences: Iterable[Sequence], now: float, policy: str) -> tuple[int, ...]:
+    """For each bound in ``DUE_WITHIN_S``: tokens (cached ones included) to compute before a new request that is due
+    within that time. Only under the ``deadline`` policy does such a request go before those that are due later.
     """
     profile = [0] * len(DUE_WITHIN_S)
-    for sequence, num_tokens in prompts:
-        left_s = sequence.request.due_s - now if policy == "deadline" else 0.0
-        profile[bisect_left(DUE_WITHIN_S, left_s)] += num_tokens
+    for sequence in sequences:
+        if sequence.num_behind > 1:
+            left_s = sequence.request.due_s - now if policy == "deadline" else 0.0
+            profile[bisect_left(DUE_WITHIN_S, left_s)] += sequence.num_behind
     return tuple(accumulate(profile))

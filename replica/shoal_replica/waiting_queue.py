@@ -28,10 +28,6 @@ class WaitingQueue:
             self._is_sorted = True
         return iter(self._sequences)
 
-    def to_compute(self) -> Iterator[tuple[Sequence, int]]:
-        """Each, in any order, with the tokens to compute for it, as ``num_tokens`` counts them."""
-        return ((sequence, self._num_to_compute[sequence.seq_id]) for sequence in self._sequences)
-
     @property
     def has_preempted(self) -> bool:
         """Whether any of them has run before and was preempted."""

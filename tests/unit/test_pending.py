@@ -437,6 +437,7 @@ def test_replicas_where_nothing_yields_are_not_told_of() -> None:
     view = view_of(
         idle=make_stats(),
         its=make_stats(num_waiting_tokens=100),
+        cached=make_stats(num_waiting_tokens=40, due_tokens=(4040,) * 7),
         theirs=make_stats(num_waiting_tokens=10_000, due_tokens=(*[0] * 4, *[10_000] * 3)),
     )
     assert Yielding().passed(view, 0.0, 1.0) == (("theirs", 10_000),)

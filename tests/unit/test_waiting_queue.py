@@ -40,7 +40,6 @@ def test_a_cached_prefix_is_not_waited_for() -> None:
     step(scheduler)
     scheduler.add(make_request("second", [*range(40), *range(100, 110)]))
     assert scheduler.stats(0.0).num_waiting_tokens == 10
-    assert set(scheduler.stats(0.0).due_tokens) == {10}
     scheduler.check_invariants()
 
 

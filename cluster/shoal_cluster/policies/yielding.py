@@ -27,8 +27,9 @@ class Yielding:
         seconds; replicas where it goes before none are left out.
         """
         candidates = view.present(now)
+        # Cached tokens count among those that are due, and not among those that wait: the difference may be negative.
         later = candidates.told["num_waiting_tokens"] - candidates.told[due_column(due_in_s)]
-        passed = {candidates.replica_ids[place]: later.item(place) for place in later.nonzero()[0].tolist()}
+        passed = {candidates.replica_ids[place]: later.item(place) for place in (later > 0).nonzero()[0].tolist()}
         for held in self._promised(view):
             passed[held.replica_id] = passed.get(held.replica_id, 0) + held.num_tokens
         return tuple(sorted(passed.items()))

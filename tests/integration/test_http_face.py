@@ -290,11 +290,12 @@ async def test_an_id_that_is_taken_elsewhere_does_no_harm(
     assert second.startswith("batch-1~")
 
 
+@pytest.mark.parametrize("placed", ["batch", "batch-1"])
 async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
-    http: httpx.AsyncClient, core: FakeGateway
+    http: httpx.AsyncClient, core: FakeGateway, placed: str
 ) -> None:
     """As when its first prompt was refused for want of room, and its client tries again."""
-    core.calls.append(GenerateCall(request_id="batch-1", sampling_params=SamplingParams()))
+    core.calls.append(GenerateCall(request_id=placed, sampling_params=SamplingParams()))
     answer = await http.post(COMPLETION, json={"prompt": ["a", "b"]}, headers={"x-request-id": "batch"})
     assert answer.status_code == 200
     assert answer.headers["x-request-id"].startswith("batch~")

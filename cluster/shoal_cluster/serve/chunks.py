@@ -22,7 +22,7 @@ async def chunks_under_any_id(core: GatewayCore, call: GenerateCall) -> AsyncGen
     """The stream of ``call``; under another id if its own turns out to be taken, as by a call of another gateway."""
     async with open_chunks(core, call) as chunks:
         try:
-            first = await anext(chunks)
+            first = await anext(chunks, None)
         except InvalidArgument as error:
             if error.field != "request_id":
                 raise
@@ -30,7 +30,8 @@ async def chunks_under_any_id(core: GatewayCore, call: GenerateCall) -> AsyncGen
                 async for chunk in again:
                     yield chunk
             return
-        yield first
+        if first is not None:
+            yield first
         async for chunk in chunks:
             yield chunk
 

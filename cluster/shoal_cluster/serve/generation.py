@@ -25,7 +25,7 @@ from shoal_replica.tokenizer import Tokenizer
 MAX_RESUMES = 3
 MAX_REFUSALS = 4
 UNHEARD_S = 0.1  # pause before retrying a replica that has no feed to this gateway
-MAX_MERGED = 256  # chunks in a message: with 20 log-probabilities each, 85 KB of the 4 MiB that clients accept
+MAX_MERGED = 256  # chunks in a message: with 20 log-probabilities each, 80 KB of the 4 MiB that clients accept
 GONE_S = 2.0  # after which a replica that failed a request but has kept its feed counts as well again
 
 Place = Callable[[Request, RouteQuery, float], Placement]  # the float is the call's deadline

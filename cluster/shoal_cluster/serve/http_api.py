@@ -112,7 +112,7 @@ async def _answer(
     try:
         core.check_model(body.model)
         calls = body.to_calls(request_id)
-        if any(core.knows_call(call.request_id) for call in calls):
+        if any(map(core.knows_call, {request_id, *(call.request_id for call in calls)})):
             request_id = request.state.request_id = another_id(request_id)
             calls = body.to_calls(request_id)
         trace, tenant = trace_context(request.headers), request.headers.get(TENANT_HEADER)

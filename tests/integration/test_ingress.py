@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -23,10 +24,12 @@ from shoal_cluster.config import GatewaySettings
 from shoal_cluster.serve import ingress as ingress_module
 from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.call_observer import CallObserver
+from shoal_cluster.serve.codec import call_to_proto
 from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.journal import Journal
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
+from shoal_protos import generation_pb2_grpc
 from shoal_replica.errors import ConfigError, Unavailable
 from shoal_replica.sampling_params import SamplingParams
 
@@ -59,6 +62,20 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
             await until(lambda: core.num_open == 1)
             await until(lambda: core.num_open == 0)
             assert core.num_closed_early == 1
+
+
+async def test_a_call_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_module, "UNREAD_S", 0.5)
+    core, settings = FakeGateway(text="a b c d e f g h i j " * 40), FREE.model_copy(update={"request_timeout_s": 0.5})
+    params = SamplingParams(n=128, logprobs=20, max_tokens=400)
+    ingress = await Ingress.open(core, settings)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{ingress.grpc_port}") as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        stream = stub.Generate(call_to_proto(replace(make_call(), sampling_params=params)))
+        await stream.read()
+        await until(lambda: core.num_closed_early == 1)
+        stream.cancel()
+    await ingress.close(asyncio.sleep(0))
 
 
 async def test_answers_under_way_are_finished_while_nothing_new_is_taken() -> None:

@@ -27,11 +27,12 @@ from shoal_cluster.serve.logs import error_fields, fields
 from shoal_cluster.serve.request_id import new_request_id
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_protos import control_pb2, generation_pb2
-from shoal_replica.errors import ConfigError, InvalidArgument
+from shoal_replica.errors import ConfigError, DeadlineExceeded, InvalidArgument
 
 GENERATION = "shoal.v1.Generation"
 CONTROL = "shoal.v1.Control"
 DEFAULT_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+DEFAULT_MAX_CALL_S = 660.0
 READINESS_PERIOD_S = 0.25
 TENANT_KEY = "x-tenant"
 NUM_TASKS_BEFORE = 2  # a call's leg and its placement: the request goes to its replica before the client gets its id
@@ -48,8 +49,9 @@ _followers: set[asyncio.Task[None]] = set()  # the event loop keeps only weak re
 class GenerationService:
     """Serves `shoal.v1.Generation`."""
 
-    def __init__(self, core: GatewayCore) -> None:
+    def __init__(self, core: GatewayCore, max_call_s: float = DEFAULT_MAX_CALL_S) -> None:
         self._core = core
+        self._max_call_s = max_call_s
 
     async def generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
         """Stream a call. Whatever ends it early, a cancellation included, closes the core's stream at once."""
@@ -76,11 +78,13 @@ class GenerationService:
         telling = asyncio.create_task(_tell_id(context, call.request_id))
         telling.add_done_callback(lambda task: task.cancelled() or task.exception())  # unawaited if the client leaves
         try:
-            async with open_chunks(self._core, call) as chunks:
+            async with asyncio.timeout(self._max_call_s), open_chunks(self._core, call) as chunks:
                 async for chunk in chunks:
                     if not telling.done():
                         await telling
                     await context.write(codec.chunk_to_proto(chunk))
+        except TimeoutError:
+            raise DeadlineExceeded(f"the answer was not read within {self._max_call_s:g} s") from None
         except asyncio.CancelledError:
             telling.cancel()
             raise
@@ -165,13 +169,14 @@ async def start_grpc_server(
     address: str,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     *,
+    max_call_s: float = DEFAULT_MAX_CALL_S,
     credentials: grpc.ServerCredentials | None = None,
     share_port: bool = False,
 ) -> tuple[grpc.aio.Server, int]:
     """Serve ``core`` at ``address`` ("host:port"; port 0 takes a free one). Returns the server and its port.
 
-    ``credentials`` turn TLS on. ``share_port`` lets several gateways on one host share a port. Health follows
-    ``core.is_ready()`` until the server stops.
+    A call ends after ``max_call_s``, read or not. ``credentials`` turn TLS on. ``share_port`` lets several gateways on
+    one host share a port. Health follows ``core.is_ready()`` until the server stops.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -184,7 +189,7 @@ async def start_grpc_server(
             *KEEPALIVE_OPTIONS,
         )
     )
-    server.add_generic_rpc_handlers((GenerationService(core).handler(), ControlService(core).handler()))
+    server.add_generic_rpc_handlers((GenerationService(core, max_call_s).handler(), ControlService(core).handler()))
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     reflection.enable_server_reflection((GENERATION, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

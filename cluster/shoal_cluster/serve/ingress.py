@@ -19,7 +19,9 @@ SHUTDOWN_S = 5.0
 """For what is still open once no answer is under way: dashboards, health watchers, clients that do not read."""
 
 UNREAD_S = 60.0
-"""A client that reads nothing for so long, though there is something for it, is disconnected by the system."""
+"""A client that reads nothing for so long, though there is something for it, is disconnected: over HTTP by the system,
+over gRPC once its call has had its longest life, too.
+"""
 
 LAST_CALLS_S = 0.3
 """For calls that were accepted just before: uvicorn stops accepting at its next tick, a tenth of a second."""
@@ -56,7 +58,11 @@ class Ingress:
         """
         share_port = settings.num_replicas > 1
         grpc_server, grpc_port = await start_grpc_server(
-            core, settings.grpc_address, settings.max_request_bytes, share_port=share_port
+            core,
+            settings.grpc_address,
+            settings.max_request_bytes,
+            max_call_s=settings.request_timeout_s + UNREAD_S,
+            share_port=share_port,
         )
         try:
             listener = listen(settings.http_address, share_port=share_port)

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 LIGHT_FOLDERS = frozenset({"unit", "property", "golden"})
 HEAVY_MODULES = frozenset({"torch", "ray", "transformers"})
 
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+# A busy machine is no failure.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 

@@ -41,8 +41,8 @@ def make_call(request_id: str = "a") -> GenerateCall:
 
 
 @asynccontextmanager
-async def opened(core: FakeGateway) -> AsyncIterator[Ingress]:
-    ingress = await Ingress.open(core, FREE)
+async def opened(core: FakeGateway, settings: GatewaySettings = FREE) -> AsyncIterator[Ingress]:
+    ingress = await Ingress.open(core, settings)
     try:
         yield ingress
     finally:
@@ -64,18 +64,20 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
             assert core.num_closed_early == 1
 
 
-async def test_a_call_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_work_of_a_call_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingress_module, "UNREAD_S", 0.5)
-    core, settings = FakeGateway(text="a b c d e f g h i j " * 40), FREE.model_copy(update={"request_timeout_s": 0.5})
+    core = FakeGateway(text="a b c d e f g h i j " * 40)
     params = SamplingParams(n=128, logprobs=20, max_tokens=400)
-    ingress = await Ingress.open(core, settings)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{ingress.grpc_port}") as channel:
+    small_window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
+    async with (
+        opened(core, FREE.model_copy(update={"request_timeout_s": 0.5})) as ingress,
+        grpc.aio.insecure_channel(f"127.0.0.1:{ingress.grpc_port}", options=small_window) as channel,
+    ):
         stub = generation_pb2_grpc.GenerationStub(channel)
         stream = stub.Generate(call_to_proto(replace(make_call(), sampling_params=params)))
         await stream.read()
         await until(lambda: core.num_closed_early == 1)
         stream.cancel()
-    await ingress.close(asyncio.sleep(0))
 
 
 async def test_answers_under_way_are_finished_while_nothing_new_is_taken() -> None:

@@ -25,7 +25,9 @@ CUT_S = 1.0
 """Within this time a call that was cut has told its client."""
 
 MARGIN_S = 0.05
-"""A client that leaves so shortly before its deadline has left because of it: its clock began earlier than ours."""
+"""A client that leaves so shortly before its deadline, or in the last tenth of a short one, has left because of it: its
+clock began earlier than ours.
+"""
 
 
 class CallWatch:
@@ -122,7 +124,7 @@ class CallObserver:
 def _why(call: GenerateCall, waited_s: float, caught: BaseException) -> BaseException:
     """What ended a call: gRPC mostly cancels one at its client's deadline before the timer here has passed."""
     is_cancelled = outcome_of(caught) is RequestOutcome.CANCELLED
-    if is_cancelled and call.timeout_s is not None and waited_s >= call.timeout_s - MARGIN_S:
+    if is_cancelled and call.timeout_s is not None and waited_s >= call.timeout_s - min(MARGIN_S, call.timeout_s / 10):
         return DeadlineExceeded(f"the request was not finished after {call.timeout_s:g} s")
     return caught
 

@@ -18,8 +18,10 @@ def open_chunks(core: GatewayCore, call: GenerateCall) -> AbstractAsyncContextMa
     return aclosing(cast("AsyncGenerator[Chunk, None]", core.generate(call)))
 
 
-async def chunks_under_any_id(core: GatewayCore, call: GenerateCall) -> AsyncGenerator[Chunk, None]:
-    """The stream of ``call``; under another id if its own turns out to be taken, as by a call of another gateway."""
+async def _under_any_id(core: GatewayCore, call: GenerateCall) -> AsyncGenerator[Chunk, None]:
+    """The stream of ``call``; under another id, of which only logs tell, if its own turns out to be taken, as by a call
+    of another gateway. It then counts as two calls, the first one invalid.
+    """
     async with open_chunks(core, call) as chunks:
         try:
             first = await anext(chunks, None)
@@ -46,14 +48,14 @@ async def open_merged_chunks(
     the streams back.
     """
     if len(calls) == 1:  # the usual case needs no queue
-        async with aclosing(chunks_under_any_id(core, calls[0])) as chunks:
+        async with aclosing(_under_any_id(core, calls[0])) as chunks:
             yield ((0, chunk) async for chunk in chunks)
         return
     queue: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue(maxsize=len(calls))
 
     async def pump(number: int, call: GenerateCall) -> None:
         try:
-            async with aclosing(chunks_under_any_id(core, call)) as chunks:
+            async with aclosing(_under_any_id(core, call)) as chunks:
                 async for chunk in chunks:
                     await queue.put((number, chunk))
         except Exception as error:

@@ -78,18 +78,18 @@ class GenerationService:
         telling = asyncio.create_task(_tell_id(context, call.request_id))
         telling.add_done_callback(lambda task: task.cancelled() or task.exception())  # unawaited if the client leaves
         try:
-            async with asyncio.timeout(self._max_call_s), open_chunks(self._core, call) as chunks:
+            async with asyncio.timeout(self._max_call_s) as life, open_chunks(self._core, call) as chunks:
                 async for chunk in chunks:
                     if not telling.done():
                         await telling
                     await context.write(codec.chunk_to_proto(chunk))
-        except TimeoutError:
-            raise DeadlineExceeded(f"the answer was not read within {self._max_call_s:g} s") from None
         except asyncio.CancelledError:
             telling.cancel()
             raise
-        except Exception:
+        except Exception as error:
             await telling
+            if isinstance(error, TimeoutError) and life.expired():
+                raise DeadlineExceeded(f"the answer was not read within {self._max_call_s:g} s") from None
             raise
         await telling
 
@@ -175,8 +175,8 @@ async def start_grpc_server(
 ) -> tuple[grpc.aio.Server, int]:
     """Serve ``core`` at ``address`` ("host:port"; port 0 takes a free one). Returns the server and its port.
 
-    A call ends after ``max_call_s``, read or not. ``credentials`` turn TLS on. ``share_port`` lets several gateways on
-    one host share a port. Health follows ``core.is_ready()`` until the server stops.
+    A call's work ends after ``max_call_s``, read or not. ``credentials`` turn TLS on. ``share_port`` lets several
+    gateways on one host share a port. Health follows ``core.is_ready()`` until the server stops.
 
     Raises:
         ConfigError: the address cannot be bound.

@@ -29,7 +29,7 @@ DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH)
 TENANT_HEADER = "x-tenant"  # takes precedence over the body's `user`
-KEEP_ALIVE_S = 75  # longer than load balancers keep idle connections: the side that closes first must be theirs
+KEEP_ALIVE_S = 75  # longer than most load balancers keep idle connections by default: theirs must be closed first
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
 
 

@@ -19,8 +19,8 @@ SHUTDOWN_S = 5.0
 """For what is still open once no answer is under way: dashboards, health watchers, clients that do not read."""
 
 UNREAD_S = 60.0
-"""A client that reads nothing for so long, though there is something for it, is disconnected: over HTTP by the system,
-over gRPC once its call has had its longest life, too.
+"""A client that reads nothing for so long, though there is something for it, is disconnected by the system (HTTP), or
+its call's work ends so long after its longest life (gRPC, where the status waits until the client reads or leaves).
 """
 
 LAST_CALLS_S = 0.3

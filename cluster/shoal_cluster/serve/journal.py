@@ -15,7 +15,9 @@ MAX_TEXT_CHARS = 240
 
 
 class EventKind(StrEnum):
-    """What an event is about. Events of a kind in ``COUNTED`` that follow each other closely are counted together."""
+    """What an event is about. Events of a kind in ``COUNTED`` that come soon after each other, with none but others of
+    these kinds between them, are counted together.
+    """
 
     DEPLOYED = "deployed"
     STARTING = "starting"

@@ -121,7 +121,7 @@ class ScalingDesk:
 
         Raises:
             InvalidArgument: a name or value is not allowed; nothing changes.
-            Unavailable: the settings could not be stored, or Ray's head does not answer.
+            Unavailable: the settings could not be stored, or Ray's head does not answer: they may be stored later.
         """
         try:
             async with asyncio.timeout(TUNE_TIMEOUT_S), self._meeting:

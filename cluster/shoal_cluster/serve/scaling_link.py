@@ -9,12 +9,13 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
+from shoal_cluster.serve.freshness import Freshness
 from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard, Tuning
 from shoal_replica.errors import Unavailable
 
 PERIOD_S = 0.5
 MAX_UNSENT = 256
-FORGOTTEN_S = 3600.0  # a gateway that was killed leaves its last report; one that lives writes another within a second
+FORGOTTEN_S = 3600.0  # a gateway that was killed leaves its last report; one that lives writes another each second
 
 logger = logging.getLogger("ray.serve")
 
@@ -38,6 +39,7 @@ class BoardLink:
         self._last: ScaleRecord | None = None
         self._unsent: deque[ScaleRecord] = deque()
         self._seq: int | None = None
+        self._gateways = Freshness(FORGOTTEN_S)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-scaling-link", daemon=True)
         self._thread.start()
@@ -73,8 +75,7 @@ class BoardLink:
             self._unsent.popleft()
         if self._last is not None:
             self._board.put_current(replace(self._last, seq=self._seq))
-        reports = self._board.reports()
-        for report in reports:
-            if report.time_s < time.time() - FORGOTTEN_S:
-                self._board.drop_report(report.gateway_id)
-        self.inbox = Inbox(tuple(reports), self._board.tuning())
+        self.inbox = Inbox(tuple(self._board.reports()), self._board.tuning())
+        written_s = {report.gateway_id: report.time_s for report in self.inbox.reports}
+        for gateway_id in written_s.keys() - self._gateways.look(written_s, time.time(), time.monotonic()):
+            self._board.drop_report(gateway_id)

@@ -24,6 +24,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[int, ...]
     sampling_params: SamplingParams
     index: int  # with the seed, selects the random stream
+    num_candidates: int = 0  # above 0: sampling finds so many of the likeliest tokens, and appends none
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -42,9 +43,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step.
 
-    Order of execution: drop ``dropped_seq_ids``; copy ``moves_out`` (block, row of host memory); apply ``block_copies``
-    (source, destination; every source is read as it was before all of them); copy ``moves_in`` (row, block); add
-    ``new_sequences``; apply ``block_updates``; compute ``scheduled``.
+    Order of execution: drop ``dropped_seq_ids``; append ``chosen_tokens``; copy ``moves_out`` (block, row of host
+    memory); apply ``block_copies`` (source, destination; every source is read as it was before all of them); copy
+    ``moves_in`` (row, block); add ``new_sequences``; apply ``block_updates``; compute ``scheduled``.
     """
 
     step: int
@@ -55,6 +56,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     dropped_seq_ids: tuple[int, ...] = ()  # finished or preempted
     moves_out: tuple[tuple[int, int], ...] = ()
     moves_in: tuple[tuple[int, int], ...] = ()
+    chosen_tokens: tuple[tuple[int, int], ...] = ()  # (seq_id, token), of sequences with ``num_candidates``
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +73,10 @@ class TokenLogprobs:
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """The token of a sequence. With ``num_candidates`` it is only the likeliest, and the others are in
+    ``logprobs.top``.
+    """
+
     seq_id: int
     token_id: int
     logprobs: TokenLogprobs | None = None

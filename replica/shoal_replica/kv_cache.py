@@ -109,6 +109,18 @@ class KVCacheManager:
             self._read_by_others(table, num_computed_tokens, num_tokens)
         )
 
+    def num_blocks_to_append_to_all(self, seq_ids: Sequence[int], num_computed_tokens: int, num_tokens: int) -> int:
+        """Free blocks that ``append`` would take for all of the sequences, one after another: the last of those that
+        share a block only with each other need not copy it.
+        """
+        tables = [self._tables[seq_id] for seq_id in seq_ids]
+        num_grown = sum(max(0, self.num_blocks_for(num_tokens) - len(table)) for table in tables)
+        shared = Counter(t[i] for t in tables for i in self._read_by_others(t, num_computed_tokens, num_tokens))
+        num_kept = sum(
+            self.pool.num_refs(block) == count and not self.prefix_cache.holds(block) for block, count in shared.items()
+        )
+        return num_grown + shared.total() - num_kept
+
     def reads_shared(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> bool:
         """Whether ``append`` with the same arguments would copy a block."""
         return bool(self._read_by_others(self._tables[seq_id], num_computed_tokens, num_tokens))

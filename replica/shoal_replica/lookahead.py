@@ -3,7 +3,8 @@
 Between two decode-only steps little is left to decide: each sequence goes on by one token unless the running step ends
 it. So the next step is planned ahead, the executor starts it as soon as the current one ends, and the current one's
 tokens are processed while the next step runs. Whatever needs a decision (a waiting request that has a slot, blocks that
-run out, siblings to start) is left to the scheduler, which then plans the next step as if nothing had been planned.
+run out, siblings to start, beams to choose) is left to the scheduler, which then plans the next step as if nothing had
+been planned.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Lookahead:
     the planned step is dropped.
 
     Args:
-        by_id, running, waiting: the scheduler's own collections, as they change.
+        by_id, running, waiting, beams: the scheduler's own collections, as they change.
         finish: decides when a sequence ends.
     """
 
@@ -31,6 +32,7 @@ class Lookahead:
         by_id: Mapping[int, Sequence],
         running: Items[Sequence],
         waiting: Sized,
+        beams: Sized,
         max_num_seqs: int,
         finish: FinishRule,
     ) -> None:
@@ -38,13 +40,14 @@ class Lookahead:
         self._by_id = by_id
         self._running = running
         self._waiting = waiting
+        self._beams = beams
         self._max_num_seqs = max_num_seqs
         self._finish = finish
         self._untold: dict[int, list[TableChange]] = {}  # by sequence: changes in planned steps that have not run
 
     def plan(self, before: SchedulerOutput) -> SchedulerOutput | None:
         """The step after ``before``, whose result is not known yet. None if the scheduler has to decide."""
-        if self._has_candidates():
+        if self._beams or self._has_candidates():
             return None
         shares = {share.seq_id: share for share in before.scheduled}
         scheduled: list[ScheduledSequence] = []

@@ -103,6 +103,11 @@ class Sequence:
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)
+    order: int = -1  # its place among those of equal rank: its seq_id, but of a beam that of the request's first
+
+    def __post_init__(self) -> None:
+        if self.order < 0:
+            self.order = self.seq_id
 
     @property
     def tokens(self) -> Tokens:
@@ -128,9 +133,10 @@ class Sequence:
     @property
     def unstarted_indexes(self) -> range:
         """Indexes of the sibling sequences that this one starts when it samples its first token."""
-        if self.index != self.request.index or self.num_output_tokens:
+        params = self.request.sampling_params
+        if self.index != self.request.index or self.num_output_tokens or params.is_beam_search:
             return range(0)
-        return range(self.request.index + 1, self.request.index + self.request.sampling_params.n)
+        return range(self.request.index + 1, self.request.index + params.n)
 
     def move(self, status: SequenceStatus) -> None:
         """Change status along TRANSITIONS; anything else is a bug."""
@@ -211,6 +217,11 @@ class FinishRule:
 
     eos_token_ids: frozenset[int]
     max_model_len: int
+
+    def num_end_tokens(self, params: SamplingParams) -> int:
+        """How many different tokens end a sequence with these parameters."""
+        own = frozenset(params.stop_token_ids)
+        return len(own if params.ignore_eos else own | self.eos_token_ids)
 
     def reason(self, request: Request, token_id: int, num_tokens: int) -> FinishReason | None:
         """Why a sequence ends with ``token_id``, the last of its ``num_tokens`` tokens; None if it goes on."""

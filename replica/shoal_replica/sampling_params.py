@@ -13,6 +13,8 @@ from shoal_replica.errors import InvalidArgument
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_BEAM_WIDTH = 128
+MAX_LENGTH_PENALTY = 10.0
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
 MAX_INTEGER = 2**63 - 1
@@ -35,11 +37,16 @@ class SamplingParams:
         presence_penalty, frequency_penalty: OpenAI's, over generated tokens, in [-2, 2].
         repetition_penalty: CTRL's, over prompt and generated tokens; above 0; 1 is off.
         seed: makes the draw repeatable; None lets the gateway choose one.
-        n: how many sequences to generate.
+        n: how many sequences to generate; of a beam search, how many of the best to return.
         logprobs: None, or how many top log-probabilities to return beside the chosen token's (0 to 20).
         stop: strings that end the text; the matched string is not part of it.
         stop_token_ids: token ids that end the sequence; the stop token is among its tokens, but not in its text.
         ignore_eos: continue past the model's end-of-sequence tokens.
+        beam_width: above 1, beam search with so many beams instead of draws: see ``BeamSearch``. It takes neither
+            truncation of the distribution nor penalties nor stop strings, and temperature 0 and 1 are the same to it.
+        length_penalty: a finished beam is ranked by its log-probability divided by its number of tokens to this power,
+            in [-10, 10]; larger favours longer answers.
+        early_stopping: end a beam search once ``beam_width`` beams have finished, even if others could still be better.
     """
 
     max_tokens: int | None = 16
@@ -56,6 +63,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -86,10 +96,33 @@ class SamplingParams:
                 raise InvalidArgument("stop", text, "must be non-empty strings")
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        low, high = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+        _number("length_penalty", self.length_penalty, low, high, f"must be in [{low:g}, {high:g}]")
+        if self.beam_width > 1:
+            self._check_beam_search()
+        elif self.length_penalty != 1.0 or self.early_stopping:
+            name = "early_stopping" if self.early_stopping else "length_penalty"
+            raise InvalidArgument(name, getattr(self, name), "needs beam search: a beam_width of at least 2")
+
+    def _check_beam_search(self) -> None:
+        """Raise InvalidArgument for what a beam search would have to ignore."""
+        if self.n > self.beam_width:
+            raise InvalidArgument("n", self.n, f"must be at most the beam_width, {self.beam_width}")
+        if self.temperature not in (0.0, 1.0):
+            raise InvalidArgument("temperature", self.temperature, "must be 0 or 1 in a beam search")
+        for name, off in _NOT_IN_BEAM_SEARCH.items():
+            if (value := getattr(self, name)) != off:
+                raise InvalidArgument(name, value, "is not supported in a beam search; leave it out")
+
+    @property
+    def is_beam_search(self) -> bool:
+        return self.beam_width > 1
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Whether no token is drawn."""
+        return self.temperature == 0.0 or self.beam_width > 1
 
     @property
     def has_penalties(self) -> bool:
@@ -98,7 +131,18 @@ class SamplingParams:
     @property
     def takes_likeliest(self) -> bool:
         """Whether each token is simply the largest logit of its row, and nothing else of the row is needed."""
-        return self.is_greedy and not self.has_penalties and self.logprobs is None
+        return self.is_greedy and not self.has_penalties and self.logprobs is None and self.beam_width == 1
+
+
+_NOT_IN_BEAM_SEARCH: dict[str, object] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "stop": (),
+}
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:

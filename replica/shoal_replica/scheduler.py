@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shoal_replica.beam_search import num_candidates
+from shoal_replica.beams import Beams
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import InvalidArgument, ResourceExhausted
 from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.ledger import Ledger
+from shoal_replica.live_sequences import LiveSequences
 from shoal_replica.lookahead import Lookahead
 from shoal_replica.pieces import Pieces
+from shoal_replica.preemption import Preemption
 from shoal_replica.prefill_pace import UNKNOWN_PACE, Pace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
-from shoal_replica.scheduling_policy import by_progress, choose_victim, rank
+from shoal_replica.scheduling_policy import by_progress, rank
 from shoal_replica.shared_prefix import expected_cached_tokens, find_ahead, take_over
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
@@ -42,16 +46,18 @@ class Scheduler:
         self.config = config
         self._kv = KVCacheManager(cache_config)
         self._finish_rule = rule = FinishRule(frozenset(eos_token_ids), max_model_len)
-        self._requests: dict[str, list[Sequence]] = {}
-        self._by_id: dict[int, Sequence] = {}
+        self._live = LiveSequences()
         self._waiting = WaitingQueue(config.policy)
         self._running: list[Sequence] = []  # in rank order: preemption victims come last
         self._held_by_executor: set[int] = set()
         self._dropped: list[int] = []
-        self._next_seq_id = 0
         self._totals = Totals()
         self.now = 0.0  # time of the last step, on the caller's clock
-        self.lookahead = Lookahead(self._kv, self._by_id, self._running, self._waiting, config.max_num_seqs, rule)
+        self._beams = Beams(self._kv, self._live, self._running, config.policy, rule, self._finish)
+        self._preemption = Preemption(self._kv, self._running, self._beams, config.policy, self._totals, self._requeue)
+        self.lookahead = Lookahead(
+            self._kv, self._live.by_id, self._running, self._waiting, self._beams, config.max_num_seqs, rule
+        )
         self._pieces = Pieces(config.max_num_batched_tokens)
         self._ledger = Ledger(config, self._kv, self._running, self._waiting, self._totals)
 
@@ -66,33 +72,35 @@ class Scheduler:
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request has not ended."""
-        return request_id in self._requests
+        return request_id in self._live
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            InvalidArgument: the id is in use, or the tokens do not fit the model.
+            InvalidArgument: the id is in use, the tokens do not fit the model, or the beams do not fit a step or the
+                block pool.
             ResourceExhausted: ``max_num_waiting`` sequences are waiting already.
         """
         if request.request_id in self:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
-        num_tokens = request.num_prompt_tokens + len(request.output_token_ids)
+        params, num_tokens = request.sampling_params, request.num_prompt_tokens + len(request.output_token_ids)
         if num_tokens >= self._finish_rule.max_model_len:
             raise InvalidArgument("prompt", f"{num_tokens} tokens", f"must be under {self._finish_rule.max_model_len}")
-        if request.output_token_ids and request.sampling_params.n > 1:
+        if request.output_token_ids and (params.n > 1 or params.is_beam_search):
             raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
+        if params.is_beam_search:
+            self._beams.check(request, self.config.max_num_seqs)
         if not self.has_room:
             self._totals.num_refused += 1
             raise ResourceExhausted(f"{len(self._waiting)} sequences are waiting, the most", retry_after_s=1.0)
-        self._requests[request.request_id] = []
-        self._enqueue(self._new_sequence(request, request.index))
+        self._enqueue(self._live.start(request, request.index))
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Choose the next step's tokens and allocate blocks for them. None if there is nothing to compute."""
         self.now = now
         behind, level = by_progress(self._running)
-        room = self.config.max_num_seqs - len(self._running)
+        room = self.config.max_num_seqs - self._num_slots
         plan, decodes_wait = self._pieces.plan(level, behind, self._waiting, room)
         if not decodes_wait:
             self._advance_level(plan, level)
@@ -109,7 +117,9 @@ class Scheduler:
             return None
         self._totals.num_steps += 1
         dropped, self._dropped = tuple(self._dropped), []
-        return plan.output(self._totals.num_steps, dropped, self._kv.host.take_moves())
+        chosen = tuple(pair for pair in self._beams.chosen if pair[0] not in dropped)
+        self._beams.chosen.clear()
+        return plan.output(self._totals.num_steps, dropped, self._kv.host.take_moves(), chosen)
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float = 0.0) -> list[TokenDelta]:
         """Process a step's tokens at ``now``: advance sequences, commit full blocks, end finished sequences."""
@@ -117,7 +127,7 @@ class Scheduler:
         self._totals.num_steps = output.step
         sampled = {token.seq_id: token for token in result.sampled}
         for share in output.scheduled:
-            sequence = self._by_id.get(share.seq_id)
+            sequence = self._live.by_id.get(share.seq_id)
             if sequence is None or sequence.status is not SequenceStatus.RUNNING:
                 continue  # aborted while the step ran
             num_computed = sequence.num_computed_tokens = share.num_computed_tokens + share.num_new_tokens
@@ -127,25 +137,29 @@ class Scheduler:
             if not share.samples:
                 continue
             token = sampled[share.seq_id]
+            self._totals.num_generated_tokens += 1
+            if self._beams and self._beams.take(sequence, token):
+                continue
             if len(sequence.token_ids) == len(sequence.request.prompt_token_ids):
                 self._fork_siblings(sequence)
             sequence.token_ids.append(token.token_id)
-            self._totals.num_generated_tokens += 1
             reason = self._finish_rule.reason(sequence.request, token.token_id, sequence.num_tokens)
             deltas.append(sequence.delta(sequence.index, token, reason, self.now))
             if reason is not None:
                 self._finish(sequence, reason)
-        return deltas
+        return [*deltas, *self._beams.advance(self.now)] if self._beams else deltas
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[TokenDelta]:
         """End a request, or one of its sequences, and free its blocks at once. Unknown ids are ignored.
 
-        Siblings that have not started end with the sequence that would have started them.
+        Siblings that have not started end with the sequence that would have started them, and beams all together.
         """
         deltas: list[TokenDelta] = []
-        own = self._requests.get(request_id, ())
+        own = self._live.of(request_id)
+        if own and own[0].request.sampling_params.is_beam_search:
+            return self._beams.abort(request_id, reason)
         for sequence in [s for s in own if index is None or s.index == index]:
             deltas += [sequence.delta(i, None, reason) for i in (sequence.index, *sequence.unstarted_indexes)]
             self._finish(sequence, reason)
@@ -153,7 +167,8 @@ class Scheduler:
 
     def request_ids(self, only_unstarted: bool = False) -> list[str]:
         """Ids of the requests that have not ended, or only of those of which nothing has been computed."""
-        return [r for r, own in self._requests.items() if not only_unstarted or own[0].first_scheduled_s is None]
+        unstarted = (r for r in self._live if self._live.of(r)[0].first_scheduled_s is None)
+        return list(unstarted if only_unstarted else self._live)
 
     def take_block_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """The block hashes stored and removed since the last call, as net changes."""
@@ -182,23 +197,18 @@ class Scheduler:
         self._kv.check_invariants()
         self._ledger.check_invariants()
         live = {s.seq_id for s in (*self._running, *self._waiting)}
-        assert live == self._by_id.keys() == {s.seq_id for group in self._requests.values() for s in group}
+        assert live == self._live.by_id.keys()
+        self._live.check_invariants()
+        self._beams.check_invariants()
+        assert self._num_slots <= self.config.max_num_seqs
         assert all(s.num_tokens <= self._finish_rule.max_model_len for s in self._running)
 
     # Internal steps of the above
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
-        sequence = Sequence(
-            seq_id=self._next_seq_id,
-            request=request,
-            index=index,
-            token_ids=request.known_token_ids(),
-            block_hashes=list(request.block_hashes),
-        )
-        self._next_seq_id += 1
-        self._requests[request.request_id].append(sequence)
-        self._by_id[sequence.seq_id] = sequence
-        return sequence
+    @property
+    def _num_slots(self) -> int:
+        """Slots of a step that are taken, or kept for beams to come."""
+        return len(self._running) + (self._beams.num_reserved_slots if self._beams else 0)
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.extend_hashes(self._kv.block_size)
@@ -206,7 +216,12 @@ class Scheduler:
 
     def _advance_level(self, plan: StepPlan, level: list[Sequence]) -> None:
         """Plan the decoding sequences, one token each."""
-        self._advance(plan, level)
+        if not self._beams:
+            self._advance(plan, level)
+            return
+        for unit in self._beams.units(level):
+            if len(unit) == 1 or self._preemption.make_room_for_beams(unit):
+                self._advance(plan, unit)
 
     def _advance(self, plan: StepPlan, sequences: list[Sequence], end: int | None = None) -> None:
         """Plan running sequences in rank order, each up to token ``end``; if blocks run out, preempt from the back."""
@@ -220,7 +235,7 @@ class Scheduler:
                 continue  # it yields, or is already planned as far as it may be
             changes = self.lookahead.take_untold(sequence.seq_id)
             if not self._kv.fits_last_block(sequence.seq_id, start, start + num_new):
-                if not self._make_room(sequence, start + num_new):
+                if not self._preemption.make_room(sequence, start + num_new):
                     continue
                 change = self._kv.append(sequence.seq_id, start, start + num_new)
                 if change is not None:
@@ -235,7 +250,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan, line: WaitingLine, before: Sequence | None = None) -> None:
         """Start sequences from the line while budget, slots and blocks last; only those that rank before ``before``."""
-        room = self.config.max_num_seqs - len(self._running) - line.num_kept_slots
+        room = self.config.max_num_seqs - self._num_slots - line.num_kept_slots
         admitted: list[Sequence] = []
         any_preempted = self._waiting.has_preempted
         while line and room > 0 and plan.budget:
@@ -244,10 +259,13 @@ class Scheduler:
                 break
             if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
                 break  # blocks are short: start no new sequence until the preempted ones are back
+            num_slots = sequence.request.sampling_params.beam_width
+            if num_slots > room:
+                break
             line.pass_first()
             if plan.share(sequence) == 0:
                 continue  # it yields
-            room -= 1
+            room -= num_slots
             matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
             if self._waits_for_another(plan, line, sequence, len(matched)):
                 continue
@@ -257,6 +275,8 @@ class Scheduler:
             take_over(sequence, matched, plan, self._kv)
             self._note_first_run(sequence, matched, self.now)
             sequence.move(SequenceStatus.RUNNING)
+            if num_slots > 1:
+                self._beams.open(sequence)
             self._introduce(plan, sequence)
             plan.compute(sequence, plan.share(sequence))
             admitted.append(sequence)
@@ -280,28 +300,15 @@ class Scheduler:
             line.keep(sequence, ahead.num_tokens // self._kv.block_size)
         return True
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Preempt from the back until ``sequence`` can grow to ``num_tokens``. False if it was preempted itself."""
-        while True:
-            needed = self._kv.num_blocks_to_append(sequence.seq_id, sequence.num_computed_tokens, num_tokens)
-            if needed <= self._kv.pool.num_free:
-                return True
-            victim = choose_victim(self._running, self.config.policy)
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._kv.free(sequence.seq_id)
-        self._running.remove(sequence)
-        sequence.preempt()
-        self._totals.num_preemptions += 1
+    def _requeue(self, sequence: Sequence) -> None:
+        """Let a sequence wait again, of which the executor has to be told anew."""
         self._drop(sequence)
         self._enqueue(sequence)
 
     def _introduce(self, plan: StepPlan, sequence: Sequence) -> None:
         self._held_by_executor.add(sequence.seq_id)
-        plan.introduce(sequence, self._kv.block_table(sequence.seq_id))
+        count = num_candidates(sequence.request, self._finish_rule)
+        plan.introduce(sequence, self._kv.block_table(sequence.seq_id), count)
 
     def _drop(self, sequence: Sequence) -> None:
         self.lookahead.take_untold(sequence.seq_id)
@@ -320,10 +327,10 @@ class Scheduler:
         token of the prompt, from which its own first token is sampled.
         """
         for index in parent.unstarted_indexes:
-            child = self._new_sequence(parent.request, index)  # starts from the prompt: only n == 1 can be resumed
+            child = self._live.start(parent.request, index)  # starts from the prompt: only n == 1 can be resumed
             child.num_cached_tokens = parent.num_cached_tokens
             child.first_scheduled_s = parent.first_scheduled_s
-            if len(self._running) < self.config.max_num_seqs:
+            if self._num_slots < self.config.max_num_seqs:
                 self._kv.fork(parent.seq_id, child.seq_id)
                 child.num_computed_tokens = child.num_tokens - 1
                 child.extend_hashes(self._kv.block_size)
@@ -342,9 +349,6 @@ class Scheduler:
         sequence.move(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self._drop(sequence)
-        del self._by_id[sequence.seq_id]
-        group = self._requests[sequence.request.request_id]
-        group.remove(sequence)
-        if not group:
-            del self._requests[sequence.request.request_id]
+        if self._live.end(sequence):
+            self._beams.close(sequence.request.request_id)
             self._totals.num_finished += 1

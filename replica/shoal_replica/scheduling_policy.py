@@ -10,11 +10,12 @@ from itertools import accumulate
 from shoal_replica.request import Sequence, SequenceStatus
 from shoal_replica.stats import DUE_WITHIN_S
 
-Rank = tuple[int, float, float, int]
+Rank = tuple[int, float, float, int, int]
 
 
 def rank(sequence: Sequence, policy: str) -> Rank:
-    """Sort key of a waiting or running sequence; lower runs first. A total order: seq_id breaks ties.
+    """Sort key of a waiting or running sequence; lower runs first. A total order: seq_id breaks ties, but for the
+    beams of a request, which stay together.
 
     ``fcfs``: by arrival. ``priority``: by the request's priority, then arrival. ``deadline``: by priority, then by the
     time at which the first token is due (earliest deadline first), then arrival.
@@ -22,7 +23,7 @@ def rank(sequence: Sequence, policy: str) -> Rank:
     request = sequence.request
     priority = 0 if policy == "fcfs" else request.priority
     due_s = request.due_s if policy == "deadline" else 0.0
-    return priority, due_s, request.arrival_s, sequence.seq_id
+    return priority, due_s, request.arrival_s, sequence.order, sequence.seq_id
 
 
 def order_waiting(waiting: Iterable[Sequence], policy: str) -> list[Sequence]:

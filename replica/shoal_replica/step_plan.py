@@ -65,7 +65,7 @@ class StepPlan:
             num_new += planned.num_new_tokens
         self._scheduled[seq_id] = ScheduledSequence(seq_id, start, num_new, start + num_new == num_tokens)
 
-    def introduce(self, sequence: Sequence, block_table: BlockTable) -> None:
+    def introduce(self, sequence: Sequence, block_table: BlockTable, num_candidates: int = 0) -> None:
         """Send the whole sequence, which the executor does not hold."""
         self._new_sequences.append(
             NewSequence(
@@ -76,6 +76,7 @@ class StepPlan:
                 block_ids=tuple(block_table),
                 sampling_params=sequence.request.sampling_params,
                 index=sequence.index,
+                num_candidates=num_candidates,
             )
         )
 
@@ -94,7 +95,11 @@ class StepPlan:
             self._block_copies.append((source, destination))
 
     def output(
-        self, step: int, dropped_seq_ids: tuple[int, ...], moves: tuple[tuple[Move, ...], tuple[Move, ...]]
+        self,
+        step: int,
+        dropped_seq_ids: tuple[int, ...],
+        moves: tuple[tuple[Move, ...], tuple[Move, ...]],
+        chosen_tokens: tuple[tuple[int, int], ...] = (),
     ) -> SchedulerOutput:
         """The finished step. ``moves`` are the moves out to host memory, and those back in."""
         return SchedulerOutput(
@@ -106,4 +111,5 @@ class StepPlan:
             dropped_seq_ids=dropped_seq_ids,
             moves_out=moves[0],
             moves_in=moves[1],
+            chosen_tokens=chosen_tokens,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shoal_replica.beam_search import BeamSearch, num_candidates
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.executor import (
     NewSequence,
@@ -12,10 +13,11 @@ from shoal_replica.executor import (
     ScheduledSequence,
     SchedulerOutput,
     StepResult,
+    TokenLogprobs,
 )
 from shoal_replica.partial_reuse import WORTH_A_COPY
 from shoal_replica.prefix_cache import BlockHash
-from shoal_replica.request import Request
+from shoal_replica.request import FinishRule, Request
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.scheduler import Scheduler
 
@@ -41,6 +43,27 @@ def expected_tokens(token_ids: Sequence[int], count: int, index: int = 0) -> lis
     return output
 
 
+def expected_beams(request: Request, finish: FinishRule) -> list[list[int]]:
+    """The answers of a beam search on FakeExecutor's model, best first, computed without blocks or batches."""
+    search, count = BeamSearch(request, finish), num_candidates(request, finish)
+    while not search.is_done:
+        tops = []
+        for beam in search.beams:
+            state = 0
+            for token_id in (*request.prompt_token_ids, *beam.token_ids):
+                state = mix(state, token_id)
+            tops.append(_likeliest(state, count))
+        search.advance(tops)
+    return [list(found.beam.token_ids) for found in search.finished[: request.sampling_params.n]]
+
+
+def _likeliest(state: int, count: int) -> TokenLogprobs:
+    """``count`` tokens of a small vocabulary, with log-probabilities that depend on all tokens before."""
+    scored = sorted(((-(1 + mix(state, token_id) % 4093) / 512, token_id) for token_id in range(count)), reverse=True)
+    top = tuple((token_id, logprob) for logprob, token_id in scored)
+    return TokenLogprobs(*top[0], top)
+
+
 def _draw(state: int, index: int) -> int:
     return mix(state, index) % FAKE_VOCAB_SIZE
 
@@ -64,6 +87,8 @@ class FakeExecutor:
     def execute(self, output: SchedulerOutput) -> StepResult:
         for seq_id in output.dropped_seq_ids:
             del self._sequences[seq_id], self._tokens[seq_id], self._tables[seq_id]
+        for seq_id, token_id in output.chosen_tokens:
+            self._tokens[seq_id].append(token_id)
         for block_id, row in output.moves_out:
             self._rows[row][:] = self._slots[block_id]
         for source, destination in output.block_copies:
@@ -88,7 +113,11 @@ class FakeExecutor:
             self._slots[table[position // self._block_size]][position % self._block_size] = state
         if not scheduled.samples:
             return None
-        token_id = _draw(state, self._sequences[scheduled.seq_id].index)
+        sequence = self._sequences[scheduled.seq_id]
+        if sequence.num_candidates:
+            found = _likeliest(state, sequence.num_candidates)
+            return SampledToken(scheduled.seq_id, found.token_id, found)
+        token_id = _draw(state, sequence.index)
         tokens.append(token_id)
         return SampledToken(scheduled.seq_id, token_id)
 
@@ -113,6 +142,7 @@ def make_request(
     *,
     max_tokens: int = 4,
     n: int = 1,
+    beam_width: int = 1,
     arrival_s: float = 0.0,
     due_s: float = math.inf,
     priority: int = 0,
@@ -126,7 +156,9 @@ def make_request(
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(prompt_token_ids),
-        sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n, seed=0, ignore_eos=True),
+        sampling_params=SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, n=n, seed=0, ignore_eos=True, beam_width=beam_width
+        ),
         output_token_ids=tuple(output_token_ids),
         arrival_s=arrival_s,
         due_s=due_s,

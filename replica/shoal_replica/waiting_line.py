@@ -49,5 +49,5 @@ class WaitingLine:
         hashes, kept = sequence.block_hashes, self._kept_hashes
         first = bisect_left(hashes, True, lo=num_given, key=lambda block_hash: block_hash not in kept)
         kept.update(hashes[first:])
-        self.num_kept_slots += 1
+        self.num_kept_slots += sequence.request.sampling_params.beam_width
         self.num_kept_blocks += self._kv.num_blocks_for(sequence.num_tokens + 1) - first

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal_replica.request import FinishReason
-from shoal_replica.testing import expected_tokens, make_request, make_scheduler
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.request import FinishReason, FinishRule
+from shoal_replica.testing import expected_beams, expected_tokens, make_request, make_scheduler
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), prompts, st.integers(1, 12), st.integers(1, 3), st.integers(0, 2), st.booleans()),
+        st.tuples(st.just("beams"), prompts, st.integers(1, 12), st.integers(2, 4), st.booleans()),
         st.tuples(st.just("resume"), prompts, st.integers(1, 11), st.integers(0, 2)),
         st.tuples(st.just("abort"), st.integers(0, 30), st.none() | st.integers(0, 2), st.booleans()),
         st.tuples(st.just("step"), st.integers(1, 6)),
@@ -115,6 +118,19 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
             )
             requests[request.request_id] = request
             scheduler.add(request)
+        elif event[0] == "beams":
+            _, prompt, max_tokens, width, all_of_them = event
+            request = make_request(
+                f"r{number}",
+                prompt,
+                max_tokens=max_tokens,
+                n=width if all_of_them else 1,
+                beam_width=width,
+                arrival_s=float(number // 2),
+            )
+            with suppress(InvalidArgument):  # its beams may not fit
+                scheduler.add(request)
+                requests[request.request_id] = request
         elif event[0] == "resume":
             _, prompt, num_drawn, index = event
             drawn = expected_tokens(prompt, num_drawn, index)
@@ -144,11 +160,16 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         params = request.sampling_params
         wanted_len = min(params.max_tokens, 43 - request.num_prompt_tokens)
         for (other_id, index), tokens in streams.items():
-            if other_id != request_id:
+            if other_id != request_id or params.is_beam_search:
                 continue
             wanted = expected_tokens(request.prompt_token_ids, wanted_len, index)[len(request.output_token_ids) :]
             assert tokens == wanted[: len(tokens)]
             if reasons[other_id, index] is FinishReason.LENGTH:
                 assert tokens == wanted
+        if params.is_beam_search:
+            beams = expected_beams(request, FinishRule(frozenset(), 43))
+            for index in range(params.n):
+                is_aborted = reasons[request_id, index] is FinishReason.ABORT
+                assert streams[request_id, index] == ([] if is_aborted else beams[index])
         ended = {index for other_id, index in reasons if other_id == request_id}
         assert ended == set(range(request.index, request.index + params.n))

@@ -144,7 +144,7 @@ class SteadyScheduler(Scheduler):
             if sequence is not None and num_told < position:
                 return msgspec.structs.replace(self._delta(sequence, num_told), finish_reason=delta.finish_reason)
         else:
-            self._started[request_id] = (self._requests[request_id][0], position + 1)
+            self._started[request_id] = (self._live.of(request_id)[0], position + 1)
         return delta
 
     def _delta(self, sequence: Sequence, num_told: int) -> TokenDelta:

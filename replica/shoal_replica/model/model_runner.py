@@ -63,6 +63,8 @@ class ModelRunner:
         for seq_id in output.dropped_seq_ids:
             self._sequences.drop(seq_id)
             self._sampler.forget(seq_id)
+        for seq_id, token_id in output.chosen_tokens:
+            self._sequences.append(seq_id, token_id)
         if output.moves_out:
             self._decoder.move_out(output.moves_out)
         if output.block_copies:
@@ -84,7 +86,7 @@ class ModelRunner:
         Call it before the next step.
         """
         for seq_id, token_id in tokens:
-            self._sequences.append(seq_id, token_id)
+            self._append_sampled(seq_id, token_id)
 
     def check_health(self) -> None:
         """Does nothing: a model in this process can fail only within a step."""
@@ -126,8 +128,13 @@ class ModelRunner:
                 for row, sample in zip(rows, self._sampler.sample(logits, rows, maxima), strict=True)
             )
         for token in sampled:
-            self._sequences.append(token.seq_id, token.token_id)
+            self._append_sampled(token.seq_id, token.token_id)
         return StepResult(sampled, self._forward_s)
+
+    def _append_sampled(self, seq_id: int, token_id: int) -> None:
+        """Append a token, unless the scheduler is to choose one."""
+        if not self._sequences[seq_id].num_candidates:
+            self._sequences.append(seq_id, token_id)
 
     def _held(self, scheduled: ScheduledSequence) -> HeldSequence:
         """The held state of a sequence that samples."""
@@ -143,4 +150,5 @@ class ModelRunner:
             held.index,
             held.num_prompt_tokens,
             self._sequences.token_ids(seq_id),
+            held.num_candidates,
         )

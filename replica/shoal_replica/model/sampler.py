@@ -32,6 +32,7 @@ class SamplerRow:
     Attributes:
         token_ids: int64, prompt then generated tokens; their number is the next token's position.
         index: number of the sequence within its request; with the seed, it selects the random stream.
+        num_candidates: how many of the likeliest tokens to return, whether or not the request asks for any.
     """
 
     seq_id: int
@@ -39,6 +40,13 @@ class SamplerRow:
     index: int
     num_prompt_tokens: int
     token_ids: NDArray[np.int64]
+    num_candidates: int = 0
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens to return with their log-probabilities; None for no log-probabilities."""
+        asked = self.params.logprobs
+        return max(asked or 0, self.num_candidates) if self.num_candidates else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +176,7 @@ def _draw(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Log-probabilities from the raw logits, for the rows that ask for them."""
+    """Log-probabilities from the raw logits, for the rows that need them."""
 
     places: dict[int, int]  # row of the batch → row here
     values: Tensor
@@ -176,7 +184,7 @@ class _Logprobs:
 
     @classmethod
     def of(cls, logits: Tensor, rows: Sequence[SamplerRow]) -> _Logprobs:
-        wanted = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]
+        wanted = [(i, count) for i, row in enumerate(rows) if (count := row.num_top) is not None]
         if not wanted:
             return cls({}, logits, [])
         values = logits[torch.tensor([i for i, _ in wanted]).to(logits.device)].log_softmax(dim=-1)

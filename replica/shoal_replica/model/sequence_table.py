@@ -24,6 +24,7 @@ class HeldSequence:
     sampling_params: SamplingParams
     index: int
     takes_likeliest: bool  # see ``SamplingParams``
+    num_candidates: int  # see ``NewSequence``
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class SequenceTable:
         self._token_ids[row, :num_tokens] = new.token_ids
         params = new.sampling_params
         self._held[new.seq_id] = HeldSequence(
-            row, num_tokens, new.num_prompt_tokens, params, new.index, params.takes_likeliest
+            row, num_tokens, new.num_prompt_tokens, params, new.index, params.takes_likeliest, new.num_candidates
         )
         self.set_blocks(new.seq_id, 0, new.block_ids)
 

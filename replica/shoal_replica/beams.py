@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import groupby
 
 from shoal_replica.beam_search import BeamSearch
@@ -12,7 +11,7 @@ from shoal_replica.executor import SampledToken, TokenLogprobs
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.live_sequences import LiveSequences
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, StartTimes, TokenDelta
-from shoal_replica.scheduling_policy import rank
+from shoal_replica.scheduling_policy import insert
 
 
 class BeamGroup:
@@ -61,9 +60,6 @@ class Beams:
     Args:
         kv, live, running: the scheduler's own, as they change.
         end: ends a sequence and frees its blocks.
-
-    Attributes:
-        chosen: (seq_id, token) that the executor has not been told.
     """
 
     def __init__(
@@ -75,7 +71,7 @@ class Beams:
         finish: FinishRule,
         end: Callable[[Sequence, FinishReason], None],
     ) -> None:
-        self.chosen: list[tuple[int, int]] = []
+        self._chosen: list[tuple[int, int]] = []  # (seq_id, token) of which the executor has not been told
         self._groups: dict[str, BeamGroup] = {}
         self._kv = kv
         self._live = live
@@ -97,11 +93,7 @@ class Beams:
         if params.beam_width > max_num_seqs:
             limit = f"must be at most {max_num_seqs}, the sequences that a replica runs at once"
             raise InvalidArgument("beam_width", params.beam_width, limit)
-        room = self._finish.max_model_len - request.num_prompt_tokens
-        num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
-        num_shared = request.num_prompt_tokens // self._kv.block_size
-        num_own = self._kv.num_blocks_for(request.num_prompt_tokens + num_tokens) - num_shared
-        num_blocks, num_total = num_shared + params.beam_width * num_own, self._kv.pool.num_blocks
+        num_blocks, num_total = self._most_blocks(request), self._kv.pool.num_blocks
         if num_blocks > num_total:
             limit = f"{params.beam_width} beams of so many need {num_blocks} KV blocks of the replica's {num_total}"
             raise InvalidArgument("max_tokens", params.max_tokens, limit)
@@ -110,6 +102,14 @@ class Beams:
         """Begin the search of a request whose only sequence starts to run."""
         request = sequence.request
         self._groups[request.request_id] = BeamGroup(BeamSearch(request, self._finish), sequence)
+
+    def num_blocks_to_come(self, sequence: Sequence) -> int:
+        """Blocks that have to be free, beside those that a waiting sequence needs, before it starts. They are what the
+        beams of a preempted search may grow by: it begins again, and would lose all its work a second time.
+        """
+        if not sequence.num_preemptions or not sequence.request.sampling_params.is_beam_search:
+            return 0
+        return self._most_blocks(sequence.request) - self._kv.num_blocks_for(sequence.num_tokens + 1)
 
     def close(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ones are ignored."""
@@ -139,6 +139,11 @@ class Beams:
         assert token.logprobs is not None
         self._groups[sequence.request.request_id].tops[sequence.seq_id] = token.logprobs
         return True
+
+    def take_chosen(self, dropped_seq_ids: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """The tokens, as (sequence, token), that were chosen since the last call, without those of dropped beams."""
+        chosen, self._chosen = self._chosen, []
+        return tuple(pair for pair in chosen if pair[0] not in dropped_seq_ids)
 
     def advance(self, now: float) -> list[TokenDelta]:
         """Choose the next beams of all groups of which a step has computed the present ones."""
@@ -182,6 +187,14 @@ class Beams:
                 assert sequence.status is SequenceStatus.RUNNING
                 assert tuple(sequence.token_ids[sequence.num_prompt_tokens :]) == beam.token_ids
 
+    def _most_blocks(self, request: Request) -> int:
+        """Blocks of a request whose beams share nothing but their prompt, at their full length."""
+        params, room = request.sampling_params, self._finish.max_model_len - request.num_prompt_tokens
+        num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        num_shared = request.num_prompt_tokens // self._kv.block_size
+        num_own = self._kv.num_blocks_for(request.num_prompt_tokens + num_tokens) - num_shared
+        return num_shared + params.beam_width * num_own
+
     def _has(self, sequence: Sequence) -> bool:
         return sequence.request.request_id in self._groups
 
@@ -201,7 +214,7 @@ class Beams:
             token_id = beam.token_ids[-1]
             sequence.token_ids.append(token_id)
             if sequence in before:
-                self.chosen.append((sequence.seq_id, token_id))
+                self._chosen.append((sequence.seq_id, token_id))
 
     def _fork(self, parent: Sequence) -> Sequence:
         """A running sequence with the same tokens and blocks, at the same rank."""
@@ -214,5 +227,5 @@ class Beams:
         child.first_scheduled_s = parent.first_scheduled_s
         self._kv.fork(parent.seq_id, child.seq_id)
         child.move(SequenceStatus.RUNNING)
-        insort(self._running, child, key=lambda s: rank(s, self._policy))
+        insert(self._running, child, self._policy)
         return child

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from shoal_replica.request import Request, Sequence
@@ -24,9 +24,9 @@ class LiveSequences:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_request
 
-    def __iter__(self) -> Iterator[str]:
-        """The ids of the requests, oldest first."""
-        return iter(self._by_request)
+    def request_ids(self, only_unstarted: bool = False) -> list[str]:
+        """Ids of all requests, or only of those of which nothing has been computed; oldest first."""
+        return [r for r, own in self._by_request.items() if not only_unstarted or own[0].first_scheduled_s is None]
 
     def of(self, request_id: str) -> Items[Sequence]:
         """The live sequences of a request, oldest first."""

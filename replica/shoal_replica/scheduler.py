@@ -22,7 +22,7 @@ from shoal_replica.preemption import Preemption
 from shoal_replica.prefill_pace import UNKNOWN_PACE, Pace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
-from shoal_replica.scheduling_policy import by_progress, rank
+from shoal_replica.scheduling_policy import by_progress, insert, rank
 from shoal_replica.shared_prefix import expected_cached_tokens, find_ahead, take_over
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
@@ -44,22 +44,21 @@ class Scheduler:
         if max_model_len > cache_config.num_blocks * cache_config.block_size:
             raise ValueError("max_model_len does not fit the block pool")
         self.config = config
-        self._kv = KVCacheManager(cache_config)
+        self._kv = kv = KVCacheManager(cache_config)
         self._finish_rule = rule = FinishRule(frozenset(eos_token_ids), max_model_len)
-        self._live = LiveSequences()
-        self._waiting = WaitingQueue(config.policy)
+        self._live = live = LiveSequences()
+        self._waiting = waiting = WaitingQueue(config.policy)
         self._running: list[Sequence] = []  # in rank order: preemption victims come last
+        running, policy = self._running, config.policy
         self._held_by_executor: set[int] = set()
         self._dropped: list[int] = []
-        self._totals = Totals()
+        self._totals = totals = Totals()
         self.now = 0.0  # time of the last step, on the caller's clock
-        self._beams = Beams(self._kv, self._live, self._running, config.policy, rule, self._finish)
-        self._preemption = Preemption(self._kv, self._running, self._beams, config.policy, self._totals, self._requeue)
-        self.lookahead = Lookahead(
-            self._kv, self._live.by_id, self._running, self._waiting, self._beams, config.max_num_seqs, rule
-        )
+        self._beams = beams = Beams(kv, live, running, policy, rule, self._finish)
+        self._preemption = Preemption(kv, running, beams, policy, totals, self._requeue)
+        self.lookahead = Lookahead(kv, live.by_id, running, waiting, beams, config.max_num_seqs, rule)
         self._pieces = Pieces(config.max_num_batched_tokens)
-        self._ledger = Ledger(config, self._kv, self._running, self._waiting, self._totals)
+        self._ledger = Ledger(config, kv, running, waiting, totals)
 
     @property
     def has_work(self) -> bool:
@@ -117,8 +116,7 @@ class Scheduler:
             return None
         self._totals.num_steps += 1
         dropped, self._dropped = tuple(self._dropped), []
-        chosen = tuple(pair for pair in self._beams.chosen if pair[0] not in dropped)
-        self._beams.chosen.clear()
+        chosen = self._beams.take_chosen(dropped)
         return plan.output(self._totals.num_steps, dropped, self._kv.host.take_moves(), chosen)
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float = 0.0) -> list[TokenDelta]:
@@ -167,8 +165,7 @@ class Scheduler:
 
     def request_ids(self, only_unstarted: bool = False) -> list[str]:
         """Ids of the requests that have not ended, or only of those of which nothing has been computed."""
-        unstarted = (r for r in self._live if self._live.of(r)[0].first_scheduled_s is None)
-        return list(unstarted if only_unstarted else self._live)
+        return self._live.request_ids(only_unstarted)
 
     def take_block_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """The block hashes stored and removed since the last call, as net changes."""
@@ -269,7 +266,8 @@ class Scheduler:
             matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
             if self._waits_for_another(plan, line, sequence, len(matched)):
                 continue
-            if not self._kv.can_allocate(matched, sequence.num_tokens + 1, line.num_kept_blocks):
+            num_kept = line.num_kept_blocks + self._beams.num_blocks_to_come(sequence)
+            if not self._kv.can_allocate(matched, sequence.num_tokens + 1, num_kept):
                 line.close()
                 break
             take_over(sequence, matched, plan, self._kv)
@@ -335,8 +333,7 @@ class Scheduler:
                 child.num_computed_tokens = child.num_tokens - 1
                 child.extend_hashes(self._kv.block_size)
                 child.move(SequenceStatus.RUNNING)
-                self._running.append(child)
-                self._running.sort(key=lambda s: rank(s, self.config.policy))
+                insert(self._running, child, self.config.policy)
             else:
                 self._enqueue(child)
 

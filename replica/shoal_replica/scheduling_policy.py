@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
@@ -38,6 +38,11 @@ def by_progress(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Seque
     for sequence in running:
         (level if len(sequence.token_ids) - sequence.num_computed_tokens == 1 else behind).append(sequence)
     return behind, level
+
+
+def insert(running: list[Sequence], sequence: Sequence, policy: str) -> None:
+    """Put a sequence in its place among the running ones, which are in rank order."""
+    insort(running, sequence, key=lambda s: rank(s, policy))
 
 
 def choose_victim(running: SequenceOf[Sequence], policy: str) -> Sequence:

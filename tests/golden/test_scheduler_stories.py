@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shoal_replica.executor import SchedulerOutput
-from shoal_replica.request import TokenDelta
-from shoal_replica.testing import expected_tokens, make_request, make_scheduler
+from shoal_replica.request import FinishRule, TokenDelta
+from shoal_replica.testing import expected_beams, expected_tokens, make_request, make_scheduler
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 RULE = "----"
@@ -54,6 +54,7 @@ class Teller:
         self._names: dict[int, str] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._drawn: dict[tuple[str, int], list[int]] = {}
+        self._beams: dict[str, list[list[int]]] = {}
 
     def tell(self, command: str) -> list[str]:
         verb, *words = command.split()
@@ -75,7 +76,10 @@ class Teller:
         self._prompts[request_id] = tuple(token_ids)
         arrival_s = float(len(self._prompts))
         fields = {name: int(value) for name, value in numbers.items()}
-        self._scheduler_.add(make_request(request_id, token_ids, arrival_s=arrival_s, **fields))
+        request = make_request(request_id, token_ids, arrival_s=arrival_s, **fields)
+        if request.sampling_params.is_beam_search:
+            self._beams[request_id] = expected_beams(request, FinishRule(frozenset(), 10**6))
+        self._scheduler_.add(request)
         yield self._ledger()
 
     def _abort(self, request_id: str, index: str | None = None) -> Iterator[str]:
@@ -113,13 +117,17 @@ class Teller:
     # What happened, in words
 
     def _learn_names(self) -> None:
-        for seq_id, sequence in self._scheduler_._by_id.items():
-            self._names[seq_id] = f"{sequence.request.request_id}.{sequence.index}"
+        for seq_id, sequence in self._scheduler_._live.by_id.items():
+            is_beam = sequence.request.sampling_params.is_beam_search
+            place = f"beam{seq_id}" if is_beam else str(sequence.index)
+            self._names[seq_id] = f"{sequence.request.request_id}.{place}"
 
     def _planned(self, output: SchedulerOutput, deltas: list[TokenDelta]) -> Iterator[str]:
         drew = {f"{delta.request_id}.{delta.index}" for delta in deltas if delta.token_ids}
         if output.dropped_seq_ids:
             yield "drop " + " ".join(self._names[seq_id] for seq_id in output.dropped_seq_ids)
+        if output.chosen_tokens:
+            yield "append to " + " ".join(self._names[seq_id] for seq_id, _ in output.chosen_tokens)
         for source, destination in output.block_copies:
             yield f"copy block {source} to {destination}"
         for new in output.new_sequences:
@@ -137,7 +145,10 @@ class Teller:
         for delta in deltas:
             drawn = self._drawn.setdefault((delta.request_id, delta.index), [])
             drawn.extend(delta.token_ids)
-            assert drawn == expected_tokens(self._prompts[delta.request_id], len(drawn), delta.index)
+            if delta.request_id in self._beams:
+                assert drawn in ([], self._beams[delta.request_id][delta.index])
+            else:
+                assert drawn == expected_tokens(self._prompts[delta.request_id], len(drawn), delta.index)
             if delta.finish_reason is not None:
                 cached = f", {delta.num_cached_tokens} of its prompt cached" if delta.num_cached_tokens else ""
                 name = f"{delta.request_id}.{delta.index}"

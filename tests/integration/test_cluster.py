@@ -113,6 +113,33 @@ async def test_sampling_is_repeatable_by_seed_and_n_sequences_differ(cluster: Li
     assert all(isinstance(e, TokenLogprobs) and len(e.top) == 2 and e.top[0][1] >= e.logprob for e in logprobs)
 
 
+async def test_beams_are_those_of_the_offline_engine(cluster: LiveCluster):
+    """Several searches at once, by both protocols; nothing of them is left."""
+    params = {"beam_width": 4, "n": 3, "max_tokens": 12, "length_penalty": 0.8}
+    requests = [call(question, **params) for question in ("Name a fish.", "Name a bird.", "Name a tree.")]
+    async with GatewayClient(cluster.grpc_address) as client:
+        streams = await asyncio.gather(*(collect(client, request) for request in requests))
+        expected = undisturbed(cluster, requests)
+        for stream, output in zip(streams, expected, strict=True):
+            assert [tokens(stream, index) for index in range(3)] == [o.token_ids for o in output.outputs]
+            assert [text(stream, index) for index in range(3)] == [o.text for o in output.outputs]
+            assert len({text(stream, index) for index in range(3)}) == 3
+        wide = call(beam_width=128, max_tokens=4)
+        with pytest.raises(ShoalError, match=r"beam_width: got 128; must be at most \d+, the sequences that"):
+            await collect(client, wide)
+        await until_cluster(client, is_idle)
+    async with openai.AsyncOpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused") as http:
+        answer = await http.chat.completions.create(
+            model=cluster.model,
+            messages=[{"role": m.role, "content": m.content} for m in requests[0].messages or ()],
+            max_tokens=12,
+            temperature=0,
+            n=3,
+            extra_body={"beam_width": 4, "length_penalty": 0.8},
+        )
+    assert [choice.message.content for choice in answer.choices] == [o.text for o in expected[0].outputs]
+
+
 async def test_a_stop_string_ends_the_text_and_frees_the_blocks(cluster: LiveCluster):
     async with GatewayClient(cluster.grpc_address) as client:
         whole = text(await collect(client, call(max_tokens=24)))

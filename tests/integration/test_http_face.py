@@ -30,6 +30,8 @@ MAX_BODY_BYTES = 64 * 1024
 HI = [{"role": "user", "content": "hi"}]
 
 
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for all: starting and stopping it is slow
 
 
@@ -229,6 +231,25 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
     assert (call.priority, call.tenant, call.cache_salt) == (-1, "t", "s")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (CHAT, {"use_beam_search": True, "n": 3, "length_penalty": 0.5}, (3, 3, 0.5, False)),
+        (CHAT, {"use_beam_search": True, "beam_width": 4, "early_stopping": True}, (4, 1, 1.0, True)),
+        (CHAT, {"beam_width": 2, "temperature": 0}, (2, 1, 1.0, False)),
+        (CHAT, {"use_beam_search": False, "n": 2}, (1, 2, 1.0, False)),
+        (COMPLETION, {"use_beam_search": True, "best_of": 4, "n": 2}, (4, 2, 1.0, False)),
+    ],
+)
+async def test_a_beam_search_is_asked_for_as_with_vllm_or_by_its_width(
+    http: httpx.AsyncClient, core: FakeGateway, path: str, body: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    prompt = {"messages": HI} if path == CHAT else {"prompt": "x"}
+    assert (await http.post(path, json=prompt | body)).status_code == 200
+    params = core.calls[-1].sampling_params
+    assert (params.beam_width, params.n, params.length_penalty, params.early_stopping) == expected
+
+
 async def test_defaults_are_openais(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
     await client.chat.completions.create(model=MODEL, messages=HI)
     await client.completions.create(model=MODEL, prompt="x", user="u")
@@ -236,9 +257,6 @@ async def test_defaults_are_openais(client: openai.AsyncOpenAI, core: FakeGatewa
     chat, completion = (call.sampling_params for call in core.calls)
     assert (chat.max_tokens, completion.max_tokens) == (None, 16)
     assert (chat.temperature, completion.temperature) == (1.0, 1.0)
-
-
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
@@ -371,6 +389,11 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (COMPLETION, {"prompt": ["a"] * 129}, 400, "prompt", "at most 128"),
         (COMPLETION, {"prompt": "x", "echo": True}, 400, "echo", "not supported"),
         (COMPLETION, {"prompt": "x", "logprobs": 21}, 400, "logprobs", "at most 20"),
+        (COMPLETION, {"prompt": "x", "best_of": 2}, 400, "best_of", "not supported"),
+        (CHAT, {"messages": HI, "use_beam_search": True}, 400, "use_beam_search", "at least two beams"),
+        (CHAT, {"messages": HI, "beam_width": 2, "n": 3}, 400, "n", "at most the beam_width, 2"),
+        (CHAT, {"messages": HI, "beam_width": 2, "stop": "a"}, 400, "stop", "not supported in a beam search"),
+        (CHAT, {"messages": HI, "length_penalty": 2.0}, 400, "length_penalty", "needs beam search"),
         ("/v1/none", {}, 404, None, "Not Found"),
     ],
 )

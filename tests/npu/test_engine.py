@@ -120,6 +120,19 @@ def test_forks_copy_blocks(llama: Path) -> None:
     assert sum(agreed) > NUM_TOKENS + 3, agreed
 
 
+def test_beams_share_and_copy_blocks() -> None:
+    """Of a trained model, whose beams differ by more than rounding does."""
+    prompts = ["Count: 1, 2, 3, 4, 5, 6,", "The capital of France is"]
+    params = SamplingParams(max_tokens=10, beam_width=3, n=2, ignore_eos=True)
+    shape = {"max_num_seqs": 6, "max_model_len": 256}
+    with LLM(DEMO_MODEL, num_blocks=64, **shape) as llm:
+        expected = [[o.token_ids for o in output.outputs] for output in llm.generate(prompts, params)]
+    with LLM(DEMO_MODEL, device="npu", num_blocks=12, graph_sizes=[6], **shape) as llm:
+        before = graphs.state.num_replays
+        assert [[o.token_ids for o in output.outputs] for output in llm.generate(prompts, params)] == expected
+        assert graphs.state.num_replays > before
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -43,7 +43,18 @@ token_ids = st.lists(token_id, max_size=5).map(tuple)
 request_id_characters = st.characters(min_codepoint=0x21, max_codepoint=0x7E, exclude_characters="#")
 request_id = st.text(request_id_characters, min_size=1, max_size=128)
 
-sampling_params = st.builds(
+beam_searches = st.integers(2, 128).flatmap(
+    lambda width: st.builds(
+        SamplingParams,
+        max_tokens=st.none() | st.integers(1, 2**40),
+        temperature=st.sampled_from([0.0, 1.0]),
+        n=st.integers(1, width),
+        beam_width=st.just(width),
+        length_penalty=st.floats(-10, 10),
+        early_stopping=st.booleans(),
+    )
+)
+sampling_params = beam_searches | st.builds(
     SamplingParams,
     max_tokens=st.none() | st.integers(1, 2**40),
     temperature=amount,

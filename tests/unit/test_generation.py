@@ -16,8 +16,8 @@ from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
-from shoal_replica.request import Request, TokenDelta
-from shoal_replica.testing import expected_tokens, make_request
+from shoal_replica.request import FinishRule, Request, TokenDelta
+from shoal_replica.testing import expected_beams, expected_tokens, make_request
 
 PROMPT = tuple(range(10, 31))
 
@@ -337,6 +337,18 @@ async def test_a_loss_before_the_first_token() -> None:
         answer = await running
         assert answer.tokens == [expected_tokens(PROMPT, 6, index) for index in range(3)]
         assert [placement.request.sampling_params.n for placement in serve.placements] == [3, 3]
+
+
+async def test_a_beam_search_that_loses_its_replica_begins_again_elsewhere() -> None:
+    """With blocks of four tokens, 3 beams of 12 tokens; the loss is after some of them."""
+    async with serving("a", "b") as serve:
+        asked = make_request("call", PROMPT, max_tokens=12, n=2, beam_width=3)
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=12, n=2, beam_width=3))
+        await until(lambda: any(r.engine.stats().num_generated_tokens > 6 for r in serve.replicas.values()))
+        await _crash(serve, serve.taken_by("call"))
+        answer = await running
+        assert answer.tokens == expected_beams(asked, FinishRule(frozenset(), 10**6))[:2]
+        assert answer.usage.num_resumes == 1
 
 
 async def test_a_loss_on_the_way_by_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:

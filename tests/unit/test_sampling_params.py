@@ -12,6 +12,7 @@ import pytest
 
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import (
+    MAX_BEAM_WIDTH,
     MAX_INTEGER,
     MAX_LOGPROBS,
     MAX_N,
@@ -42,6 +43,9 @@ GOOD: list[dict[str, Any]] = [
     {"logprobs": MAX_LOGPROBS},
     {"stop": ("a",) * 16},
     {"stop_token_ids": (0, MAX_TOKEN_ID)},
+    {"beam_width": 1},
+    {"beam_width": MAX_BEAM_WIDTH},
+    {"length_penalty": 1},
 ]
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", 0),
@@ -82,6 +86,14 @@ BAD: list[tuple[str, Any]] = [
     ("stop_token_ids", (-1,)),
     ("stop_token_ids", ("x",)),
     ("stop_token_ids", (MAX_TOKEN_ID + 1,)),
+    ("beam_width", 0),
+    ("beam_width", 2.0),
+    ("beam_width", MAX_BEAM_WIDTH + 1),
+    ("length_penalty", 10.1),
+    ("length_penalty", -10.1),
+    ("length_penalty", math.nan),
+    ("length_penalty", 2.0),  # without beams
+    ("early_stopping", True),
 ]
 
 
@@ -110,6 +122,44 @@ def test_a_huge_max_tokens_is_no_limit() -> None:
 def test_one_stop_string_is_a_list_of_one() -> None:
     assert SamplingParams(stop="###").stop == ("###",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 5),
+        ("temperature", 0.5),
+        ("top_k", 3),
+        ("top_p", 0.9),
+        ("min_p", 0.1),
+        ("presence_penalty", 0.1),
+        ("frequency_penalty", -0.1),
+        ("repetition_penalty", 1.1),
+        ("stop", ("a",)),
+    ],
+)
+def test_a_beam_search_refuses_what_it_would_ignore(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SamplingParams(beam_width=4, **{field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("length_penalty", [-10.0, 0.0, 10])
+def test_a_beam_search_takes_what_it_uses(length_penalty: float) -> None:
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            beam_width=4,
+            n=4,
+            temperature=temperature,
+            length_penalty=length_penalty,
+            early_stopping=True,
+            logprobs=20,
+            stop_token_ids=(7,),
+        )
+        assert params.is_beam_search
+        assert params.is_greedy
+        assert not params.takes_likeliest
+    assert not SamplingParams().is_beam_search
 
 
 def test_questions() -> None:

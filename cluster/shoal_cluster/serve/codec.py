@@ -37,6 +37,9 @@ _SCALARS = (  # the fields of SamplingParams that are `optional` in the proto, u
     "n",
     "logprobs",
     "ignore_eos",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
 )
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,

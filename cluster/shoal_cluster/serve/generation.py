@@ -233,9 +233,9 @@ class Generation:
 
     def _resume(self, request: Request, indexes: range, num_resumes: int) -> None:
         """Go on elsewhere after the tokens that the client has: each sequence in its own leg, or, while there are no
-        tokens, all in one.
+        tokens, all in one. A beam search gives its tokens at its end, and would give the same ones again.
         """
-        if not any(self._outputs[index].token_ids for index in indexes):
+        if request.sampling_params.is_beam_search or not any(self._outputs[index].token_ids for index in indexes):
             self._start_leg(request, indexes, num_resumes)
             return
         for index in indexes:

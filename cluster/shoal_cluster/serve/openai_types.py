@@ -1,7 +1,8 @@
 """The request bodies of OpenAI's API, and the calls that they become.
 
 The bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extra fields (top_k, min_p, repetition_penalty,
-ignore_eos, stop_token_ids, priority, cache_salt). Unknown fields are ignored, and null counts as absent. Fields of
+ignore_eos, stop_token_ids, use_beam_search, length_penalty, priority, cache_salt) and two of our own for beam search
+(beam_width, early_stopping). Unknown fields are ignored, and null counts as absent. Fields of
 OpenAI's and vLLM's APIs that would change the answer but are not supported here are refused.
 """
 
@@ -112,6 +113,10 @@ class _Request(_Body):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     priority: Annotated[int, _instead_of_null(0)] = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     user: TextOrNull = ""
     cache_salt: TextOrNull = ""
@@ -126,7 +131,6 @@ class _Request(_Body):
     min_tokens: Unsupported = None
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
-    use_beam_search: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     include_stop_str_in_output: Unsupported = None
     prompt_logprobs: Annotated[Any, _only()] = None  # 0 asks for some, too
@@ -142,8 +146,20 @@ class _Request(_Body):
         """Sequences per prompt."""
         return 1 if self.n is None else self.n
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises InvalidArgument for a field outside its limits."""
+    def sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, best_of: int | None = None
+    ) -> SamplingParams:
+        """Raises InvalidArgument for a field outside its limits.
+
+        Args:
+            best_of: the number of beams, where `use_beam_search` asks for some and `beam_width` does not say how many.
+                Without either there are as many as are returned, as with vLLM.
+        """
+        beam_width = self.beam_width
+        if self.use_beam_search and beam_width is None:
+            beam_width = self.num_sequences if best_of is None else best_of
+        if self.use_beam_search and beam_width == 1:
+            raise InvalidArgument("use_beam_search", True, "needs at least two beams: set beam_width")
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -154,6 +170,9 @@ class _Request(_Body):
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "ignore_eos": self.ignore_eos,
+            "beam_width": beam_width,
+            "length_penalty": self.length_penalty,
+            "early_stopping": self.early_stopping,
         }
         present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -217,10 +236,10 @@ class CompletionRequest(_Request):
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """One call per prompt. Raises InvalidArgument."""
-        if self.best_of not in (None, self.num_sequences):
+        if self.best_of not in (None, self.num_sequences) and not self.use_beam_search:
             raise InvalidArgument("best_of", self.best_of, "is not supported; leave it out")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        params = self.sampling_params(max_tokens, self.logprobs)
+        params = self.sampling_params(max_tokens, self.logprobs, self.best_of)
         prompts = _prompts(self.prompt)
         return [
             GenerateCall(

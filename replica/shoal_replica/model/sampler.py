@@ -187,7 +187,9 @@ class _Logprobs:
         wanted = [(i, count) for i, row in enumerate(rows) if (count := row.num_top) is not None]
         if not wanted:
             return cls({}, logits, [])
-        values = logits[torch.tensor([i for i, _ in wanted]).to(logits.device)].log_softmax(dim=-1)
+        places = [i for i, _ in wanted]
+        picked = logits if len(places) == len(rows) else logits[torch.tensor(places).to(logits.device)]
+        values = picked.log_softmax(dim=-1)
         most = min(max(count for _, count in wanted), values.shape[-1])
         top_values, top_ids = (part.tolist() for part in values.topk(most, dim=-1))
         top = [

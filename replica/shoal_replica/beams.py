@@ -99,9 +99,10 @@ class Beams:
             raise InvalidArgument("max_tokens", params.max_tokens, limit)
 
     def open(self, sequence: Sequence) -> None:
-        """Begin the search of a request whose only sequence starts to run."""
+        """A request's first sequence starts to run: begin its search, if it is one."""
         request = sequence.request
-        self._groups[request.request_id] = BeamGroup(BeamSearch(request, self._finish), sequence)
+        if request.sampling_params.is_beam_search:
+            self._groups[request.request_id] = BeamGroup(BeamSearch(request, self._finish), sequence)
 
     def num_blocks_to_come(self, sequence: Sequence) -> int:
         """Blocks that have to be free, beside those that a waiting sequence needs, before it starts. They are what the

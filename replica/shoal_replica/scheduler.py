@@ -273,8 +273,7 @@ class Scheduler:
             take_over(sequence, matched, plan, self._kv)
             self._note_first_run(sequence, matched, self.now)
             sequence.move(SequenceStatus.RUNNING)
-            if num_slots > 1:
-                self._beams.open(sequence)
+            self._beams.open(sequence)
             self._introduce(plan, sequence)
             plan.compute(sequence, plan.share(sequence))
             admitted.append(sequence)

@@ -28,6 +28,17 @@ int guarded(const Call& call) {
     }
 }
 
+template <class Work>
+void for_each_row(ShoalDecoder* decoder, int64_t num_rows, const Work& work) {
+    if (decoder != nullptr) return decoder->for_each_row(num_rows, work);
+    for (int64_t i = 0; i < num_rows; ++i) work(static_cast<int>(i));
+}
+
+const shoal::Kernels* best_kernels() {
+    static const shoal::Kernels* const kernels = shoal::find_kernels(nullptr);
+    return kernels;
+}
+
 }  // namespace
 
 extern "C" {
@@ -68,12 +79,27 @@ int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32
 }
 
 void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* values, int64_t* places) {
-    static const shoal::Kernels* kernels = shoal::find_kernels(nullptr);
     for (int64_t i = 0; i < num_rows; ++i) {
-        const auto [value, place] = kernels->row_maximum(rows + i * size, size);
+        const auto [value, place] = best_kernels()->row_maximum(rows + i * size, size);
         values[i] = value;
         places[i] = place;
     }
+}
+
+void shoal_draw(ShoalDecoder* decoder, const float* rows, int64_t num_rows, int64_t size, const ShoalDraw* draws,
+                int64_t* places) {
+    const auto& kernels = decoder != nullptr ? decoder->kernels() : *best_kernels();
+    for_each_row(decoder, num_rows, [&](int i) { places[i] = kernels.draw(rows + i * size, size, draws[i]); });
+}
+
+void shoal_log_probabilities(ShoalDecoder* decoder, const float* rows, int64_t num_rows, int64_t size,
+                             const int64_t* places, const int64_t* counts, int64_t stride, float* values,
+                             int64_t* top_places, float* top_values) {
+    const auto& kernels = decoder != nullptr ? decoder->kernels() : *best_kernels();
+    for_each_row(decoder, num_rows, [&](int i) {
+        values[i] = kernels.log_probabilities(rows + i * size, size, places[i], counts[i], top_places + i * stride,
+                                              top_values + i * stride);
+    });
 }
 
 uint64_t shoal_decoder_progress(const ShoalDecoder* decoder) { return decoder->progress(); }

@@ -1,6 +1,7 @@
 // A Llama-family decoder with its packed weights, its KV pages and its threads.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -61,6 +62,9 @@ public:
     // For the step that forward() has just computed: the largest value of each row of logits (NaN if the row has one)
     // and its first index. Writes nothing if the step had no logits.
     void take_maxima(const ShoalStep& step, float* values, int64_t* places) const;
+    // Calls work(row) for each of a step's rows, by all threads.
+    void for_each_row(int64_t num_rows, const std::function<void(int)>& work);
+    const Kernels& kernels() const { return kernels_; }
     void copy_blocks(const int64_t* pairs, int count) { pool_.copy(pairs, count); }
     const char* kernels_name() const { return kernels_.name; }
     uint64_t progress() const { return team_.progress(); }  // changes as a step progresses; any thread may call it

@@ -5,6 +5,7 @@
 #include "gemm_tiles.h"
 #include "maximum.h"
 #include "rotary.h"
+#include "sampling.h"
 
 #define SHOAL_TEXT_OF(x) #x
 #define SHOAL_TEXT(x) SHOAL_TEXT_OF(x)
@@ -33,8 +34,8 @@ constexpr int kScreenedRows = 0;
 #endif
 
 extern const Kernels table;
-const Kernels table{SHOAL_TEXT(SHOAL_ISA), kGemm, round_row, rms_norm,   rotary,       attention, row_maximum,
-                    merge,                 kUnitRows, kRowChunk, kLeastRows, kScreenedRows, kCodes};
+const Kernels table{SHOAL_TEXT(SHOAL_ISA), kGemm, round_row, rms_norm, rotary, attention, row_maximum, draw,
+                    log_probabilities, merge, kUnitRows, kRowChunk, kLeastRows, kScreenedRows, kCodes};
 
 }  // namespace SHOAL_ISA
 }  // namespace shoal

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "shoal_native.h"
 
 namespace shoal {
 
@@ -150,6 +151,11 @@ struct Kernels {
     void (*attention)(Dtype, const AttentionCall&, const AttentionUnit* units, int count, int shared_end,
                       const AttentionUnit& next);
     Maximum (*row_maximum)(const float* row, int64_t size);  // size: at least 1
+    // Rows are finite but for -inf, and not only that. Returns the place drawn.
+    int64_t (*draw)(const float* row, int64_t size, const ShoalDraw&);
+    // Returns the log-probability of `place`, and writes those of the `count` likeliest; of equals, lower places first.
+    float (*log_probabilities)(const float* row, int64_t size, int64_t place, int64_t count, int64_t* places,
+                               float* values);
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
     int attention_rows;  // query rows that an attention unit may have
     int row_chunk;   // rows in a unit of a product: the L2 cache holds them, and they are worth reading weights for

@@ -84,6 +84,22 @@ SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pa
 SHOAL_API uint64_t shoal_decoder_progress(const ShoalDecoder* decoder);
 /* The largest value of each row (NaN if the row has one) and its first index. */
 SHOAL_API void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* values, int64_t* places);
+/* How a place is drawn from a row of logits: by softmax((x - largest) / temperature), of which stay scores of at least
+   `least_score`, then the top_k largest and their equals (0 for all), then the likeliest that reach top_p; the first
+   place at which the running sum of their probabilities exceeds `uniform`, in [0, 1). */
+typedef struct ShoalDraw {
+    float temperature, least_score;
+    int64_t top_k;
+    double top_p, uniform;
+} ShoalDraw;
+/* Rows are finite but for -inf. By all threads of the decoder, or without one (NULL) by the caller. */
+SHOAL_API void shoal_draw(ShoalDecoder* decoder, const float* rows, int64_t num_rows, int64_t size,
+                          const ShoalDraw* draws, int64_t* places);
+/* Of each row the log-probability of one place, values [num_rows], and the likeliest counts[i] places with theirs,
+   [num_rows][stride], likeliest first, of equals the lower places. */
+SHOAL_API void shoal_log_probabilities(ShoalDecoder* decoder, const float* rows, int64_t num_rows, int64_t size,
+                                       const int64_t* places, const int64_t* counts, int64_t stride, float* values,
+                                       int64_t* top_places, float* top_values);
 SHOAL_API const char* shoal_decoder_kernels(const ShoalDecoder* decoder);
 SHOAL_API const char* shoal_supported_kernels(void);
 SHOAL_API const char* shoal_error(void);

@@ -310,6 +310,11 @@ void Decoder::finish(Team::Member& member, const ShoalStep& step) {
     if (has_maxima(step)) find_maxima(member, step);
 }
 
+void Decoder::for_each_row(int64_t num_rows, const std::function<void(int)>& work) {
+    if (num_rows == 1) return work(0);  // to wake a helper would take longer
+    team_.run([&](Team::Member& member) { member.parallel_for(static_cast<int>(num_rows), work); }, nullptr);
+}
+
 void Decoder::forward(const ShoalStep& step) {
     check(step);
     if (step.num_tokens == 0) return;

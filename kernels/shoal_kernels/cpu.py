@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shoal_kernels import native
+from shoal_kernels import native, native_rows, sampling
+from shoal_kernels.draws import Draw, LogProbabilities
 from shoal_kernels.metadata import AttentionMetadata
 
 
@@ -177,10 +178,23 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[in
 
 
 def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
-    if native.is_available() and x.dtype == torch.float32 and x.is_contiguous():
-        return native.row_maxima(x)  # torch takes several times as long for the index as for the value
+    if _is_native(x):
+        return native_rows.row_maxima(x)  # torch takes several times as long for the index as for the value
     values, places = x.max(dim=-1)
     return values, places
+
+
+def draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    return native_rows.draw(logits, draws) if _is_native(logits) else sampling.draw(logits, draws)
+
+
+def log_probabilities(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[LogProbabilities]:
+    operators = native_rows.log_probabilities if _is_native(logits) else sampling.log_probabilities
+    return operators(logits, token_ids, counts)
+
+
+def _is_native(rows: Tensor) -> bool:
+    return native.is_available() and rows.dtype == torch.float32 and rows.is_contiguous()
 
 
 def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:

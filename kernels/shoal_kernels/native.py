@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal_kernels import native_library, native_limits
+from shoal_kernels import native_library, native_limits, native_rows
+from shoal_kernels.draws import Draw, LogProbabilities
 from shoal_kernels.exchange import Exchange, LostRank
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.native_buffers import KeptArray, Results, RowMaxima
@@ -79,13 +80,6 @@ class DecoderShape:
 def is_available() -> bool:
     """Whether the library was built with this installation."""
     return native_library.is_built()
-
-
-def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``ops.row_maxima`` of contiguous float32 rows."""
-    values, places = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
-    library().shoal_row_maxima(x.data_ptr(), *x.shape, values.data_ptr(), places.data_ptr())
-    return values, places
 
 
 class NativeDecoder:
@@ -219,6 +213,16 @@ class NativeDecoder:
     def maxima(self) -> RowMaxima:
         """The maxima of the rows of the last logits, whether these were returned or left out."""
         return self._results.maxima
+
+    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """``ops.draw`` of contiguous float32 rows, by the decoder's threads."""
+        return native_rows.draw(logits, draws, self._open())
+
+    def log_probabilities(
+        self, logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]
+    ) -> list[LogProbabilities]:
+        """``ops.log_probabilities`` of contiguous float32 rows, by the decoder's threads."""
+        return native_rows.log_probabilities(logits, token_ids, counts, self._open())
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks; ``pairs`` are (source, destination), and every source is read as it was before the call.

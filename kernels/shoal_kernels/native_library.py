@@ -73,6 +73,12 @@ def _load() -> ctypes.CDLL | None:
         ("shoal_decoder_copy_blocks", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
         ("shoal_decoder_progress", ctypes.c_uint64, [pointer]),
         ("shoal_row_maxima", None, [pointer, ctypes.c_int64, ctypes.c_int64, pointer, pointer]),
+        ("shoal_draw", None, [pointer, pointer, ctypes.c_int64, ctypes.c_int64, pointer, pointer]),
+        (
+            "shoal_log_probabilities",
+            None,
+            [pointer, pointer, ctypes.c_int64, ctypes.c_int64, pointer, pointer, ctypes.c_int64, *[pointer] * 3],
+        ),
         ("shoal_decoder_kernels", ctypes.c_char_p, [pointer]),
         ("shoal_supported_kernels", ctypes.c_char_p, []),
         ("shoal_error", ctypes.c_char_p, []),

@@ -17,7 +17,7 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional
 
-from shoal_kernels import npu_int8
+from shoal_kernels import npu_int8, sampling
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_int8 import Int8Weight
 from shoal_kernels.npu_limits import INT32_MAX, MAX_BATCH, MAX_TOP_K, PACKED_HEAD_SIZES, ROTARY_MULTIPLE
@@ -239,6 +239,9 @@ def _per_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
     values, places = x.max(dim=-1)
     return values, places
+
+
+draw, log_probabilities = sampling.draw, sampling.log_probabilities
 
 
 def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:

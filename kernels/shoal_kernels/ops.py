@@ -20,6 +20,7 @@ from typing import cast
 
 from torch import Tensor
 
+from shoal_kernels.draws import Draw, LogProbabilities
 from shoal_kernels.metadata import AttentionMetadata
 
 BACKENDS = {"cpu": "shoal_kernels.cpu", "npu": "shoal_kernels.npu"}
@@ -147,6 +148,22 @@ def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
     A row with NaN gives NaN and the index of its first NaN.
     """
     return cast(tuple[Tensor, Tensor], backend(x.device.type).row_maxima(x))
+
+
+def draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Draw a token of each row: float32 [n, vocab_size] and n draws → n token ids.
+
+    A row has no NaN and no infinity but -inf, and not only that. What it draws does not depend on the other rows.
+    """
+    return cast(list[int], backend(logits.device.type).draw(logits, draws))
+
+
+def log_probabilities(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[LogProbabilities]:
+    """For each row the log-probability of one token, and the likeliest tokens with theirs: float32 [n, vocab_size], n
+    token ids and n counts. A row of few tokens has fewer than its count.
+    """
+    found = backend(logits.device.type).log_probabilities(logits, token_ids, counts)
+    return cast(list[LogProbabilities], found)
 
 
 def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:

@@ -6,11 +6,13 @@ these up to its dtype's rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from shoal_kernels.draws import Draw, LogProbabilities
 from shoal_kernels.metadata import AttentionMetadata
 
 
@@ -130,3 +132,40 @@ def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> 
                 out[row, token_id] = logits[row, token_id]
             before += prob
     return out
+
+
+def draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    return [_draw_one(row.tolist(), how) for row, how in zip(logits, draws, strict=True)]
+
+
+def _draw_one(row: list[float], how: Draw) -> int:
+    """Weights in float64, dropped one filter after another; then a walk along their running sum."""
+    largest = max(row)
+    weights = [math.exp((value - largest) / how.divisor) for value in row]
+    if how.min_p:
+        weights = [weight if weight >= how.min_p else 0.0 for weight in weights]
+    if 0 < how.top_k < len(row):
+        kth = sorted(weights, reverse=True)[how.top_k - 1]
+        weights = [weight if weight >= kth else 0.0 for weight in weights]
+    if how.top_p < 1.0:
+        total, before = sum(weights), 0.0
+        for token_id in sorted(range(len(row)), key=lambda token_id: (-weights[token_id], token_id)):
+            weight = weights[token_id]
+            if before >= how.top_p * total:
+                weights[token_id] = 0.0
+            before += weight
+    target, reached = how.uniform * sum(weights), 0.0
+    for token_id, weight in enumerate(weights):
+        reached += weight
+        if reached > target:
+            return token_id
+    return max(token_id for token_id, weight in enumerate(weights) if weight)
+
+
+def log_probabilities(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[LogProbabilities]:
+    found = []
+    for row, token_id, count in zip(logits, token_ids, counts, strict=True):
+        scores, logprobs = (row - row.max()).tolist(), row.double().log_softmax(-1).tolist()
+        best = sorted(range(len(row)), key=lambda place: (-scores[place], place))[:count]
+        found.append(LogProbabilities(logprobs[token_id], tuple((place, logprobs[place]) for place in best)))
+    return found

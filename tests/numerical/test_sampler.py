@@ -28,7 +28,7 @@ def make_row(
 
 def draws(params: SamplingParams, num_draws: int = NUM_DRAWS) -> NDArray[np.int64]:
     """Tokens drawn from LOGITS by sequences 0, 1, … of one request, in batches."""
-    sampler = Sampler(VOCAB_SIZE)
+    sampler = Sampler()
     rows = [make_row(params, index=index) for index in range(num_draws)]
     tokens: list[int] = []
     for start in range(0, num_draws, 1000):
@@ -108,7 +108,7 @@ def test_each_draw_inverts_the_dumb_distribution(top_k: int, top_p: float, min_p
 def test_ties_at_the_kth_logit_all_stay() -> None:
     logits = torch.tensor([[3.0, 5.0, 3.0, 3.0, 0.0]])
     params = SamplingParams(seed=0, top_k=2)
-    seen = {Sampler(5).sample(logits, [make_row(params, index=i)])[0].token_id for i in range(200)}
+    seen = {Sampler().sample(logits, [make_row(params, index=i)])[0].token_id for i in range(200)}
     assert seen == {0, 1, 2, 3}
 
 
@@ -137,19 +137,17 @@ def test_batch_does_not_matter() -> None:
     logits = torch.randn(len(kinds), VOCAB_SIZE, generator=generator) * 3
     tokens = [torch.randint(VOCAB_SIZE, (6 + i,), generator=generator).tolist() for i in range(len(kinds))]
     rows = [make_row(p, t, seq_id=i, index=i, num_prompt=3) for i, (p, t) in enumerate(zip(kinds, tokens, strict=True))]
-    together = [s.token_id for s in Sampler(VOCAB_SIZE).sample(logits, rows)]
-    alone = [Sampler(VOCAB_SIZE).sample(logits[i : i + 1], [row])[0].token_id for i, row in enumerate(rows)]
-    backwards = [s.token_id for s in Sampler(VOCAB_SIZE).sample(logits.flip(0), rows[::-1])]
+    together = [s.token_id for s in Sampler().sample(logits, rows)]
+    alone = [Sampler().sample(logits[i : i + 1], [row])[0].token_id for i, row in enumerate(rows)]
+    backwards = [s.token_id for s in Sampler().sample(logits.flip(0), rows[::-1])]
     assert together == alone == backwards[::-1]
     assert [together[1]] == logits[1].argmax(dim=-1, keepdim=True).tolist()
 
 
 def test_position_and_index_change_the_draw() -> None:
     params = SamplingParams(seed=5, temperature=5.0)
-    by_position = [
-        Sampler(VOCAB_SIZE).sample(LOGITS[None], [make_row(params, [1] * n)])[0].token_id for n in range(1, 30)
-    ]
-    by_index = [Sampler(VOCAB_SIZE).sample(LOGITS[None], [make_row(params, index=n)])[0].token_id for n in range(29)]
+    by_position = [Sampler().sample(LOGITS[None], [make_row(params, [1] * n)])[0].token_id for n in range(1, 30)]
+    by_index = [Sampler().sample(LOGITS[None], [make_row(params, index=n)])[0].token_id for n in range(29)]
     assert len(set(by_position)) > 10
     assert len(set(by_index)) > 10
     assert by_position != by_index
@@ -178,7 +176,7 @@ def penalised_greedy(params: SamplingParams, tokens: list[int], num_prompt: int,
 )
 def test_penalties_over_a_generation(params: SamplingParams) -> None:
     """Counts grow with the sequence, and are the same when a preempted sequence is counted again."""
-    tokens, sampler = [int(LOGITS.argmax()), 3, 3, 7], Sampler(VOCAB_SIZE)
+    tokens, sampler = [int(LOGITS.argmax()), 3, 3, 7], Sampler()
     num_prompt = len(tokens)
     for step in range(40):
         if step == 20:
@@ -191,7 +189,7 @@ def test_penalties_over_a_generation(params: SamplingParams) -> None:
 
 def test_penalties_leave_the_logits_alone() -> None:
     logits = LOGITS[None].clone()
-    Sampler(VOCAB_SIZE).sample(logits, [make_row(SamplingParams(seed=0, repetition_penalty=2.0), [4, 5])])
+    Sampler().sample(logits, [make_row(SamplingParams(seed=0, repetition_penalty=2.0), [4, 5])])
     assert torch.equal(logits[0], LOGITS)
 
 
@@ -202,7 +200,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         make_row(params, seq_id=2),
         make_row(SamplingParams(temperature=0.0, logprobs=0), seq_id=3),
     ]
-    first, second, third = Sampler(VOCAB_SIZE).sample(LOGITS.expand(3, -1), rows)
+    first, second, third = Sampler().sample(LOGITS.expand(3, -1), rows)
     expected = LOGITS.log_softmax(dim=-1)
     assert first.logprobs is None
     assert isinstance(second.logprobs, TokenLogprobs)
@@ -236,7 +234,7 @@ def test_extreme_parameters_still_give_a_token(params: SamplingParams) -> None:
     logits = LOGITS.clone()
     logits[3] = 0.0
     row = make_row(params, list(range(VOCAB_SIZE)))
-    assert 0 <= Sampler(VOCAB_SIZE).sample(logits[None], [row])[0].token_id < VOCAB_SIZE
+    assert 0 <= Sampler().sample(logits[None], [row])[0].token_id < VOCAB_SIZE
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -246,8 +244,8 @@ def test_broken_logits_raise(bad: float, params: SamplingParams) -> None:
     logits[1, 17] = bad
     rows = [make_row(params, seq_id=0), make_row(params, seq_id=1)]
     with pytest.raises(FloatingPointError):
-        Sampler(VOCAB_SIZE).sample(logits, rows)
+        Sampler().sample(logits, rows)
 
 
 def test_no_rows_no_samples() -> None:
-    assert Sampler(VOCAB_SIZE).sample(torch.empty(0, VOCAB_SIZE), []) == []
+    assert Sampler().sample(torch.empty(0, VOCAB_SIZE), []) == []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal_kernels import native, ops
+from shoal_kernels.draws import RowOperators
 from shoal_kernels.exchange import LostRank
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.native_buffers import RowMaxima
@@ -54,6 +55,11 @@ class Decoder(Protocol):
     @property
     def maxima(self) -> RowMaxima | None:
         """The maxima of the rows of the last ``compute``; None if the sampler has to find them."""
+        ...
+
+    @property
+    def row_operators(self) -> RowOperators:
+        """Operators on the logits that ``compute`` returns, by the threads that computed them."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -140,6 +146,10 @@ class TorchDecoder:
     def maxima(self) -> None:
         return None
 
+    @property
+    def row_operators(self) -> RowOperators:
+        return ops
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         metadata = AttentionMetadata(
             query_start_loc=step.query_start_loc,
@@ -195,6 +205,8 @@ class NativeCpuDecoder:
             exchange=exchange,
         )
         self._last: tuple[StepArrays | None, Sequence[int], bool] = None, (), False
+        # What is left for torch is small, and its threads would go on spinning on the cores of the next step.
+        torch.set_num_threads(1)
 
     @property
     def kernels(self) -> str:
@@ -208,6 +220,10 @@ class NativeCpuDecoder:
     @property
     def maxima(self) -> RowMaxima:
         return self._native.maxima
+
+    @property
+    def row_operators(self) -> RowOperators:
+        return self._native
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         hidden: Tensor | None = None

@@ -50,7 +50,7 @@ class ModelRunner:
         self._decoder = make_decoder(model_config, cache_config, parallel_config, shard, group)
         self._samples = shard is None or shard.samples
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
-        self._sampler = Sampler(model_config.vocab_size)
+        self._sampler = Sampler(self._decoder.row_operators)
         self._forward_s = 0.0  # of the last step
 
     @property

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal_kernels import npu_limits, ops
+from shoal_kernels.draws import RowOperators
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_graph import StepGraph
 from shoal_kernels.npu_int8 import round_weight
@@ -85,6 +86,10 @@ class NpuDecoder:
     @property
     def maxima(self) -> None:
         return None
+
+    @property
+    def row_operators(self) -> RowOperators:
+        return ops
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         logits = self._launch(step, sample_rows)

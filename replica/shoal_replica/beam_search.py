@@ -5,10 +5,10 @@ The rules, and so the answers, are those of ``generate(num_beams=...)`` in Huggi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from heapq import nlargest
-from itertools import islice
+from heapq import merge
 from typing import NamedTuple
 
 from shoal_replica.executor import TokenLogprobs
@@ -35,15 +35,14 @@ class Hypothesis(NamedTuple):
 class _Continuation(NamedTuple):
     score: float
     place: int  # of the beam that it continues
-    token_id: int
-    logprob: float
+    rank: int  # of its token among the likeliest of that beam
 
 
 class BeamSearch:
     """The beams of one request. Knows no blocks and no scheduler.
 
-    From all continuations of the beams, the best ``2 * beam_width`` or more are considered, so that ``beam_width``
-    remain even if each beam's likeliest token ends it. Only the best ``beam_width`` of them may finish.
+    Continuations are considered from the best on, until ``beam_width`` of them go on. Only the best ``beam_width`` of
+    them may finish.
 
     Attributes:
         beams: those that go on, best first; at first an empty one.
@@ -56,7 +55,6 @@ class BeamSearch:
         self._request = request
         self._params = request.sampling_params
         self._finish = finish
-        self._num_considered = num_candidates(request, finish)
 
     def advance(self, tops: Items[TokenLogprobs]) -> list[int]:
         """Replace ``beams`` by their best continuations. Returns the place of the beam that each of them continues.
@@ -64,19 +62,20 @@ class BeamSearch:
         Args:
             tops: for each beam its likeliest next tokens, ``num_candidates`` of them if the vocabulary has so many.
         """
-        width = self._params.beam_width
-        num_tokens = len(self.beams[0].token_ids) + 1
+        width, num_tokens = self._params.beam_width, len(self.beams[0].token_ids) + 1
         kept: list[_Continuation] = []
         ended: list[Hypothesis] = []
-        for position, continuation in enumerate(self._best(tops)):
-            reason = self._finish.reason(
-                self._request, continuation.token_id, self._request.num_prompt_tokens + num_tokens
-            )
+        for number, continuation in enumerate(self._best_first(tops)):
+            if len(kept) == width and number >= width:
+                break
+            token_id, _ = tops[continuation.place].top[continuation.rank]
+            num_known = self._request.num_prompt_tokens + num_tokens
+            reason = self._finish.reason(self._request, token_id, num_known)
             if reason is None:
                 kept.append(continuation)
-            elif position < width:
-                beam = self._extended(continuation, tops)
-                ended.append(Hypothesis(self._rank_score(beam.score, num_tokens), beam, reason))
+            elif number < width:
+                rank_score = self._rank_score(continuation.score, num_tokens)
+                ended.append(Hypothesis(rank_score, self._extended(continuation, tops), reason))
         kept = kept[:width]
         self.beams = [self._extended(continuation, tops) for continuation in kept]
         # Of equals the earlier one stays first.
@@ -95,30 +94,29 @@ class BeamSearch:
         best = self.beams[0]
         return self._rank_score(best.score, len(best.token_ids)) <= self.finished[-1].rank_score
 
-    def _best(self, tops: Items[TokenLogprobs]) -> list[_Continuation]:
-        """The best continuations of all beams, best first; of equals, those of the better beam."""
-        continuations = (
-            _Continuation(beam.score + logprob, place, token_id, logprob)
+    def _best_first(self, tops: Items[TokenLogprobs]) -> Iterator[_Continuation]:
+        """The continuations of all beams, best first; of equals, those of the better beam."""
+        by_beam = [
+            [_Continuation(beam.score + logprob, place, rank) for rank, (_, logprob) in enumerate(top.top)]
             for place, (beam, top) in enumerate(zip(self.beams, tops, strict=True))
-            for token_id, logprob in islice(top.top, self._num_considered)
-        )
-        return nlargest(self._num_considered, continuations, key=lambda continuation: continuation.score)
+        ]
+        return merge(*by_beam, key=lambda continuation: -continuation.score)
 
     def _extended(self, continuation: _Continuation, tops: Items[TokenLogprobs]) -> Beam:
-        score, place, token_id, logprob = continuation
-        beam, wanted = self.beams[place], self._params.logprobs
+        beam, top, wanted = self.beams[continuation.place], tops[continuation.place].top, self._params.logprobs
+        token_id, logprob = top[continuation.rank]
         logprobs = beam.logprobs
         if wanted is not None:
-            logprobs = (*logprobs, TokenLogprobs(token_id, logprob, tops[place].top[:wanted]))
-        return Beam((*beam.token_ids, token_id), score, logprobs)
+            logprobs = (*logprobs, TokenLogprobs(token_id, logprob, top[:wanted]))
+        return Beam((*beam.token_ids, token_id), continuation.score, logprobs)
 
     def _rank_score(self, score: float, num_tokens: int) -> float:
         return float(score / num_tokens**self._params.length_penalty)
 
 
 def num_candidates(request: Request, finish: FinishRule) -> int:
-    """How many of the likeliest next tokens ``BeamSearch`` needs of each beam; 0 if the request is no beam search."""
+    """How many of the likeliest next tokens ``BeamSearch`` needs of each beam: all that may end it, and one for each
+    beam to come. 0 if the request is no beam search.
+    """
     params = request.sampling_params
-    if not params.is_beam_search:
-        return 0
-    return max(2, 1 + finish.num_end_tokens(params)) * params.beam_width
+    return params.beam_width + finish.num_end_tokens(params) if params.is_beam_search else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from itertools import groupby
+from typing import Any
 
 from shoal_replica.beam_search import BeamSearch
 from shoal_replica.errors import InvalidArgument
@@ -13,6 +14,8 @@ from shoal_replica.live_sequences import LiveSequences
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, StartTimes, TokenDelta
 from shoal_replica.scheduling_policy import insert
 
+MAX_LOGPROBS_TOLD = 100_000  # some 2 MB, in one message from the replica
+
 
 class BeamGroup:
     """The sequences of one request, one for each of ``search.beams`` and in their order."""
@@ -21,7 +24,7 @@ class BeamGroup:
         self.search = search
         self.sequences = [sequence]
         self.tops: dict[int, TokenLogprobs] = {}  # by seq_id: what this step has found
-        self.first_token_s: float | None = None
+        self.has_started = False  # whether any step has found something
 
     @property
     def num_reserved_slots(self) -> int:
@@ -32,25 +35,31 @@ class BeamGroup:
     def _request(self) -> Request:
         return self.sequences[0].request
 
+    def start(self, now: float) -> TokenDelta:
+        """A delta without tokens, by which others learn at ``now`` that the prompt has been computed."""
+        first_s = self.sequences[0].first_scheduled_s
+        assert first_s is not None
+        return self._delta(0, start=StartTimes(first_s - self._request.arrival_s, max(0.0, now - first_s)))
+
     def answer(self) -> list[TokenDelta]:
-        """The best finished beams, each as one delta."""
-        first, start = self.sequences[0], None
-        if first.first_scheduled_s is not None and self.first_token_s is not None:
-            queue_s = first.first_scheduled_s - self._request.arrival_s
-            start = StartTimes(queue_s, max(0.0, self.first_token_s - first.first_scheduled_s))
-        return [
-            TokenDelta(
-                request_id=self._request.request_id,
-                index=index,
-                position=0,
-                token_ids=beam.token_ids,
-                num_cached_tokens=first.num_cached_tokens,
-                start=start if index == 0 else None,
-                logprobs=beam.logprobs,
-                finish_reason=reason,
-            )
-            for index, (_, beam, reason) in enumerate(self.search.finished[: self._request.sampling_params.n])
+        """The best finished beams, each as one delta. Where the vocabulary is so small that there are fewer than were
+        asked for, the others are empty.
+        """
+        found = self.search.finished[: self._request.sampling_params.n]
+        deltas = [
+            self._delta(index, token_ids=beam.token_ids, logprobs=beam.logprobs, finish_reason=reason)
+            for index, (_, beam, reason) in enumerate(found)
         ]
+        return deltas + self.end(FinishReason.LENGTH)[len(found) :]
+
+    def end(self, reason: FinishReason) -> list[TokenDelta]:
+        """The end of all answers, none of which has any tokens."""
+        return [self._delta(index, finish_reason=reason) for index in range(self._request.sampling_params.n)]
+
+    def _delta(self, index: int, **fields: Any) -> TokenDelta:
+        first = self.sequences[0]
+        told: dict[str, Any] = {"token_ids": (), "num_cached_tokens": first.num_cached_tokens} | fields
+        return TokenDelta(request_id=first.request.request_id, index=index, position=0, **told)
 
 
 class Beams:
@@ -88,7 +97,9 @@ class Beams:
         return sum(group.num_reserved_slots for group in self._groups.values())
 
     def check(self, request: Request, max_num_seqs: int) -> None:
-        """Raise InvalidArgument if a request's beams could not run together even if they were alone."""
+        """Raise InvalidArgument if a request's beams could not run together even if they were alone, or its answer,
+        which comes all at once, would be too large.
+        """
         params = request.sampling_params
         if params.beam_width > max_num_seqs:
             limit = f"must be at most {max_num_seqs}, the sequences that a replica runs at once"
@@ -97,6 +108,13 @@ class Beams:
         if num_blocks > num_total:
             limit = f"{params.beam_width} beams of so many need {num_blocks} KV blocks of the replica's {num_total}"
             raise InvalidArgument("max_tokens", params.max_tokens, limit)
+        if params.logprobs is not None:
+            num_entries = params.n * self._most_tokens(request) * (1 + params.logprobs)
+            if num_entries > MAX_LOGPROBS_TOLD:
+                limit = (
+                    f"{params.n} beams would have up to {num_entries} of them, and at most {MAX_LOGPROBS_TOLD} are sent"
+                )
+                raise InvalidArgument("logprobs", params.logprobs, limit)
 
     def open(self, sequence: Sequence) -> None:
         """A request's first sequence starts to run: begin its search, if it is one."""
@@ -110,7 +128,7 @@ class Beams:
         """
         if not sequence.num_preemptions or not sequence.request.sampling_params.is_beam_search:
             return 0
-        return self._most_blocks(sequence.request) - self._kv.num_blocks_for(sequence.num_tokens + 1)
+        return max(0, self._most_blocks(sequence.request) - self._kv.num_blocks_for(sequence.num_tokens + 1))
 
     def close(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ones are ignored."""
@@ -150,8 +168,9 @@ class Beams:
         """Choose the next beams of all groups of which a step has computed the present ones."""
         deltas: list[TokenDelta] = []
         for group in [group for group in self._groups.values() if group.tops]:
-            if group.first_token_s is None:
-                group.first_token_s = now
+            if not group.has_started:
+                group.has_started = True
+                deltas.append(group.start(now))
             tops, group.tops = [group.tops[s.seq_id] for s in group.sequences], {}
             places = group.search.advance(tops)
             if group.search.is_done:
@@ -164,19 +183,9 @@ class Beams:
     def abort(self, request_id: str, reason: FinishReason) -> list[TokenDelta]:
         """End a beam search, waiting or running, and free its blocks."""
         sequences = self._live.of(request_id)
-        request, num_cached = sequences[0].request, sequences[0].num_cached_tokens
+        deltas = BeamGroup(BeamSearch(sequences[0].request, self._finish), sequences[0]).end(reason)
         self._end_all(sequences, reason)
-        return [
-            TokenDelta(
-                request_id=request_id,
-                index=index,
-                position=0,
-                token_ids=(),
-                num_cached_tokens=num_cached,
-                finish_reason=reason,
-            )
-            for index in range(request.sampling_params.n)
-        ]
+        return deltas
 
     def check_invariants(self) -> None:
         """The sequences of a group are level with each other, and have its beams' tokens."""
@@ -190,11 +199,15 @@ class Beams:
 
     def _most_blocks(self, request: Request) -> int:
         """Blocks of a request whose beams share nothing but their prompt, at their full length."""
-        params, room = request.sampling_params, self._finish.max_model_len - request.num_prompt_tokens
-        num_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         num_shared = request.num_prompt_tokens // self._kv.block_size
-        num_own = self._kv.num_blocks_for(request.num_prompt_tokens + num_tokens) - num_shared
-        return num_shared + params.beam_width * num_own
+        num_computed = request.num_prompt_tokens + self._most_tokens(request) - 1  # the last one never is
+        num_own = self._kv.num_blocks_for(num_computed) - num_shared
+        return num_shared + request.sampling_params.beam_width * num_own
+
+    def _most_tokens(self, request: Request) -> int:
+        """Output tokens of each beam, at most."""
+        room, wanted = self._finish.max_model_len - request.num_prompt_tokens, request.sampling_params.max_tokens
+        return room if wanted is None else min(room, wanted)
 
     def _has(self, sequence: Sequence) -> bool:
         return sequence.request.request_id in self._groups
@@ -205,17 +218,18 @@ class Beams:
 
     def _branch(self, group: BeamGroup, places: list[int]) -> None:
         """Give each of the search's new beams a sequence: that of the beam it continues, or a fork of it."""
-        before = group.sequences
-        self._end_all((s for place, s in enumerate(before) if place not in places), FinishReason.STOP)
-        group.sequences = []
-        for number, place in enumerate(places):
-            is_fork = place in places[:number]
-            group.sequences.append(self._fork(before[place]) if is_fork else before[place])
+        left = dict(enumerate(group.sequences))  # by place: those that no new beam has been given
+        parents = [left[place] for place in places]
+        self._end_all([left[place] for place in left.keys() - places], FinishReason.STOP)
+        group.sequences, chosen = [], []
+        for place, parent, beam in zip(places, parents, group.search.beams, strict=True):
+            sequence = left.pop(place, None)
+            if sequence is not None:
+                chosen.append((sequence.seq_id, beam.token_ids[-1]))
+            group.sequences.append(sequence or self._fork(parent))
         for sequence, beam in zip(group.sequences, group.search.beams, strict=True):
-            token_id = beam.token_ids[-1]
-            sequence.token_ids.append(token_id)
-            if sequence in before:
-                self._chosen.append((sequence.seq_id, token_id))
+            sequence.token_ids.append(beam.token_ids[-1])
+        self._chosen += chosen
 
     def _fork(self, parent: Sequence) -> Sequence:
         """A running sequence with the same tokens and blocks, at the same rank."""

@@ -205,6 +205,23 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
 
+    def pieces(self, size: int) -> list[TokenDelta]:
+        """The same in deltas of at most ``size`` tokens; a single one where that is enough."""
+        if len(self.token_ids) <= size:
+            return [self]
+        starts = range(0, len(self.token_ids), size)
+        return [
+            msgspec.structs.replace(
+                self,
+                position=self.position + start,
+                token_ids=self.token_ids[start : start + size],
+                start=None if start else self.start,
+                logprobs=self.logprobs[start : start + size],
+                finish_reason=self.finish_reason if start == starts[-1] else None,
+            )
+            for start in starts
+        ]
+
     @property
     def text_token_ids(self) -> tuple[int, ...]:
         """The tokens whose text is part of the answer: all but an end-of-sequence or stop token that ends it."""

@@ -14,6 +14,7 @@ from shoal_replica.errors import InvalidArgument
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BEAM_WIDTH = 128
+MAX_BEAM_STOPS = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
@@ -109,6 +110,9 @@ class SamplingParams:
         """Raise InvalidArgument for what a beam search would have to ignore."""
         if self.n > self.beam_width:
             raise InvalidArgument("n", self.n, f"must be at most the beam_width, {self.beam_width}")
+        if len(self.stop_token_ids) > MAX_BEAM_STOPS:
+            limit = f"must be at most {MAX_BEAM_STOPS} in a beam search"
+            raise InvalidArgument("stop_token_ids", f"{len(self.stop_token_ids)} ids", limit)
         if self.temperature not in (0.0, 1.0):
             raise InvalidArgument("temperature", self.temperature, "must be 0 or 1 in a beam search")
         for name, off in _NOT_IN_BEAM_SEARCH.items():

@@ -123,7 +123,7 @@ class Scheduler:
         """Process a step's tokens at ``now``: advance sequences, commit full blocks, end finished sequences."""
         deltas, self.now = list[TokenDelta](), max(self.now, now)
         self._totals.num_steps = output.step
-        sampled = {token.seq_id: token for token in result.sampled}
+        sampled, has_beams = {token.seq_id: token for token in result.sampled}, bool(self._beams)
         for share in output.scheduled:
             sequence = self._live.by_id.get(share.seq_id)
             if sequence is None or sequence.status is not SequenceStatus.RUNNING:
@@ -136,7 +136,7 @@ class Scheduler:
                 continue
             token = sampled[share.seq_id]
             self._totals.num_generated_tokens += 1
-            if self._beams and self._beams.take(sequence, token):
+            if has_beams and self._beams.take(sequence, token):
                 continue
             if len(sequence.token_ids) == len(sequence.request.prompt_token_ids):
                 self._fork_siblings(sequence)
@@ -145,7 +145,7 @@ class Scheduler:
             deltas.append(sequence.delta(sequence.index, token, reason, self.now))
             if reason is not None:
                 self._finish(sequence, reason)
-        return [*deltas, *self._beams.advance(self.now)] if self._beams else deltas
+        return [*deltas, *self._beams.advance(self.now)] if has_beams else deltas
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
@@ -257,7 +257,7 @@ class Scheduler:
             if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
                 break  # blocks are short: start no new sequence until the preempted ones are back
             num_slots = sequence.request.sampling_params.beam_width
-            if num_slots > room:
+            if plan.share(sequence) and num_slots > room:
                 break
             line.pass_first()
             if plan.share(sequence) == 0:

@@ -109,14 +109,15 @@ def test_beams_end_as_those_of_transformers(folder, oracle, changes):
             assert sequence.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
 
 
-def test_log_probabilities_sum_up_to_the_score(folder, oracle):
-    params = beam_params(logprobs=3)
+@pytest.mark.parametrize("count", [0, 3, 20])  # fewer and more than the search itself needs
+def test_log_probabilities_sum_up_to_the_score(folder, oracle, count):
+    params = beam_params(logprobs=count)
     with LLM(str(folder), num_blocks=64) as llm:
         (output,) = llm.generate(PROMPTS[3], params)
     for sequence, (beam, score) in zip(output.outputs, oracle(PROMPTS[3], params, None), strict=True):
         assert [entry.token_id for entry in sequence.logprobs] == beam
         assert math.isclose(sum(entry.logprob for entry in sequence.logprobs) / len(beam), score, abs_tol=1e-4)
-        assert all(len(entry.top) == 3 for entry in sequence.logprobs)
+        assert all(len(entry.top) == count for entry in sequence.logprobs)
 
 
 def test_beams_beside_draws_and_greedy_answers(folder, oracle):
@@ -145,9 +146,9 @@ def test_beams_that_do_not_fit_are_refused(folder):
     with LLM(str(folder), block_size=4, num_blocks=40, max_model_len=100, max_num_seqs=6) as llm:
         with pytest.raises(InvalidArgument, match="beam_width: got 7; must be at most 6"):
             llm.generate(PROMPTS[0], beam_params(beam_width=7))
-        # 40 tokens fill 10 blocks; 17 more tokens take 5 for each of 6 beams, and 21 take 6.
-        assert llm.generate(PROMPTS[4], beam_params(beam_width=6, max_tokens=20))
+        # 40 tokens fill 10 blocks. Of 21 more tokens 20 are computed, in 5 blocks for each of 6 beams.
+        assert llm.generate(PROMPTS[4], beam_params(beam_width=6, max_tokens=21))
         with pytest.raises(
-            InvalidArgument, match=r"max_tokens: got 21; 6 beams .* need 46 KV blocks of the replica's 40"
+            InvalidArgument, match=r"max_tokens: got 22; 6 beams .* need 46 KV blocks of the replica's 40"
         ):
-            llm.generate(PROMPTS[4], beam_params(beam_width=6, max_tokens=21))
+            llm.generate(PROMPTS[4], beam_params(beam_width=6, max_tokens=22))

@@ -351,6 +351,41 @@ async def test_a_beam_search_that_loses_its_replica_begins_again_elsewhere() -> 
         assert answer.usage.num_resumes == 1
 
 
+async def test_a_beam_search_that_is_lost_with_half_of_its_answer_gives_the_other_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard, take = list[TokenDelta](), leg.Leg._on_delta
+
+    def hear(self: leg.Leg, replica_id: str, delta: TokenDelta) -> None:
+        heard.append(delta)
+        if delta.index == 1 and len(heard) < 4:  # after the start, and the best beam
+            self._on_lost()
+        else:
+            take(self, replica_id, delta)
+
+    monkeypatch.setattr(leg.Leg, "_on_delta", hear)
+    async with serving("a", "b") as serve:
+        answer = await ask(serve, prompt_token_ids=PROMPT, max_tokens=12, n=2, beam_width=3)
+    asked = make_request("call", PROMPT, max_tokens=12, n=2, beam_width=3)
+    assert answer.tokens == expected_beams(asked, FinishRule(frozenset(), 10**6))
+    assert (answer.usage.num_resumes, len(heard)) == (1, 6)
+
+
+async def test_a_beam_search_comes_in_messages_that_a_client_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_MERGED", 5)
+    async with serving("a") as serve:
+        answer, sizes = Answer(2), list[tuple[int, int]]()
+        asked = make_request("call", PROMPT, max_tokens=12, n=2, beam_width=3)
+        async with streaming(serve.generation(asked)) as chunks:
+            async for chunk in chunks:
+                answer.take(chunk)
+                sizes.append((chunk.index, len(chunk.token_ids)))
+    assert sizes == [(index, size) for index in range(2) for size in (5, 5, 2)]
+    assert answer.tokens == expected_beams(asked, FinishRule(frozenset(), 10**6))
+    assert answer.texts == [text_of(tokens) for tokens in answer.tokens]
+    assert answer.reasons == ["length", "length"]
+
+
 async def test_a_loss_on_the_way_by_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt is too long for the feed and its call hangs: it goes elsewhere when the feed breaks."""
     monkeypatch.setattr(feed_client, "MAX_REQUEST_BYTES", 0)

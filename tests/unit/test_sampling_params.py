@@ -136,6 +136,7 @@ def test_one_stop_string_is_a_list_of_one() -> None:
         ("frequency_penalty", -0.1),
         ("repetition_penalty", 1.1),
         ("stop", ("a",)),
+        ("stop_token_ids", tuple(range(65))),
     ],
 )
 def test_a_beam_search_refuses_what_it_would_ignore(field: str, value: Any) -> None:

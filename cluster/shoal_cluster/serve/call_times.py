@@ -80,9 +80,13 @@ class CallTimes:
         self.legs.append(LegTimes(now))
         return self.legs[-1]
 
-    def take(self, index: int, num_tokens: int, now: float) -> None:
-        """``num_tokens`` of sequence ``index`` came at ``now``."""
+    def take(self, index: int, num_tokens: int, now: float, has_started: bool = False) -> None:
+        """``num_tokens`` of sequence ``index`` came at ``now``. Of a beam search, whose tokens come at its end, the
+        replica tells when it has computed the first (``has_started``).
+        """
         if not num_tokens:
+            if has_started and self.first_token_s is None:
+                self._note_first(now)
             return
         last_s = self._last_s[index]
         self._last_s[index] = now
@@ -91,5 +95,8 @@ class CallTimes:
             self._num_gaps += num_tokens
             self._watch.add_tokens((now - last_s) / num_tokens, num_tokens, now)
         elif self.first_token_s is None:
-            self.first_token_s = now
-            self._watch.add_first_token(now - self.arrived_s, now)
+            self._note_first(now)
+
+    def _note_first(self, now: float) -> None:
+        self.first_token_s = now
+        self._watch.add_first_token(now - self.arrived_s, now)

@@ -25,7 +25,9 @@ from shoal_replica.tokenizer import Tokenizer
 MAX_RESUMES = 3
 MAX_REFUSALS = 4
 UNHEARD_S = 0.1  # pause before retrying a replica that has no feed to this gateway
-MAX_MERGED = 256  # chunks in a message: with 20 log-probabilities each, 80 KB of the 4 MiB that clients accept
+MAX_MERGED = (
+    256  # tokens in a message, or few more: with 20 log-probabilities each, 80 KB of the 4 MiB that clients accept
+)
 GONE_S = 2.0  # after which a replica that failed a request but has kept its feed counts as well again
 
 Place = Callable[[Request, RouteQuery, float], Placement]  # the float is the call's deadline
@@ -126,8 +128,10 @@ class Generation:
         """
         first = self._chunks.popleft()
         chunks = [first]
-        while self._chunks and self._chunks[0].index == first.index and len(chunks) < MAX_MERGED:
+        num_tokens = len(first.token_ids)
+        while self._chunks and self._chunks[0].index == first.index and num_tokens < MAX_MERGED:
             chunks.append(self._chunks.popleft())
+            num_tokens += len(chunks[-1].token_ids)
         if len(chunks) == 1:
             return first
         return Chunk(
@@ -262,7 +266,8 @@ class Generation:
     def _try_take(self, leg: LegTimes, replica_id: str, delta: TokenDelta) -> None:
         """``_take``, with any error made this call's failure: its replica's feed also carries other calls."""
         try:
-            self._take(leg, replica_id, delta)
+            for piece in delta.pieces(MAX_MERGED):
+                self._take(leg, replica_id, piece)
         except Exception as error:
             self.fail(error)
 
@@ -274,7 +279,7 @@ class Generation:
             self._num_cached_tokens = delta.num_cached_tokens
         now = time.monotonic()
         leg.take(delta.start, now)
-        self._times.take(delta.index, len(delta.token_ids), now)
+        self._times.take(delta.index, len(delta.token_ids), now, delta.start is not None)
         output.token_ids.extend(delta.token_ids)
         text, stopped = output.text_stream.push(delta.text_token_ids)
         finish_reason = FinishReason.STOP if stopped else delta.finish_reason
@@ -285,6 +290,8 @@ class Generation:
             finish_reason = FinishReason.STOP if output.text_stream.stopped else finish_reason
         if finish_reason is not None:
             output.is_done = True
+        if not delta.token_ids and finish_reason is None:
+            return  # a beam search has begun to find tokens
         self._chunks.append(
             Chunk(
                 index=delta.index,

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall, Message
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.sampling_params import MAX_LOGPROBS, SamplingParams
+from shoal_replica.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on as long as the model has room
 
@@ -155,11 +155,6 @@ class _Request(_Body):
             best_of: the number of beams, where `use_beam_search` asks for some and `beam_width` does not say how many.
                 Without either there are as many as are returned, as with vLLM.
         """
-        beam_width = self.beam_width
-        if self.use_beam_search and beam_width is None:
-            beam_width = self.num_sequences if best_of is None else best_of
-        if self.use_beam_search and beam_width == 1:
-            raise InvalidArgument("use_beam_search", True, "needs at least two beams: set beam_width")
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -170,7 +165,7 @@ class _Request(_Body):
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "ignore_eos": self.ignore_eos,
-            "beam_width": beam_width,
+            "beam_width": self._num_beams(best_of),
             "length_penalty": self.length_penalty,
             "early_stopping": self.early_stopping,
         }
@@ -184,6 +179,24 @@ class _Request(_Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             **present,
         )
+
+    def _num_beams(self, best_of: int | None) -> int | None:
+        """See `sampling_params`; None if nothing asks for a beam search."""
+        if self.use_beam_search is False and self.beam_width not in (None, 1):
+            raise InvalidArgument("use_beam_search", False, f"contradicts a beam_width of {self.beam_width}")
+        if not self.use_beam_search or self.beam_width is not None:
+            if best_of not in (None, self.num_sequences):
+                raise InvalidArgument("best_of", best_of, "is not supported; leave it out")
+            if self.use_beam_search and self.beam_width == 1:
+                raise InvalidArgument("beam_width", 1, "contradicts use_beam_search")
+            return self.beam_width
+        if best_of is not None and not max(2, self.num_sequences) <= best_of <= MAX_BEAM_WIDTH:
+            limit = f"must be from {max(2, self.num_sequences)} to {MAX_BEAM_WIDTH} with use_beam_search"
+            raise InvalidArgument("best_of", best_of, limit)
+        num_beams = self.num_sequences if best_of is None else best_of
+        if num_beams == 1:
+            raise InvalidArgument("use_beam_search", True, "needs at least two beams: set beam_width")
+        return num_beams
 
 
 class ChatRequest(_Request):
@@ -236,8 +249,6 @@ class CompletionRequest(_Request):
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """One call per prompt. Raises InvalidArgument."""
-        if self.best_of not in (None, self.num_sequences) and not self.use_beam_search:
-            raise InvalidArgument("best_of", self.best_of, "is not supported; leave it out")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         params = self.sampling_params(max_tokens, self.logprobs, self.best_of)
         prompts = _prompts(self.prompt)

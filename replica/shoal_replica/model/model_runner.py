@@ -86,7 +86,8 @@ class ModelRunner:
         Call it before the next step.
         """
         for seq_id, token_id in tokens:
-            self._append_sampled(seq_id, token_id)
+            if not self._sequences[seq_id].num_candidates:  # else the scheduler chooses one
+                self._sequences.append(seq_id, token_id)
 
     def check_health(self) -> None:
         """Does nothing: a model in this process can fail only within a step."""
@@ -127,14 +128,10 @@ class ModelRunner:
                 SampledToken(row.seq_id, sample.token_id, sample.logprobs)
                 for row, sample in zip(rows, self._sampler.sample(logits, rows, maxima), strict=True)
             )
-        for token in sampled:
-            self._append_sampled(token.seq_id, token.token_id)
+        for h, token in zip(held, sampled, strict=True):
+            if not h.num_candidates:  # else the scheduler chooses one
+                self._sequences.append(token.seq_id, token.token_id)
         return StepResult(sampled, self._forward_s)
-
-    def _append_sampled(self, seq_id: int, token_id: int) -> None:
-        """Append a token, unless the scheduler is to choose one."""
-        if not self._sequences[seq_id].num_candidates:
-            self._sequences.append(seq_id, token_id)
 
     def _held(self, scheduled: ScheduledSequence) -> HeldSequence:
         """The held state of a sequence that samples."""

@@ -44,6 +44,8 @@ def samples(name: str, values: list[float], row: str = "b") -> list[Sample]:
         ("b", [(1, 32, 1), (1, 32, 128)]),
         ("c", [(1, 1024, 1)]),
         ("d", [(32, 832, 32), (32, 832, 32)]),
+        ("h", [(64, 256, 64)]),
+        ("i", [(1, 256, 64)]),
     ],
 )
 def test_shapes_of_the_workloads(letter: str, shapes: list[tuple[int, int, int]]) -> None:
@@ -56,6 +58,14 @@ def test_equal_seeds_give_equal_prompts_and_others_fresh_ones() -> None:
     one, again, other = (Prompts(1000, seed).batch(4, 32) for seed in ("0/a/0", "0/a/0", "0/a/1"))
     assert one == again
     assert one != other
+
+
+def test_how_tokens_are_chosen_is_told_also_while_warming_up() -> None:
+    prompts = Prompts(1000, "seed")
+    for letter, how in (("a", {}), ("h", {"temperature": 0.8, "top_p": 0.9}), ("i", {"beam_width": 4})):
+        workload = GENERATED[letter]
+        for request in (*workload.requests(prompts), *workload.warm_up(prompts)):
+            assert request.message(steps=False)["how"] == how
 
 
 def test_the_shared_prefix_is_shared_and_the_rest_is_not() -> None:
@@ -74,13 +84,15 @@ def test_figures_of_answers() -> None:
     }
     assert GENERATED["a"].figures([{"seconds": 4.0}]) == {"a": 1024.0}
     assert GENERATED["b"].figures([{"seconds": 0.1}, {"seconds": 1.37}]) == {"b": pytest.approx(10.0)}
+    assert GENERATED["h"].figures([{"seconds": 4.0}]) == {"h": 1024.0}
+    assert GENERATED["i"].figures([{"seconds": 0.5}]) == {"i": 500.0}
     assert GENERATED["d"].figures([{"seconds": 3.0}, {"seconds": 2.0}]) == {"d_cold": 3.0, "d_warm": 2.0}
 
 
 def test_workload_letters() -> None:
     assert check_workloads("sgb") == "abgs"
     for wrong in ("x", ""):
-        with pytest.raises(InvalidArgument, match=f"--workloads: got '{wrong}'; must be letters of 'abcdefgs'"):
+        with pytest.raises(InvalidArgument, match=f"--workloads: got '{wrong}'; must be letters of 'abcdefghis'"):
             check_workloads(wrong)
 
 

@@ -19,7 +19,7 @@ from shoal_replica.errors import ConfigError
 SHOAL = "shoal"
 FLOOR = "floor"
 NEEDS_FILE = ("openvino", "llamacpp")  # these read a GGUF file; the others read Shoal's model folder
-PEER_WORKLOADS = {"vllm": "abcdef", "openvino": "abcdef", "llamacpp": "abcef", "transformers": "abcef"}
+PEER_WORKLOADS = {"vllm": "abcdefhi", "openvino": "abcdef", "llamacpp": "abcef", "transformers": "abcefhi"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

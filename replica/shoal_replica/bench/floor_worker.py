@@ -42,7 +42,7 @@ class FloorMeter(Engine):
         self._pairs = [_matrices(*sizes, fastest) for sizes in GEMM_SIZES]
         self.versions, self.info = {"torch": torch.__version__}, {"gemm_dtype": str(fastest).removeprefix("torch.")}
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_tokens: int, **how: Any) -> list[list[int]]:
         return [[] for _ in prompts]
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class Shoal(Engine):
             "kernels": plan_replica(config).kernels,
         }
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    def generate(self, prompts: list[list[int]], max_tokens: int, **how: Any) -> list[list[int]]:
+        params = SamplingParams(**{"temperature": 0.0} | how, max_tokens=max_tokens, ignore_eos=True)
         return [output.token_ids for output in self._llm.generate(prompts, params)]
 
     def _note_blocks(self, timing: StepTiming) -> None:

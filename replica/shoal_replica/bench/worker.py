@@ -52,8 +52,10 @@ class Engine:
     versions: dict[str, str]
     info: dict[str, Any]
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """Generate ``max_tokens`` tokens for each prompt, all prompts in one batch."""
+    def generate(self, prompts: list[list[int]], max_tokens: int, **how: Any) -> list[list[int]]:
+        """Generate ``max_tokens`` tokens for each prompt, all prompts in one batch: greedily, or drawn by
+        ``temperature`` and ``top_p``, or by beam search with ``beam_width``.
+        """
         raise NotImplementedError
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class Engine:
         if request["op"] != "generate":
             raise ValueError(f"no operation {request['op']!r}")
         started = time.perf_counter()
-        outputs = self.generate(request["prompts"], request["max_tokens"])
+        outputs = self.generate(request["prompts"], request["max_tokens"], **request.get("how", {}))
         return {"seconds": time.perf_counter() - started, "num_tokens": [len(output) for output in outputs]}
 
 
@@ -82,6 +84,7 @@ class Vllm(Engine):
         self.versions = {"vllm": vllm.__version__, "torch": load("torch").__version__}
         self.info = {"preload": os.environ.get("LD_PRELOAD", "")}
         self._params = vllm.SamplingParams
+        self._beam_params = load("vllm.sampling_params").BeamSearchParams
         options = {
             "dtype": "bfloat16",
             "max_model_len": MAX_LEN,
@@ -90,9 +93,13 @@ class Vllm(Engine):
         }
         self._llm = vllm.LLM(settings.model, **(options | settings.options))
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        params = self._params(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    def generate(self, prompts: list[list[int]], max_tokens: int, **how: Any) -> list[list[int]]:
+        asked = [{"prompt_token_ids": p} for p in prompts]
+        if "beam_width" in how:
+            beams = self._llm.beam_search(asked, self._beam_params(max_tokens=max_tokens, ignore_eos=True, **how))
+            return [list(b.sequences[0].tokens[len(p) :]) for b, p in zip(beams, prompts, strict=True)]
+        common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
+        outputs = self._llm.generate(asked, self._params(**{"temperature": 0} | how, **common), use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -110,7 +117,8 @@ class OpenVino(Engine):
         properties = {"INFERENCE_NUM_THREADS": settings.num_threads, "ENABLE_CPU_PINNING": False} | settings.options
         self._pipeline = self._genai.ContinuousBatchingPipeline(settings.model, scheduler, "CPU", properties, {})
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_tokens: int, **how: Any) -> list[list[int]]:
+        _only_greedy(how)
         config = self._genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = max_tokens
         config.ignore_eos, config.do_sample = True, False
@@ -144,7 +152,8 @@ class LlamaCpp(Engine):
         self._batch = api.llama_batch_init(self.BATCH, 0, 1)
         self._contexts: dict[int, Any] = {}
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_tokens: int, **how: Any) -> list[list[int]]:
+        _only_greedy(how)
         context = self._context(1 if len(prompts) == 1 else self.MAX_SEQS)
         self._api.llama_memory_clear(self._api.llama_get_memory(context), False)
         rows = [(t, i, seq, i == len(p) - 1) for seq, p in enumerate(prompts) for i, t in enumerate(p)]
@@ -195,7 +204,8 @@ class Transformers(Engine):
         options = {"dtype": self._torch.bfloat16, "attn_implementation": "sdpa"} | settings.options
         self._model = transformers.AutoModelForCausalLM.from_pretrained(settings.model, **options).eval()
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_tokens: int, **how: Any) -> list[list[int]]:
+        width = how.pop("beam_width", 1)
         with self._torch.inference_mode():
             ids = self._torch.tensor(prompts)
             output = self._model.generate(
@@ -203,10 +213,17 @@ class Transformers(Engine):
                 attention_mask=self._torch.ones_like(ids),
                 max_new_tokens=max_tokens,
                 min_new_tokens=max_tokens,
-                do_sample=False,
+                do_sample=bool(how),
+                num_beams=width,
                 pad_token_id=0,
+                **({"top_k": 0} | how if how else {}),
             )
         return list(output[:, ids.shape[1] :].tolist())
+
+
+def _only_greedy(how: dict[str, Any]) -> None:
+    if how:
+        raise ValueError(f"this adapter decodes greedily; asked for {', '.join(how)}")
 
 
 PEERS: dict[str, Callable[[Settings], Engine]] = {

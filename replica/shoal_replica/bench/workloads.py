@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal_replica.bench.floor import Floor
@@ -17,7 +17,9 @@ FIRST_TOKEN_PROMPT_LEN = 1024
 SHARERS, SHARED_LEN, OWN_LEN, SHARED_OUTPUT_LEN = 32, 768, 64, 32
 FIRST_ORDINARY_TOKEN = 100
 WARM_UP_PROMPTS, WARM_UP_TOKENS = 16, 4
-DEFAULT_WORKLOADS = "abcdefg"
+DRAWN = {"temperature": 0.8, "top_p": 0.9}
+BEAMS = {"beam_width": 4}
+DEFAULT_WORKLOADS = "abcdefghi"
 ALL_WORKLOADS = DEFAULT_WORKLOADS + "s"
 
 
@@ -40,21 +42,25 @@ ROWS = {
     "f": Row("f  peak memory", "MB"),
     "f_beyond": Row("f  beyond weights and KV blocks used", "MB"),
     "g": Row("g  outside the forward, batch 64", "%"),
+    "h": Row("h  as a, drawn with top-p", "tokens/s", more_is_better=True),
+    "i": Row("i  4 beams of (256 in, 64 out)", "ms"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A batch of prompts, and the number of tokens to generate for each."""
+    """A batch of prompts, the number of tokens to generate for each, and how they are chosen: greedily, or as ``how``
+    says (arguments of the adapters' ``generate``).
+    """
 
     prompts: Sequence[Sequence[int]]
     max_tokens: int
+    how: Mapping[str, float] = field(default_factory=dict)
 
     def message(self, *, steps: bool) -> dict[str, Any]:
         """The message to a worker; ``steps`` asks for step timings, too."""
-        return {"op": "generate", "prompts": self.prompts, "max_tokens": self.max_tokens} | (
-            {"steps": True} if steps else {}
-        )
+        asked = {"op": "generate", "prompts": self.prompts, "max_tokens": self.max_tokens, "how": dict(self.how)}
+        return asked | ({"steps": True} if steps else {})
 
 
 Answers = Sequence[Mapping[str, Any]]
@@ -73,7 +79,9 @@ class Workload:
     def warm_up(self, prompts: Prompts) -> list[Request]:
         """The same requests with fewer prompts and tokens."""
         return [
-            Request(request.prompts[:WARM_UP_PROMPTS], min(request.max_tokens, WARM_UP_TOKENS))
+            replace(
+                request, prompts=request.prompts[:WARM_UP_PROMPTS], max_tokens=min(request.max_tokens, WARM_UP_TOKENS)
+            )
             for request in self.requests(prompts)
         ]
 
@@ -150,7 +158,33 @@ def shared_prefix() -> Workload:
     )
 
 
-GENERATED = {"a": throughput(), "b": stream(), "c": first_token(), "d": shared_prefix()}
+def drawn() -> Workload:
+    """(h) Throughput of a large batch whose tokens are drawn, as most clients ask for."""
+    return Workload(
+        lambda prompts: [Request(prompts.batch(BATCH, PROMPT_LEN), OUTPUT_LEN, DRAWN)],
+        lambda answers: {"h": BATCH * OUTPUT_LEN / answers[0]["seconds"]},
+        lambda floor, model: {"h": BATCH * OUTPUT_LEN / floor.batch_s(model, BATCH, PROMPT_LEN, OUTPUT_LEN)},
+    )
+
+
+def beams() -> Workload:
+    """(i) Milliseconds of a beam search."""
+    width = BEAMS["beam_width"]
+
+    def floors(floor: Floor, model: ModelConfig) -> dict[str, float]:
+        decode_s = (OUTPUT_LEN - 1) * floor.decode_s(model, width, PROMPT_LEN + OUTPUT_LEN // 2)
+        return {"i": 1e3 * (floor.prefill_s(model, PROMPT_LEN) + decode_s)}
+
+    return Workload(
+        lambda prompts: [Request(prompts.batch(1, PROMPT_LEN), OUTPUT_LEN, BEAMS)],
+        lambda answers: {"i": 1e3 * answers[0]["seconds"]},
+        floors,
+    )
+
+
+GENERATED = {
+    "a": throughput(), "b": stream(), "c": first_token(), "d": shared_prefix(), "h": drawn(), "i": beams(),
+}  # fmt: skip
 
 
 def check_workloads(letters: str, field: str = "--workloads") -> str:

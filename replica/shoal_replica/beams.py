@@ -106,7 +106,8 @@ class Beams:
             raise InvalidArgument("beam_width", params.beam_width, limit)
         num_blocks, num_total = self._most_blocks(request), self._kv.pool.num_blocks
         if num_blocks > num_total:
-            limit = f"{params.beam_width} beams of so many need {num_blocks} KV blocks of the replica's {num_total}"
+            beams = f"{params.beam_width} beams of up to {self._most_tokens(request)} tokens"
+            limit = f"must be lower: {beams} need {num_blocks} KV blocks of the replica's {num_total}"
             raise InvalidArgument("max_tokens", params.max_tokens, limit)
         if params.logprobs is not None:
             num_entries = params.n * self._most_tokens(request) * (1 + params.logprobs)

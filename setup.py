@@ -94,8 +94,10 @@ class BuildNative(build_ext):
         left_out = [name for name, kernel in kernels.items() if name != base and kernel.exception() is not None]
         built = [name for name in sets if name not in left_out]
         has = [f"-DSHOAL_HAS_{name.upper()}" for name in built]
-        parts = [compile_one("dispatch.cpp", objects / "dispatch.o", *has)]
-        parts += [kernels[name].result() for name in built] + [part.result() for part in rest]
+        # Of the standard library's templates the linker takes the first copy that it meets, for all sets: one that all
+        # processors run.
+        parts = [compile_one("dispatch.cpp", objects / "dispatch.o", *has), *(part.result() for part in rest)]
+        parts += [kernels[name].result() for name in reversed(built)]
         linked = objects / target.name
         subprocess.run([compiler, "-shared", "-pthread", *map(str, parts), "-o", str(linked)], check=True)
         _put(linked, target)

@@ -86,19 +86,24 @@ void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* 
     }
 }
 
-void shoal_draw(ShoalDecoder* decoder, const float* rows, int64_t num_rows, int64_t size, const ShoalDraw* draws,
-                int64_t* places) {
-    const auto& kernels = decoder != nullptr ? decoder->kernels() : *best_kernels();
-    for_each_row(decoder, num_rows, [&](int i) { places[i] = kernels.draw(rows + i * size, size, draws[i]); });
+int shoal_draw(ShoalDecoder* decoder, const float* logits, int64_t size, const int64_t* numbers, int64_t count,
+               const ShoalDraw* draws, int64_t* places) {
+    return guarded([&] {
+        const auto& kernels = decoder != nullptr ? decoder->kernels() : *best_kernels();
+        for_each_row(decoder, count,
+                     [&](int i) { places[i] = kernels.draw(logits + numbers[i] * size, size, draws[i]); });
+    });
 }
 
-void shoal_log_probabilities(ShoalDecoder* decoder, const float* rows, int64_t num_rows, int64_t size,
-                             const int64_t* places, const int64_t* counts, int64_t stride, float* values,
-                             int64_t* top_places, float* top_values) {
-    const auto& kernels = decoder != nullptr ? decoder->kernels() : *best_kernels();
-    for_each_row(decoder, num_rows, [&](int i) {
-        values[i] = kernels.log_probabilities(rows + i * size, size, places[i], counts[i], top_places + i * stride,
-                                              top_values + i * stride);
+int shoal_log_probabilities(ShoalDecoder* decoder, const float* logits, int64_t size, const int64_t* numbers,
+                            int64_t count, const int64_t* places, const int64_t* num_top, int64_t stride, float* values,
+                            int64_t* top_places, float* top_values) {
+    return guarded([&] {
+        const auto& kernels = decoder != nullptr ? decoder->kernels() : *best_kernels();
+        for_each_row(decoder, count, [&](int i) {
+            values[i] = kernels.log_probabilities(logits + numbers[i] * size, size, places[i], num_top[i],
+                                                  top_places + i * stride, top_values + i * stride);
+        });
     });
 }
 

@@ -90,6 +90,9 @@ private:
     // before the attention needs few weights: a single thread also does it by rows, and finds what it has just written
     // in a near cache.
     bool goes_by_rows(int rows) const;
+    // Whether helpers read the next step's first weights after a step of so many rows. With several stages, others
+    // compute between two steps of this one, and need the memory bandwidth.
+    bool streams_on(int64_t rows) const;
     void project(Team::Member& member, const ShoalStep& step, int index);
     void complete(Team::Member& member, int index, float* stream, const Word* attended, int rows);
     void project_rows(const ShoalStep& step, int index, int begin, int end);

@@ -32,8 +32,8 @@ inline RowScratch& row_scratch(int64_t size) {
     thread_local RowScratch scratch;
     const auto padded = static_cast<size_t>(divide_up(size, kLanes) * kLanes);
     if (scratch.scores.size() < padded) {
-        scratch.scores.resize(padded);
         scratch.weights.resize(padded);
+        scratch.scores.resize(padded);  // last: its size tells that there is room
     }
     return scratch;
 }
@@ -126,8 +126,8 @@ inline std::pair<int, int64_t> bucket_of_kth(int64_t k, const RowScratch& scratc
     return {bucket, before};
 }
 
-// Collects the scores of buckets [first, last], likeliest first.
-inline void rank(int first, int last, int64_t size, RowScratch& scratch) {
+// Collects the scores of buckets [first, last], in the order of their places.
+inline void collect(int first, int last, int64_t size, RowScratch& scratch) {
     scratch.ranked.clear();
     const float* const scores = scratch.scores.data();
     // Magnitudes of bucket b are in [b << shift, (b + 1) << shift).
@@ -135,7 +135,6 @@ inline void rank(int first, int last, int64_t size, RowScratch& scratch) {
     const uint32_t span = static_cast<uint32_t>(last - first + 1) << kBucketShift;
     for (int64_t i = 0; i < size; ++i)
         if (magnitude(scores[i]) - low < span) scratch.ranked.emplace_back(magnitude(scores[i]), i);
-    std::sort(scratch.ranked.begin(), scratch.ranked.end());
 }
 
 // Sets the weights to 0 of all that rank behind `last`.
@@ -153,10 +152,15 @@ inline void drop_behind(const Ranked& last, int64_t size, RowScratch& scratch) {
 // Keeps the k largest scores and all that equal the k-th. Returns the sum of their weights.
 inline double keep_top_k(int64_t k, int64_t size, RowScratch& scratch) {
     const auto [bucket, before] = bucket_of_kth(k, scratch);
-    rank(bucket, bucket, size, scratch);
-    const uint32_t limit = scratch.ranked[static_cast<size_t>(k - before - 1)].first;
-    drop_behind({limit, size}, size, scratch);
     double mass = 0.0;
+    if (bucket >= bucket_of(kMinusInfinity)) {  // fewer are left
+        for (double part : scratch.masses) mass += part;
+        return mass;
+    }
+    collect(bucket, bucket, size, scratch);
+    const auto kth = scratch.ranked.begin() + (k - before - 1);
+    std::nth_element(scratch.ranked.begin(), kth, scratch.ranked.end());
+    drop_behind({kth->first, size}, size, scratch);
     for (int b = 0; b < bucket; ++b) mass += scratch.masses[b];
     scratch.masses[bucket] = 0.0;
     for (const auto& [found, place] : scratch.ranked) scratch.masses[bucket] += scratch.weights[place];
@@ -175,7 +179,10 @@ inline void keep_mass(double mass, int64_t size, RowScratch& scratch) {
         before += scratch.masses[bucket];
     }
     if (bucket == kBuckets) return;  // rounding: all of them are needed
-    rank(last, last, size, scratch);
+    collect(last, last, size, scratch);
+    // Equals, of which there may be very many, are in order already.
+    if (!std::is_sorted(scratch.ranked.begin(), scratch.ranked.end()))
+        std::sort(scratch.ranked.begin(), scratch.ranked.end());
     const Ranked* kept = nullptr;
     for (const Ranked& next : scratch.ranked) {
         if (kept != nullptr && before >= mass) break;
@@ -211,7 +218,8 @@ float log_probabilities(const float* row, int64_t size, int64_t place, int64_t c
     const auto log_sum = static_cast<float>(std::log(sum));
     if (count > 0) {
         fill_buckets(size, false, scratch);
-        rank(0, bucket_of_kth(count, scratch).first, size, scratch);
+        collect(0, bucket_of_kth(count, scratch).first, size, scratch);
+        std::partial_sort(scratch.ranked.begin(), scratch.ranked.begin() + count, scratch.ranked.end());
         for (int64_t i = 0; i < count; ++i) {
             places[i] = scratch.ranked[static_cast<size_t>(i)].second;
             values[i] = scratch.scores[static_cast<size_t>(places[i])] - log_sum;

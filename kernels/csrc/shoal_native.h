@@ -92,14 +92,15 @@ typedef struct ShoalDraw {
     int64_t top_k;
     double top_p, uniform;
 } ShoalDraw;
-/* Rows are finite but for -inf. By all threads of the decoder, or without one (NULL) by the caller. */
-SHOAL_API void shoal_draw(ShoalDecoder* decoder, const float* rows, int64_t num_rows, int64_t size,
-                          const ShoalDraw* draws, int64_t* places);
-/* Of each row the log-probability of one place, values [num_rows], and the likeliest counts[i] places with theirs,
-   [num_rows][stride], likeliest first, of equals the lower places. */
-SHOAL_API void shoal_log_probabilities(ShoalDecoder* decoder, const float* rows, int64_t num_rows, int64_t size,
-                                       const int64_t* places, const int64_t* counts, int64_t stride, float* values,
-                                       int64_t* top_places, float* top_values);
+/* Draws from rows numbers[i] of logits [..][size], which are finite but for -inf: by all threads of the decoder, or
+   without one (NULL) by the caller. */
+SHOAL_API int shoal_draw(ShoalDecoder* decoder, const float* logits, int64_t size, const int64_t* numbers, int64_t count,
+                         const ShoalDraw* draws, int64_t* places);
+/* Of the same rows the log-probability of one place, values [count], and the likeliest num_top[i] places with theirs,
+   [count][stride], likeliest first, of equals the lower places. */
+SHOAL_API int shoal_log_probabilities(ShoalDecoder* decoder, const float* logits, int64_t size, const int64_t* numbers,
+                                      int64_t count, const int64_t* places, const int64_t* num_top, int64_t stride,
+                                      float* values, int64_t* top_places, float* top_values);
 SHOAL_API const char* shoal_decoder_kernels(const ShoalDecoder* decoder);
 SHOAL_API const char* shoal_supported_kernels(void);
 SHOAL_API const char* shoal_error(void);

@@ -35,6 +35,10 @@ void Decoder::for_row_chunks(Team::Member& member, int rows, const Work& work) {
     });
 }
 
+bool Decoder::streams_on(int64_t rows) const {
+    return shape_.is_first_stage && shape_.is_last_stage && rows <= kStreamedRows;
+}
+
 bool Decoder::goes_by_rows(int rows) const {
     return exchange_ == nullptr && team_.size() > 1 && rows >= kernels_.least_rows * team_.size() * team_.size();
 }
@@ -312,7 +316,9 @@ void Decoder::finish(Team::Member& member, const ShoalStep& step) {
 
 void Decoder::for_each_row(int64_t num_rows, const std::function<void(int)>& work) {
     if (num_rows == 1) return work(0);  // to wake a helper would take longer
-    team_.run([&](Team::Member& member) { member.parallel_for(static_cast<int>(num_rows), work); }, nullptr);
+    const bool goes_on = streams_on(num_rows) && !first_read_.empty();
+    team_.run([&](Team::Member& member) { member.parallel_for(static_cast<int>(num_rows), work); },
+              goes_on ? &first_read_ : nullptr);
 }
 
 void Decoder::forward(const ShoalStep& step) {
@@ -329,9 +335,7 @@ void Decoder::forward(const ShoalStep& step) {
         run_layers(member, step);
         finish(member, step);
     };
-    // With several stages, others compute between two steps of this one, and need the memory bandwidth.
-    const bool goes_on = shape_.is_first_stage && shape_.is_last_stage && step.num_tokens <= kStreamedRows;
-    team_.run(body, goes_on ? &first_read_ : nullptr);
+    team_.run(body, streams_on(step.num_tokens) ? &first_read_ : nullptr);
     if (screens_) {
         const int looked_at = std::accumulate(looked_at_.begin(), looked_at_.end(), 0);
         unscreened_steps_ = looked_at * kUsefulQuarter > head_.blocks ? kUnscreenedSteps : 0;

@@ -184,13 +184,15 @@ def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, places
 
 
-def draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    return native_rows.draw(logits, draws) if _is_native(logits) else sampling.draw(logits, draws)
+def draw(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int]:
+    return native_rows.draw(logits, rows, draws) if _is_native(logits) else sampling.draw(logits, rows, draws)
 
 
-def log_probabilities(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[LogProbabilities]:
+def log_probabilities(
+    logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
+) -> list[LogProbabilities]:
     operators = native_rows.log_probabilities if _is_native(logits) else sampling.log_probabilities
-    return operators(logits, token_ids, counts)
+    return operators(logits, rows, token_ids, counts)
 
 
 def _is_native(rows: Tensor) -> bool:

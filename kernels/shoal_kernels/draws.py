@@ -43,8 +43,8 @@ class LogProbabilities(NamedTuple):
 class RowOperators(Protocol):
     """The operators of ``ops`` that sampling needs, as a backend or a decoder has them."""
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]: ...
+    def draw(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int]: ...
 
     def log_probabilities(
-        self, logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]
+        self, logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
     ) -> list[LogProbabilities]: ...

@@ -214,15 +214,15 @@ class NativeDecoder:
         """The maxima of the rows of the last logits, whether these were returned or left out."""
         return self._results.maxima
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    def draw(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int]:
         """``ops.draw`` of contiguous float32 rows, by the decoder's threads."""
-        return native_rows.draw(logits, draws, self._open())
+        return native_rows.draw(logits, rows, draws, self._open())
 
     def log_probabilities(
-        self, logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]
+        self, logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
     ) -> list[LogProbabilities]:
         """``ops.log_probabilities`` of contiguous float32 rows, by the decoder's threads."""
-        return native_rows.log_probabilities(logits, token_ids, counts, self._open())
+        return native_rows.log_probabilities(logits, rows, token_ids, counts, self._open())
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks; ``pairs`` are (source, destination), and every source is read as it was before the call.

@@ -150,19 +150,23 @@ def row_maxima(x: Tensor) -> tuple[Tensor, Tensor]:
     return cast(tuple[Tensor, Tensor], backend(x.device.type).row_maxima(x))
 
 
-def draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Draw a token of each row: float32 [n, vocab_size] and n draws → n token ids.
+def draw(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int]:
+    """Draw a token from each of some rows: float32 [T, vocab_size], n row numbers (at least one) and n draws → n token
+    ids.
 
     A row has no NaN and no infinity but -inf, and not only that. What it draws does not depend on the other rows.
     """
-    return cast(list[int], backend(logits.device.type).draw(logits, draws))
+    return cast(list[int], backend(logits.device.type).draw(logits, rows, draws))
 
 
-def log_probabilities(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[LogProbabilities]:
-    """For each row the log-probability of one token, and the likeliest tokens with theirs: float32 [n, vocab_size], n
-    token ids and n counts. A row of few tokens has fewer than its count.
+def log_probabilities(
+    logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
+) -> list[LogProbabilities]:
+    """For each of some rows the log-probability of one token, and the likeliest tokens with theirs: float32
+    [T, vocab_size], n row numbers (at least one), n token ids and n counts. A row of few tokens has fewer than its
+    count.
     """
-    found = backend(logits.device.type).log_probabilities(logits, token_ids, counts)
+    found = backend(logits.device.type).log_probabilities(logits, rows, token_ids, counts)
     return cast(list[LogProbabilities], found)
 
 

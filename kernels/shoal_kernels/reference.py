@@ -134,8 +134,8 @@ def keep_top(logits: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> 
     return out
 
 
-def draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    return [_draw_one(row.tolist(), how) for row, how in zip(logits, draws, strict=True)]
+def draw(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int]:
+    return [_draw_one(logits[row].tolist(), how) for row, how in zip(rows, draws, strict=True)]
 
 
 def _draw_one(row: list[float], how: Draw) -> int:
@@ -162,9 +162,12 @@ def _draw_one(row: list[float], how: Draw) -> int:
     return max(token_id for token_id, weight in enumerate(weights) if weight)
 
 
-def log_probabilities(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[LogProbabilities]:
+def log_probabilities(
+    logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
+) -> list[LogProbabilities]:
     found = []
-    for row, token_id, count in zip(logits, token_ids, counts, strict=True):
+    for number, token_id, count in zip(rows, token_ids, counts, strict=True):
+        row = logits[number]
         scores, logprobs = (row - row.max()).tolist(), row.double().log_softmax(-1).tolist()
         best = sorted(range(len(row)), key=lambda place: (-scores[place], place))[:count]
         found.append(LogProbabilities(logprobs[token_id], tuple((place, logprobs[place]) for place in best)))

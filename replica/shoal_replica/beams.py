@@ -24,7 +24,6 @@ class BeamGroup:
         self.search = search
         self.sequences = [sequence]
         self.tops: dict[int, TokenLogprobs] = {}  # by seq_id: what this step has found
-        self.has_started = False  # whether any step has found something
 
     @property
     def num_reserved_slots(self) -> int:
@@ -82,6 +81,7 @@ class Beams:
     ) -> None:
         self._chosen: list[tuple[int, int]] = []  # (seq_id, token) of which the executor has not been told
         self._groups: dict[str, BeamGroup] = {}
+        self._started: set[str] = set()  # requests of whose start others have been told; preempted ones stay
         self._kv = kv
         self._live = live
         self._running = running
@@ -134,6 +134,7 @@ class Beams:
     def close(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ones are ignored."""
         self._groups.pop(request_id, None)
+        self._started.discard(request_id)
 
     def collapse(self, sequence: Sequence) -> Sequence:
         """End all beams of a group but one, which has only its prompt left. Another sequence is returned as it is."""
@@ -169,8 +170,9 @@ class Beams:
         """Choose the next beams of all groups of which a step has computed the present ones."""
         deltas: list[TokenDelta] = []
         for group in [group for group in self._groups.values() if group.tops]:
-            if not group.has_started:
-                group.has_started = True
+            request_id = group.sequences[0].request.request_id
+            if request_id not in self._started:
+                self._started.add(request_id)
                 deltas.append(group.start(now))
             tops, group.tops = [group.tops[s.seq_id] for s in group.sequences], {}
             places = group.search.advance(tops)
@@ -190,6 +192,7 @@ class Beams:
 
     def check_invariants(self) -> None:
         """The sequences of a group are level with each other, and have its beams' tokens."""
+        assert all(request_id in self._live for request_id in self._started)
         for request_id, group in self._groups.items():
             assert {s.seq_id for s in group.sequences} == {s.seq_id for s in self._live.of(request_id)}
             assert not group.tops

@@ -68,7 +68,8 @@ class LLM:
         max_num_seqs, max_num_batched_tokens: limits of one step.
         dtype: "auto" (the checkpoint's; bfloat16 on an NPU), "bfloat16" or "float32".
         quantization: "none", or "int8" or "int4" to round weights when they are loaded.
-        num_threads: CPU threads per rank.
+        num_threads: CPU threads per rank. Torch's own are set to as many, or to one where the native kernels serve, in
+            the whole process.
         tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of whole layers; if there
             is more than one rank in all, each runs in a process of its own.
         max_model_len: None takes the model's.

@@ -14,6 +14,8 @@ from torch import Tensor
 from shoal_kernels import native, native_library, ops, reference, sampling
 from shoal_kernels.draws import Draw, RowOperators
 from shoal_kernels.native import DecoderShape, NativeDecoder
+from shoal_replica.model.sampler import Sampler, SamplerRow
+from shoal_replica.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")
 
@@ -53,10 +55,10 @@ def near(how: Draw) -> list[Draw]:
 
 
 def check(operators: RowOperators, logits: Tensor, draws: list[Draw]) -> None:
-    actual = operators.draw(logits, draws)
-    for token_id, row, how in zip(actual, logits, draws, strict=True):
-        if reference.draw(row[None], [how]) != [token_id]:
-            assert token_id in {reference.draw(row[None], [other])[0] for other in near(how)}, how
+    numbers = range(len(logits))
+    for i, (token_id, how) in enumerate(zip(operators.draw(logits, numbers, draws), draws, strict=True)):
+        if reference.draw(logits, [i], [how]) != [token_id]:
+            assert token_id in {reference.draw(logits, [i], [other])[0] for other in near(how)}, how
 
 
 def rows(size: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -110,7 +112,7 @@ def test_the_ends_of_the_distribution(operators: RowOperators, uniform: float) -
     logits = torch.tensor([[-torch.inf, -200.0, 1.0, 3.0, 2.0, -200.0, -torch.inf]])
     for filters, first, last in (({}, 2, 4), ({"top_k": 2}, 3, 4), ({"top_p": 0.5}, 3, 3), ({"min_p": 0.3}, 3, 4)):
         how = Draw(**{"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | filters, uniform=uniform)
-        assert operators.draw(logits, [how]) == [last if uniform else first]
+        assert operators.draw(logits, [0], [how]) == [last if uniform else first]
 
 
 @given(data=st.data())
@@ -136,8 +138,8 @@ def test_log_probabilities_are_those_of_the_reference(operators: RowOperators, s
     for name, row in rows(size, generator).items():
         logits = torch.stack([row, row.flip(0), row])
         token_ids, counts = [0, size - 1, size // 2], [0, 5, size + 3]
-        actual = operators.log_probabilities(logits, token_ids, counts)
-        expected = reference.log_probabilities(logits, token_ids, counts)
+        actual = operators.log_probabilities(logits, [2, 1, 0], token_ids, counts)
+        expected = reference.log_probabilities(logits, [2, 1, 0], token_ids, counts)
         for mine, wanted in zip(actual, expected, strict=True):
             assert mine.logprob == pytest.approx(wanted.logprob, rel=1e-5, abs=1e-5), name
             assert [token_id for token_id, _ in mine.top] == [token_id for token_id, _ in wanted.top], name
@@ -147,7 +149,7 @@ def test_log_probabilities_are_those_of_the_reference(operators: RowOperators, s
 
 def test_no_alternatives_are_wanted(operators: RowOperators) -> None:
     logits = torch.tensor([[0.0, 0.0]])
-    ((logprob, top),) = operators.log_probabilities(logits, [1], [0])
+    ((logprob, top),) = operators.log_probabilities(logits, [0], [1], [0])
     assert (logprob, top) == (pytest.approx(math.log(0.5)), ())
 
 
@@ -155,5 +157,60 @@ def test_what_a_row_draws_does_not_depend_on_threads_or_other_rows() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(40, 5000, generator=generator) * 2
     draws = [Draw(0.7, 0.0, 50 * (i % 2), 0.9, torch.rand((), generator=generator).item()) for i in range(40)]
-    alone = [make_decoder("", 1).draw(logits[i : i + 1], [how])[0] for i, how in enumerate(draws)]
-    assert make_decoder("", 2).draw(logits, draws) == make_decoder("", 3).draw(logits, draws) == alone
+    alone = [make_decoder("", 1).draw(logits, [i], [how])[0] for i, how in enumerate(draws)]
+    for num_threads in (2, 3):
+        decoder = make_decoder("", num_threads)
+        assert decoder.draw(logits, range(40), draws) == alone
+        some = [31, 2, 17, 3]
+        assert decoder.draw(logits, some, [draws[i] for i in some]) == [alone[i] for i in some]
+
+
+def test_a_filter_that_leaves_fewer_than_the_next_one_keeps() -> None:
+    """Also of many equals, where a limit falls among them."""
+    logits = torch.zeros(3, 200_000)
+    logits[1, 5:] = -60.0
+    plain = {"temperature": 1.0, "min_p": 0.1, "top_k": 40, "top_p": 0.9, "uniform": 0.999}
+    draws = [Draw(**plain), Draw(**plain), Draw(**plain | {"top_k": 0})]
+    # All of 200 000 equals, five, and the first nine tenths of 200 000.
+    assert ops.draw(logits, range(3), draws) == [179_820, 4, 179_820]
+    (found,) = ops.log_probabilities(logits, [0], [7], [3])
+    assert [token_id for token_id, _ in found.top] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [torch.zeros(4, 8).double(), torch.zeros(8, 4).T, torch.zeros(4, 16)[:, ::2], torch.zeros(1, 8).expand(4, 8)],
+    ids=["double", "columns", "strides", "expanded"],
+)
+def test_memory_of_another_shape_is_refused(logits: Tensor) -> None:
+    decoder, how = make_decoder("", 1), Draw(1.0, 0.0, 0, 1.0, 0.5)
+    with pytest.raises(ValueError, match="must be contiguous float32"):
+        decoder.draw(logits, [0], [how])
+    with pytest.raises(ValueError, match="must be contiguous float32"):
+        decoder.log_probabilities(logits, [0], [0], [1])
+    rows = torch.zeros(4, 8)
+    for numbers, draws in (([4], [how]), ([-1], [how]), ([0, 1], [how]), ([], [])):
+        with pytest.raises(ValueError, match="rows: got"):
+            decoder.draw(rows, numbers, draws)
+    with pytest.raises(ValueError, match="token_ids: must be 1 below 8"):
+        decoder.log_probabilities(rows, [0], [8], [1])
+
+
+def test_the_sampler_gives_each_row_what_it_gets_alone() -> None:
+    """Over a decoder's own operators: greedy, drawn and penalised rows, with and without log-probabilities."""
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 0.9, "repetition_penalty": 1.3, "logprobs": 2},
+        {"temperature": 0.0, "presence_penalty": 1.0},
+        {"temperature": 0.0, "logprobs": 4},
+    ]
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(30, 700, generator=generator) * 2
+    tokens = torch.randint(700, (30, 50), generator=generator).numpy()
+    rows = [SamplerRow(i, SamplingParams(seed=i, **kinds[i % len(kinds)]), 0, 20 + i % 3, tokens[i]) for i in range(30)]
+    before = logits.clone()
+    together = Sampler(make_decoder("", 2)).sample(logits, rows)
+    assert torch.equal(logits, before)
+    assert together == [Sampler(make_decoder("", 1)).sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(30)]
+    assert together == Sampler().sample(logits, rows)

@@ -48,6 +48,18 @@ def test_what_it_found_cached_is_told_also_if_it_is_aborted() -> None:
     assert not scheduler.has_work
 
 
+def test_a_start_is_told_once_also_of_a_search_that_begins_again() -> None:
+    scheduler, executor = make_scheduler(num_blocks=12, block_size=2, max_model_len=16)
+    for name, prompt, max_tokens in (("first", range(4), 5), ("second", range(10, 14), 4)):
+        scheduler.add(make_request(name, prompt, max_tokens=max_tokens, beam_width=3))
+    deltas = []
+    while (output := scheduler.schedule(0.0)) is not None:
+        deltas += scheduler.update(output, executor.execute(output))
+        scheduler.check_invariants()
+    assert scheduler.stats(0.0).num_preemptions == 1
+    assert [delta.request_id for delta in deltas if delta.start] == ["first", "second"]
+
+
 async def test_a_search_that_runs_is_not_handed_back() -> None:
     async with running_engine() as (engine, executor, recorder):
         engine.add(make_request("r", range(6), max_tokens=30, beam_width=3))

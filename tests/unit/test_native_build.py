@@ -76,6 +76,15 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(tmp_path
         assert (f"isa_{name}.o" in linked) == is_built
 
 
+def test_what_all_sets_share_is_linked_from_code_that_every_processor_runs(tmp_path: Path) -> None:
+    _, _, commands = build(tmp_path, cxx="nothing")
+    (linked,) = [c.split() for c in commands if "-shared" in c and "dispatch.o" in c]
+    objects = [Path(part).name for part in linked if part.endswith(".o")]
+    sets = ["isa_portable.o", "isa_avx2.o", "isa_avx512.o", "isa_avx512bf16.o", "isa_amx.o"]
+    assert objects[-len(sets) :] == sets
+    assert "dispatch.o" in objects
+
+
 def test_costs_are_compiled_as_numpy_computes_them(tmp_path: Path) -> None:
     _, _, commands = build(tmp_path, cxx="nothing")
     (placement,) = [c for c in commands if "least_cost.cpp" in c]

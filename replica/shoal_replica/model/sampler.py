@@ -85,24 +85,39 @@ class Sampler:
         if not rows:
             return []
         token_ids = likeliest(maxima or _maxima(logits))
-        raw, penalised = logits, [i for i, row in enumerate(rows) if row.params.has_penalties]
+        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        penalised = [i for i, row in enumerate(rows) if row.params.has_penalties]
         if penalised:
-            logits = logits.clone()
-            for i in penalised:
-                self._penalise(logits[i], rows[i])
-            token_ids = _maxima(logits).places
-        if drawn := [i for i, row in enumerate(rows) if not row.params.is_greedy]:
+            others = set(penalised)
+            self._choose_penalised(logits, rows, penalised, token_ids)
+            drawn = [i for i in drawn if i not in others]
+        if drawn:
             draws = [_how(rows[i]) for i in drawn]
-            for i, token_id in zip(drawn, self._operators.draw(_picked(logits, drawn), draws), strict=True):
+            for i, token_id in zip(drawn, self._operators.draw(logits, drawn, draws), strict=True):
                 token_ids[i] = token_id
         samples = [Sample(token_id) for token_id in token_ids]
         if wanted := [(i, count) for i, row in enumerate(rows) if (count := row.num_top) is not None]:
             places, counts = zip(*wanted, strict=True)
             chosen = [token_ids[i] for i in places]
-            found = self._operators.log_probabilities(_picked(raw, places), chosen, counts)
+            found = self._operators.log_probabilities(logits, places, chosen, counts)
             for i, token_id, (logprob, top) in zip(places, chosen, found, strict=True):
                 samples[i] = Sample(token_id, TokenLogprobs(token_id, logprob, top))
         return samples
+
+    def _choose_penalised(
+        self, logits: Tensor, rows: Sequence[SamplerRow], places: Sequence[int], token_ids: list[int]
+    ) -> None:
+        """Put the tokens of rows with penalties into ``token_ids``. The logits stay as they are."""
+        own = logits[torch.tensor(places).to(logits.device)]
+        for number, i in enumerate(places):
+            self._penalise(own[number], rows[i])
+        largest = _maxima(own).places
+        drawn = [number for number, i in enumerate(places) if not rows[i].params.is_greedy]
+        found = self._operators.draw(own, drawn, [_how(rows[places[number]]) for number in drawn]) if drawn else []
+        for number, token_id in zip(drawn, found, strict=True):
+            largest[number] = token_id
+        for i, token_id in zip(places, largest, strict=True):
+            token_ids[i] = token_id
 
     def _penalise(self, logits: Tensor, row: SamplerRow) -> None:
         """Change one row in place: CTRL's repetition penalty (Keskar et al. 2019), then OpenAI's two."""
@@ -144,7 +159,3 @@ def _how(row: SamplerRow) -> Draw:
 
 def _maxima(logits: Tensor) -> RowMaxima:
     return RowMaxima(*(part.tolist() for part in ops.row_maxima(logits)))
-
-
-def _picked(logits: Tensor, places: Sequence[int]) -> Tensor:
-    return logits if len(places) == len(logits) else logits[torch.tensor(places).to(logits.device)]

@@ -21,14 +21,22 @@ class TokenCounts:
 
     def extend(self, token_ids: NDArray[np.int64], num_prompt_tokens: int) -> None:
         """Count the tokens of a sequence, prompt first, that have not been counted yet."""
-        for position, token_id in enumerate(token_ids[self._num_counted :].tolist(), self._num_counted):
-            place = self._places.setdefault(token_id, len(self._places))
-            if place == len(self._token_ids):
-                self._token_ids = np.concatenate((self._token_ids, np.empty_like(self._token_ids)))
-                self._generated = np.concatenate((self._generated, np.zeros_like(self._generated)))
-            self._token_ids[place] = token_id
-            self._generated[place] += position >= num_prompt_tokens
+        prompt = np.unique(token_ids[self._num_counted : num_prompt_tokens])  # a loop over a long one would show
+        generated = token_ids[max(self._num_counted, num_prompt_tokens) :]
+        for token_id in prompt.tolist():
+            self._place(token_id)
+        for token_id in generated.tolist():
+            place = self._place(token_id)
+            self._generated[place] += 1
         self._num_counted = len(token_ids)
+
+    def _place(self, token_id: int) -> int:
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._token_ids):
+            self._token_ids = np.concatenate((self._token_ids, np.empty_like(self._token_ids)))
+            self._generated = np.concatenate((self._generated, np.zeros_like(self._generated)))
+        self._token_ids[place] = token_id
+        return place
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Each token seen, int64 [n], and how often it was generated, float32 [n]; valid until ``extend``."""

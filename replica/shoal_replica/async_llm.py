@@ -44,7 +44,8 @@ class AsyncLLM:
     ) -> AsyncIterator[TokenDelta]:
         """Stream a prompt's tokens. Closing the iterator frees the request's blocks.
 
-        A sequence whose text meets a stop string ends with the token that completed it.
+        A sequence whose text meets a stop string ends with the token that completed it. A beam search gives a delta
+        without tokens when its prompt is computed, and at its end one for each answer.
 
         Raises:
             InvalidArgument, ResourceExhausted, EngineDead, Unavailable.

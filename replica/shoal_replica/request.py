@@ -193,7 +193,8 @@ class StartTimes(NamedTuple):
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one sequence. ``position`` counts the output tokens before these.
 
-    ``start`` is set for the first token of a request at a replica.
+    ``start`` is set for the first token of a request at a replica. Of a beam search it comes by itself, without tokens,
+    once the prompt is computed.
     """
 
     request_id: str

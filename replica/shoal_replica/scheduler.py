@@ -257,7 +257,7 @@ class Scheduler:
             if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
                 break  # blocks are short: start no new sequence until the preempted ones are back
             num_slots = sequence.request.sampling_params.beam_width
-            if plan.share(sequence) and num_slots > room:
+            if num_slots > room and plan.share(sequence):  # one that yields keeps no others waiting
                 break
             line.pass_first()
             if plan.share(sequence) == 0:

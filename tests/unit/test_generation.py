@@ -380,6 +380,9 @@ async def test_a_beam_search_comes_in_messages_that_a_client_can_take(monkeypatc
             async for chunk in chunks:
                 answer.take(chunk)
                 sizes.append((chunk.index, len(chunk.token_ids)))
+        latency = serve.latency.summary(time.monotonic())
+        assert latency.ttft is not None
+        assert (latency.ttft.num, latency.inter_token) == (1, None)  # they came together
     assert sizes == [(index, size) for index in range(2) for size in (5, 5, 2)]
     assert answer.tokens == expected_beams(asked, FinishRule(frozenset(), 10**6))
     assert answer.texts == [text_of(tokens) for tokens in answer.tokens]

@@ -25,9 +25,7 @@ from shoal_replica.tokenizer import Tokenizer
 MAX_RESUMES = 3
 MAX_REFUSALS = 4
 UNHEARD_S = 0.1  # pause before retrying a replica that has no feed to this gateway
-MAX_MERGED = (
-    256  # tokens in a message, or few more: with 20 log-probabilities each, 80 KB of the 4 MiB that clients accept
-)
+MAX_MERGED = 256  # tokens in a message, or few more: with 20 log-probabilities each, 80 KB of a client's 4 MiB
 GONE_S = 2.0  # after which a replica that failed a request but has kept its feed counts as well again
 
 Place = Callable[[Request, RouteQuery, float], Placement]  # the float is the call's deadline
@@ -266,13 +264,12 @@ class Generation:
     def _try_take(self, leg: LegTimes, replica_id: str, delta: TokenDelta) -> None:
         """``_take``, with any error made this call's failure: its replica's feed also carries other calls."""
         try:
-            for piece in delta.pieces(MAX_MERGED):
-                self._take(leg, replica_id, piece)
+            self._take(leg, replica_id, delta)
         except Exception as error:
             self.fail(error)
 
     def _take(self, leg: LegTimes, replica_id: str, delta: TokenDelta) -> None:
-        """Pass a delta on to the client."""
+        """Count and time a delta, and pass it on to the client."""
         output = self._outputs[delta.index]
         self._replica_id = replica_id
         if self._times.first_token_s is None:
@@ -280,6 +277,11 @@ class Generation:
         now = time.monotonic()
         leg.take(delta.start, now)
         self._times.take(delta.index, len(delta.token_ids), now, delta.start is not None)
+        for piece in delta.pieces(MAX_MERGED):
+            self._pass_on(output, piece)
+
+    def _pass_on(self, output: Output, delta: TokenDelta) -> None:
+        """Make a chunk of a delta."""
         output.token_ids.extend(delta.token_ids)
         text, stopped = output.text_stream.push(delta.text_token_ids)
         finish_reason = FinishReason.STOP if stopped else delta.finish_reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
@@ -85,39 +85,31 @@ class Sampler:
         if not rows:
             return []
         token_ids = likeliest(maxima or _maxima(logits))
-        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-        penalised = [i for i, row in enumerate(rows) if row.params.has_penalties]
-        if penalised:
-            others = set(penalised)
-            self._choose_penalised(logits, rows, penalised, token_ids)
-            drawn = [i for i in drawn if i not in others]
-        if drawn:
-            draws = [_how(rows[i]) for i in drawn]
-            for i, token_id in zip(drawn, self._operators.draw(logits, drawn, draws), strict=True):
+        self._draw(logits, {i: row for i, row in enumerate(rows) if not row.params.has_penalties}, token_ids)
+        if penalised := [i for i, row in enumerate(rows) if row.params.has_penalties]:
+            own = logits[torch.tensor(penalised).to(logits.device)]  # a copy: the logits stay as they are
+            for number, i in enumerate(penalised):
+                self._penalise(own[number], rows[i])
+            chosen = _maxima(own).places
+            self._draw(own, {number: rows[i] for number, i in enumerate(penalised)}, chosen)
+            for i, token_id in zip(penalised, chosen, strict=True):
                 token_ids[i] = token_id
         samples = [Sample(token_id) for token_id in token_ids]
         if wanted := [(i, count) for i, row in enumerate(rows) if (count := row.num_top) is not None]:
             places, counts = zip(*wanted, strict=True)
-            chosen = [token_ids[i] for i in places]
-            found = self._operators.log_probabilities(logits, places, chosen, counts)
-            for i, token_id, (logprob, top) in zip(places, chosen, found, strict=True):
+            sampled = [token_ids[i] for i in places]
+            found = self._operators.log_probabilities(logits, places, sampled, counts)
+            for i, token_id, (logprob, top) in zip(places, sampled, found, strict=True):
                 samples[i] = Sample(token_id, TokenLogprobs(token_id, logprob, top))
         return samples
 
-    def _choose_penalised(
-        self, logits: Tensor, rows: Sequence[SamplerRow], places: Sequence[int], token_ids: list[int]
-    ) -> None:
-        """Put the tokens of rows with penalties into ``token_ids``. The logits stay as they are."""
-        own = logits[torch.tensor(places).to(logits.device)]
-        for number, i in enumerate(places):
-            self._penalise(own[number], rows[i])
-        largest = _maxima(own).places
-        drawn = [number for number, i in enumerate(places) if not rows[i].params.is_greedy]
-        found = self._operators.draw(own, drawn, [_how(rows[places[number]]) for number in drawn]) if drawn else []
-        for number, token_id in zip(drawn, found, strict=True):
-            largest[number] = token_id
-        for i, token_id in zip(places, largest, strict=True):
-            token_ids[i] = token_id
+    def _draw(self, logits: Tensor, rows: Mapping[int, SamplerRow], token_ids: list[int]) -> None:
+        """Put draws into ``token_ids`` for those rows, by number, that are not greedy."""
+        drawn = [i for i, row in rows.items() if not row.params.is_greedy]
+        if drawn:
+            found = self._operators.draw(logits, drawn, [_how(rows[i]) for i in drawn])
+            for i, token_id in zip(drawn, found, strict=True):
+                token_ids[i] = token_id
 
     def _penalise(self, logits: Tensor, row: SamplerRow) -> None:
         """Change one row in place: CTRL's repetition penalty (Keskar et al. 2019), then OpenAI's two."""

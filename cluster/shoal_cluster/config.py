@@ -42,6 +42,7 @@ def _feed_host(value: str) -> str:
     return value
 
 
+AdapterName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
 FeedHost = Annotated[str, AfterValidator(_feed_host)]
 
 
@@ -217,6 +218,9 @@ class ClusterConfig(Settings):
 
     model: str = Field(min_length=1)
     served_model_name: str | None = None
+    adapters: dict[AdapterName, str] = Field(
+        default_factory=dict, description="LoRA adapters: the names that clients use, and their folders or hub ids"
+    )
     replica: ReplicaSettings = ReplicaSettings()
     scaling: ScalingSettings = ScalingSettings()
     gateway: GatewaySettings = GatewaySettings()
@@ -237,6 +241,12 @@ class ClusterConfig(Settings):
             except ConfigError as error:
                 raise ConfigError(f"{section}.{error}") from None
         return config
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        if self.name in self.adapters:
+            raise ValueError(f"adapters has {self.name!r}, which is the name of the model itself")
+        return self
 
     def scale_config(self) -> ScaleConfig:
         """The settings for the autoscaler. Raises ConfigError: a value is outside its limits."""

@@ -67,6 +67,21 @@ int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin) {
     return guarded([&] { decoder->set_rotary(cos_sin); });
 }
 
+int shoal_decoder_add_adapter(ShoalDecoder* decoder) {
+    int slot = -1;
+    guarded([&] { slot = decoder->add_adapter(); });
+    return slot;
+}
+
+int shoal_decoder_set_factors(ShoalDecoder* decoder, int32_t slot, int32_t parameter, int32_t layer, int32_t rank,
+                              const void* down, const void* up) {
+    return guarded([&] { decoder->set_factors(slot, static_cast<ShoalParameter>(parameter), layer, rank, down, up); });
+}
+
+int shoal_decoder_remove_adapter(ShoalDecoder* decoder, int32_t slot) {
+    return guarded([&] { decoder->remove_adapter(slot); });
+}
+
 int shoal_decoder_step(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places) {
     return guarded([&] {
         decoder->forward(*step);

@@ -89,12 +89,16 @@ Decoder::Matrix Decoder::matrix(ShoalParameter parameter, int layer) {
     }
 }
 
+Linear Decoder::pack(Arena& arena, const void* weight, int outputs, int inputs, bool gated) const {
+    const bool codes = kernels_.codes && dtype_ == Dtype::Bf16 && inputs % kGroup == 0;
+    return codes ? code_linear(arena, weight, outputs, inputs, gated)
+                 : pack_linear(arena, dtype_, weight, outputs, inputs, gated);
+}
+
 void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count) {
     if (const Matrix m = matrix(parameter, layer); m.linear != nullptr) {
         expect(count, int64_t{m.outputs} * m.inputs);
-        const bool codes = kernels_.codes && dtype_ == Dtype::Bf16 && m.inputs % kGroup == 0;
-        *m.linear = codes ? code_linear(arena_, data, m.outputs, m.inputs, m.gated)
-                          : pack_linear(arena_, dtype_, data, m.outputs, m.inputs, m.gated);
+        *m.linear = pack(arena_, data, m.outputs, m.inputs, m.gated);
         if (parameter == SHOAL_HEAD && shape_.is_last_stage && exchange_ == nullptr && dtype_ == Dtype::Bf16 &&
             kernels_.screened_rows > 0)
             screen_ = make_screen(arena_, data, m.outputs, m.inputs);
@@ -165,6 +169,8 @@ void Decoder::check(const ShoalStep& step) const {
             const int32_t block = step.block_tables[s * step.table_stride + b];
             if (block < 0 || block >= shape_.num_blocks) throw std::out_of_range("block id");
         }
+    for (int s = 0; step.adapters != nullptr && s < step.num_seqs; ++s)
+        if (step.adapters[s] >= 0) adapter(step.adapters[s]);
     for (int i = 0; i < step.num_samples; ++i)
         if (step.sample_rows[i] < 0 || step.sample_rows[i] >= step.num_tokens) throw std::out_of_range("sample row");
 }

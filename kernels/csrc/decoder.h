@@ -10,6 +10,7 @@
 #include "attention_plan.h"
 #include "exchange.h"
 #include "kernels.h"
+#include "lora.h"
 #include "prefault.h"
 #include "screen.h"
 #include "shoal_native.h"
@@ -56,8 +57,13 @@ public:
     // The same for a matrix of integers, in a bf16 decoder.
     void set_integers(ShoalParameter parameter, int layer, const Integers& integers, int64_t count);
     void set_rotary(const float* cos_sin);
-    // Throws std::out_of_range, before anything is computed, if a token, position, slot, block or sample row does not
-    // exist; LostRank if another rank does not take part.
+    // A new adapter, which adds to nothing yet. Returns its slot, which is that of a removed one if there is any.
+    int add_adapter();
+    // What an adapter adds to a projection, as factors in the decoder's dtype: down [rank][inputs], up [outputs][rank].
+    void set_factors(int slot, ShoalParameter parameter, int layer, int rank, const void* down, const void* up);
+    void remove_adapter(int slot);
+    // Throws std::out_of_range, before anything is computed, if a token, position, slot, block, sample row or adapter
+    // does not exist; LostRank if another rank does not take part.
     void forward(const ShoalStep& step);
     // For the step that forward() has just computed: the largest value of each row of logits (NaN if the row has one)
     // and its first index. Writes nothing if the step had no logits.
@@ -78,6 +84,7 @@ private:
     // Columns of the logits that each rank computes; the last ranks may have fewer.
     int64_t vocab_share() const { return exchange_ ? divide_up(shape_.vocab_size, exchange_->size) : shape_.vocab_size; }
     Matrix matrix(ShoalParameter parameter, int layer);  // a null linear if the parameter is a vector
+    Linear pack(Arena& arena, const void* weight, int outputs, int inputs, bool gated) const;
     void check(const ShoalStep& step) const;
     void reserve(int64_t tokens, int64_t samples);
     void list_first_read();
@@ -94,9 +101,9 @@ private:
     // compute between two steps of this one, and need the memory bandwidth.
     bool streams_on(int64_t rows) const;
     void project(Team::Member& member, const ShoalStep& step, int index);
-    void complete(Team::Member& member, int index, float* stream, const Word* attended, int rows);
+    void complete(Team::Member& member, int index, float* stream, const Word* attended, const LoraRuns& runs, int rows);
     void project_rows(const ShoalStep& step, int index, int begin, int end);
-    void complete_rows(int index, int begin, int end);
+    void complete_rows(int index, int begin, int end, int thread);
     RotaryCall rotary_call(const ShoalStep& step, int index) const;
     void attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks);
     // Gathers the sampled rows of the residual stream and of the attention's output.
@@ -122,8 +129,26 @@ private:
                   int64_t out_stride, Finish finish);
     void multiply_rows(const Linear& linear, const Word* x, int64_t x_values, int begin, int end, void* out,
                        int64_t out_stride, Finish finish);
-    // Adds a product whose inputs are spread over the ranks to the rows of the stream.
-    void multiply_onto(Team::Member& member, float* stream, const Linear& linear, const Word* x, int64_t x_values, int rows);
+    // Adds a product whose inputs are spread over the ranks, and its adaptation, to the rows of the stream.
+    void multiply_onto(Team::Member& member, const Linear& linear, const LoraRows& adapted, int rows);
+    LoraAdapter& adapter(int slot) const;
+    void list_runs(const ShoalStep& step);
+    void reserve_adapted(int64_t tokens, int64_t samples);
+    LoraRows qkv_rows(int index) const;
+    // Whether some of the rows [begin, end) are adapted.
+    bool adapts(int layer, Projection projection, const LoraRuns& runs, int begin, int end) const;
+    // Adds the adaptations of rows [0, count) by all threads, or of rows [begin, end) by the calling one.
+    void adapt(Team::Member& member, const LoraRows& rows, int count);
+    void adapt_rows(const LoraRows& rows, int begin, int end);
+    template <class Work>
+    void for_run(const LoraRows& rows, const LoraRun& run, int begin, int end, const Work& work) const;
+    void lower(const LoraFactors& factors, const LoraRows& rows, int begin, int end);
+    void raise(const LoraFactors& factors, const LoraRows& rows, int begin, int end, int block_begin, int block_end);
+    // gated_ = SwiGlu of the adapted product of normed_.
+    void multiply_gates(Team::Member& member, int index, const LoraRuns& runs, int rows);
+    void multiply_gate_rows(int index, int begin, int end, int thread);
+    int64_t gate_sums_stride() const;
+    void gate_row(const float* sums, int row);
     void compute_logits(Team::Member& member, const ShoalStep& step);
     bool has_maxima(const ShoalStep& step) const { return shape_.is_last_stage && step.logits != nullptr; }
     bool screens(const ShoalStep& step) const;
@@ -153,6 +178,8 @@ private:
     // would conflict in the caches when a product reads the same place of all of them.
     const int64_t normed_stride_, attended_stride_, gated_stride_;
     bool has_integers_ = false;
+    std::vector<std::unique_ptr<LoraAdapter>> adapters_;  // by slot; null where one was removed
+    int64_t rank_stride_ = 0;  // values per row of lowered_ and narrowed_: the largest rank so far, in whole blocks
 
     // Buffers of a step, grown to the largest step seen.
     bool screens_ = false;  // whether the present step uses screen_maxima()
@@ -162,10 +189,28 @@ private:
     // [num_samples][threads]: the maximum of each thread's part of the columns; then as many that a screen has seen.
     std::vector<Maximum> maxima_;
     std::vector<int> looked_at_;   // [threads]: number of blocks of the head that a screen has left in question
+    LoraRuns token_runs_, sampled_runs_;  // of the step's tokens, and of its sampled rows
+    Buffer<float> lowered_, gate_sums_;
+    Buffer<Word> narrowed_;
     AttentionPlan plan_;
     std::vector<Span> first_read_;  // the weights that a step reads first
 
     Team team_;  // last, so that it is destroyed first: until then, helpers may read the other members
 };
+
+template <class Work>
+void Decoder::for_chunks(Team::Member& member, int rows, const Work& work, int multiple) {
+    const int chunk = static_cast<int>(divide_up(divide_up(rows, team_.size() * 4), multiple)) * multiple;
+    member.parallel_for(static_cast<int>(divide_up(rows, chunk)),
+                        [&](int i) { work(i * chunk, std::min(rows, (i + 1) * chunk)); });
+}
+
+template <class Work>
+void Decoder::for_row_chunks(Team::Member& member, int rows, const Work& work) {
+    const int threads = team_.size(), chunks = static_cast<int>(divide_up(divide_up(rows, kernels_.row_chunk), threads)) * threads;
+    member.parallel_for(chunks, [&](int i) {
+        work(static_cast<int>(int64_t{rows} * i / chunks), static_cast<int>(int64_t{rows} * (i + 1) / chunks));
+    });
+}
 
 }  // namespace shoal

@@ -48,7 +48,7 @@ SHOAL_INLINE void finish_columns(const GemmCall& call, int row, int block, int l
 
 // Whether the blocks before `block_end` have all of their columns, so that whole vectors can be written.
 inline bool are_whole(const GemmCall& call, int block_end) {
-    return call.finish == Finish::SwiGlu || block_end * kBlockColumns <= call.linear->outputs;
+    return call.linear->gated || block_end * kBlockColumns <= call.linear->outputs;
 }
 
 // Finishes the sums of any columns.

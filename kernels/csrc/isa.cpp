@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "gemm_tiles.h"
+#include "lora_rows.h"
 #include "maximum.h"
 #include "rotary.h"
 #include "sampling.h"
@@ -35,7 +36,7 @@ constexpr int kScreenedRows = 0;
 
 extern const Kernels table;
 const Kernels table{SHOAL_TEXT(SHOAL_ISA), kGemm, round_row, rms_norm, rotary, attention, row_maximum, draw,
-                    log_probabilities, merge, kUnitRows, kRowChunk, kLeastRows, kScreenedRows, kCodes};
+                    log_probabilities, merge, narrow, swiglu, kUnitRows, kRowChunk, kLeastRows, kScreenedRows, kCodes};
 
 }  // namespace SHOAL_ISA
 }  // namespace shoal

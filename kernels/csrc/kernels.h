@@ -157,6 +157,9 @@ struct Kernels {
     float (*log_probabilities)(const float* row, int64_t size, int64_t place, int64_t count, int64_t* places,
                                float* values);
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
+    void (*narrow)(Dtype, const float* x, void* out, int size);  // to the dtype; size: a multiple of kPanel
+    // out = silu(gate) * up, in the dtype, from the sums of a gated pair in the order of its packed columns.
+    void (*swiglu)(Dtype, const float* sums, void* out, int blocks);
     int attention_rows;  // query rows that an attention unit may have
     int row_chunk;   // rows in a unit of a product: the L2 cache holds them, and they are worth reading weights for
     // Work is split by rows if each thread has at least this many rows times the number of threads. What all threads

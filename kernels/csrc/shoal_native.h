@@ -62,6 +62,7 @@ typedef struct ShoalStep {
     float* hidden;                  /* [num_tokens][hidden_size]: read on all stages but the first, written on all but
                                        the last, which alone has logits */
     int32_t maxima_alone;           /* whether only the maxima are wanted: the contents of logits are then undefined */
+    const int32_t* adapters;        /* [num_seqs]: slot of each sequence's adapter, -1 for none; NULL if none has one */
 } ShoalStep;
 
 /* Functions that return int return 0 on success, or -1 with a message in shoal_error() of the calling thread. */
@@ -76,6 +77,13 @@ SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t paramete
                                          const uint8_t* values, const uint16_t* scales, const uint16_t* minimums,
                                          int64_t count);
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
+/* A new adapter, which adds to nothing yet. Returns its slot. */
+SHOAL_API int shoal_decoder_add_adapter(ShoalDecoder* decoder);
+/* What an adapter adds to a projection (QKV, OUTPUT, GATE_UP or DOWN) of a layer: to y = x W^T it adds
+   (x down^T) up^T. Both in the decoder's dtype: down [rank][inputs], up [outputs][rank]. */
+SHOAL_API int shoal_decoder_set_factors(ShoalDecoder* decoder, int32_t slot, int32_t parameter, int32_t layer, int32_t rank,
+                                        const void* down, const void* up);
+SHOAL_API int shoal_decoder_remove_adapter(ShoalDecoder* decoder, int32_t slot);
 /* Computes a step, and for each row of logits the largest value (NaN if the row has one) and its first index. Neither is
    written if another rank takes the logits or the stage is not the last. Returns -2 if another rank did not come. */
 SHOAL_API int shoal_decoder_step(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places);

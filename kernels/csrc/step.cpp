@@ -16,24 +16,8 @@ constexpr int kUnscreenedSteps = 64;
 constexpr int kStreamedRows = 16;     // up to this many rows, a step is bound by reading weights, not by arithmetic
 // Bytes that a thread reads ahead of a product: what its own near cache holds.
 constexpr int64_t kMostAhead = 128 << 10;
-constexpr int64_t kSumChunk = 4096;   // floats in a unit of a sum: they stay in the L1 cache while all parts are added
 
 }  // namespace
-
-template <class Work>
-void Decoder::for_chunks(Team::Member& member, int rows, const Work& work, int multiple) {
-    const int chunk = static_cast<int>(divide_up(divide_up(rows, team_.size() * 4), multiple)) * multiple;
-    member.parallel_for(static_cast<int>(divide_up(rows, chunk)),
-                        [&](int i) { work(i * chunk, std::min(rows, (i + 1) * chunk)); });
-}
-
-template <class Work>
-void Decoder::for_row_chunks(Team::Member& member, int rows, const Work& work) {
-    const int threads = team_.size(), chunks = static_cast<int>(divide_up(divide_up(rows, kernels_.row_chunk), threads)) * threads;
-    member.parallel_for(chunks, [&](int i) {
-        work(static_cast<int>(int64_t{rows} * i / chunks), static_cast<int>(int64_t{rows} * (i + 1) / chunks));
-    });
-}
 
 bool Decoder::streams_on(int64_t rows) const {
     return shape_.is_first_stage && shape_.is_last_stage && rows <= kStreamedRows;
@@ -59,6 +43,7 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     integers_.reserve(integers * widest_inputs() / 2);
     integer_scales_.reserve(integers * widest_inputs() / kGroup);
     integer_sums_.reserve(integers * widest_inputs() / kGroup);
+    reserve_adapted(tokens, samples);
     if (!screens_) return;
     exact_logits_.reserve(samples * shape_.vocab_size);
     looked_at_.assign(static_cast<size_t>(team_.size()), 0);
@@ -74,52 +59,6 @@ void Decoder::normalise_rows(const float* x, const std::vector<float>& weight, i
 
 void Decoder::normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows) {
     for_chunks(member, rows, [&](int begin, int end) { normalise_rows(x, weight, begin, end); });
-}
-
-int64_t Decoder::widest_inputs() const {
-    const int64_t queries = int64_t{shape_.num_heads} * shape_.head_size;
-    return divide_up(std::max({int64_t{shape_.hidden_size}, queries, int64_t{shape_.intermediate_size}}), kGroup) * kGroup;
-}
-
-GemmCall Decoder::product(const Linear& linear, const Word* x, int64_t x_values, int first_row, void* out,
-                          int64_t out_stride, Finish finish) const {
-    if (!is_integer(linear.format))
-        return {&linear, x, {}, x_values / values_per_word(dtype_), out, out_stride, finish};
-    // Other threads may be at another product, whose rows have another length: rows begin where the longest ones would.
-    const int64_t skipped = first_row * (widest_inputs() - linear.inputs);
-    const IntegerRows integers{integers_.data() + skipped / 2, integer_scales_.data() + skipped / kGroup,
-                               integer_sums_.data() + skipped / kGroup};
-    return {&linear, integers.values, integers, linear.inputs / 2, out, out_stride, finish};
-}
-
-void Decoder::round_rows(const GemmCall& call, const Word* x, int64_t x_values, int begin, int end) {
-    if (!is_integer(call.linear->format)) return;
-    for (int row = begin; row < end; ++row)
-        kernels_.round_row(x + row * (x_values / values_per_word(dtype_)), call.integers, row, call.linear->inputs);
-}
-
-void Decoder::multiply_rows(const Linear& linear, const Word* x, int64_t x_values, int begin, int end, void* out,
-                            int64_t out_stride, Finish finish) {
-    const GemmCall call = product(linear, x, x_values, begin, out, out_stride, finish);
-    round_rows(call, x, x_values, begin, end);
-    kernels_.gemm(call, begin, end, 0, linear.blocks);
-}
-
-void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
-                       int64_t out_stride, Finish finish) {
-    const GemmCall call = product(linear, x, x_values, 0, out, out_stride, finish);
-    if (is_integer(linear.format))
-        for_chunks(member, rows, [&](int begin, int end) { round_rows(call, x, x_values, begin, end); });
-    const int row_chunks = static_cast<int>(divide_up(rows, kernels_.row_chunk));
-    // A multiple of the number of threads, and not so many that claiming units shows.
-    const int threads = team_.size();
-    const int parts = threads == 1 ? 1 : threads * std::clamp(linear.blocks / (8 * threads), 1, 8);
-    member.parallel_for(row_chunks * parts, [&](int i) {
-        // The parts of each thread are adjacent.
-        const int64_t chunk = i / parts, part = i % threads * (parts / threads) + i % parts / threads;
-        kernels_.gemm(call, static_cast<int>(rows * chunk / row_chunks), static_cast<int>(rows * (chunk + 1) / row_chunks),
-                      static_cast<int>(linear.blocks * part / parts), static_cast<int>(linear.blocks * (part + 1) / parts));
-    });
 }
 
 void Decoder::read_ahead(Team::Member& member, const Linear& linear, int rows) {
@@ -153,30 +92,6 @@ void Decoder::attend(Team::Member& member, const ShoalStep& step, int index, con
     });
 }
 
-void Decoder::add_parts(Team::Member& member, float* out, int64_t count) {
-    member.parallel_for(1, [&](int) { exchange_->publish(count); });
-    member.parallel_for(static_cast<int>(divide_up(count, kSumChunk)), [&](int i) {
-        const int64_t begin = i * kSumChunk, end = std::min(count, begin + kSumChunk);
-        for (int rank = 0; rank < exchange_->size; ++rank) {
-            const float* part = exchange_->part(rank);
-            for (int64_t j = begin; j < end; ++j) out[j] += part[j];
-        }
-    });
-}
-
-void Decoder::multiply_onto(Team::Member& member, float* stream, const Linear& linear, const Word* x, int64_t x_values,
-                            int rows) {
-    const int64_t hidden = shape_.hidden_size;
-    if (exchange_ == nullptr) return multiply(member, linear, x, x_values, rows, stream, hidden, Finish::Add);
-    const int most = static_cast<int>(exchange_->capacity / hidden);
-    for (int row = 0; row < rows; row += most) {
-        const int count = std::min(most, rows - row);
-        const Word* const first = x + row * (x_values / values_per_word(dtype_));
-        multiply(member, linear, first, x_values, count, exchange_->mine(), hidden, Finish::Store);
-        add_parts(member, stream + row * hidden, count * hidden);
-    }
-}
-
 void Decoder::gather_sampled(Team::Member& member, const ShoalStep& step) {
     const int64_t hidden = shape_.hidden_size, words = attended_stride_ / values_per_word(dtype_);
     member.parallel_for(step.num_samples, [&](int i) {
@@ -196,14 +111,14 @@ void Decoder::run_layers(Team::Member& member, const ShoalStep& step) {
             // The last layer needs the keys and values of all tokens, but everything else only of those that are
             // sampled.
             gather_sampled(member, step);
-            complete(member, index, sampled_.data(), sampled_attended_.data(), step.num_samples);
+            complete(member, index, sampled_.data(), sampled_attended_.data(), sampled_runs_, step.num_samples);
         } else if (whole_rows) {
             for_row_chunks(member, step.num_tokens, [&](int begin, int end) {
-                complete_rows(index, begin, end);
+                complete_rows(index, begin, end, member.number());
                 if (index + 1 < shape_.num_layers) project_rows(step, index + 1, begin, end);
             });
         } else {
-            complete(member, index, residual_.data(), attended_.data(), step.num_tokens);
+            complete(member, index, residual_.data(), attended_.data(), token_runs_, step.num_tokens);
         }
     }
 }
@@ -216,41 +131,54 @@ void Decoder::project(Team::Member& member, const ShoalStep& step, int index) {
     normalise(member, residual_.data(), layer.input_norm, rows);
     read_ahead(member, layer.output, rows);
     multiply(member, layer.qkv, normed_.data(), normed_stride_, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
+    adapt(member, qkv_rows(index), rows);
     const RotaryCall rotary = rotary_call(step, index);
     const int together = rows < 4 * kPanel * team_.size() ? 1 : kPanel;  // faster for whole pages
     for_chunks(member, rows, [&](int begin, int end) { kernels_.rotary(dtype_, rotary, begin, end); }, together);
 }
 
-void Decoder::complete(Team::Member& member, int index, float* stream, const Word* attended, int rows) {
+LoraRows Decoder::qkv_rows(int index) const {
+    const int64_t outputs = layers_[static_cast<size_t>(index)].qkv.outputs;
+    return {index, Projection::Qkv, token_runs_, normed_.data(), normed_stride_, qkv_.data(), outputs};
+}
+
+void Decoder::complete(Team::Member& member, int index, float* stream, const Word* attended, const LoraRuns& runs,
+                       int rows) {
     if (rows == 0) return;
     const Layer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t hidden = shape_.hidden_size;
     read_ahead(member, layer.gate_up, rows);
-    multiply_onto(member, stream, layer.output, attended, attended_stride_, rows);
+    multiply_onto(member, layer.output, {index, Projection::Output, runs, attended, attended_stride_, stream, hidden}, rows);
     normalise(member, stream, layer.post_norm, rows);
     read_ahead(member, layer.down, rows);
-    multiply(member, layer.gate_up, normed_.data(), normed_stride_, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
+    multiply_gates(member, index, runs, rows);
     if (index + 1 < shape_.num_layers) {
         read_ahead(member, layers_[static_cast<size_t>(index) + 1].qkv, rows);
     } else if (shape_.is_last_stage) {
         read_ahead(member, screens_ ? screen_.head : head_, rows);
     }
-    multiply_onto(member, stream, layer.down, gated_.data(), gated_stride_, rows);
+    multiply_onto(member, layer.down, {index, Projection::Down, runs, gated_.data(), gated_stride_, stream, hidden}, rows);
 }
 
 void Decoder::project_rows(const ShoalStep& step, int index, int begin, int end) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     normalise_rows(residual_.data(), layer.input_norm, begin, end);
     multiply_rows(layer.qkv, normed_.data(), normed_stride_, begin, end, qkv_.data(), layer.qkv.outputs, Finish::Store);
+    adapt_rows(qkv_rows(index), begin, end);
     kernels_.rotary(dtype_, rotary_call(step, index), begin, end);
 }
 
-void Decoder::complete_rows(int index, int begin, int end) {
+void Decoder::complete_rows(int index, int begin, int end, int thread) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int64_t hidden = shape_.hidden_size;
-    multiply_rows(layer.output, attended_.data(), attended_stride_, begin, end, residual_.data(), hidden, Finish::Add);
+    const auto add = [&](Projection projection, const Linear& linear, const Word* x, int64_t x_values) {
+        multiply_rows(linear, x, x_values, begin, end, residual_.data(), hidden, Finish::Add);
+        adapt_rows({index, projection, token_runs_, x, x_values, residual_.data(), hidden}, begin, end);
+    };
+    add(Projection::Output, layer.output, attended_.data(), attended_stride_);
     normalise_rows(residual_.data(), layer.post_norm, begin, end);
-    multiply_rows(layer.gate_up, normed_.data(), normed_stride_, begin, end, gated_.data(), gated_stride_, Finish::SwiGlu);
-    multiply_rows(layer.down, gated_.data(), gated_stride_, begin, end, residual_.data(), hidden, Finish::Add);
+    multiply_gate_rows(index, begin, end, thread);
+    add(Projection::Down, layer.down, gated_.data(), gated_stride_);
 }
 
 void Decoder::begin(Team::Member& member, const ShoalStep& step) {
@@ -328,6 +256,7 @@ void Decoder::forward(const ShoalStep& step) {
     plan_.build(shape_, step, kernels_.attention_rows);
     if (shape_.is_last_stage) plan_.choose_sampled(step);
     screens_ = screens(step) && --unscreened_steps_ < 0;
+    list_runs(step);
     reserve(step.num_tokens, step.num_samples);
     if (first_read_.empty()) list_first_read();
     const auto body = [&](Team::Member& member) {

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal_kernels import native_library, native_limits, native_rows
+from shoal_kernels import native_library, native_rows
 from shoal_kernels.draws import Draw, LogProbabilities
 from shoal_kernels.exchange import Exchange, LostRank
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.native_buffers import KeptArray, Results, RowMaxima
-from shoal_kernels.native_library import LOST_RANK, CShape, CStep, last_error, library
+from shoal_kernels.native_library import LOST_RANK, CStep, last_error, library
+from shoal_kernels.native_shape import DecoderShape, c_shape
 
-DTYPES = {getattr(torch, name): number for name, number in native_limits.DTYPES.items()}
+NO_ADAPTER = -1
 
 # Packed parameter names and their numbers in shoal_native.h.
 GLOBAL_PARAMETERS = {"embed_tokens.weight": 0, "lm_head.weight": 1, "norm.weight": 2}
@@ -39,42 +39,6 @@ LAYER_PARAMETERS = {
     "down_proj.weight": 13,
     "down_proj.bias": 14,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderShape:
-    """A Llama-family decoder, or a rank's shard of one, and its KV pool.
-
-    Attributes:
-        dtype: of weights, activations and KV.
-        vocab_size, hidden_size: those of the whole model; other sizes and counts are the shard's.
-        first_layer: index of the shard's first layer in the whole model.
-        vocab: rows of embedding and head that the shard holds; None means all.
-    """
-
-    dtype: torch.dtype
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    rms_norm_eps: float
-    tied_embeddings: bool
-    sliding_window: int | None
-    max_positions: int
-    block_size: int
-    num_blocks: int
-    num_threads: int
-    first_layer: int = 0
-    vocab: range | None = None
-    is_first_stage: bool = True
-    is_last_stage: bool = True
-
-    @property
-    def vocab_rows(self) -> range:
-        return range(self.vocab_size) if self.vocab is None else self.vocab
 
 
 def is_available() -> bool:
@@ -118,7 +82,7 @@ class NativeDecoder:
         self._leaves_out = False  # whether the last step left out its logits
         self._exchange = exchange
         peers = ctypes.byref(exchange.native) if exchange is not None else None
-        self._handle: int | None = library().shoal_decoder_create(ctypes.byref(_c_shape(shape, kernels)), peers)
+        self._handle: int | None = library().shoal_decoder_create(ctypes.byref(c_shape(shape, kernels)), peers)
         if not self._handle:
             raise ValueError(last_error())
         missing = self._required()
@@ -156,6 +120,7 @@ class NativeDecoder:
         hidden: Tensor | None = None,
         wants_logits: bool = True,
         wants_maxima_alone: bool = False,
+        adapters: Sequence[int] | None = None,
     ) -> Tensor:
         """Compute a step's tokens, write their KV, and compute the logits of ``sample_rows``.
 
@@ -165,6 +130,8 @@ class NativeDecoder:
                 the first, then written on all but the last.
             wants_logits: whether this rank of the last stage receives the logits.
             wants_maxima_alone: leave out the logits; ``maxima`` are then found without them where that is faster.
+            adapters: each sequence's slot, as ``add_adapter`` returned it, or NO_ADAPTER. It pays to have sequences of
+                the same adapter next to one another.
 
         Returns:
             float32 [num_samples, vocab_size], overwritten by the next call, because new pages for megabytes of logits
@@ -174,7 +141,7 @@ class NativeDecoder:
         Raises:
             LostRank: another rank did not take part in an exchange. If a function carries the exchange, what it raised
                 is raised instead.
-            ValueError: a token, position, slot, block or row does not exist; nothing was computed.
+            ValueError: a token, position, slot, block, row or adapter does not exist; nothing was computed.
         """
         if not (self.shape.is_first_stage and self.shape.is_last_stage):
             _check_hidden(hidden, len(input_ids), self.shape.hidden_size)
@@ -191,7 +158,9 @@ class NativeDecoder:
         step.logits = results.addresses[0] if num_logits else None
         step.maxima_alone = self._leaves_out
         step.hidden = hidden.data_ptr() if hidden is not None else None
-        self._inputs = (*longs, *ints, hidden)
+        slots = None if adapters is None else np.ascontiguousarray(adapters, np.int32)
+        step.adapters = None if slots is None else slots.ctypes.data
+        self._inputs = (*longs, *ints, hidden, slots)
         return self.forward_again(seq_lens)
 
     def forward_again(self, seq_lens: Sequence[int] | NDArray[np.int32]) -> Tensor:
@@ -223,6 +192,33 @@ class NativeDecoder:
     ) -> list[LogProbabilities]:
         """``ops.log_probabilities`` of contiguous float32 rows, by the decoder's threads."""
         return native_rows.log_probabilities(logits, rows, token_ids, counts, self._open())
+
+    def add_adapter(self, pairs: Iterable[tuple[str, tuple[Tensor, Tensor]]]) -> int:
+        """Add a low-rank adapter (LoRA): to the product of ``layers.{i}.qkv_proj`` and the like, y = x W^T, it adds
+        (x down^T) up^T.
+
+        Args:
+            pairs: names, and (down [rank, in_size], up [out_size, rank]) of the shape's dtype; repacked one by one.
+
+        Returns:
+            its slot, by which steps name it.
+
+        Raises:
+            ValueError: a product cannot be adapted, or a factor is not of its size.
+        """
+        slot = int(library().shoal_decoder_add_adapter(self._open()))
+        self._check(min(slot, 0))
+        try:
+            for name, (down, up) in pairs:
+                self._set_factors(slot, name, down, up)
+        except BaseException:
+            self.remove_adapter(slot)
+            raise
+        return slot
+
+    def remove_adapter(self, slot: int) -> None:
+        """Free an adapter. Its slot may be that of the next one. Raises ValueError: there is none."""
+        self._check(library().shoal_decoder_remove_adapter(self._open(), slot))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks; ``pairs`` are (source, destination), and every source is read as it was before the call.
@@ -281,6 +277,31 @@ class NativeDecoder:
         held = parameter.contiguous()
         self._check(library().shoal_decoder_set(self._handle, number, layer, held.data_ptr(), held.numel()))
 
+    def _set_factors(self, slot: int, name: str, down: Tensor, up: Tensor) -> None:
+        number, layer = self._place(f"{name}.weight") or (-1, 0)
+        sides, rank = [side.contiguous() for side in (down, up)], len(down)
+        size = self._size(name)
+        if (down.shape, up.shape) != ((rank, size[1]), (size[0], rank)):
+            raise ValueError(f"{name}: got {tuple(down.shape)} and {tuple(up.shape)}; must be {size} in rank {rank}")
+        if any(side.dtype != self.shape.dtype for side in sides):
+            raise ValueError(f"{name}: got {down.dtype} and {up.dtype}; must be {self.shape.dtype}")
+        addresses = [side.data_ptr() for side in sides]
+        self._check(library().shoal_decoder_set_factors(self._handle, slot, number, layer, rank, *addresses))
+
+    def _size(self, name: str) -> tuple[int, int]:
+        """Outputs and inputs of a product that can be adapted."""
+        shape = self.shape
+        queries, kv = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+        sizes = {
+            "qkv_proj": (queries + 2 * kv, shape.hidden_size),
+            "o_proj": (shape.hidden_size, queries),
+            "gate_up_proj": (2 * shape.intermediate_size, shape.hidden_size),
+            "down_proj": (shape.hidden_size, shape.intermediate_size),
+        }
+        if (size := sizes.get(name.rpartition(".")[2])) is None:
+            raise ValueError(f"{name}: must be one of {', '.join(sizes)} of a layer")
+        return size
+
     def _set_integers(self, number: int, layer: int, weight: IntegerWeight) -> None:
         parts = [part.contiguous() for part in (weight.values, weight.scales, weight.minimums) if part is not None]
         pointers = [part.data_ptr() for part in parts] + [None] * (3 - len(parts))
@@ -300,28 +321,3 @@ def _check_hidden(hidden: Tensor | None, num_tokens: int, size: int) -> None:
         raise ValueError(f"hidden: must be float32 [{num_tokens}, {size}]")
     if not hidden.is_contiguous():
         raise ValueError("hidden: must be contiguous")
-
-
-def _c_shape(shape: DecoderShape, kernels: str) -> CShape:
-    return CShape(
-        dtype=DTYPES[shape.dtype],
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        block_size=shape.block_size,
-        num_blocks=shape.num_blocks,
-        num_threads=shape.num_threads,
-        sliding_window=shape.sliding_window or 0,
-        max_positions=shape.max_positions,
-        tied_embeddings=int(shape.tied_embeddings),
-        vocab_begin=shape.vocab_rows.start,
-        vocab_rows=len(shape.vocab_rows),
-        is_first_stage=int(shape.is_first_stage),
-        is_last_stage=int(shape.is_last_stage),
-        rms_norm_eps=shape.rms_norm_eps,
-        kernels=kernels.encode(),
-    )

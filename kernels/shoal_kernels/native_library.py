@@ -40,6 +40,7 @@ class CStep(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
         ("maxima_alone", ctypes.c_int32),
+        ("adapters", ctypes.c_void_p),
     )
 
 
@@ -69,6 +70,9 @@ def _load() -> ctypes.CDLL | None:
             [pointer, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64],
         ),
         ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
+        ("shoal_decoder_add_adapter", ctypes.c_int, [pointer]),
+        ("shoal_decoder_set_factors", ctypes.c_int, [pointer, *[ctypes.c_int32] * 4, pointer, pointer]),
+        ("shoal_decoder_remove_adapter", ctypes.c_int, [pointer, ctypes.c_int32]),
         ("shoal_decoder_step", ctypes.c_int, [pointer, pointer, pointer, pointer]),
         ("shoal_decoder_copy_blocks", ctypes.c_int, [pointer, pointer, ctypes.c_int32]),
         ("shoal_decoder_progress", ctypes.c_uint64, [pointer]),

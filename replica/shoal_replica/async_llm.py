@@ -40,9 +40,9 @@ class AsyncLLM:
         return llm
 
     async def generate(
-        self, prompt: str | tuple[int, ...], params: SamplingParams, request_id: str | None = None
+        self, prompt: str | tuple[int, ...], params: SamplingParams, request_id: str | None = None, adapter: str = ""
     ) -> AsyncIterator[TokenDelta]:
-        """Stream a prompt's tokens. Closing the iterator frees the request's blocks.
+        """Stream a prompt's tokens. Closing the iterator frees the request's blocks. ``adapter`` names a LoRA adapter.
 
         A sequence whose text meets a stop string ends with the token that completed it. A beam search gives a delta
         without tokens when its prompt is computed, and at its end one for each answer.
@@ -57,6 +57,7 @@ class AsyncLLM:
             prompt_token_ids=token_ids,
             sampling_params=with_seed(params),
             arrival_s=time.monotonic(),
+            adapter=adapter,
         )
         if request.request_id in self._queues:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")

@@ -101,6 +101,8 @@ class Beams:
         which comes all at once, would be too large.
         """
         params = request.sampling_params
+        if not params.is_beam_search:
+            return
         if params.beam_width > max_num_seqs:
             limit = f"must be at most {max_num_seqs}, the sequences that a replica runs at once"
             raise InvalidArgument("beam_width", params.beam_width, limit)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from shoal_replica.checkpoint import ensure_checkpoint, read_ahead
+from shoal_replica.adapter import adapter_bytes
+from shoal_replica.adapter_folder import read_adapters
+from shoal_replica.checkpoint import ensure_adapter, ensure_checkpoint, read_ahead
 from shoal_replica.config import (
     DEFAULT_BLOCK_SIZES,
+    DTYPE_BYTES,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -45,6 +48,7 @@ def resolve_config(
     scheduler: SchedulerConfig | None = None,
     parallel: ParallelConfig | None = None,
     memory_bytes: int | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> EngineConfig:
     """Read the model's shape and size the block pool.
 
@@ -54,9 +58,10 @@ def resolve_config(
         num_blocks: None means enough for ordinary traffic on the CPU, and as many as fit on an NPU.
         num_host_blocks: blocks in host memory that keep cached prefixes evicted from the pool.
         memory_bytes: memory that weights and pool may take; None asks this host, or the NPU that this process sees.
+        adapters: folders, or hub ids, of LoRA adapters by name.
 
     Raises:
-        NotFound: no such model.
+        NotFound: no such model or adapter.
         ConfigError: the settings cannot work, or do not fit the memory.
     """
     scheduler, parallel = scheduler or SchedulerConfig(), parallel or ParallelConfig()
@@ -64,6 +69,9 @@ def resolve_config(
     if on_npu and dtype == "auto":
         dtype = "bfloat16"  # whatever the checkpoint's dtype: the only one served here that NPU attention takes
     shape = ModelConfig.from_folder(ensure_checkpoint(model), dtype, max_model_len, quantization)
+    folders = {name: str(ensure_adapter(name, folder)) for name, folder in (adapters or {}).items()}
+    loras = read_adapters(folders, shape)
+    lora_bytes = adapter_bytes(loras, DTYPE_BYTES[shape.dtype])
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZES[parallel.device]
     if parallel.graph_sizes is None:
@@ -77,21 +85,21 @@ def resolve_config(
     )
     if on_npu:
         if num_blocks is None:
-            cache = replace(cache, num_blocks=_fill_npu(shape, cache, scheduler, parallel, memory_bytes))
-        config = EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
+            cache = replace(cache, num_blocks=_fill_npu(shape, cache, scheduler, parallel, memory_bytes, lora_bytes))
+        config = EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel, adapters=loras)
         _check_npu_shapes(config)
         return config
     if memory_bytes is None:
         memory_bytes = available_bytes()
     if num_blocks is None:
-        plan = plan_host(shape, scheduler, parallel, cache, memory_bytes)
+        plan = plan_host(shape, scheduler, parallel, cache, memory_bytes, adapter_bytes=lora_bytes)
         if plan.room_for_blocks < 1 and not parallel.is_one_host:
             raise ConfigError(
                 "num_blocks: must be given where the ranks are on several hosts and this one alone does not hold them: "
                 f"{plan.report()}"
             )
         cache = replace(cache, num_blocks=default_num_blocks(shape, plan, block_size, scheduler.max_num_seqs))
-    config = EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel)
+    config = EngineConfig(model=shape, cache=cache, scheduler=scheduler, parallel=parallel, adapters=loras)
     if parallel.is_one_host:  # otherwise the ranks on each host check that host's memory
         check_host(config, memory_bytes)
     return config
@@ -111,6 +119,7 @@ def _fill_npu(
     scheduler: SchedulerConfig,
     parallel: ParallelConfig,
     free: int | None,
+    lora_bytes: int,
 ) -> int:
     """The number of KV blocks that fit on every rank's device."""
     from shoal_replica.model.npu_memory import EXTRA_BLOCKS, free_bytes, max_num_blocks  # needs torch
@@ -125,8 +134,8 @@ def _fill_npu(
     fitting = []
     for rank in range(parallel.num_ranks):
         shard = make_shard(model, parallel, rank)
-        plan = plan_memory(model, scheduler, parallel, shard, cache, free)
-        plan.check(npu_changes(model, scheduler, parallel, shard.stage, cache, free))
+        plan = plan_memory(model, scheduler, parallel, shard, cache, free, lora_bytes)
+        plan.check(npu_changes(model, scheduler, parallel, shard.stage, cache, free, lora_bytes))
         fitting.append(min(plan.room_for_blocks, max_num_blocks(model, shard)) - EXTRA_BLOCKS)
     return max(1, min(fitting))
 
@@ -140,18 +149,21 @@ def plan_replica(config: EngineConfig) -> MemoryPlan:
     parallel = config.parallel
     if parallel.device == "cpu":
         free = available_bytes() if parallel.is_one_host else 0
-        return plan_host(config.model, config.scheduler, parallel, config.cache, free)
+        return plan_host(
+            config.model, config.scheduler, parallel, config.cache, free, adapter_bytes=config.adapter_bytes
+        )
     free = parallel.device_memory_bytes or 0
     if not free and parallel.num_ranks == 1:
         from shoal_replica.model.npu_memory import free_bytes  # needs torch
 
         free = free_bytes()
     shard = make_shard(config.model, parallel, 0)
-    return plan_memory(config.model, config.scheduler, parallel, shard, config.cache, free)
+    return plan_memory(config.model, config.scheduler, parallel, shard, config.cache, free, config.adapter_bytes)
 
 
 def build_scheduler(config: EngineConfig) -> Scheduler:
-    return Scheduler(config.scheduler, config.cache, config.model.max_model_len, config.model.eos_token_ids)
+    model, names = config.model, [adapter.name for adapter in config.adapters]
+    return Scheduler(config.scheduler, config.cache, model.max_model_len, model.eos_token_ids, names)
 
 
 def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -> Executor:
@@ -180,7 +192,7 @@ def _build_runner(config: EngineConfig) -> Executor:
         from shoal_replica.model.npu_memory import check_memory as check_npu_memory
 
         check_npu_memory(config, rank=0)
-    runner = ModelRunner(config.model, config.cache, config.parallel)
+    runner = ModelRunner(config.model, config.cache, config.parallel, adapters=config.adapters)
     runner.warm_up()
     # Everything loaded so far lives as long as the engine, and one traversal of it by the garbage collector takes
     # 90 ms in the middle of a stream. No collection first: there is no garbage yet.

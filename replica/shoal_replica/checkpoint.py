@@ -41,6 +41,24 @@ def ensure_checkpoint(model: str) -> Path:
     raise NotFound(f"model: {model!r} is neither a folder, nor {DEMO_MODEL!r}, nor a Hugging Face id like 'org/name'")
 
 
+def ensure_adapter(name: str, source: str) -> Path:
+    """The folder of the LoRA adapter ``name``, which is downloaded if it does not exist yet.
+
+    Args:
+        source: a local folder, or a hub id such as ``org/name``; tried in this order.
+
+    Raises:
+        NotFound: nothing of that name.
+        Unavailable: the hub could not be reached.
+    """
+    folder = Path(source).expanduser()
+    if source and folder.is_dir():
+        return folder
+    if _is_hub_id(source):
+        return _hub_checkpoint(source, f"adapters.{name}")
+    raise NotFound(f"adapters.{name}: {source!r} is neither a folder nor a Hugging Face id like 'org/name'")
+
+
 def read_ahead(folder: Path, limit_bytes: int = READ_AHEAD_BYTES) -> None:
     """Have the system fetch weights from the disk while their readers are still being imported."""
     if not hasattr(os, "posix_fadvise"):
@@ -94,14 +112,15 @@ def _is_hub_id(model: str) -> bool:
     return bool(slash and owner and name) and "/" not in name and not model.startswith((".", "~"))
 
 
-def _hub_checkpoint(model: str) -> Path:
+def _hub_checkpoint(model: str, field: str = "model") -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS)))
     except (RepositoryNotFoundError, HFValidationError):
-        raise NotFound(f"model: {model!r} is neither a local folder nor a repository of the Hugging Face hub") from None
+        where = "neither a local folder nor a repository of the Hugging Face hub"
+        raise NotFound(f"{field}: {model!r} is {where}") from None
     except OSError as error:  # the hub client's own errors are OSErrors too
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Unavailable(f"model: {model!r} could not be fetched from the Hugging Face hub: {reason}") from None
+        raise Unavailable(f"{field}: {model!r} could not be fetched from the Hugging Face hub: {reason}") from None

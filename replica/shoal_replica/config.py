@@ -1,4 +1,4 @@
-"""The four configurations of an engine. Each component gets only the one it needs; all are frozen and resolved once."""
+"""The configurations of an engine. Each component gets only the one it needs; all are frozen and resolved once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from shoal_replica.adapter import AdapterConfig, adapter_bytes
 from shoal_replica.errors import ConfigError, NotFound
 
 SUPPORTED_ARCHITECTURES = (
@@ -289,12 +290,18 @@ def default_graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The four together, as needed to build an engine."""
+    """All together, as needed to build an engine. ``adapters`` are those that requests may ask for."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    adapters: tuple[AdapterConfig, ...] = ()
+
+    @property
+    def adapter_bytes(self) -> int:
+        """See ``adapter_bytes``."""
+        return adapter_bytes(self.adapters, DTYPE_BYTES[self.model.dtype])
 
     def __post_init__(self) -> None:
         _at_most("tensor_parallel_size", self.parallel.tensor_parallel_size, self.model.num_heads, "attention heads")

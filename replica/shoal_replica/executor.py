@@ -25,6 +25,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     sampling_params: SamplingParams
     index: int  # with the seed, selects the random stream
     num_candidates: int = 0  # above 0: sampling finds so many of the likeliest tokens, and appends none
+    adapter: str = ""  # name of its LoRA adapter
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -76,6 +76,7 @@ class LLM:
         device: "cpu" or "npu".
         graph_sizes: on an NPU, the batch sizes for which decode-only steps are captured as graphs; None chooses them,
             [] captures none.
+        adapters: folders, or hub ids, of LoRA adapters in PEFT's format, by the names under which prompts ask for them.
 
     Raises:
         NotFound, ConfigError: see ``resolve_config``.
@@ -99,6 +100,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         graph_sizes: Sequence[int] | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.config = resolve_config(
             model,
@@ -117,6 +119,7 @@ class LLM:
                 pipeline_parallel_size=pipeline_parallel_size,
                 graph_sizes=None if graph_sizes is None else tuple(graph_sizes),
             ),
+            adapters=adapters,
         )
         self.tokenizer = Tokenizer.from_folder(self.config.model.folder)
         self._scheduler = build_scheduler(self.config)
@@ -128,22 +131,26 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Generate for all prompts together; outputs are in the order of the prompts.
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: one for all, or one per prompt.
+            adapter: the name of a LoRA adapter, "" for the model alone; one for all, or one per prompt.
 
         Raises:
-            InvalidArgument: a prompt is empty or too long, or the counts of prompts and params differ.
+            InvalidArgument: a prompt is empty or too long, an adapter is not loaded, or the counts differ.
         """
         listed = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(listed)
-        if len(params) != len(listed):
-            raise InvalidArgument("params", len(params), f"must be one, or one for each of {len(listed)} prompts")
-        requests = [self._request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
+        adapters = [adapter] * len(listed) if isinstance(adapter, str) else adapter
+        for what, given in (("params", params), ("adapter", adapters)):
+            if len(given) != len(listed):
+                raise InvalidArgument(what, len(given), f"must be one, or one for each of {len(listed)} prompts")
+        requests = [self._request(*each) for each in zip(listed, params, adapters, strict=True)]
         outputs = {r.request_id: _Collector(r, self.tokenizer) for r in requests}
         pending = list(reversed(requests))
         try:
@@ -177,7 +184,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, adapter: str) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
         return Request(
@@ -185,6 +192,7 @@ class LLM:
             prompt_token_ids=token_ids,
             sampling_params=with_seed(params),
             arrival_s=time.monotonic(),
+            adapter=adapter,
         )
 
     def _step(self, outputs: dict[str, _Collector]) -> None:

@@ -20,15 +20,18 @@ def host_changes(
     cache: CacheConfig,
     free_bytes: int,
     ranks: Sequence[int] | None = None,
+    adapter_bytes: int = 0,
 ) -> Iterator[tuple[str, MemoryPlan]]:
     """Possible changes to a CPU replica, each with the plan that it makes; see ``plan_host``."""
     for change, settings in _changes(model, scheduler, parallel):
-        yield change, plan_host(*settings, cache, free_bytes, ranks)
+        yield change, plan_host(*settings, cache, free_bytes, ranks, adapter_bytes)
 
 
 def check_host(config: EngineConfig, free_bytes: int, ranks: Sequence[int] | None = None) -> None:
     """Raise ConfigError if a CPU replica, or the given ``ranks`` of it, do not fit a host's free memory."""
-    settings = (config.model, config.scheduler, config.parallel, config.cache, free_bytes, ranks)
+    settings = (
+        config.model, config.scheduler, config.parallel, config.cache, free_bytes, ranks, config.adapter_bytes,
+    )  # fmt: skip
     plan_host(*settings).check(host_changes(*settings))
 
 
@@ -39,12 +42,14 @@ def npu_changes(
     stage: int,
     cache: CacheConfig,
     free_bytes: int,
+    adapter_bytes: int = 0,
 ) -> Iterator[tuple[str, MemoryPlan]]:
     """Possible changes to an NPU replica, each with the plan of a stage's first rank, which is as large as any other
     of that stage.
     """
     for change, (m, s, p) in _changes(model, scheduler, parallel):
-        yield change, plan_memory(m, s, p, make_shard(m, p, stage * p.tensor_parallel_size), cache, free_bytes)
+        shard = make_shard(m, p, stage * p.tensor_parallel_size)
+        yield change, plan_memory(m, s, p, shard, cache, free_bytes, adapter_bytes)
 
 
 def _changes(

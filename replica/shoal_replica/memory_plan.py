@@ -28,7 +28,8 @@ EXCHANGE_BYTES = MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank on an NPU, or of all ranks on a CPU host. ``usable`` is what may be taken, 0 if unknown.
+    """Bytes of one rank on an NPU, or of all ranks on a CPU host. ``usable`` is what may be taken, 0 if unknown;
+    ``adapters`` is an upper bound.
 
     ``block`` is the size of one KV block. ``num_other_blocks`` are allocated beside the pool: on an NPU, staging blocks
     for transfers to host memory; on a CPU, the ``num_host_blocks`` themselves. ``kernels`` names the CPU kernels used.
@@ -42,6 +43,7 @@ class MemoryPlan:
     communication: int
     graphs: int
     block: int
+    adapters: int = 0
     num_blocks: int
     num_host_blocks: int = 0
     num_other_blocks: int = 0
@@ -50,13 +52,14 @@ class MemoryPlan:
     @property
     def room_for_blocks(self) -> int:
         """How many KV blocks fit beside everything else; below 0 if everything else alone does not fit."""
-        rest = self.weights + self.activations + self.communication + self.graphs
+        rest = self.weights + self.adapters + self.activations + self.communication + self.graphs
         return (self.usable - rest) // self.block - self.num_other_blocks
 
     def report(self) -> str:
         """One line for the log."""
         parts = [
             ("weights", self.weights),
+            *([("adapters", self.adapters)] if self.adapters else []),
             ("activations", self.activations),
             ("communication", self.communication),
             ("graphs", self.graphs),
@@ -103,13 +106,17 @@ def plan_memory(
     shard: Shard,
     cache: CacheConfig,
     free_bytes: int,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """The plan of the rank that holds ``shard``; ``free_bytes`` are free on its device before anything is loaded."""
+    """The plan of the rank that holds ``shard``; ``free_bytes`` are free on its device before anything is loaded.
+    ``adapter_bytes`` are those of the whole model's adapters.
+    """
     return MemoryPlan(
         device=parallel.device,
         dtype=_weights_of_npu(model),
         usable=int(free_bytes * DEVICE_SHARE),
         weights=shard_weight_bytes(model, shard),
+        adapters=adapter_bytes // shard.num_stages,
         activations=WORKSPACE_BYTES + activation_bytes(model, shard, scheduler),
         communication=COMMUNICATOR_BYTES * (parallel.tensor_parallel_size > 1)
         + COMMUNICATOR_BYTES * (shard.num_stages > 1),
@@ -128,8 +135,11 @@ def plan_host(
     cache: CacheConfig,
     free_bytes: int,
     ranks: Sequence[int] | None = None,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """The plan of a CPU replica, or of the given ``ranks`` of it, which share one host's ``free_bytes``."""
+    """The plan of a CPU replica, or of the given ``ranks`` of it, which share one host's ``free_bytes``.
+    ``adapter_bytes`` are those of the whole model's adapters.
+    """
     shards = [make_shard(model, parallel, rank) for rank in (range(parallel.num_ranks) if ranks is None else ranks)]
     plain = replace(model, quantization="none")
     kernels = choose_kernels(model, cache, parallel)
@@ -152,6 +162,7 @@ def plan_host(
         dtype=f"{model.dtype}{held}{'' if kernels.is_native or not held else ' widened'}",
         usable=free_bytes,
         weights=weights,
+        adapters=adapter_bytes // parallel.pipeline_parallel_size * len(shards),
         activations=screen + sum(activation_bytes(model, shard, scheduler) for shard in shards),
         communication=communication * len(shards),
         graphs=0,

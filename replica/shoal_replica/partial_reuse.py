@@ -17,10 +17,11 @@ WORTH_A_COPY = 4  # a quarter of a block is: computing fewer tokens takes less t
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A sequence's tokens, and the salt that separates them from other tenants' in the cache."""
+    """A sequence's tokens, and what separates them from others' in the cache, as in ``root_hash``."""
 
     token_ids: Sequence[int]
     salt: str
+    adapter: str = ""
 
     def words(self, first: int, last: int) -> bytes:
         """Tokens ``[first, last)``, big-endian, so that byte strings compare in the order of their tokens."""
@@ -31,7 +32,7 @@ class Tokens:
 
     def hash_before(self, block_hashes: Sequence[BlockHash], index: int) -> BlockHash:
         """The hash of all tokens before block ``index``."""
-        return block_hashes[index - 1] if index else root_hash(self.salt)
+        return block_hashes[index - 1] if index else root_hash(self.salt, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,23 +13,25 @@ BlockHash = NewType("BlockHash", bytes)
 DIGEST_BYTES = 16
 
 
-def hash_blocks(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[BlockHash]:
+def hash_blocks(token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> list[BlockHash]:
     """Hash every full block of ``token_ids``; each hash also covers all tokens before its block.
 
     Hashes are equal in every process (blake2b over little-endian uint32), so that routers and replicas agree. ``salt``
-    separates the caches of tenants and adapters.
+    separates the caches of tenants, ``adapter`` those of adapters, whose keys and values differ.
     """
     hashes: list[BlockHash] = []
-    extend_block_hashes(hashes, token_ids, block_size, salt)
+    extend_block_hashes(hashes, token_ids, block_size, salt, adapter)
     return hashes
 
 
-def extend_block_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, salt: str = "") -> None:
+def extend_block_hashes(
+    hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, salt: str = "", adapter: str = ""
+) -> None:
     """Append to ``hashes`` the hashes of the full blocks it does not cover yet."""
     first, last = len(hashes), len(token_ids) // block_size
     if first >= last:
         return
-    parent: bytes = hashes[-1] if hashes else root_hash(salt)
+    parent: bytes = hashes[-1] if hashes else root_hash(salt, adapter)
     words = array("I", token_ids[first * block_size : last * block_size])
     if sys.byteorder == "big":
         words.byteswap()
@@ -40,9 +42,12 @@ def extend_block_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block
         hashes.append(BlockHash(parent))
 
 
-def root_hash(salt: str) -> BlockHash:
-    """The hash from which the first block's hash is chained."""
-    return BlockHash(blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest())
+def root_hash(salt: str, adapter: str = "") -> BlockHash:
+    """The hash from which the first block's hash is chained. An adapter's name is the key of its hash, so that no salt,
+    which clients choose, can be taken for it.
+    """
+    key = blake2b(adapter.encode()).digest() if adapter else b""
+    return BlockHash(blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES, key=key).digest())
 
 
 class PrefixCache:

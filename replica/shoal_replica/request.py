@@ -56,6 +56,7 @@ class Request:
         arrival_s: arrival time, on the engine's clock.
         due_s: when its first token is due, on the same clock; under the ``deadline`` policy the earliest runs first.
         cache_salt: separates the prefix caches of tenants.
+        adapter: name of the LoRA adapter that computes it; "" for the model alone.
         tenant: whose request it is.
         yields: its tenant had most of the service lately, so its prompt is computed in pieces: a request that arrives
             meanwhile then does not wait for a long step.
@@ -71,6 +72,7 @@ class Request:
     arrival_s: float = 0.0
     due_s: float = math.inf
     cache_salt: str = ""
+    adapter: str = ""
     tenant: str = ""
     yields: bool = False
     block_hashes: tuple[BlockHash, ...] = ()
@@ -111,7 +113,7 @@ class Sequence:
 
     @property
     def tokens(self) -> Tokens:
-        return Tokens(self.token_ids, self.request.cache_salt)
+        return Tokens(self.token_ids, self.request.cache_salt, self.request.adapter)
 
     @property
     def num_tokens(self) -> int:
@@ -157,7 +159,8 @@ class Sequence:
 
     def extend_hashes(self, block_size: int) -> None:
         """Hash the blocks that ``token_ids`` has filled since the last call."""
-        extend_block_hashes(self.block_hashes, self.token_ids, block_size, self.request.cache_salt)
+        request = self.request
+        extend_block_hashes(self.block_hashes, self.token_ids, block_size, request.cache_salt, request.adapter)
 
     def delta(
         self, index: int, token: SampledToken | None, finish_reason: FinishReason | None, now: float = 0.0
@@ -231,10 +234,24 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class FinishRule:
-    """When a sequence ends: by its own parameters, and by the model's end-of-sequence tokens and maximum length."""
+    """Which requests the model can serve, and when a sequence ends: by its own parameters, and by the model's
+    end-of-sequence tokens and maximum length.
+    """
 
     eos_token_ids: frozenset[int]
     max_model_len: int
+    adapters: frozenset[str] = frozenset()
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidArgument if the tokens do not fit the model, or its adapter is not loaded."""
+        params, num_tokens = request.sampling_params, request.num_prompt_tokens + len(request.output_token_ids)
+        if num_tokens >= self.max_model_len:
+            raise InvalidArgument("prompt", f"{num_tokens} tokens", f"must be under {self.max_model_len}")
+        if request.adapter and request.adapter not in self.adapters:
+            limit = f"must be one of {', '.join(sorted(self.adapters))}" if self.adapters else "none is loaded"
+            raise InvalidArgument("adapter", request.adapter, limit)
+        if request.output_token_ids and (params.n > 1 or params.is_beam_search):
+            raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
 
     def num_end_tokens(self, params: SamplingParams) -> int:
         """How many different tokens end a sequence with these parameters."""

@@ -6,7 +6,7 @@ the token budget of each step (iteration-level scheduling: Orca, OSDI '22; chunk
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from shoal_replica.beam_search import num_candidates
 from shoal_replica.beams import Beams
@@ -36,26 +36,31 @@ class Scheduler:
     Args:
         max_model_len: most tokens per sequence, prompt and output together; must fit the pool.
         eos_token_ids: tokens that end a sequence unless it ignores them.
+        adapters: names of the LoRA adapters that requests may ask for.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache_config: CacheConfig, max_model_len: int, eos_token_ids: tuple[int, ...]
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        adapters: Collection[str] = (),
     ) -> None:
         if max_model_len > cache_config.num_blocks * cache_config.block_size:
             raise ValueError("max_model_len does not fit the block pool")
         self.config = config
         self._kv = kv = KVCacheManager(cache_config)
-        self._finish_rule = rule = FinishRule(frozenset(eos_token_ids), max_model_len)
+        self._finish_rule = rule = FinishRule(frozenset(eos_token_ids), max_model_len, frozenset(adapters))
         self._live = live = LiveSequences()
         self._waiting = waiting = WaitingQueue(config.policy)
-        self._running: list[Sequence] = []  # in rank order: preemption victims come last
-        running, policy = self._running, config.policy
+        self._running = running = list[Sequence]()  # in rank order: preemption victims come last
         self._held_by_executor: set[int] = set()
         self._dropped: list[int] = []
         self._totals = totals = Totals()
         self.now = 0.0  # time of the last step, on the caller's clock
-        self._beams = beams = Beams(kv, live, running, policy, rule, self._finish)
-        self._preemption = Preemption(kv, running, beams, policy, totals, self._requeue)
+        self._beams = beams = Beams(kv, live, running, config.policy, rule, self._finish)
+        self._preemption = Preemption(kv, running, beams, config.policy, totals, self._requeue)
         self.lookahead = Lookahead(kv, live.by_id, running, waiting, beams, config.max_num_seqs, rule)
         self._pieces = Pieces(config.max_num_batched_tokens)
         self._ledger = Ledger(config, kv, running, waiting, totals)
@@ -77,19 +82,14 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidArgument: the id is in use, the tokens do not fit the model, or the beams do not fit a step or the
-                block pool.
+            InvalidArgument: the id is in use, the tokens do not fit the model, its adapter is not loaded, or the beams
+                do not fit a step or the block pool.
             ResourceExhausted: ``max_num_waiting`` sequences are waiting already.
         """
         if request.request_id in self:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
-        params, num_tokens = request.sampling_params, request.num_prompt_tokens + len(request.output_token_ids)
-        if num_tokens >= self._finish_rule.max_model_len:
-            raise InvalidArgument("prompt", f"{num_tokens} tokens", f"must be under {self._finish_rule.max_model_len}")
-        if request.output_token_ids and (params.n > 1 or params.is_beam_search):
-            raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
-        if params.is_beam_search:
-            self._beams.check(request, self.config.max_num_seqs)
+        self._finish_rule.check(request)
+        self._beams.check(request, self.config.max_num_seqs)
         if not self.has_room:
             self._totals.num_refused += 1
             raise ResourceExhausted(f"{len(self._waiting)} sequences are waiting, the most", retry_after_s=1.0)

@@ -77,6 +77,7 @@ class StepPlan:
                 sampling_params=sequence.request.sampling_params,
                 index=sequence.index,
                 num_candidates=num_candidates,
+                adapter=sequence.request.adapter,
             )
         )
 

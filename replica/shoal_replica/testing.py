@@ -151,6 +151,7 @@ def make_request(
     yields: bool = False,
     block_hashes: Sequence[BlockHash] = (),
     cache_salt: str = "",
+    adapter: str = "",
 ) -> Request:
     """A greedy request that ignores end-of-sequence tokens."""
     return Request(
@@ -167,6 +168,7 @@ def make_request(
         yields=yields,
         block_hashes=tuple(block_hashes),
         cache_salt=cache_salt,
+        adapter=adapter,
     )
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from fixtures.live_cluster import LiveCluster, free_address, num_connected, until_cluster
 from fixtures.otlp_collector import collecting
+from fixtures.tiny_adapters import ATTENTION, make_adapter
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay, make_token
+from shoal_replica.checkpoint import ensure_checkpoint
 
 # Ray reads these once, when it is first imported: they must be the same for every cluster of this process.
 _token_folder = tempfile.TemporaryDirectory(prefix="shoal-test-")
@@ -47,12 +49,18 @@ def local_yaml() -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[LiveCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     document, settings = read_config(LOCAL_YAML)
+    root, base = tmp_path_factory.mktemp("adapters"), ensure_checkpoint(settings.model)
+    adapters = {
+        name: str(make_adapter(root / name, base, seed, strength=0.1, target_modules=ATTENTION))
+        for seed, name in enumerate(("one", "other/two"))
+    }
     grpc_address, http_address = free_address(), free_address()
     args = document["applications"][0]["args"]
     args["gateway"].update(grpc_address=grpc_address, http_address=http_address, admin_key=ADMIN_KEY)
     args["replica"]["dtype"] = "float32"  # tokens then do not depend on what shares their batch
+    args["adapters"] = adapters
     args["logs"] = {"level": "debug"}
     with collecting() as collector, LocalRay(num_cpus=4) as ray:
         args["traces"] = {"otlp_endpoint": collector.endpoint}
@@ -60,9 +68,8 @@ def cluster() -> Iterator[LiveCluster]:
         deploy(document, ray.dashboard_url, lambda progress: None)
         asyncio.run(_all_connected(grpc_address, settings.scaling.min_replicas))
         folder = ray.folder / "ray"
-        yield LiveCluster(
-            grpc_address, http_address, ray.dashboard_url, settings.name, folder, ADMIN_KEY, collector=collector
-        )
+        addresses = (grpc_address, http_address, ray.dashboard_url)
+        yield LiveCluster(*addresses, settings.name, folder, ADMIN_KEY, collector=collector, adapters=adapters)
 
 
 async def _all_connected(address: str, num_replicas: int) -> None:

@@ -81,12 +81,13 @@ async def test_a_call_says_who_ran_it_and_what_was_cached(cluster: LiveCluster):
 
 def undisturbed(cluster: LiveCluster, requests: list[GenerateCall]) -> list[RequestOutput]:
     """What the offline engine generates for the same calls."""
-    with LLM(cluster.model, dtype="float32", num_threads=1, num_blocks=512) as llm:
+    with LLM(cluster.model, dtype="float32", num_threads=1, num_blocks=512, adapters=cluster.adapters) as llm:
         prompts = []
         for request in requests:
             chat = llm.tokenizer.apply_chat_template([(m.role, m.content) for m in request.messages or ()])
             prompts.append(list(llm.tokenizer.encode(chat, add_special_tokens=False)))
-        return llm.generate(prompts, [request.sampling_params for request in requests])
+        adapters = [request.model if request.model in cluster.adapters else "" for request in requests]
+        return llm.generate(prompts, [request.sampling_params for request in requests], adapters)
 
 
 async def test_the_cluster_generates_what_the_offline_engine_does(cluster: LiveCluster):
@@ -138,6 +139,38 @@ async def test_beams_are_those_of_the_offline_engine(cluster: LiveCluster):
             extra_body={"beam_width": 4, "length_penalty": 0.8},
         )
     assert [choice.message.content for choice in answer.choices] == [o.text for o in expected[0].outputs]
+
+
+async def test_adapters_answer_under_their_names_and_from_caches_of_their_own(cluster: LiveCluster):
+    """As the offline engine does, by both protocols and the command line, beside the model alone."""
+    question = "Tell me in one sentence what a harbour is, and why ships would need one at all."
+    names = ["", *cluster.adapters, cluster.model]
+    requests = [replace(call(question, max_tokens=12), model=name) for name in names]
+    requests.append(replace(requests[2], request_id=uuid.uuid4().hex, messages=(Message("user", question),)))
+    async with GatewayClient(cluster.grpc_address) as client:
+        streams = await asyncio.gather(*(collect(client, request) for request in requests))
+        expected = undisturbed(cluster, requests)
+        assert [tokens(stream) for stream in streams] == [output.token_ids for output in expected]
+        assert len({text(stream) for stream in streams[:-1]}) == 3
+        again = [await collect(client, replace(r, request_id=uuid.uuid4().hex)) for r in requests[:3]]
+        assert [tokens(stream) for stream in again] == [tokens(stream) for stream in streams[:3]]
+        usages = [(first[-1].usage, second[-1].usage) for first, second in zip(streams, again, strict=False)]
+        assert all(second.replica_id == first.replica_id for first, second in usages)
+        assert all(second.num_cached_tokens >= 16 for _, second in usages)
+        with pytest.raises(ShoalError, match=r"model: 'three' is not served here; .*, 'one', 'other/two' are"):
+            await collect(client, replace(requests[0], model="three", request_id=uuid.uuid4().hex))
+    base_url = f"http://{cluster.http_address}/v1"
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="unused") as http:
+        listed = {model.id: model.model_dump()["parent"] for model in (await http.models.list()).data}
+        assert listed == {cluster.model: None, "one": cluster.model, "other/two": cluster.model}
+        assert (await http.models.retrieve("other/two")).id == "other/two"
+        messages = [{"role": m.role, "content": m.content} for m in requests[1].messages or ()]
+        answer = await http.chat.completions.create(model="one", messages=messages, max_tokens=12, temperature=0)
+    assert (answer.model, answer.choices[0].message.content) == ("one", expected[1].text)
+    command = [sys.executable, "-m", "shoal_cluster.cli", "generate", question, "--model", "other/two"]
+    command += ["--temperature", "0", "--max-tokens", "12", "--no-stats", "--address", cluster.grpc_address]
+    done = await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == expected[-1].text.strip()
 
 
 async def test_a_stop_string_ends_the_text_and_frees_the_blocks(cluster: LiveCluster):
@@ -256,7 +289,7 @@ async def test_a_long_prompt_is_refused_while_a_stream_goes_on(cluster: LiveClus
 
 def test_the_openai_client(cluster: LiveCluster):
     client = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0)
-    assert [model.id for model in client.models.list()] == [cluster.model]
+    assert [model.id for model in client.models.list()] == [cluster.model, *cluster.adapters]
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     whole = client.chat.completions.create(
         model=cluster.model, messages=messages, max_tokens=12, temperature=0, n=2, logprobs=True, top_logprobs=1

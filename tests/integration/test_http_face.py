@@ -15,7 +15,7 @@ import openai
 import pytest
 import pytest_asyncio
 import uvicorn
-from fixtures.fake_gateway import MODEL, TOKENIZER, FakeGateway
+from fixtures.fake_gateway import ADAPTER, MODEL, TOKENIZER, FakeGateway
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.serve.call import GenerateCall
@@ -525,7 +525,9 @@ async def read_on(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> N
 
 
 async def test_models_and_health(client: openai.AsyncOpenAI, http: httpx.AsyncClient, core: FakeGateway) -> None:
-    assert [model.id async for model in client.models.list()] == [MODEL]
+    assert [model.id async for model in client.models.list()] == [MODEL, ADAPTER]
+    adapter = (await http.get(f"/v1/models/{ADAPTER}")).json()
+    assert (adapter["id"], adapter["parent"]) == (ADAPTER, MODEL)
     assert (await client.models.retrieve(MODEL)).created == 1700000000
     assert (await http.get("/healthz")).status_code == 200
     core.ready = False

@@ -58,9 +58,9 @@ class Expected:
     gaps: list[list[float]]
 
     @classmethod
-    def of(cls, folder: Path, prompts: list[list[int]], **settings: Any) -> Expected:
+    def of(cls, folder: Path, prompts: list[list[int]], adapter: str | list[str] = "", **settings: Any) -> Expected:
         with LLM(str(folder), dtype="float32", num_blocks=256, max_num_seqs=16, **settings) as llm:
-            outputs = llm.generate(prompts, GREEDY)
+            outputs = llm.generate(prompts, GREEDY, adapter)
         return cls([o.token_ids for o in outputs], [_gaps(o) for o in outputs])
 
     def check(self, outputs: list[RequestOutput]) -> None:

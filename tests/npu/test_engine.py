@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fixtures.tiny_adapters import make_adapter
 from npu_models import FAMILIES, GREEDY, NUM_SHARED, NUM_TOKENS, Expected, make_folder, make_prompts
 from simulated_npu import graphs
 from tiny_models import SHAPE, make_checkpoint
@@ -54,6 +55,19 @@ def test_tokens_are_the_cpus(model: tuple[Path, Expected]) -> None:
         expected.check(again)
         alone = [num_reused_tokens(len(p), NUM_TOKENS, 128) for p in prompts[:-1]]
         assert [o.num_cached_tokens for o in again] == [*alone, NUM_SHARED]
+
+
+def test_adapters_beside_the_model_alone(llama: Path, tmp_path: Path) -> None:
+    """Steps without any adapter go on to use graphs."""
+    adapters = {name: str(make_adapter(tmp_path / name, llama, seed)) for seed, name in enumerate(("a", "b"))}
+    prompts = make_prompts()
+    asked = [("", "a", "b")[i % 3] for i in range(len(prompts))]
+    expected = Expected.of(llama, prompts, asked, adapters=adapters)
+    with LLM(str(llama), device="npu", num_blocks=32, max_num_seqs=8, adapters=adapters) as llm:
+        expected.check(llm.generate(prompts, GREEDY, asked))
+        before = graphs.state.num_replays
+        Expected.of(llama, prompts).check(llm.generate(prompts, GREEDY))
+        assert graphs.state.num_replays > before
 
 
 def test_demo_model_token_for_token() -> None:

@@ -11,25 +11,41 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fixtures.native_models import (
+    DTYPES,
+    MAX_ERROR,
+    Part,
+    attend,
+    check_sequence,
+    error,
+    make_shape,
+    make_weights,
+    oracle_logits,
+    rotary_table,
+    round_matrices,
+    run,
+    shuffled_blocks,
+    tokens,
+    turn,
+)
 from fixtures.waiting import DEADLINE_S
 from numpy._core import _multiarray_umath
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, make_prompts
 from torch import Tensor
-from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from shoal_kernels import native, native_library, native_limits, reference
 from shoal_kernels.integers import IntegerWeight, round_weight
 from shoal_kernels.metadata import AttentionMetadata
-from shoal_kernels.native import DecoderShape, NativeDecoder
+from shoal_kernels.native import NativeDecoder
 from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
@@ -46,179 +62,6 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native ke
 
 KERNELS = native_library.supported_kernels()
 TASKS = Path("/proc/self/task")
-DTYPES = [torch.float32, torch.bfloat16]
-# Error against the oracle, relative to the spread of the logits. bf16 rounds activations several times in every layer.
-MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
-
-
-def make_shape(**changes: object) -> DecoderShape:
-    base = DecoderShape(
-        dtype=torch.float32, vocab_size=83, hidden_size=96, intermediate_size=104, num_layers=2, num_heads=6,
-        num_kv_heads=2, head_size=64, rms_norm_eps=1e-5, tied_embeddings=True, sliding_window=None, max_positions=512,
-        block_size=16, num_blocks=40, num_threads=1,
-    )  # fmt: skip
-    return replace(base, **changes)  # type: ignore[arg-type]
-
-
-def make_weights(shape: DecoderShape, qk_norm: bool = False, biases: bool = False, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(shape.dtype)
-
-    def vector(size: int, low: float, high: float) -> Tensor:
-        return (torch.rand(size, generator=generator) * (high - low) + low).to(shape.dtype)
-
-    hidden, queries = shape.hidden_size, shape.num_heads * shape.head_size
-    qkv = queries + 2 * shape.num_kv_heads * shape.head_size
-    weights = {"embed_tokens.weight": matrix(shape.vocab_size, hidden) * 5, "norm.weight": vector(hidden, 0.5, 1.5)}
-    weights["lm_head.weight"] = (
-        weights["embed_tokens.weight"] if shape.tied_embeddings else matrix(shape.vocab_size, hidden)
-    )
-    for i in range(shape.num_layers):
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"layers.{i}.{name}.weight"] = vector(hidden, 0.5, 1.5)
-        for name, rows, columns in (
-            ("qkv_proj", qkv, hidden),
-            ("o_proj", hidden, queries),
-            ("gate_up_proj", 2 * shape.intermediate_size, hidden),
-            ("down_proj", hidden, shape.intermediate_size),
-        ):
-            weights[f"layers.{i}.{name}.weight"] = matrix(rows, columns)
-            if biases:
-                weights[f"layers.{i}.{name}.bias"] = vector(rows, -0.3, 0.3)
-        if qk_norm:
-            for name in ("q_norm", "k_norm"):
-                weights[f"layers.{i}.{name}.weight"] = vector(shape.head_size, 0.5, 1.5)
-    return weights
-
-
-def round_matrices(weights: dict[str, Tensor], bits: int) -> dict[str, Tensor | IntegerWeight]:
-    """Every matrix as integers of ``bits``, but the tables with 8 bits."""
-    tables = ("embed_tokens.weight", "lm_head.weight")
-    return {
-        name: round_weight(tensor, 8 if name in tables else bits) if tensor.ndim == 2 else tensor
-        for name, tensor in weights.items()
-    }
-
-
-def widened(weights: dict[str, Tensor | IntegerWeight]) -> dict[str, Tensor]:
-    return {name: w.widen(torch.float32) if isinstance(w, IntegerWeight) else w for name, w in weights.items()}
-
-
-def rotary_table(shape: DecoderShape) -> Tensor:
-    frequencies = 10000.0 ** (-torch.arange(0, shape.head_size, 2) / shape.head_size)
-    angles = torch.outer(torch.arange(shape.max_positions).float(), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=1)
-
-
-def turn(x: Tensor, table: Tensor) -> Tensor:
-    """``reference.rotary_embedding`` of rows at positions 0, 1, …, all at once."""
-    cos, sin = table[:, None].chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """``reference.paged_attention`` of one sequence from its first token, without pages, which would take hours."""
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    rows, columns = torch.arange(len(q))[:, None], torch.arange(len(q))
-    visible = columns <= rows
-    if window is not None:
-        visible &= columns > rows - window
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
-
-
-def oracle_logits(shape: DecoderShape, weights: dict[str, Tensor], token_ids: Tensor) -> Tensor:
-    """Logits of every position, float32 [len(token_ids), vocab_size]."""
-    w = {name: tensor.float() for name, tensor in weights.items()}
-    length, size = len(token_ids), shape.head_size
-    counts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-    table = rotary_table(shape)[:length]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return reference.rms_norm(x, w[name], shape.rms_norm_eps)
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return functional.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-    x = w["embed_tokens.weight"][token_ids]
-    for i in range(shape.num_layers):
-        layer = f"layers.{i}."
-        heads = linear(norm(x, f"{layer}input_layernorm.weight"), f"{layer}qkv_proj").view(length, -1, size)
-        q, k, v = heads.split(counts, dim=1)
-        if f"{layer}q_norm.weight" in w:
-            q, k = norm(q, f"{layer}q_norm.weight"), norm(k, f"{layer}k_norm.weight")
-        attended = attend(turn(q, table), turn(k, table), v, shape.sliding_window)
-        x = x + linear(attended.reshape(length, -1), f"{layer}o_proj")
-        gate_up = linear(norm(x, f"{layer}post_attention_layernorm.weight"), f"{layer}gate_up_proj")
-        x = x + linear(reference.silu_and_mul(gate_up), f"{layer}down_proj")
-    return linear(norm(x, "norm.weight"), "lm_head")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Tokens [start, start + len(token_ids)) of a sequence that lies in ``blocks``."""
-
-    token_ids: list[int]
-    start: int
-    blocks: list[int]
-
-
-def run(
-    decoder: NativeDecoder, *parts: Part, rows: Sequence[int] | None = None, wants_maxima_alone: bool = False
-) -> Tensor:
-    """Run one step. Returns the logits of ``rows``, or else of all its tokens."""
-    size = decoder.shape.block_size
-    positions = [np.arange(p.start, p.start + len(p.token_ids)) for p in parts]
-    tables = np.zeros((len(parts), max(len(p.blocks) for p in parts)), np.int32)
-    for row, part in zip(tables, parts, strict=True):
-        row[: len(part.blocks)] = part.blocks
-    ends = np.cumsum([len(p.token_ids) for p in parts])
-    slots = [np.array(p.blocks)[at // size] * size + at % size for p, at in zip(parts, positions, strict=True)]
-    return decoder.forward(
-        input_ids=np.concatenate([p.token_ids for p in parts]),
-        positions=np.concatenate(positions),
-        query_start_loc=[0, *ends.tolist()],
-        seq_lens=[p.start + len(p.token_ids) for p in parts],
-        block_tables=tables,
-        slot_mapping=np.concatenate(slots),
-        sample_rows=np.arange(ends[-1]) if rows is None else rows,
-        wants_maxima_alone=wants_maxima_alone,
-    ).clone()
-
-
-def tokens(shape: DecoderShape, length: int, seed: int = 1) -> list[int]:
-    return torch.randint(shape.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def shuffled_blocks(shape: DecoderShape, seed: int = 2) -> list[int]:
-    return torch.randperm(shape.num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).pow(2).mean().sqrt() / expected.std())
-
-
-def check_sequence(
-    shape: DecoderShape,
-    weights: dict[str, Tensor] | dict[str, Tensor | IntegerWeight],
-    chunks: list[int],
-    kernels: str = "",
-    num_checked: int = 0,
-) -> None:
-    """Check the logits of a sequence that is computed in ``chunks``, in shuffled blocks."""
-    token_ids, blocks = tokens(shape, sum(chunks)), shuffled_blocks(shape)
-    decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels)
-    outputs, start = [], 0
-    for chunk in chunks:
-        outputs.append(run(decoder, Part(token_ids[start : start + chunk], start, blocks)))
-        start += chunk
-    decoder.close()
-    actual, expected = torch.cat(outputs), oracle_logits(shape, widened(weights), torch.tensor(token_ids))
-    assert error(actual, expected) < MAX_ERROR[shape.dtype]
-    assert error(actual[-num_checked:], expected[-num_checked:]) < MAX_ERROR[shape.dtype]
 
 
 @pytest.mark.parametrize("window", [None, 5])

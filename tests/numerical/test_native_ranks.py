@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shoal_kernels import native, native_library
 from shoal_kernels.exchange import CarriedExchange, LostRank, SharedExchange, shared_bytes
-from shoal_kernels.native import DecoderShape, NativeDecoder
+from shoal_kernels.native import NativeDecoder
+from shoal_kernels.native_shape import DecoderShape
 from shoal_replica.config import ModelConfig, ParallelConfig
 from shoal_replica.executor import NewSequence, ScheduledSequence
 from shoal_replica.model import decoder

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shoal_kernels import native, native_library, ops, reference, sampling
 from shoal_kernels.draws import Draw, RowOperators
-from shoal_kernels.native import DecoderShape, NativeDecoder
+from shoal_kernels.native import NativeDecoder
+from shoal_kernels.native_shape import DecoderShape
 from shoal_replica.model.sampler import Sampler, SamplerRow
 from shoal_replica.sampling_params import SamplingParams
 

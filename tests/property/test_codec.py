@@ -116,6 +116,8 @@ cards = st.builds(
     eos_token_ids=token_ids,
     has_chat_template=st.booleans(),
     created_s=count,
+    parent=text,
+    adapters=st.lists(text, max_size=2).map(tuple),
 )
 stats = st.builds(
     ReplicaStats,

@@ -29,6 +29,12 @@ def test_block_size_and_salt_keep_hashes_apart() -> None:
     assert len({block_hash for group in hashes for block_hash in group}) == 5
 
 
+def test_an_adapter_keeps_hashes_apart_whatever_the_salt() -> None:
+    hashes = [hash_blocks([1], 1, *salts)[0] for salts in (("",), ("a",), ("", "a"), ("a", "a"), ("", "b"), ("aa",))]
+    assert len(set(hashes)) == 6
+    assert hash_blocks([1, 2], 1, "s", "a")[:1] == hash_blocks([1], 1, "s", "a")
+
+
 def test_any_string_is_a_salt() -> None:
     assert hash_blocks([1], 1, "\ud800") != hash_blocks([1], 1, "\ud801")
 

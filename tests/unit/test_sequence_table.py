@@ -30,6 +30,21 @@ def test_a_lone_decode_has_the_inputs_that_it_has_beside_another(position: int) 
         np.testing.assert_array_equal(mine, beside)
 
 
+def test_sequences_of_an_adapter_are_put_next_to_one_another() -> None:
+    table = SequenceTable(max_model_len=48, block_size=16)
+    for seq_id, adapter in enumerate(("b", "", "a", "", "b")):
+        table.add(NewSequence(seq_id, (1, 2, 3), 3, 0, (seq_id,), SamplingParams(), 0, 0, adapter))
+    scheduled = tuple(ScheduledSequence(i, 2, 1, True) for i in range(5))
+    ordered = table.by_adapter(scheduled)
+    assert [s.seq_id for s in ordered] == [1, 3, 2, 0, 4]
+    step = table.arrays(ordered)
+    assert step.adapters == ["", "", "a", "b", "b"]
+    for seq_id in (0, 2, 4):
+        table.drop(seq_id)
+    assert table.by_adapter(scheduled) is scheduled
+    assert table.arrays((scheduled[1], scheduled[3])).adapters is None
+
+
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_decodes_that_go_on_have_the_inputs_that_they_have_anew(num_seqs: int) -> None:
     """Across block boundaries, a change of a block table, and a sequence that leaves."""

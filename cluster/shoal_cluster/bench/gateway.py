@@ -147,7 +147,7 @@ class _Core:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
-    def model_card(self) -> ModelCard:
+    def model_card(self, name: str = "") -> ModelCard:
         return ModelCard(
             name="bench",
             max_model_len=self._num_tokens + BLOCK_SIZE,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # gRPC and its dependencies are imported only when a command 
     from shoal_cluster.serve.call import GenerateCall, Message, Usage
 
 Address = Annotated[str, typer.Option(help="The gateway's gRPC address.")]
+Model = Annotated[str, typer.Option(help="The served model, or one of its LoRA adapters; the model by default.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate; all there is room for by default.")]
 Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
 Seed = Annotated[int | None, typer.Option(help="Makes the answer repeatable.")]
@@ -25,6 +26,7 @@ Stats = Annotated[bool, typer.Option("--stats/--no-stats", help="Say who compute
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say.")],
     address: Address = DEFAULT_GRPC_ADDRESS,
+    model: Model = "",
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.2,
     seed: Seed = None,
@@ -35,7 +37,7 @@ def generate(
     from shoal_cluster.serve.call import Message
 
     messages = None if raw else (Message("user", prompt),)
-    call = _call(prompt if raw else None, messages, max_tokens, temperature, seed)
+    call = _call(prompt if raw else None, messages, model, max_tokens, temperature, seed)
     answer = asyncio.run(_stream(address, call))
     if stats:
         typer.echo(answer.stats_line(), err=True)
@@ -43,6 +45,7 @@ def generate(
 
 def chat(
     address: Address = DEFAULT_GRPC_ADDRESS,
+    model: Model = "",
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.2,
@@ -63,7 +66,8 @@ def chat(
             continue
         history.append(Message("user", said))
         try:
-            answer = asyncio.run(_stream(address, _call(None, tuple(history), max_tokens, temperature, seed)))
+            call = _call(None, tuple(history), model, max_tokens, temperature, seed)
+            answer = asyncio.run(_stream(address, call))
         except KeyboardInterrupt:
             history.pop()  # an interrupted answer is not part of the conversation
             typer.echo()
@@ -104,7 +108,12 @@ class _Answer:
 
 
 def _call(
-    text: str | None, messages: tuple[Message, ...] | None, max_tokens: int | None, temperature: float, seed: int | None
+    text: str | None,
+    messages: tuple[Message, ...] | None,
+    model: str,
+    max_tokens: int | None,
+    temperature: float,
+    seed: int | None,
 ) -> GenerateCall:
     from shoal_cluster.serve.call import GenerateCall
     from shoal_cluster.serve.request_id import new_request_id
@@ -112,6 +121,7 @@ def _call(
 
     return GenerateCall(
         request_id=new_request_id(),
+        model=model,
         sampling_params=SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed),
         text=text,
         messages=messages,

@@ -15,11 +15,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from shoal_cluster.config import ClusterConfig, ReplicaSettings
 from shoal_cluster.policies.autoscaling_config import MAX_REPLICAS
 from shoal_cluster.serve.admin import ADMIN_KEY_VARIABLE
+from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.gateway import Gateway
 from shoal_cluster.serve.rank_actors import DEVICE_RESOURCES, replica_bundles
 from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_cluster.serve.request_router import BlockRouter
-from shoal_replica.build import resolve_config
 
 # For both deployments and their handles: calls between actors go by gRPC, and a gateway has one event loop, so that its
 # router and the gateway itself share the ledger without locks.
@@ -108,19 +108,7 @@ def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
 
 
 def _check_model(config: ClusterConfig) -> None:
-    """Check that the model exists and fits the largest node. Whether it fits an NPU, the replica finds out."""
+    """Check that model and adapters exist and fit the largest node. Whether they fit an NPU, the replica finds out."""
     nodes = [n["Resources"].get("memory", 0) for n in ray.nodes() if n["Alive"]] if ray.is_initialized() else []
-    replica = config.replica
-    resolve_config(
-        config.model,
-        dtype=replica.dtype,
-        quantization=replica.quantization,
-        max_model_len=replica.max_model_len,
-        block_size=replica.block_size,
-        num_blocks=replica.num_blocks,
-        enable_prefix_caching=replica.enable_prefix_caching,
-        num_host_blocks=replica.num_host_blocks,
-        scheduler=replica.scheduler_config(),
-        parallel=replica.parallel_config(),
-        memory_bytes=sys.maxsize if replica.device == "npu" else int(max(nodes)) if nodes else None,
-    )
+    is_unknown = config.replica.device == "npu"
+    engine_config(config, sys.maxsize if is_unknown else int(max(nodes)) if nodes else None)

@@ -94,7 +94,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """The served model, as it is described to clients."""
+    """The served model, as it is described to clients, with its ``adapters``; or one of these, whose ``parent`` is the
+    model.
+    """
 
     name: str
     max_model_len: int
@@ -104,6 +106,8 @@ class ModelCard:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     created_s: int
+    parent: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,14 +192,16 @@ class GatewayCore(Protocol):
     ) -> tuple[int, ...]: ...
 
     def check_model(self, name: str) -> None:
-        """Raise NotFound unless ``name`` is empty or the served model."""
+        """Raise NotFound unless ``name`` is empty, the served model or one of its adapters."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for."""
         ...
 
-    def model_card(self) -> ModelCard: ...
+    def model_card(self, name: str = "") -> ModelCard:
+        """The card of the model, or of the adapter of that name. Raises as ``check_model`` does."""
+        ...
 
     def cluster(self) -> ClusterRow: ...
 

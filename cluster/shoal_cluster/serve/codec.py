@@ -174,6 +174,8 @@ def model_card_to_proto(card: ModelCard) -> pb.Model:
         eos_token_ids=card.eos_token_ids,
         has_chat_template=card.has_chat_template,
         created_s=card.created_s,
+        parent=card.parent,
+        adapters=card.adapters,
     )
 
 
@@ -187,6 +189,8 @@ def model_card_from_proto(model: pb.Model) -> ModelCard:
         eos_token_ids=tuple(model.eos_token_ids),
         has_chat_template=model.has_chat_template,
         created_s=model.created_s,
+        parent=model.parent,
+        adapters=tuple(model.adapters),
     )
 
 

@@ -7,8 +7,11 @@ from shoal_replica.build import resolve_config
 from shoal_replica.config import EngineConfig
 
 
-def engine_config(config: ClusterConfig) -> EngineConfig:
+def engine_config(config: ClusterConfig, memory_bytes: int | None = None) -> EngineConfig:
     """The configuration of every replica's engine. Reads the checkpoint's folder, and makes it if it is missing.
+
+    Args:
+        memory_bytes: see ``resolve_config``.
 
     Raises:
         ConfigError, NotFound: as ``resolve_config`` does.
@@ -25,4 +28,6 @@ def engine_config(config: ClusterConfig) -> EngineConfig:
         num_host_blocks=settings.num_host_blocks,
         scheduler=settings.scheduler_config(),
         parallel=settings.parallel_config(),
+        memory_bytes=memory_bytes,
+        adapters=config.adapters,
     )

@@ -160,12 +160,16 @@ class Gateway:
         return self._tokenizer.encode(text or "", add_special_tokens=add_special_tokens)
 
     def check_model(self, name: str) -> None:
-        if name and name != self._config.name:
-            raise NotFound(f"model: {name!r} is not served here; {self._config.name!r} is")
+        served = [self._config.name, *self._config.adapters]
+        if name and name not in served:
+            known = f"{', '.join(map(repr, served))} {'is' if len(served) == 1 else 'are'}"
+            raise NotFound(f"model: {name!r} is not served here; {known}")
 
-    def model_card(self) -> ModelCard:
+    def model_card(self, name: str = "") -> ModelCard:
+        self.check_model(name)
+        is_adapter = name in self._config.adapters
         return ModelCard(
-            name=self._config.name,
+            name=name or self._config.name,
             max_model_len=self._max_model_len(),
             vocab_size=self._model.vocab_size,
             block_size=self._config.replica.block_size,
@@ -173,6 +177,8 @@ class Gateway:
             eos_token_ids=self._model.eos_token_ids,
             has_chat_template=self._tokenizer.has_chat_template,
             created_s=self._created_s,
+            parent=self._config.name if is_adapter else "",
+            adapters=() if is_adapter else tuple(self._config.adapters),
         )
 
     def cluster(self) -> ClusterRow:
@@ -281,6 +287,7 @@ class Gateway:
             priority=call.priority,
             arrival_s=arrived_s,
             cache_salt=call.cache_salt,
+            adapter=call.model if call.model in self._config.adapters else "",
             tenant=call.tenant,
         )
 

@@ -109,8 +109,8 @@ class GenerationService:
 
     async def get_model(self, raw: bytes, context: grpc.aio.ServicerContext) -> generation_pb2.Model:
         async with _errors_as_status(context, new_request_id()):
-            self._core.check_model(codec.parse(generation_pb2.GetModelRequest, raw).model)
-            return codec.model_card_to_proto(self._core.model_card())
+            request = codec.parse(generation_pb2.GetModelRequest, raw)
+            return codec.model_card_to_proto(self._core.model_card(request.model))
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The RPC handlers, for a server."""

@@ -70,15 +70,15 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_body(core.model_card())]}
+        card = core.model_card()
+        return {"object": "list", "data": [_model_body(each) for each in (card, *map(core.model_card, card.adapters))]}
 
     @app.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str, request: Request) -> Response:
         try:
-            core.check_model(model_id)
+            return JSONResponse(_model_body(core.model_card(model_id)))
         except Exception as error:
             return error_response(error, request.state.request_id)
-        return JSONResponse(_model_body(core.model_card()))
 
     @app.get("/healthz")
     async def health() -> Response:
@@ -121,7 +121,7 @@ async def _answer(
         core.refuse_unread()
         return error_response(error, request_id)
     try:
-        model = core.model_card().name
+        model = core.model_card(body.model).name
         if body.stream:
             events = answer_events(core, calls, shape, request_id, model, body.include_usage)
             return EventStream(events, request_id)
@@ -134,13 +134,14 @@ async def _answer(
 
 
 def _model_body(card: ModelCard) -> dict[str, Any]:
-    """OpenAI's model, with vLLM's ``max_model_len``."""
+    """OpenAI's model, with vLLM's ``max_model_len`` and, of an adapter, ``parent``."""
     return {
         "id": card.name,
         "object": "model",
         "created": card.created_s,
         "owned_by": "shoal",
         "max_model_len": card.max_model_len,
+        "parent": card.parent or None,
     }
 
 

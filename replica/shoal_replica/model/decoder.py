@@ -14,11 +14,14 @@ from shoal_kernels.draws import RowOperators
 from shoal_kernels.exchange import LostRank
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.native_buffers import RowMaxima
+from shoal_kernels.native_shape import DecoderShape
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.memory_plan import EXCHANGE_BYTES
 from shoal_replica.model.cpu_kernels import choose_kernels
 from shoal_replica.model.layers import rotary_cache
 from shoal_replica.model.llama import LlamaDecoder
+from shoal_replica.model.lora import LoraPair, load_adapter, step_adapters
 from shoal_replica.model.npu_memory import open_device
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
 from shoal_replica.model.quantization import quantize, widen
@@ -60,6 +63,14 @@ class Decoder(Protocol):
     @property
     def row_operators(self) -> RowOperators:
         """Operators on the logits that ``compute`` returns, by the threads that computed them."""
+        ...
+
+    def load(self, adapter: AdapterConfig) -> None:
+        """Load an adapter, which steps then name.
+
+        Raises:
+            OSError, SafetensorError: its file has been changed or removed.
+        """
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -126,8 +137,9 @@ class TorchDecoder:
         shard: Shard | None = None,
         group: ParallelGroup | None = None,
     ) -> None:
-        shard = shard or whole_shard(model)
+        self._shard = shard = shard or whole_shard(model)
         self._device = torch.device(parallel.device)
+        self._adapters: dict[str, dict[str, LoraPair]] = {}
         dtype = DTYPES[model.dtype]
         weights = widen(quantize(model, stream_weights(model, self._device, shard)), dtype)
         self._model = LlamaDecoder(model, dict(weights), shard, group)
@@ -150,6 +162,9 @@ class TorchDecoder:
     def row_operators(self) -> RowOperators:
         return ops
 
+    def load(self, adapter: AdapterConfig) -> None:
+        self._adapters[adapter.name] = dict(load_adapter(adapter, self._model.config, self._shard, self._device))
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         metadata = AttentionMetadata(
             query_start_loc=step.query_start_loc,
@@ -163,6 +178,7 @@ class TorchDecoder:
             self._caches,
             metadata,
             torch.tensor(sample_rows, dtype=torch.int64, device=self._device),
+            step_adapters(step.adapters or (), step.query_start_loc, self._adapters),
         )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -195,7 +211,7 @@ class NativeCpuDecoder:
         cpu = torch.device("cpu")
         self._shard = shard = shard or whole_shard(model)
         self._group = group = group or SoleRank()
-        self._hidden_size = model.hidden_size
+        self._model = model
         self._first_row = cache.num_blocks
         exchange = group.exchange(max(EXCHANGE_BYTES // 4, model.hidden_size, shard.vocab_share))
         self._native = native.NativeDecoder(
@@ -205,6 +221,7 @@ class NativeCpuDecoder:
             exchange=exchange,
         )
         self._last: tuple[StepArrays | None, Sequence[int], bool] = None, (), False
+        self._slots = {"": native.NO_ADAPTER}
         # What is left for torch is small, and its threads would go on spinning on the cores of the next step.
         torch.set_num_threads(1)
 
@@ -225,10 +242,14 @@ class NativeCpuDecoder:
     def row_operators(self) -> RowOperators:
         return self._native
 
+    def load(self, adapter: AdapterConfig) -> None:
+        pairs = load_adapter(adapter, self._model, self._shard, torch.device("cpu"))
+        self._slots[adapter.name] = self._native.add_adapter(pairs)
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         hidden: Tensor | None = None
         if self._shard.num_stages > 1:
-            hidden = torch.empty(len(step.input_ids), self._hidden_size)
+            hidden = torch.empty(len(step.input_ids), self._model.hidden_size)
             if not self._shard.is_first_stage:
                 self._group.receive_from_previous_stage(hidden)
         try:
@@ -246,6 +267,7 @@ class NativeCpuDecoder:
                 hidden=hidden,
                 wants_logits=self._shard.samples,
                 wants_maxima_alone=wants_maxima_alone,
+                adapters=None if step.adapters is None else [self._slots[name] for name in step.adapters],
             )
             self._last = step, sample_rows, wants_maxima_alone
         except LostRank as error:
@@ -267,10 +289,8 @@ class NativeCpuDecoder:
         self._native.close()
 
 
-def _native_shape(
-    model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, shard: Shard
-) -> native.DecoderShape:
-    return native.DecoderShape(
+def _native_shape(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, shard: Shard) -> DecoderShape:
+    return DecoderShape(
         dtype=DTYPES[model.dtype],
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,

@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal_kernels import ops
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import ModelConfig, MoeConfig
+from shoal_replica.model.lora import StepAdapters
 from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.shard import Shard
 
@@ -31,19 +32,24 @@ class StepInputs:
     positions: Tensor
     cos_sin_cache: Tensor
     attention: AttentionMetadata
+    adapters: StepAdapters | None = None
 
 
 class Linear:
-    """``x @ weight.T + bias``, bias optional."""
+    """``x @ weight.T + bias``, bias optional, plus what the adapters of its rows add."""
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("bias", "name", "weight")
 
     def __init__(self, weights: Weights, name: str) -> None:
+        self.name = name
         self.weight = weights[f"{name}.weight"]
         self.bias = weights.get(f"{name}.bias")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        out = ops.linear(x, self.weight, self.bias)
+        if adapters is not None:
+            adapters.add(out, x, self.name)
+        return out
 
 
 class RowParallelLinear(Linear):
@@ -55,8 +61,8 @@ class RowParallelLinear(Linear):
         super().__init__(weights, name)
         self.group = group
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(super().__call__(x))
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        return self.group.all_reduce(super().__call__(x, adapters))
 
 
 class Attention:
@@ -76,7 +82,7 @@ class Attention:
     def __call__(self, x: Tensor, cache: LayerCache, step: StepInputs) -> Tensor:
         """x [T, hidden] → [T, hidden]; the step's keys and values are written to ``cache`` first."""
         num_tokens = x.shape[0]
-        heads = self.qkv_proj(x).view(num_tokens, -1, self.head_size)
+        heads = self.qkv_proj(x, step.adapters).view(num_tokens, -1, self.head_size)
         q, k, v = torch.split(heads, self.num_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q = ops.rms_norm(q, self.q_norm, self.eps)
@@ -84,7 +90,7 @@ class Attention:
         q, k = ops.rotary_embedding(step.positions, q, k, step.cos_sin_cache)
         ops.write_kv(k, v, *cache, step.attention.slot_mapping)
         out = ops.paged_attention(q, *cache, step.attention, self.scale, self.sliding_window)
-        return self.o_proj(out.view(num_tokens, -1))
+        return self.o_proj(out.view(num_tokens, -1), step.adapters)
 
 
 class Mlp:
@@ -94,12 +100,14 @@ class Mlp:
         self.gate_up_proj = Linear(weights, f"{prefix}gate_up_proj")
         self.down_proj = RowParallelLinear(weights, f"{prefix}down_proj", group)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x, adapters)), adapters)
 
 
 class Experts:
-    """A mixture of gated MLPs: every rank routes all tokens and computes the experts that it holds."""
+    """A mixture of gated MLPs: every rank routes all tokens and computes the experts that it holds. No
+    adapter changes it.
+    """
 
     def __init__(self, moe: MoeConfig, shard: Shard, group: ParallelGroup, weights: Weights, prefix: str) -> None:
         self.router = Linear(weights, f"{prefix}router")
@@ -110,7 +118,7 @@ class Experts:
         self.gate_up = gate_up.view(len(shard.experts), 2 * moe.intermediate_size, -1)
         self.down = weights[f"{prefix}experts.down_proj.weight"].view(len(shard.experts), -1, moe.intermediate_size)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         chosen, ids = ops.select_experts(self.router(x), self.moe.num_experts_per_token, self.moe.renormalize)
         return self.group.all_reduce(ops.apply_experts(x, self.gate_up, self.down, chosen, ids, self.first))
 
@@ -141,7 +149,7 @@ class DecoderLayer:
             x, residual = ops.add_rms_norm(x, residual, self.input_norm, self.eps)
         x = self.attention(x, cache, step)
         x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
-        return self.mlp(x), residual
+        return self.mlp(x, step.adapters), residual
 
 
 def rotary_cache(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:

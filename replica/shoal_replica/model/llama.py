@@ -12,6 +12,7 @@ from shoal_kernels import ops
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import ModelConfig
 from shoal_replica.model.layers import DecoderLayer, LayerCache, StepInputs, Weights, rotary_cache
+from shoal_replica.model.lora import StepAdapters
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
 from shoal_replica.shard import Shard, whole_shard
 
@@ -56,6 +57,7 @@ class LlamaDecoder:
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
         sample_rows: Tensor,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Compute a step's tokens, write their KV, and compute the logits of the rows that sample.
 
@@ -67,7 +69,7 @@ class LlamaDecoder:
         Returns:
             float32 [num_samples, vocab_size]; [0, vocab_size] on a stage that is not the last.
         """
-        step = StepInputs(positions, self.cos_sin_cache, metadata)
+        step = StepInputs(positions, self.cos_sin_cache, metadata, adapters)
         x = self._embed(input_ids) if self.shard.is_first_stage else self._receive(len(input_ids))
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.executor import (
     NewSequence,
@@ -43,11 +44,14 @@ class ModelRunner:
         parallel_config: ParallelConfig,
         shard: Shard | None = None,
         group: ParallelGroup | None = None,
+        adapters: Iterable[AdapterConfig] = (),
     ) -> None:
         torch.set_num_threads(parallel_config.num_threads)
         self._config = model_config
         self._block_size = cache_config.block_size
         self._decoder = make_decoder(model_config, cache_config, parallel_config, shard, group)
+        for adapter in adapters:
+            self._decoder.load(adapter)
         self._samples = shard is None or shard.samples
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._sampler = Sampler(self._decoder.row_operators)
@@ -106,8 +110,12 @@ class ModelRunner:
 
     def _compute(self, sequences: SequenceTable, scheduled: tuple[ScheduledSequence, ...]) -> Tensor:
         """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size]; none if maxima suffice."""
-        step = sequences.arrays(scheduled)
+        ordered = sequences.by_adapter(scheduled)
+        step = sequences.arrays(ordered)
         ends = step.query_start_loc[1:]
+        if ordered is not scheduled:
+            end_of = {s.seq_id: end for s, end in zip(ordered, ends, strict=True)}
+            ends = [end_of[s.seq_id] for s in scheduled]
         sample_rows = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
         is_greedy = all(sequences[s.seq_id].takes_likeliest for s in scheduled if s.samples)
         started = time.perf_counter()

@@ -18,11 +18,13 @@ from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_graph import StepGraph
 from shoal_kernels.npu_int8 import round_weight
 from shoal_kernels.npu_swap import BlockSwap
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_plan import num_staging_blocks
 from shoal_replica.model.layers import Weights
 from shoal_replica.model.llama import LlamaDecoder
+from shoal_replica.model.lora import LoraPair, load_adapter, step_adapters
 from shoal_replica.model.npu_memory import EXTRA_BLOCKS, check_shape, open_device
 from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.parameters import EMBEDDING, HEAD
@@ -38,8 +40,9 @@ logger = logging.getLogger(__name__)
 class NpuDecoder:
     """Uses the first device that the process sees; Ray, or whatever started the process, chooses which that is.
 
-    A step whose sequences all decode one token and all sample runs as the smallest captured graph that holds them,
-    padded with sequences in a block reserved for that. All other steps, and those too large for a graph, run eagerly.
+    A step whose sequences all decode one token, all sample and have no adapter runs as the smallest captured graph that
+    holds them, padded with sequences in a block reserved for that. All other steps, and those too large for a graph,
+    run eagerly.
 
     Raises:
         NotFound: from ``load_weights``.
@@ -69,7 +72,8 @@ class NpuDecoder:
             tensors = [tensor for layer in self._caches for tensor in layer]
             self._swap = BlockSwap(tensors, cache.num_host_blocks, num_staging_blocks(cache))
         self._inputs = PackedInputs(self._device)
-        self._samples = shard.samples
+        self._shard = shard
+        self._adapters: dict[str, dict[str, LoraPair]] = {}
         self._group = self._model.group
         self._calls_of_graph = 0
         self._graphs: dict[int, StepGraph] = {}
@@ -91,16 +95,20 @@ class NpuDecoder:
     def row_operators(self) -> RowOperators:
         return ops
 
+    def load(self, adapter: AdapterConfig) -> None:
+        self._adapters[adapter.name] = dict(load_adapter(adapter, self._model.config, self._shard, self._device))
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         logits = self._launch(step, sample_rows)
-        if not self._samples:
+        if not self._shard.samples:
             # Wait, as the sampling rank does for its tokens: a hang or failure then shows in the step of its own rank.
             torch_npu.npu.current_stream().synchronize()
         return logits
 
     def _launch(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         num_seqs = len(step.seq_lens)
-        if len(step.input_ids) == num_seqs == len(sample_rows):
+        adapters = step_adapters(step.adapters or (), step.query_start_loc, self._adapters)
+        if adapters is None and len(step.input_ids) == num_seqs == len(sample_rows):
             # If graphs of sizes in between are missing: at most as much padding as a block has slots.
             sizes = [size for size in self._graphs if num_seqs <= size <= num_seqs + self._block_size]
             size = min(sizes, default=0)
@@ -117,7 +125,7 @@ class NpuDecoder:
             block_tables=table.view(tables.shape),
             slot_mapping=slots,
         )
-        return self._model(ids, positions, self._caches, metadata, samples)
+        return self._model(ids, positions, self._caches, metadata, samples, adapters)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for keys, values in self._caches:

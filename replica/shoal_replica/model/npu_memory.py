@@ -72,9 +72,10 @@ def check_memory(config: EngineConfig, rank: int) -> None:
     """Log what this rank's memory will be used for; raise ConfigError if it does not fit. Call it before loading."""
     free = min(free_bytes(), config.parallel.device_memory_bytes or sys.maxsize)
     shard = make_shard(config.model, config.parallel, rank)
-    plan = plan_memory(config.model, config.scheduler, config.parallel, shard, config.cache, free)
+    settings, rest = (config.model, config.scheduler, config.parallel), (config.cache, free, config.adapter_bytes)
+    plan = plan_memory(*settings, shard, *rest)
     logger.info("rank %d: %s", rank, plan.report())
-    plan.check(npu_changes(config.model, config.scheduler, config.parallel, shard.stage, config.cache, free))
+    plan.check(npu_changes(*settings, shard.stage, *rest))
     room = available_bytes() // plan.block
     if config.cache.num_host_blocks > room:
         raise ConfigError(

@@ -49,7 +49,7 @@ class DistributedRunner:
             self._store,
             MEETING_TIMEOUT.total_seconds(),
         )
-        self._runner = ModelRunner(config.model, config.cache, parallel, shard, self._group)
+        self._runner = ModelRunner(config.model, config.cache, parallel, shard, self._group, config.adapters)
         self._runner.warm_up()
 
     @property

@@ -25,6 +25,7 @@ class HeldSequence:
     index: int
     takes_likeliest: bool  # see ``SamplingParams``
     num_candidates: int  # see ``NewSequence``
+    adapter: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class StepArrays:
     """A step's inputs as host arrays; see ``AttentionMetadata`` for the last four.
 
     Valid until the next step's arrays are made: the next decodes of the same sequences reuse this object, with new
-    numbers in all but ``query_start_loc`` and ``block_tables``.
+    numbers in all but ``query_start_loc``, ``block_tables`` and ``adapters``: the sequences' adapters, "" for none; no
+    list if none has one.
     """
 
     input_ids: NDArray[np.int64]
@@ -41,6 +43,7 @@ class StepArrays:
     seq_lens: list[int]
     block_tables: NDArray[np.int32]
     slot_mapping: NDArray[np.int64]
+    adapters: list[str] | None = None
 
 
 class SequenceTable:
@@ -53,6 +56,7 @@ class SequenceTable:
         self._block_ids = np.zeros((INITIAL_ROWS, -(-(max_model_len + 1) // block_size)), np.int32)
         self._free_rows = list(reversed(range(INITIAL_ROWS)))
         self._held: dict[int, HeldSequence] = {}
+        self._num_adapted = 0
         self._tokens = self._token_ids.data  # the same as a memoryview: faster for single tokens
         self._last: _Decodes | None = None
 
@@ -72,13 +76,23 @@ class SequenceTable:
         self._token_ids[row, :num_tokens] = new.token_ids
         params = new.sampling_params
         self._held[new.seq_id] = HeldSequence(
-            row, num_tokens, new.num_prompt_tokens, params, new.index, params.takes_likeliest, new.num_candidates
+            row,
+            num_tokens,
+            new.num_prompt_tokens,
+            params,
+            new.index,
+            params.takes_likeliest,
+            new.num_candidates,
+            new.adapter,
         )
+        self._num_adapted += bool(new.adapter)
         self.set_blocks(new.seq_id, 0, new.block_ids)
 
     def drop(self, seq_id: int) -> None:
         self._last = None
-        self._free_rows.append(self._held.pop(seq_id).row)
+        held = self._held.pop(seq_id)
+        self._free_rows.append(held.row)
+        self._num_adapted -= bool(held.adapter)
 
     def set_blocks(self, seq_id: int, first: int, block_ids: Sequence[int]) -> None:
         """Put ``block_ids`` into the sequence's block table, from index ``first`` on."""
@@ -94,6 +108,12 @@ class SequenceTable:
         """Prompt, then generated tokens; a view."""
         held = self._held[seq_id]
         return self._token_ids[held.row, : held.num_tokens]
+
+    def by_adapter(self, scheduled: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence]:
+        """``scheduled``, those with the same adapter next to one another: their rows then share its products."""
+        if not self._num_adapted:
+            return scheduled
+        return sorted(scheduled, key=lambda share: self._held[share.seq_id].adapter)
 
     def arrays(self, scheduled: Sequence[ScheduledSequence]) -> StepArrays:
         """Inputs of a step that computes ``scheduled``, in that order."""
@@ -130,6 +150,7 @@ class SequenceTable:
             seq_lens=seq_lens.tolist(),
             block_tables=table,
             slot_mapping=self._block_ids[token_rows, blocks].astype(np.int64) * self._block_size + offsets,
+            adapters=[self._held[s.seq_id].adapter for s in scheduled] if self._num_adapted else None,
         )
         return step, rows
 

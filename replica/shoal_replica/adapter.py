@@ -1,0 +1,43 @@
+"""A LoRA adapter (Hu et al. 2021), as far as it has to be known before its weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The two factors of one projection's adaptation: y = x W^T becomes y + scale (x A^T) B^T.
+
+    Attributes:
+        module: the projection's stored name, such as ``model.layers.0.self_attn.q_proj``.
+        down, up: names of A [rank, in_size] and B [out_size, rank] in the file.
+    """
+
+    module: str
+    rank: int
+    scale: float
+    down: str
+    up: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """An adapter and the projections that it changes.
+
+    ``num_values`` counts both factors of every packed product as they are held: those of projections that share a
+    product are stacked, with zeros between them.
+    """
+
+    name: str
+    folder: str
+    factors: tuple[Factors, ...]
+    num_values: int
+
+
+def adapter_bytes(adapters: Iterable[AdapterConfig], value_bytes: int) -> int:
+    """Bytes of adapters in memory, over the ranks of one replica."""
+    return sum(adapter.num_values for adapter in adapters) * value_bytes

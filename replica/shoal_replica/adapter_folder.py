@@ -1,0 +1,151 @@
+"""Reads what an adapter's folder says, in PEFT's format, and checks it against the model. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from shoal_replica.adapter import WEIGHTS_FILE, AdapterConfig, Factors
+from shoal_replica.config import ModelConfig
+from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.model.parameters import parameters
+from shoal_replica.shard import whole_shard
+
+CONFIG_FILE = "adapter_config.json"
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MAX_RANK = 512
+FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+
+
+def read_adapters(folders: Mapping[str, str], model: ModelConfig) -> tuple[AdapterConfig, ...]:
+    """``read_adapter`` of each name and folder."""
+    return tuple(read_adapter(name, folder, model) for name, folder in folders.items())
+
+
+def read_adapter(name: str, folder: str | Path, model: ModelConfig) -> AdapterConfig:
+    """Read ``adapter_config.json`` and the header of ``adapter_model.safetensors``.
+
+    Raises:
+        NotFound: no such folder, or a file is missing.
+        ConfigError: it is no LoRA adapter of this model, or uses what is not supported; the adapter is named.
+    """
+    path = Path(folder).expanduser()
+    raw = _read_config(name, path)
+    _refuse_unsupported(name, raw)
+    shapes = _read_shapes(name, path / WEIGHTS_FILE)
+    sizes = _adaptable(model)
+    sides: dict[str, dict[str, str]] = {}
+    for tensor in shapes:
+        match = FACTOR.fullmatch(tensor)
+        if match is None or match["module"] not in sizes:
+            raise ConfigError(
+                f"adapters.{name}: tensor {tensor!r} adapts nothing that can be adapted here: "
+                f"{', '.join(ADAPTED)} of the model's {model.num_layers} layers"
+            )
+        sides.setdefault(match["module"], {})[match["side"]] = tensor
+    factors = tuple(_factors(name, module, pair, shapes, sizes[module], raw) for module, pair in sides.items())
+    if not factors:
+        raise ConfigError(f"adapters.{name}: {path / WEIGHTS_FILE} holds no tensors")
+    ranks = {f.module: f.rank for f in factors}
+    num_values = sum(
+        sum(ranks.get(module, 0) for module in modules) * (num_in + num_out)
+        for modules, num_out, num_in in _products(model)
+    )
+    return AdapterConfig(name=name, folder=str(path), factors=factors, num_values=num_values)
+
+
+def _read_config(name: str, folder: Path) -> dict[str, Any]:
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / file).is_file():
+            raise NotFound(f"adapters.{name}: {str(folder)!r} holds no {file}")
+    try:
+        raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"adapters.{name}: {folder / CONFIG_FILE} is not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"adapters.{name}: {folder / CONFIG_FILE} does not hold a JSON object")
+    return raw
+
+
+def _refuse_unsupported(name: str, raw: Mapping[str, Any]) -> None:
+    for key, allowed in (
+        ("peft_type", ("LORA",)),
+        ("use_dora", (None, False)),
+        ("bias", (None, "none")),
+        ("lora_bias", (None, False)),
+        ("fan_in_fan_out", (None, False)),
+        ("modules_to_save", (None, [])),
+        ("trainable_token_indices", (None, [], {})),
+    ):
+        if (value := raw.get(key)) not in allowed:
+            raise ConfigError(
+                f"adapters.{name}: {key} in {CONFIG_FILE} is {value!r}; only {allowed[-1]!r} is supported"
+            )
+
+
+def _read_shapes(name: str, path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="np") as file:
+            names = file.keys()  # a safetensors file is not a Mapping
+            return {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in names}
+    except SafetensorError as error:
+        raise ConfigError(f"adapters.{name}: {path} cannot be read: {error}") from None
+
+
+def _products(model: ModelConfig) -> list[tuple[tuple[str, ...], int, int]]:
+    """The packed products that can be adapted: their projections, and their numbers of outputs and inputs."""
+    found: list[tuple[tuple[str, ...], int, int]] = []
+    for parameter in parameters(model, whole_shard(model)):
+        modules = tuple(piece.name.removesuffix(".weight") for piece in parameter.pieces)
+        if parameter.name.endswith("_proj.weight") and ".experts." not in parameter.name:
+            num_out, num_in = parameter.shape
+            found.append((modules, num_out, num_in))
+    return found
+
+
+def _adaptable(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The projections that can be adapted, by stored name, with their shapes."""
+    adaptable = {module for modules, *_ in _products(model) for module in modules}
+    pieces = (piece for parameter in parameters(model, whole_shard(model)) for piece in parameter.pieces)
+    named = ((piece.name.removesuffix(".weight"), piece.shape) for piece in pieces)
+    return {module: shape for module, shape in named if module in adaptable and len(shape) > 1}
+
+
+def _factors(
+    name: str,
+    module: str,
+    pair: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    size: tuple[int, ...],
+    raw: Mapping[str, Any],
+) -> Factors:
+    if pair.keys() != {"A", "B"}:
+        raise ConfigError(f"adapters.{name}: {module} has only its factor {min(pair)}")
+    down, up = shapes[pair["A"]], shapes[pair["B"]]
+    rank = down[0]
+    if (down, up) != ((rank, size[1]), (size[0], rank)):
+        raise ConfigError(
+            f"adapters.{name}: {module} has factors of shapes {down} and {up}; the model's is {size}, so they must be "
+            f"(rank, {size[1]}) and ({size[0]}, rank)"
+        )
+    if not 1 <= rank <= MAX_RANK:
+        raise ConfigError(f"adapters.{name}: {module} has rank {rank}; must be from 1 to {MAX_RANK}")
+    return Factors(module, rank, _scale(name, module, rank, raw), pair["A"], pair["B"])
+
+
+def _scale(name: str, module: str, rank: int, raw: Mapping[str, Any]) -> float:
+    """PEFT's scale: alpha / rank, or alpha / sqrt(rank) for rank-stabilised adapters (Kalajdzievski 2023)."""
+    alpha = raw.get("lora_alpha")
+    for pattern, value in (raw.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = value
+            break
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ConfigError(f"adapters.{name}: lora_alpha in {CONFIG_FILE} is {alpha!r}; must be a finite number")
+    return alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)

@@ -1,0 +1,105 @@
+"""A rank's share of an adapter's weights, and how the torch operators apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from shoal_replica.adapter import WEIGHTS_FILE, AdapterConfig, Factors
+from shoal_replica.config import ModelConfig
+from shoal_replica.model.parameters import Piece, parameters
+from shoal_replica.model.weights import DTYPES
+from shoal_replica.shard import Shard
+
+
+class LoraPair(NamedTuple):
+    """What an adapter adds to a packed product, y = x W^T: (x down^T) up^T. The scale is part of ``up``.
+
+    down [rank, in_size], up [out_size, rank], where ``rank`` is the sum of those of the product's projections.
+    """
+
+    down: Tensor
+    up: Tensor
+
+
+def load_adapter(
+    adapter: AdapterConfig, model: ModelConfig, shard: Shard, device: torch.device
+) -> Iterator[tuple[str, LoraPair]]:
+    """The pairs of a rank's products with their packed names (``layers.{i}.qkv_proj``), in the model's dtype.
+
+    Of a product whose inputs are spread over the ranks, each rank has the columns of ``down`` for its own, so that the
+    sum over the ranks adds up its part too.
+    """
+    factors = {f.module: f for f in adapter.factors}
+    with safe_open(Path(adapter.folder) / WEIGHTS_FILE, framework="pt") as file:
+
+        def read(piece: Piece, own: Factors) -> LoraPair:
+            columns = piece.columns
+            assert columns is not None
+            down = file.get_slice(own.down)[:, columns.start : columns.stop]
+            up = file.get_slice(own.up)[piece.rows.start : piece.rows.stop]
+            return LoraPair(down.float(), up.float() * own.scale)
+
+        for parameter in parameters(model, shard):
+            modules = [piece.name.removesuffix(".weight") for piece in parameter.pieces]
+            pairs = [
+                read(piece, factors[module]) if module in factors and piece.columns is not None else None
+                for piece, module in zip(parameter.pieces, modules, strict=True)
+            ]
+            if any(pairs):
+                pair = _stack(parameter.pieces, pairs)
+                held = LoraPair(*(side.to(device=device, dtype=DTYPES[model.dtype]) for side in pair))
+                yield parameter.name.removesuffix(".weight"), held
+
+
+def _stack(pieces: Sequence[Piece], pairs: Sequence[LoraPair | None]) -> LoraPair:
+    """One pair for projections that share a product: each has ranks of its own, with zeros for the others' outputs."""
+    down = torch.cat([pair.down for pair in pairs if pair is not None])
+    up = torch.zeros(sum(len(piece.rows) for piece in pieces), len(down))
+    row = rank = 0
+    for piece, pair in zip(pieces, pairs, strict=True):
+        if pair is not None:
+            up[row : row + len(piece.rows), rank : rank + len(pair.down)] = pair.up
+            rank += len(pair.down)
+        row += len(piece.rows)
+    return LoraPair(down, up)
+
+
+class StepAdapters:
+    """The adapters of a step's rows.
+
+    Args:
+        runs: rows [begin, end) and the pairs of their adapter.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int, dict[str, LoraPair]]]) -> None:
+        self._runs = runs
+
+    def add(self, out: Tensor, x: Tensor, name: str) -> None:
+        """Add to ``out`` [T, out_size] what the adapters add to the product ``name`` of x [T, in_size]."""
+        for begin, end, pairs in self._runs:
+            if (pair := pairs.get(name)) is not None:
+                out[begin:end] += (x[begin:end] @ pair.down.T) @ pair.up.T
+
+
+def step_adapters(
+    names: Sequence[str], query_start_loc: Sequence[int], held: dict[str, dict[str, LoraPair]]
+) -> StepAdapters | None:
+    """The adapters of a step whose sequences have these ``names``, "" for none; neighbours of one name are one run.
+    None if no sequence has one.
+    """
+    runs: list[tuple[int, int, dict[str, LoraPair]]] = []
+    last = ""
+    for i, name in enumerate(names):
+        begin, end = query_start_loc[i], query_start_loc[i + 1]
+        if name and name == last:
+            runs[-1] = (runs[-1][0], end, held[name])
+        elif name:
+            runs.append((begin, end, held[name]))
+        last = name
+    return StepAdapters(runs) if runs else None

@@ -1,0 +1,138 @@
+"""LoRA adapters on a real engine: the tokens are those of PEFT, whatever batch, chunk, cache, kernels and ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.tiny_adapters import ATTENTION, load_adapted, make_adapter
+from fixtures.tiny_tokenizer import write_tiny_tokenizer
+from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greedy
+
+from shoal_replica import LLM, SamplingParams
+from shoal_replica.errors import InvalidArgument
+
+PROMPTS = make_prompts([1, 5, 16, 17, 40, 63, 130], seed=4)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "everything": {},
+    "attention": {"r": 3, "lora_alpha": 6, "target_modules": ATTENTION},
+    "patterns": {
+        "r": 8,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"],
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2, "down_proj": 5},
+        "alpha_pattern": {"v_proj": 20, "layers.2.mlp.gate_proj": 1},
+    },
+    "one": {"r": 1, "target_modules": ["up_proj"], "layers_to_transform": [1]},
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-linear-rope", "mistral", "qwen2", "qwen3", "llama-9-heads"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_tokenizer(make_checkpoint(request.param, tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        name: str(make_adapter(root / name, folder, seed, **settings))
+        for seed, (name, settings) in enumerate(SETTINGS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, adapters: dict[str, str]) -> dict[str, list[list[int]]]:
+    """Of each adapter, and of the model alone, the tokens after each prompt."""
+    models = {"": load_oracle(folder)} | {name: load_adapted(folder, Path(path)) for name, path in adapters.items()}
+    return {name: [oracle_greedy(model, prompt, 12) for prompt in PROMPTS] for name, model in models.items()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+        {"num_threads": 3},
+        {"block_size": 4, "num_blocks": 1024},  # torch's operators
+        {"max_num_seqs": 3},
+    ],
+    ids=str,
+)
+def test_each_prompt_gets_what_its_adapter_gives_alone(folder, adapters, expected, settings):
+    """All adapters and the model alone, in one batch."""
+    asked = [(name, i) for i in range(len(PROMPTS)) for name in expected]
+    with LLM(str(folder), **{"num_blocks": 512} | settings, adapters=adapters) as llm:
+        for _ in range(2):  # the second time, prompts come from the cache
+            outputs = llm.generate([PROMPTS[i] for _, i in asked], GREEDY, [name for name, _ in asked])
+            for (name, i), output in zip(asked, outputs, strict=True):
+                assert output.token_ids == expected[name][i], (name, i)
+        assert sum(output.num_cached_tokens for output in outputs) > 1000
+
+
+def test_caches_of_adapters_and_model_are_apart(folder, adapters, expected):
+    """The same prompt, first with one adapter, then with others: only its own blocks are found again."""
+    with LLM(str(folder), num_blocks=512, adapters=adapters) as llm:
+        for asked, num_cached in (("everything", 0), ("", 0), ("attention", 0), ("everything", 128), ("", 128)):
+            (output,) = llm.generate([PROMPTS[-1]], GREEDY, asked)
+            assert output.token_ids == expected[asked][-1]
+            assert output.num_cached_tokens == num_cached
+
+
+def test_beams_of_an_adapter_equal_those_of_peft(folder, adapters):
+    params = SamplingParams(max_tokens=10, beam_width=4, n=4, ignore_eos=True)
+    prompt = PROMPTS[4]
+    output = load_adapted(folder, Path(adapters["everything"])).generate(
+        input_ids=torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=10,
+        do_sample=False,
+        num_beams=4,
+        num_return_sequences=4,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with LLM(str(folder), num_blocks=256, adapters=adapters) as llm:
+        mixed = llm.generate([prompt, prompt, PROMPTS[3]], [params, params, GREEDY], ["everything", "", "attention"])
+    assert [beam.token_ids for beam in mixed[0].outputs] == output[:, len(prompt) :].tolist()
+    assert [beam.token_ids for beam in mixed[1].outputs] != output[:, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("block_size", [16, 8])  # native kernels, torch's operators
+def test_ranks_have_their_shares_of_adapters(tmp_path, ranks, block_size):
+    folder = write_tiny_tokenizer(make_checkpoint("llama-9-heads", tmp_path / "model"))
+    path = make_adapter(tmp_path / "adapter", folder, 0)
+    with LLM(str(folder), num_blocks=256, block_size=block_size, **ranks, adapters={"a": str(path)}) as llm:
+        outputs = llm.generate([*PROMPTS, *PROMPTS], GREEDY, ["a"] * len(PROMPTS) + [""] * len(PROMPTS))
+    models = [load_adapted(folder, path), load_oracle(folder)]
+    assert [o.token_ids for o in outputs] == [oracle_greedy(m, prompt, 12) for m in models for prompt in PROMPTS]
+
+
+def test_attention_of_a_mixture_of_experts_can_be_adapted(tmp_path):
+    folder = write_tiny_tokenizer(make_checkpoint("qwen3-moe", tmp_path / "model"))
+    path = make_adapter(tmp_path / "adapter", folder, 0, target_modules=ATTENTION)
+    with LLM(str(folder), num_blocks=256, adapters={"a": str(path)}) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, "a")
+    model = load_adapted(folder, path)
+    assert [o.token_ids for o in outputs] == [oracle_greedy(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_an_adapter_that_is_not_loaded_is_refused(tmp_path):
+    folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path / "model"))
+    with (
+        LLM(str(folder), num_blocks=64) as llm,
+        pytest.raises(InvalidArgument, match="got 'a'; none is loaded"),
+    ):
+        llm.generate(PROMPTS[0], GREEDY, "a")
+    path = str(make_adapter(tmp_path / "adapter", folder, 0))
+    with LLM(str(folder), num_blocks=64, adapters={"b": path, "a": path}) as llm:
+        with pytest.raises(InvalidArgument, match="adapter: got 'c'; must be one of a, b"):
+            llm.generate(PROMPTS[0], GREEDY, "c")
+        with pytest.raises(InvalidArgument, match="adapter: got 1; must be one, or one for each of 2 prompts"):
+            llm.generate(PROMPTS[:2], GREEDY, ["a"])
+        first, second = llm.generate([PROMPTS[0]] * 2, GREEDY, ["a", "b"])
+        assert first.token_ids == second.token_ids

@@ -1,0 +1,119 @@
+"""What is read of an adapter's folder, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fixtures.model_configs import make_model
+from safetensors.numpy import save_file
+
+from shoal_replica.adapter import adapter_bytes
+from shoal_replica.adapter_folder import MAX_RANK, read_adapter
+from shoal_replica.errors import ConfigError, NotFound
+
+MODEL = make_model(hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_size=8)
+HIDDEN, INNER = MODEL.hidden_size, MODEL.intermediate_size
+CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "modules_to_save": None}
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def stored(module: str, rank: int, num_in: int, num_out: int) -> dict[str, tuple[int, ...]]:
+    name = f"base_model.model.{module}"
+    return {f"{name}.lora_A.weight": (rank, num_in), f"{name}.lora_B.weight": (num_out, rank)}
+
+
+GOOD = stored(Q, 4, HIDDEN, HIDDEN) | stored(DOWN, 2, INNER, HIDDEN)
+
+
+def write(folder: Path, shapes: dict[str, tuple[int, ...]], **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+    save_file(
+        {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "adapter_model.safetensors"
+    )
+    return folder
+
+
+def test_factors_ranks_and_scales(tmp_path: Path) -> None:
+    adapter = read_adapter("a", write(tmp_path, GOOD), MODEL)
+    assert {(f.module, f.rank, f.scale) for f in adapter.factors} == {(Q, 4, 2.0), (DOWN, 2, 4.0)}
+    qkv = HIDDEN + 2 * MODEL.num_kv_heads * MODEL.head_size  # the product that the query projection is part of
+    assert adapter.num_values == 4 * (HIDDEN + qkv) + 2 * (INNER + HIDDEN)
+    assert adapter_bytes([adapter, adapter], 2) == 4 * adapter.num_values
+
+
+@pytest.mark.parametrize(
+    ("changes", "scales"),
+    [
+        ({"use_rslora": True}, (4.0, 8 / 2**0.5)),
+        ({"alpha_pattern": {"q_proj": 2}}, (0.5, 4.0)),
+        ({"alpha_pattern": {"layers.1.mlp.down_proj": 1.0, "proj": 7}}, (2.0, 0.5)),
+        ({"lora_alpha": 0.5}, (0.125, 0.25)),
+    ],
+    ids=str,
+)
+def test_scales_are_pefts(tmp_path: Path, changes: dict[str, Any], scales: tuple[float, float]) -> None:
+    adapter = read_adapter("a", write(tmp_path, GOOD, **changes), MODEL)
+    assert [f.scale for f in sorted(adapter.factors, key=lambda f: f.module)] == list(scales)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, r"adapters.a: peft_type in adapter_config.json is 'IA3'; only 'LORA' is supported"),
+        ({"use_dora": True}, "use_dora in adapter_config.json is True; only False"),
+        ({"bias": "all"}, "bias in adapter_config.json is 'all'; only 'none'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_alpha": "eight"}, "lora_alpha in adapter_config.json is 'eight'; must be a finite number"),
+        ({"lora_alpha": None}, "lora_alpha in adapter_config.json is None"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_adapter("a", write(tmp_path, GOOD, **changes), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({}, "holds no tensors"),
+        (
+            stored("model.embed_tokens", 4, HIDDEN, 8),
+            "embed_tokens.lora_A.weight' adapts nothing that",
+        ),
+        (stored("lm_head", 4, HIDDEN, 8), "adapts nothing that can be adapted here"),
+        (stored("model.layers.99.self_attn.q_proj", 4, HIDDEN, HIDDEN), "adapts nothing"),
+        ({f"base_model.model.{Q}.lora_magnitude_vector": (4,)}, "adapts nothing"),
+        (stored(Q, 4, HIDDEN + 1, HIDDEN), r"has factors of shapes \(4, \d+\) and \(\d+, 4\); the model's is"),
+        (stored(Q, 4, HIDDEN, HIDDEN - 1), "has factors of shapes"),
+        ({f"base_model.model.{Q}.lora_A.weight": (4, HIDDEN)}, f"{Q} has only its factor A"),
+        (stored(Q, MAX_RANK + 1, HIDDEN, HIDDEN), f"has rank {MAX_RANK + 1}; must be from 1 to {MAX_RANK}"),
+    ],
+    ids=str,
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, shapes: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_adapter("a", write(tmp_path, shapes), MODEL)
+
+
+def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"adapters.a: '.*' holds no adapter_config.json"):
+        read_adapter("a", tmp_path / "nowhere", MODEL)
+    folder = write(tmp_path, GOOD)
+    (folder / "adapter_model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_adapter("a", folder, MODEL)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(NotFound, match="holds no adapter_model"):
+        read_adapter("a", folder, MODEL)
+    write(tmp_path, GOOD)
+    for text, message in (("[]", "does not hold a JSON object"), ("{", "is not JSON")):
+        (folder / "adapter_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_adapter("a", folder, MODEL)

@@ -114,7 +114,9 @@ private:
     void for_chunks(Team::Member& member, int rows, const Work& work, int multiple = 1);
     template <class Work>
     void for_row_chunks(Team::Member& member, int rows, const Work& work);
-    void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows);
+    // `next`: rows that are lowered as soon as they are normalised.
+    void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows,
+                   const LoraRows* next = nullptr);
     void normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end);
     // In steps that are bound by reading weights: while a member waits for others, it reads its own part of the next
     // product.
@@ -125,11 +127,12 @@ private:
     GemmCall product(const Linear& linear, const Word* x, int64_t x_values, int first_row, void* out, int64_t out_stride,
                      Finish finish) const;
     void round_rows(const GemmCall& call, const Word* x, int64_t x_values, int begin, int end);
+    // `lowered`: what is added to the product.
     void multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
-                  int64_t out_stride, Finish finish);
+                  int64_t out_stride, Finish finish, const LoraRows* lowered = nullptr);
     void multiply_rows(const Linear& linear, const Word* x, int64_t x_values, int begin, int end, void* out,
                        int64_t out_stride, Finish finish);
-    // Adds a product whose inputs are spread over the ranks, and its adaptation, to the rows of the stream.
+    // Adds a product whose inputs are spread over the ranks, and what is lowered for it, to the rows of the stream.
     void multiply_onto(Team::Member& member, const Linear& linear, const LoraRows& adapted, int rows);
     LoraAdapter& adapter(int slot) const;
     void list_runs(const ShoalStep& step);
@@ -137,15 +140,17 @@ private:
     LoraRows qkv_rows(int index) const;
     // Whether some of the rows [begin, end) are adapted.
     bool adapts(int layer, Projection projection, const LoraRuns& runs, int begin, int end) const;
-    // Adds the adaptations of rows [0, count) by all threads, or of rows [begin, end) by the calling one.
-    void adapt(Team::Member& member, const LoraRows& rows, int count);
+    // The two products of an adaptation, for those of the rows [begin, end) that are adapted: by their factors `down`,
+    // and by a range of the blocks of their factors `up`, onto the outputs. Lowered rows are kept until they are raised,
+    // or others of the same numbers are lowered.
+    void lower_rows(const LoraRows& rows, int begin, int end);
+    void raise_rows(const LoraRows& rows, int begin, int end, int block_begin, int block_end);
     void adapt_rows(const LoraRows& rows, int begin, int end);
+    void lower(Team::Member& member, const LoraRows& rows, int count);  // rows [0, count) by all threads
     template <class Work>
-    void for_run(const LoraRows& rows, const LoraRun& run, int begin, int end, const Work& work) const;
-    void lower(const LoraFactors& factors, const LoraRows& rows, int begin, int end);
-    void raise(const LoraFactors& factors, const LoraRows& rows, int begin, int end, int block_begin, int block_end);
-    // gated_ = SwiGlu of the adapted product of normed_.
-    void multiply_gates(Team::Member& member, int index, const LoraRuns& runs, int rows);
+    void for_runs(const LoraRows& rows, int begin, int end, const Work& work) const;
+    // gated_ = SwiGlu of the product of normed_, whose rows are lowered; these are then lowered for the next product.
+    void multiply_gates(Team::Member& member, const LoraRows& down, int rows);
     void multiply_gate_rows(int index, int begin, int end, int thread);
     int64_t gate_sums_stride() const;
     void gate_row(const float* sums, int row);

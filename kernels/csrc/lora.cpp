@@ -1,6 +1,7 @@
 // Adapters of a decoder: which rows have which, and what they add to the products of a step.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "decoder.h"
@@ -9,7 +10,7 @@ namespace shoal {
 
 namespace {
 
-constexpr int kRunRows = 64;  // a longer run is cut, so that threads can share it
+constexpr int kAllBlocks = std::numeric_limits<int>::max();
 
 Projection projection_of(ShoalParameter parameter) {
     switch (parameter) {
@@ -23,12 +24,10 @@ Projection projection_of(ShoalParameter parameter) {
 
 void add_rows(LoraRuns& runs, const LoraAdapter* adapter, int begin, int end) {
     if (adapter == nullptr) return;
-    if (!runs.empty() && runs.back().adapter == adapter && runs.back().end == begin) {
-        const int room = kRunRows - (runs.back().end - runs.back().begin), taken = std::min(room, end - begin);
-        runs.back().end += taken;
-        begin += taken;
-    }
-    for (; begin < end; begin += kRunRows) runs.push_back({adapter, begin, std::min(end, begin + kRunRows)});
+    if (!runs.empty() && runs.back().adapter == adapter && runs.back().end == begin)
+        runs.back().end = end;
+    else
+        runs.push_back({adapter, begin, end});
 }
 
 // A copy of rows of `from` values as rows of `to` values, with zeros after them, and `more` rows of zeros.
@@ -101,56 +100,47 @@ bool Decoder::adapts(int layer, Projection projection, const LoraRuns& runs, int
     });
 }
 
-void Decoder::lower(const LoraFactors& factors, const LoraRows& rows, int begin, int end) {
-    const int64_t words = rank_stride_ / values_per_word(dtype_), first = rows.first;
-    float* const sums = lowered_.data() + first * rank_stride_;
-    Word* const narrowed = narrowed_.data() + first * words;
-    kernels_.gemm({&factors.down, rows.x, {}, rows.x_values / values_per_word(dtype_), sums, rank_stride_, Finish::Store},
-                  begin, end, 0, factors.down.blocks);
-    for (int row = begin; row < end; ++row)
-        kernels_.narrow(dtype_, sums + row * rank_stride_, narrowed + row * words,
-                        static_cast<int>(divide_up(factors.up.inputs, kPanel)) * kPanel);
-}
-
-void Decoder::raise(const LoraFactors& factors, const LoraRows& rows, int begin, int end, int block_begin, int block_end) {
-    const int64_t words = rank_stride_ / values_per_word(dtype_);
-    kernels_.gemm({&factors.up, narrowed_.data() + rows.first * words, {}, words, rows.out, rows.out_stride, Finish::Add},
-                  begin, end, block_begin, block_end);
-}
-
 template <class Work>
-void Decoder::for_run(const LoraRows& rows, const LoraRun& run, int begin, int end, const Work& work) const {
-    const LoraFactors& factors = run.adapter->factors(rows.layer, rows.projection);
-    begin = std::max(begin, run.begin - rows.first);
-    end = std::min(end, run.end - rows.first);
-    if (begin < end && !factors.is_empty()) work(factors, begin, end);
+void Decoder::for_runs(const LoraRows& rows, int begin, int end, const Work& work) const {
+    for (const LoraRun& run : rows.runs) {
+        const int from = std::max(begin, run.begin - rows.first), to = std::min(end, run.end - rows.first);
+        if (from >= to) continue;
+        const LoraFactors& factors = run.adapter->factors(rows.layer, rows.projection);
+        if (!factors.is_empty()) work(factors, from, to);
+    }
+}
+
+void Decoder::lower_rows(const LoraRows& rows, int begin, int end) {
+    const int64_t words = rank_stride_ / values_per_word(dtype_), x_stride = rows.x_values / values_per_word(dtype_);
+    float* const sums = lowered_.data() + rows.first * rank_stride_;
+    Word* const narrowed = narrowed_.data() + rows.first * words;
+    for_runs(rows, begin, end, [&](const LoraFactors& factors, int from, int to) {
+        const int rank = static_cast<int>(divide_up(factors.up.inputs, kPanel)) * kPanel;
+        kernels_.gemm({&factors.down, rows.x, {}, x_stride, sums, rank_stride_, Finish::Store}, from, to, 0,
+                      factors.down.blocks);
+        for (int row = from; row < to; ++row)
+            kernels_.narrow(dtype_, sums + row * rank_stride_, narrowed + row * words, rank);
+    });
+}
+
+void Decoder::raise_rows(const LoraRows& rows, int begin, int end, int block_begin, int block_end) {
+    const int64_t words = rank_stride_ / values_per_word(dtype_);
+    const Word* const narrowed = narrowed_.data() + rows.first * words;
+    for_runs(rows, begin, end, [&](const LoraFactors& factors, int from, int to) {
+        kernels_.gemm({&factors.up, narrowed, {}, words, rows.out, rows.out_stride, Finish::Add}, from, to, block_begin,
+                      std::min(block_end, factors.up.blocks));
+    });
 }
 
 void Decoder::adapt_rows(const LoraRows& rows, int begin, int end) {
-    for (const LoraRun& run : rows.runs)
-        for_run(rows, run, begin, end, [&](const LoraFactors& factors, int from, int to) {
-            lower(factors, rows, from, to);
-            raise(factors, rows, from, to, 0, factors.up.blocks);
-        });
+    if (rows.runs.empty()) return;
+    lower_rows(rows, begin, end);
+    raise_rows(rows, begin, end, 0, kAllBlocks);
 }
 
-void Decoder::adapt(Team::Member& member, const LoraRows& rows, int count) {
-    if (!adapts(rows.layer, rows.projection, rows.runs, rows.first, rows.first + count)) return;
-    const int runs = static_cast<int>(rows.runs.size());
-    member.parallel_for(runs, [&](int i) {
-        for_run(rows, rows.runs[static_cast<size_t>(i)], 0, count,
-                [&](const LoraFactors& factors, int from, int to) { lower(factors, rows, from, to); });
-    });
-    const int parts = static_cast<int>(divide_up(team_.size(), runs));
-    member.parallel_for(runs * parts, [&](int i) {
-        const int64_t part = i % parts;
-        for_run(rows, rows.runs[static_cast<size_t>(i / parts)], 0, count,
-                [&](const LoraFactors& factors, int from, int to) {
-                    const int64_t blocks = factors.up.blocks;
-                    raise(factors, rows, from, to, static_cast<int>(blocks * part / parts),
-                          static_cast<int>(blocks * (part + 1) / parts));
-                });
-    });
+void Decoder::lower(Team::Member& member, const LoraRows& rows, int count) {
+    if (!adapts(rows.layer, rows.projection, rows.runs, 0, count)) return;
+    for_chunks(member, count, [&](int begin, int end) { lower_rows(rows, begin, end); });
 }
 
 void Decoder::reserve_adapted(int64_t tokens, int64_t samples) {
@@ -169,19 +159,23 @@ void Decoder::gate_row(const float* sums, int row) {
 }
 
 // An adapted row's sums are needed before they are gated, so a chunk of rows with such a row keeps all of its sums.
-void Decoder::multiply_gates(Team::Member& member, int index, const LoraRuns& runs, int rows) {
+void Decoder::multiply_gates(Team::Member& member, const LoraRows& down, int rows) {
+    const int index = down.layer;
     const Linear& linear = layers_[static_cast<size_t>(index)].gate_up;
     const int64_t stride = gate_sums_stride(), words = normed_stride_ / values_per_word(dtype_);
-    if (!adapts(index, Projection::GateUp, runs, 0, rows))
-        return multiply(member, linear, normed_.data(), normed_stride_, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
+    if (!adapts(index, Projection::GateUp, down.runs, 0, rows)) {
+        multiply(member, linear, normed_.data(), normed_stride_, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
+        return lower(member, down, rows);
+    }
     const int most = kernels_.row_chunk * team_.size();
     for (int row = 0; row < rows; row += most) {
         const int count = std::min(most, rows - row);
         const Word* const x = normed_.data() + row * words;
-        multiply(member, linear, x, normed_stride_, count, gate_sums_.data(), stride, Finish::Store);
-        adapt(member, {index, Projection::GateUp, runs, x, normed_stride_, gate_sums_.data(), stride, row}, count);
+        const LoraRows sums{index, Projection::GateUp, down.runs, x, normed_stride_, gate_sums_.data(), stride, row};
+        multiply(member, linear, x, normed_stride_, count, gate_sums_.data(), stride, Finish::Store, &sums);
         for_chunks(member, count, [&](int begin, int end) {
             for (int i = begin; i < end; ++i) gate_row(gate_sums_.data() + i * stride, row + i);
+            lower_rows(down, row + begin, row + end);
         });
     }
 }

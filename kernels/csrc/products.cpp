@@ -42,7 +42,7 @@ void Decoder::multiply_rows(const Linear& linear, const Word* x, int64_t x_value
 }
 
 void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x, int64_t x_values, int rows, void* out,
-                       int64_t out_stride, Finish finish) {
+                       int64_t out_stride, Finish finish, const LoraRows* lowered) {
     const GemmCall call = product(linear, x, x_values, 0, out, out_stride, finish);
     if (is_integer(linear.format))
         for_chunks(member, rows, [&](int begin, int end) { round_rows(call, x, x_values, begin, end); });
@@ -53,8 +53,11 @@ void Decoder::multiply(Team::Member& member, const Linear& linear, const Word* x
     member.parallel_for(row_chunks * parts, [&](int i) {
         // The parts of each thread are adjacent.
         const int64_t chunk = i / parts, part = i % threads * (parts / threads) + i % parts / threads;
-        kernels_.gemm(call, static_cast<int>(rows * chunk / row_chunks), static_cast<int>(rows * (chunk + 1) / row_chunks),
-                      static_cast<int>(linear.blocks * part / parts), static_cast<int>(linear.blocks * (part + 1) / parts));
+        const int begin = static_cast<int>(rows * chunk / row_chunks), end = static_cast<int>(rows * (chunk + 1) / row_chunks);
+        const int first = static_cast<int>(linear.blocks * part / parts);
+        const int last = static_cast<int>(linear.blocks * (part + 1) / parts);
+        kernels_.gemm(call, begin, end, first, last);
+        if (lowered != nullptr) raise_rows(*lowered, begin, end, first, last);
     });
 }
 
@@ -73,20 +76,15 @@ void Decoder::multiply_onto(Team::Member& member, const Linear& linear, const Lo
     const int64_t hidden = shape_.hidden_size, x_values = adapted.x_values;
     const Word* const x = adapted.x;
     float* const stream = adapted.out;
-    if (exchange_ == nullptr) {
-        multiply(member, linear, x, x_values, rows, stream, hidden, Finish::Add);
-        return adapt(member, adapted, rows);
-    }
+    if (exchange_ == nullptr) return multiply(member, linear, x, x_values, rows, stream, hidden, Finish::Add, &adapted);
     const int most = static_cast<int>(exchange_->capacity / hidden);
     for (int row = 0; row < rows; row += most) {
         const int count = std::min(most, rows - row);
         const Word* const first = x + row * (x_values / values_per_word(dtype_));
-        multiply(member, linear, first, x_values, count, exchange_->mine(), hidden, Finish::Store);
         LoraRows mine = adapted;  // each rank has the factor A of its own inputs, and so adds its part of the sum
-        mine.x = first;
         mine.out = exchange_->mine();
         mine.first = row;
-        adapt(member, mine, count);
+        multiply(member, linear, first, x_values, count, exchange_->mine(), hidden, Finish::Store, &mine);
         add_parts(member, stream + row * hidden, count * hidden);
     }
 }

@@ -57,8 +57,12 @@ void Decoder::normalise_rows(const float* x, const std::vector<float>& weight, i
                           shape_.hidden_size);
 }
 
-void Decoder::normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows) {
-    for_chunks(member, rows, [&](int begin, int end) { normalise_rows(x, weight, begin, end); });
+void Decoder::normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows,
+                        const LoraRows* next) {
+    for_chunks(member, rows, [&](int begin, int end) {
+        normalise_rows(x, weight, begin, end);
+        if (next != nullptr) lower_rows(*next, begin, end);
+    });
 }
 
 void Decoder::read_ahead(Team::Member& member, const Linear& linear, int rows) {
@@ -128,10 +132,11 @@ void Decoder::project(Team::Member& member, const ShoalStep& step, int index) {
     const int rows = step.num_tokens;
     if (team_.size() == 1 || goes_by_rows(rows))
         return for_row_chunks(member, rows, [&](int begin, int end) { project_rows(step, index, begin, end); });
-    normalise(member, residual_.data(), layer.input_norm, rows);
+    const LoraRows adapted = qkv_rows(index);
+    normalise(member, residual_.data(), layer.input_norm, rows, &adapted);
     read_ahead(member, layer.output, rows);
-    multiply(member, layer.qkv, normed_.data(), normed_stride_, rows, qkv_.data(), layer.qkv.outputs, Finish::Store);
-    adapt(member, qkv_rows(index), rows);
+    multiply(member, layer.qkv, normed_.data(), normed_stride_, rows, qkv_.data(), layer.qkv.outputs, Finish::Store,
+             &adapted);
     const RotaryCall rotary = rotary_call(step, index);
     const int together = rows < 4 * kPanel * team_.size() ? 1 : kPanel;  // faster for whole pages
     for_chunks(member, rows, [&](int begin, int end) { kernels_.rotary(dtype_, rotary, begin, end); }, together);
@@ -147,17 +152,21 @@ void Decoder::complete(Team::Member& member, int index, float* stream, const Wor
     if (rows == 0) return;
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int64_t hidden = shape_.hidden_size;
+    const LoraRows output{index, Projection::Output, runs, attended, attended_stride_, stream, hidden};
+    const LoraRows gates{index, Projection::GateUp, runs, normed_.data(), normed_stride_, nullptr, 0};
+    const LoraRows down{index, Projection::Down, runs, gated_.data(), gated_stride_, stream, hidden};
     read_ahead(member, layer.gate_up, rows);
-    multiply_onto(member, layer.output, {index, Projection::Output, runs, attended, attended_stride_, stream, hidden}, rows);
-    normalise(member, stream, layer.post_norm, rows);
+    lower(member, output, rows);
+    multiply_onto(member, layer.output, output, rows);
+    normalise(member, stream, layer.post_norm, rows, &gates);
     read_ahead(member, layer.down, rows);
-    multiply_gates(member, index, runs, rows);
+    multiply_gates(member, down, rows);
     if (index + 1 < shape_.num_layers) {
         read_ahead(member, layers_[static_cast<size_t>(index) + 1].qkv, rows);
     } else if (shape_.is_last_stage) {
         read_ahead(member, screens_ ? screen_.head : head_, rows);
     }
-    multiply_onto(member, layer.down, {index, Projection::Down, runs, gated_.data(), gated_stride_, stream, hidden}, rows);
+    multiply_onto(member, layer.down, down, rows);
 }
 
 void Decoder::project_rows(const ShoalStep& step, int index, int begin, int end) {

@@ -13,6 +13,7 @@ from shoal_replica.build import build_executor, build_scheduler
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine, StepReport
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.grammars import Grammars
 from shoal_replica.llm import with_seed
 from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
 from shoal_replica.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ class AsyncLLM:
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
+        self._grammars = Grammars(config.model)
         self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
 
     @classmethod
@@ -52,6 +54,8 @@ class AsyncLLM:
         """
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        if params.structured_output is not None:
+            await asyncio.to_thread(self._grammars.check, params.structured_output)
         request = Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,

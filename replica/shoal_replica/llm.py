@@ -13,6 +13,7 @@ from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import StepTiming, TokenLogprobs
+from shoal_replica.grammars import Grammars
 from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
 from shoal_replica.sampling_params import MAX_SEED, SamplingParams
 from shoal_replica.stats import ReplicaStats
@@ -122,6 +123,7 @@ class LLM:
             adapters=adapters,
         )
         self.tokenizer = Tokenizer.from_folder(self.config.model.folder)
+        self._grammars = Grammars(self.config.model)
         self._scheduler = build_scheduler(self.config)
         self._executor = build_executor(self.config)
         self._ids = itertools.count()
@@ -141,7 +143,8 @@ class LLM:
             adapter: the name of a LoRA adapter, "" for the model alone; one for all, or one per prompt.
 
         Raises:
-            InvalidArgument: a prompt is empty or too long, an adapter is not loaded, or the counts differ.
+            InvalidArgument: a prompt is empty or too long, an adapter is not loaded, a structure is malformed, or the
+                counts differ.
         """
         listed = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -187,6 +190,8 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams, adapter: str) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        if params.structured_output is not None:
+            self._grammars.check(params.structured_output)
         return Request(
             request_id=str(next(self._ids)),
             prompt_token_ids=token_ids,

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -47,6 +48,7 @@ class SamplingParams:
             truncation of the distribution nor penalties nor stop strings, and temperature 0 and 1 are the same to it.
         length_penalty: a finished beam is ranked by its log-probability divided by its number of tokens to this power,
             in [-10, 10]; larger favours longer answers.
+        structured_output: what the answer must match, or None; it ends when it is complete.
         early_stopping: end a beam search once ``beam_width`` beams have finished, even if others could still be better.
     """
 
@@ -67,6 +69,7 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: bool = False
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -97,6 +100,8 @@ class SamplingParams:
                 raise InvalidArgument("stop", text, "must be non-empty strings")
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        if self.structured_output is not None and self.ignore_eos:
+            raise InvalidArgument("ignore_eos", True, "contradicts structured output, which ends when it is complete")
         _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         low, high = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
         _number("length_penalty", self.length_penalty, low, high, f"must be in [{low:g}, {high:g}]")
@@ -133,9 +138,14 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether a row's logits are changed before its token is chosen."""
+        return self.has_penalties or self.structured_output is not None
+
+    @property
     def takes_likeliest(self) -> bool:
         """Whether each token is simply the largest logit of its row, and nothing else of the row is needed."""
-        return self.is_greedy and not self.has_penalties and self.logprobs is None and self.beam_width == 1
+        return self.is_greedy and not self.changes_logits and self.logprobs is None and self.beam_width == 1
 
 
 _NOT_IN_BEAM_SEARCH: dict[str, object] = {
@@ -146,6 +156,7 @@ _NOT_IN_BEAM_SEARCH: dict[str, object] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "stop": (),
+    "structured_output": None,
 }
 
 

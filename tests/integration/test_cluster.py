@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -27,6 +28,7 @@ from shoal_replica.errors import NotFound, ResourceExhausted, ShoalError
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.llm import RequestOutput
 from shoal_replica.request import FinishReason
+from shoal_replica.structured_output import StructuredOutput
 from shoal_replica.testing import num_reused_tokens
 
 pytestmark = pytest.mark.integration
@@ -171,6 +173,37 @@ async def test_adapters_answer_under_their_names_and_from_caches_of_their_own(cl
     command += ["--temperature", "0", "--max-tokens", "12", "--no-stats", "--address", cluster.grpc_address]
     done = await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == expected[-1].text.strip()
+
+
+async def test_structured_answers_match_and_are_those_of_the_offline_engine(cluster: LiveCluster):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "population": {"type": "integer"}},
+        "required": ["city", "population"],
+        "additionalProperties": False,
+    }
+    forms = [StructuredOutput.json_schema(schema), StructuredOutput("regex", "[a-z]{3,6}, [0-9]{2}"), None]
+    requests = [call("Name a city.", max_tokens=60, temperature=0.8, seed=4, structured_output=f) for f in forms]
+    async with GatewayClient(cluster.grpc_address) as client:
+        streams = await asyncio.gather(*(collect(client, request) for request in requests))
+        for stream, output in zip(streams, undisturbed(cluster, requests), strict=True):
+            assert tokens(stream) == output.token_ids
+        assert re.fullmatch("[a-z]{3,6}, [0-9]{2}", text(streams[1]))
+        wrong = call(structured_output=StructuredOutput("regex", "(a"))
+        with pytest.raises(
+            ShoalError, match=r"structured_output: got '\(a'; cannot be used as regex: .*unclosed group"
+        ):
+            await collect(client, wrong)
+    async with openai.AsyncOpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused") as http:
+        answer = await http.chat.completions.create(
+            model=cluster.model,
+            messages=[{"role": "user", "content": "Name a city."}],
+            max_tokens=60,
+            temperature=0,
+            response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+        )
+    city = json.loads(answer.choices[0].message.content or "")
+    assert (city.keys(), answer.choices[0].finish_reason) == ({"city", "population"}, "stop")
 
 
 async def test_a_stop_string_ends_the_text_and_frees_the_blocks(cluster: LiveCluster):

@@ -176,6 +176,11 @@ async def test_passed_deadline_closes_the_cores_stream(
         ({"text": "x", "sampling_params": {"temperature": -0.5}}, "INVALID_ARGUMENT", "temperature: got -0.5"),
         ({"text": "x", "sampling_params": {"top_p": 1.5}}, "INVALID_ARGUMENT", "top_p: got 1.5; must be in (0, 1]"),
         ({"text": "x", "request_id": "a b"}, "INVALID_ARGUMENT", "request_id: got 'a b'"),
+        (
+            {"text": "x", "sampling_params": {"structured_output": {}}},
+            "INVALID_ARGUMENT",
+            "one of json_schema, regex and lark must be set",
+        ),
         ({"messages": {"messages": [{"role": "x"}]}}, "INVALID_ARGUMENT", "unknown role x"),
         ({"text": "x" * (MAX_MESSAGE_BYTES + 1)}, "RESOURCE_EXHAUSTED", "larger than max"),
     ],

@@ -24,6 +24,7 @@ from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
 from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.structured_output import StructuredOutput
 from shoal_replica.testing import make_request
 
 MAX_BODY_BYTES = 64 * 1024
@@ -180,6 +181,45 @@ async def test_completion_prompts(
     assert reasons == dict.fromkeys(range(len(texts)), "length")
     assert sorted((c.text or "", c.token_ids or ()) for c in core.calls) == sorted((t or "", i or ()) for t, i in asked)
     assert len({call.request_id for call in core.calls}) == len(asked)
+
+
+@pytest.mark.parametrize(
+    ("body", "structure"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutput("json_schema", '{"type": "object"}')),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": {"a": 1}},
+                }
+            },
+            StructuredOutput("json_schema", '{"a": 1}'),
+        ),
+        ({"structured_outputs": {"json": {"a": 1}}}, StructuredOutput("json_schema", '{"a": 1}')),
+        ({"structured_outputs": {"json": '{"a":1}'}}, StructuredOutput("json_schema", '{"a":1}')),
+        ({"structured_outputs": {"json_object": True}}, StructuredOutput("json_schema", '{"type": "object"}')),
+        ({"structured_outputs": {"regex": "a+"}}, StructuredOutput("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a.b", "c"]}}, StructuredOutput("regex", r"a\.b|c")),
+        ({"structured_outputs": {"grammar": "start: A"}}, StructuredOutput("lark", "start: A")),
+        ({"structured_outputs": {}}, None),
+        ({"guided_json": {"a": 1}}, StructuredOutput("json_schema", '{"a": 1}')),
+        ({"guided_regex": "a+"}, StructuredOutput("regex", "a+")),
+        ({"guided_choice": ["a", "b"]}, StructuredOutput("regex", "a|b")),
+        ({"guided_grammar": "start: A", "response_format": None}, StructuredOutput("lark", "start: A")),
+    ],
+    ids=str,
+)
+async def test_what_an_answer_must_match(
+    http: httpx.AsyncClient, core: FakeGateway, body: dict[str, Any], structure: StructuredOutput | None
+) -> None:
+    assert (await http.post(CHAT, json={"messages": HI} | body)).status_code == 200
+    (call,) = core.calls
+    assert call.sampling_params.structured_output == structure
+    request = replace(make_request(), sampling_params=call.sampling_params)
+    (submit,) = frames_from_gateway().take(frame(Submit(request)))
+    assert submit.request.sampling_params.structured_output == structure
 
 
 async def test_a_huge_max_tokens_is_no_limit_and_fits_the_feed(http: httpx.AsyncClient, core: FakeGateway) -> None:
@@ -354,7 +394,37 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
         (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
         (CHAT, {"messages": HI, "tools": [{}]}, 400, "tools", "not supported"),
-        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format", "text"),
+        (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format.type", "'json_object' or"),
+        (
+            CHAT,
+            {"messages": HI, "response_format": {"type": "json_schema"}},
+            400,
+            "response_format.json_schema",
+            "must be set",
+        ),
+        (
+            CHAT,
+            {"messages": HI, "response_format": {"type": "json_object"}, "guided_regex": "a"},
+            400,
+            "response_format",
+            "must be the only field",
+        ),
+        (
+            CHAT,
+            {"messages": HI, "structured_outputs": {"regex": "a", "grammar": "start: A"}},
+            400,
+            "structured_outputs",
+            "one of json, regex, choice and grammar",
+        ),
+        (
+            CHAT,
+            {"messages": HI, "structured_outputs": {"structural_tag": "x"}},
+            400,
+            "structured_outputs.structural_tag",
+            "extra inputs",
+        ),
+        (CHAT, {"messages": HI, "guided_choice": []}, 400, "structured_output", "must be a list of texts"),
+        (CHAT, {"messages": HI, "guided_regex": "a", "ignore_eos": True}, 400, "ignore_eos", "contradicts"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "messages", "below 128"),
         (COMPLETION, {"prompt": "x" * 500}, 400, "prompt", "below 128"),
         (COMPLETION, {"prompt": "x", "seed": -2}, 400, "seed", "at least 0"),
@@ -381,7 +451,6 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "guided_json": {}, "min_tokens": 5}, 400, "min_tokens", "not supported"),
         (CHAT, {"messages": HI, "skip_special_tokens": False}, 400, "skip_special_tokens", "only True"),
         (COMPLETION, {"prompt": "x", "prompt_logprobs": 0}, 400, "prompt_logprobs", "not supported"),
-        (COMPLETION, {"prompt": "x", "response_format": {"type": "json_object"}}, 400, "response_format", "text"),
         (COMPLETION, {"prompt": ""}, 400, "prompt", "at least one token"),
         (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
         (COMPLETION, {}, 400, "prompt", "must be a string"),

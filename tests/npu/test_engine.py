@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from shoal_replica.memory_plan import GRAPH_BYTES, WORKSPACE_BYTES
 from shoal_replica.model import npu_decoder
 from shoal_replica.model.npu_decoder import NpuDecoder
 from shoal_replica.model.sampler import Sampler, SamplerRow
+from shoal_replica.structured_output import StructuredOutput
 from shoal_replica.testing import num_reused_tokens
 
 MIB = 2**20
@@ -68,6 +70,13 @@ def test_adapters_beside_the_model_alone(llama: Path, tmp_path: Path) -> None:
         before = graphs.state.num_replays
         Expected.of(llama, prompts).check(llm.generate(prompts, GREEDY))
         assert graphs.state.num_replays > before
+
+
+def test_structured_answers_match(llama: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.0, structured_output=StructuredOutput("regex", "[ab]{4}"))
+    with LLM(str(llama), device="npu", num_blocks=32, max_num_seqs=8) as llm:
+        outputs = llm.generate(make_prompts(), [params, GREEDY] * 4)
+    assert all(re.fullmatch("[ab]{4}", output.text) for output in outputs[::2])
 
 
 def test_demo_model_token_for_token() -> None:

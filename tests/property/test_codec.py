@@ -33,6 +33,7 @@ from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import MAX_SEED, SamplingParams
 from shoal_replica.stats import ReplicaStats
+from shoal_replica.structured_output import KINDS, StructuredOutput
 
 text = st.text(max_size=8)
 count = st.integers(0, 2**31 - 1)
@@ -54,22 +55,29 @@ beam_searches = st.integers(2, 128).flatmap(
         early_stopping=st.booleans(),
     )
 )
-sampling_params = beam_searches | st.builds(
-    SamplingParams,
-    max_tokens=st.none() | st.integers(1, 2**40),
-    temperature=amount,
-    top_k=count,
-    top_p=st.floats(0, 1, exclude_min=True),
-    min_p=st.floats(0, 1),
-    presence_penalty=st.floats(-2, 2),
-    frequency_penalty=st.floats(-2, 2),
-    repetition_penalty=st.floats(0, 10, exclude_min=True),
-    seed=st.none() | st.integers(0, MAX_SEED),
-    n=st.integers(1, 128),
-    logprobs=st.none() | st.integers(0, 20),
-    stop=st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
-    stop_token_ids=token_ids,
-    ignore_eos=st.booleans(),
+sampling_params = (
+    beam_searches
+    | st.builds(
+        SamplingParams,
+        max_tokens=st.none() | st.integers(1, 2**40),
+        temperature=amount,
+        top_k=count,
+        top_p=st.floats(0, 1, exclude_min=True),
+        min_p=st.floats(0, 1),
+        presence_penalty=st.floats(-2, 2),
+        frequency_penalty=st.floats(-2, 2),
+        repetition_penalty=st.floats(0, 10, exclude_min=True),
+        seed=st.none() | st.integers(0, MAX_SEED),
+        n=st.integers(1, 128),
+        logprobs=st.none() | st.integers(0, 20),
+        stop=st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
+        stop_token_ids=token_ids,
+        ignore_eos=st.booleans(),
+    )
+    | st.builds(
+        SamplingParams,
+        structured_output=st.builds(StructuredOutput, st.sampled_from(KINDS), st.text(min_size=1, max_size=9)),
+    )
 )
 prompts: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.fixed_dictionaries({"text": text}),

@@ -22,6 +22,7 @@ from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.structured_output import StructuredOutput
 
 M = TypeVar("M", bound=ProtoMessage)
 
@@ -114,14 +115,21 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
 def sampling_params_from_proto(params: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidArgument for a field outside its limits."""
     given: dict[str, Any] = {"max_tokens": None, **{field.name: value for field, value in params.ListFields()}}
+    if params.HasField("structured_output"):
+        form = params.structured_output.WhichOneof("form")
+        if form is None:
+            raise InvalidArgument("structured_output", None, "one of json_schema, regex and lark must be set")
+        given["structured_output"] = StructuredOutput(form, getattr(params.structured_output, form))
     return SamplingParams(**given)  # which turns repeated fields into tuples
 
 
 def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
+    structure = params.structured_output
     return pb.SamplingParams(
         max_tokens=params.max_tokens,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
+        structured_output=None if structure is None else pb.StructuredOutput(**{structure.kind: structure.source}),
         **{name: getattr(params, name) for name in _SCALARS},
     )
 

@@ -53,6 +53,7 @@ from shoal_cluster.user_config import UserConfig
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument, NotFound
+from shoal_replica.grammars import Grammars
 from shoal_replica.llm import with_seed
 from shoal_replica.request import Request, check_prompt
 from shoal_replica.tokenizer import Tokenizer
@@ -71,6 +72,8 @@ class Gateway:
         replica = config.replica
         self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len, replica.quantization)
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
+        self._grammars = Grammars(self._model)
+        await asyncio.to_thread(self._grammars.load)
         self._created_s = int(time.time())
         self._is_closing = False
         num_gateways, max_entries = self._settings.num_replicas, self._settings.max_index_entries
@@ -278,6 +281,8 @@ class Gateway:
                 token_ids = await asyncio.to_thread(self.tokenize, call.text, call.messages, add_special_tokens=True)
         field = "prompt" if call.messages is None else "messages"
         check_prompt(token_ids, self._max_model_len(), self._model.vocab_size, field)
+        if (structure := call.sampling_params.structured_output) is not None:
+            await asyncio.to_thread(self._grammars.check, structure)
         if self._ledger.routes.of_call(call.request_id):
             raise InvalidArgument("request_id", call.request_id, "must not have been used before")
         return Request(

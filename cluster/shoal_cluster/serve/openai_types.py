@@ -1,8 +1,8 @@
 """The request bodies of OpenAI's API, and the calls that they become.
 
 The bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extra fields (top_k, min_p, repetition_penalty,
-ignore_eos, stop_token_ids, use_beam_search, length_penalty, priority, cache_salt) and two of our own for beam search
-(beam_width, early_stopping). Unknown fields are ignored, and null counts as absent. Fields of
+ignore_eos, stop_token_ids, use_beam_search, length_penalty, structured_outputs, priority, cache_salt) and two of our
+own for beam search (beam_width, early_stopping). Unknown fields are ignored, and null counts as absent. Fields of
 OpenAI's and vLLM's APIs that would change the answer but are not supported here are refused.
 """
 
@@ -10,73 +10,41 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
 from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall, Message
+from shoal_cluster.serve.openai_fields import (
+    Body,
+    Text,
+    TextOrNull,
+    Unsupported,
+    instead_of_null,
+    only,
+    unicode_text,
+)
+from shoal_cluster.serve.openai_structures import ResponseFormat, StructuredOutputs
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
+from shoal_replica.structured_output import StructuredOutput
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on as long as the model has room
 
 _PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
-def _unicode(text: str) -> str:
-    """Refuses lone surrogates, which JSON's escapes can spell and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode, without lone surrogates") from None
-    return text
+class StreamOptions(Body):
+    include_usage: Annotated[bool, instead_of_null(False)] = False
 
 
-def _instead_of_null(default: Any) -> BeforeValidator:
-    return BeforeValidator(lambda value: default if value is None else value)
-
-
-def _words(served: tuple[Any, ...]) -> str:
-    return f"only {' and '.join(map(repr, served))} can be asked for" if served else "is not supported; leave it out"
-
-
-def _only(*served: Any) -> AfterValidator:
-    """Accepts only the ``served`` values of a field; null counts as absent."""
-
-    def check(value: Any) -> Any:
-        if value is not None and value not in served:
-            raise ValueError(_words(served))
-        return value
-
-    return AfterValidator(check)
-
-
-def _left_out(value: Any) -> Any:
-    if value:
-        raise ValueError("is not supported; leave it out")
-    return value
-
-
-Unsupported = Annotated[Any, AfterValidator(_left_out)]
-Text = Annotated[str, AfterValidator(_unicode)]
-TextOrNull = Annotated[Text, _instead_of_null("")]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
-
-class StreamOptions(_Body):
-    include_usage: Annotated[bool, _instead_of_null(False)] = False
-
-
-class TextPart(_Body):
+class TextPart(Body):
     """One part of a message's content; only text is supported."""
 
     type: Text
     text: Text = ""
 
 
-class ChatTurn(_Body):
+class ChatTurn(Body):
     role: Text
     content: Text | list[TextPart] | None = None
     tool_calls: Unsupported = None
@@ -94,7 +62,7 @@ class ChatTurn(_Body):
         return Message(self.role, "".join(part.text for part in self.content))
 
 
-class _Request(_Body):
+class _Request(Body):
     """The fields that both bodies share."""
 
     model: TextOrNull = ""
@@ -117,24 +85,24 @@ class _Request(_Body):
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    priority: Annotated[int, _instead_of_null(0)] = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    priority: Annotated[int, instead_of_null(0)] = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     user: TextOrNull = ""
     cache_salt: TextOrNull = ""
-    response_format: Annotated[Any, _only({"type": "text"})] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Text | dict[str, Any] | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
     # Not supported: OpenAI's, then vLLM's.
     logit_bias: Unsupported = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
     min_tokens: Unsupported = None
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     include_stop_str_in_output: Unsupported = None
-    prompt_logprobs: Annotated[Any, _only()] = None  # 0 asks for some, too
-    skip_special_tokens: Annotated[Any, _only(True)] = None
+    prompt_logprobs: Annotated[Any, only()] = None  # 0 asks for some, too
+    skip_special_tokens: Annotated[Any, only(True)] = None
 
     @property
     def include_usage(self) -> bool:
@@ -177,8 +145,22 @@ class _Request(_Body):
             logprobs=logprobs,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            structured_output=self._structured_output(),
             **present,
         )
+
+    def _structured_output(self) -> StructuredOutput | None:
+        """What the answer must match, from whichever field says so. Raises InvalidArgument if several do."""
+        guided = StructuredOutputs(
+            json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
+        )
+        given = [
+            form.structure() for form in (self.response_format, self.structured_outputs, guided) if form is not None
+        ]
+        structures = [structure for structure in given if structure is not None]
+        if len(structures) > 1:
+            raise InvalidArgument("response_format", None, "must be the only field that says what an answer must match")
+        return structures[0] if structures else None
 
     def _num_beams(self, best_of: int | None) -> int | None:
         """See `sampling_params`; None if nothing asks for a beam search."""
@@ -207,17 +189,17 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Unsupported = None
-    tool_choice: Annotated[Any, _only("none", "auto")] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
     functions: Unsupported = None
-    function_call: Annotated[Any, _only("none", "auto")] = None
-    modalities: Annotated[Any, _only(["text"])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    modalities: Annotated[Any, only(["text"])] = None
     audio: Unsupported = None
     chat_template: Unsupported = None
     chat_template_kwargs: Unsupported = None
     documents: Unsupported = None
     echo: Unsupported = None
     continue_final_message: Unsupported = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """The body's only call, in a list. Raises InvalidArgument."""
@@ -288,6 +270,6 @@ def _prompts(prompt: object) -> list[str | tuple[int, ...]]:
 
 def _prompt_text(text: str) -> str:
     try:
-        return _unicode(text)
+        return unicode_text(text)
     except ValueError as error:
         raise InvalidArgument("prompt", text, str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 
@@ -17,6 +18,7 @@ from shoal_replica.executor import (
     SchedulerOutput,
     StepResult,
 )
+from shoal_replica.grammars import Grammars
 from shoal_replica.model.decoder import make_decoder
 from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.sampler import Sampler, SamplerRow, likeliest
@@ -54,7 +56,9 @@ class ModelRunner:
             self._decoder.load(adapter)
         self._samples = shard is None or shard.samples
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
-        self._sampler = Sampler(self._decoder.row_operators)
+        self._grammars = Grammars(model_config)
+        self._grammars_thread = threading.Thread(target=self._grammars.load, name="shoal-grammars", daemon=True)
+        self._sampler = Sampler(self._decoder.row_operators, self._grammars)
         self._forward_s = 0.0  # of the last step
 
     @property
@@ -98,6 +102,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release weights and KV blocks. No step may follow."""
+        if self._grammars_thread.is_alive():
+            self._grammars_thread.join()
         self._decoder.close()
 
     def warm_up(self) -> None:
@@ -107,6 +113,8 @@ class ModelRunner:
         sequences.add(NewSequence(0, (0,) * (num_tokens + 1), num_tokens, 0, (0,), SamplingParams(), 0))
         for computed, new in ((0, num_tokens), (num_tokens - 1, 1)):
             self._compute(sequences, (ScheduledSequence(0, computed, new, True),))
+        if self._samples:
+            self._grammars_thread.start()
 
     def _compute(self, sequences: SequenceTable, scheduled: tuple[ScheduledSequence, ...]) -> Tensor:
         """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size]; none if maxima suffice."""

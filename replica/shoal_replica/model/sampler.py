@@ -17,8 +17,10 @@ from shoal_kernels import ops
 from shoal_kernels.draws import Draw, RowOperators
 from shoal_kernels.native_buffers import RowMaxima
 from shoal_replica.executor import TokenLogprobs
+from shoal_replica.grammars import Grammars, Matcher
 from shoal_replica.model.token_counts import TokenCounts
 from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.structured_output import StructuredOutput
 
 UNIFORM_BITS = 52
 
@@ -54,7 +56,8 @@ class Sample:
 
 
 class Sampler:
-    """Chooses tokens: penalties, then temperature, then min-p, top-k and top-p, then one draw.
+    """Chooses tokens: penalties, then what a structured answer allows, then temperature, then min-p, top-k and top-p,
+    then one draw.
 
     A row's draw takes one uniform number, a function of (seed, index, position) alone, and inverts the cumulative
     distribution in token-id order, so it does not depend on batch, step or replica. Greedy rows take the likeliest
@@ -62,15 +65,19 @@ class Sampler:
 
     Args:
         operators: draw, and find log-probabilities.
+        grammars: those of the model; None if no row has structured output.
     """
 
-    def __init__(self, operators: RowOperators = ops) -> None:
+    def __init__(self, operators: RowOperators = ops, grammars: Grammars | None = None) -> None:
         self._operators = operators
+        self._grammars = grammars
+        self._matchers: dict[int, Matcher] = {}
         self._counts: dict[int, TokenCounts] = {}
 
     def forget(self, seq_id: int) -> None:
-        """Drop a sequence's counts; it is counted anew if it comes back."""
+        """Drop what is known of a sequence; it is counted and matched anew if it comes back."""
         self._counts.pop(seq_id, None)
+        self._matchers.pop(seq_id, None)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplerRow], maxima: RowMaxima | None = None) -> list[Sample]:
@@ -85,14 +92,17 @@ class Sampler:
         if not rows:
             return []
         token_ids = likeliest(maxima or _maxima(logits))
-        self._draw(logits, {i: row for i, row in enumerate(rows) if not row.params.has_penalties}, token_ids)
-        if penalised := [i for i, row in enumerate(rows) if row.params.has_penalties]:
-            own = logits[torch.tensor(penalised).to(logits.device)]  # a copy: the logits stay as they are
-            for number, i in enumerate(penalised):
-                self._penalise(own[number], rows[i])
+        self._draw(logits, {i: row for i, row in enumerate(rows) if not row.params.changes_logits}, token_ids)
+        if changed := [i for i, row in enumerate(rows) if row.params.changes_logits]:
+            own = logits[torch.tensor(changed).to(logits.device)]  # a copy: the logits stay as they are
+            for number, i in enumerate(changed):
+                if rows[i].params.has_penalties:
+                    self._penalise(own[number], rows[i])
+                if (structure := rows[i].params.structured_output) is not None:
+                    self._restrict(own[number], rows[i], structure)
             chosen = _maxima(own).places
-            self._draw(own, {number: rows[i] for number, i in enumerate(penalised)}, chosen)
-            for i, token_id in zip(penalised, chosen, strict=True):
+            self._draw(own, {number: rows[i] for number, i in enumerate(changed)}, chosen)
+            for i, token_id in zip(changed, chosen, strict=True):
                 token_ids[i] = token_id
         samples = [Sample(token_id) for token_id in token_ids]
         if wanted := [(i, count) for i, row in enumerate(rows) if (count := row.num_top) is not None]:
@@ -110,6 +120,15 @@ class Sampler:
             found = self._operators.draw(logits, drawn, [_how(rows[i]) for i in drawn])
             for i, token_id in zip(drawn, found, strict=True):
                 token_ids[i] = token_id
+
+    def _restrict(self, logits: Tensor, row: SamplerRow, structure: StructuredOutput) -> None:
+        """Leave only the tokens that a structured answer allows, in place."""
+        matcher = self._matchers.get(row.seq_id)
+        if matcher is None:
+            assert self._grammars is not None
+            matcher = self._matchers[row.seq_id] = self._grammars.begin(structure)
+        allowed = torch.from_numpy(matcher.allowed(row.token_ids[row.num_prompt_tokens :]))
+        logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
 
     def _penalise(self, logits: Tensor, row: SamplerRow) -> None:
         """Change one row in place: CTRL's repetition penalty (Keskar et al. 2019), then OpenAI's two."""

@@ -1,0 +1,50 @@
+"""What the fields of OpenAI bodies have in common: strict types, null as absent, and refusals that name the field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+
+def unicode_text(text: str) -> str:
+    """Refuses lone surrogates, which JSON's escapes can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be valid Unicode, without lone surrogates") from None
+    return text
+
+
+def instead_of_null(default: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+def _words(served: tuple[Any, ...]) -> str:
+    return f"only {' and '.join(map(repr, served))} can be asked for" if served else "is not supported; leave it out"
+
+
+def only(*served: Any) -> AfterValidator:
+    """Accepts only the ``served`` values of a field; null counts as absent."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in served:
+            raise ValueError(_words(served))
+        return value
+
+    return AfterValidator(check)
+
+
+def _left_out(value: Any) -> Any:
+    if value:
+        raise ValueError("is not supported; leave it out")
+    return value
+
+
+Unsupported = Annotated[Any, AfterValidator(_left_out)]
+Text = Annotated[str, AfterValidator(unicode_text)]
+TextOrNull = Annotated[Text, instead_of_null("")]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)

@@ -1,0 +1,57 @@
+"""How OpenAI's API and vLLM's extensions say what an answer must match."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.structured_output import LARK, REGEX, StructuredOutput
+
+
+class JsonSchemaFormat(Body):
+    name: TextOrNull = ""
+    strict: bool | None = None  # answers match in either case
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """OpenAI's structured output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def structure(self) -> StructuredOutput | None:
+        if self.type == "json_object":
+            return StructuredOutput.json_object()
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise InvalidArgument("response_format.json_schema", None, "must be set")
+            return StructuredOutput.json_schema(self.json_schema.json_schema)
+        return None
+
+
+class StructuredOutputs(Body):
+    """vLLM's structured output. Its `grammar` is in Lark's notation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    json_form: Text | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+
+    def structure(self) -> StructuredOutput | None:
+        given = [
+            *([] if self.json_form is None else [StructuredOutput.json_schema(self.json_form)]),
+            *([StructuredOutput.json_object()] if self.json_object else []),
+            *([] if self.regex is None else [StructuredOutput(REGEX, self.regex)]),
+            *([] if self.choice is None else [StructuredOutput.choice(self.choice)]),
+            *([] if self.grammar is None else [StructuredOutput(LARK, self.grammar)]),
+        ]
+        if len(given) > 1:
+            raise InvalidArgument("structured_outputs", None, "must have one of json, regex, choice and grammar")
+        return given[0] if given else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -18,6 +19,7 @@ from pydantic import (
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
 from shoal_cluster.policies.autoscaling_config import ScaleConfig, Schedule
+from shoal_replica.adapter import NAME_PATTERN
 from shoal_replica.config import DEFAULT_BLOCK_SIZES, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError
 
@@ -42,7 +44,16 @@ def _feed_host(value: str) -> str:
     return value
 
 
-AdapterName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+AdapterName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+def _absolute(value: str) -> str:
+    """A folder by its whole path: other processes run in other folders, and would take it for a hub id."""
+    folder = Path(value).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else value
+
+
+AdapterSource = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
 FeedHost = Annotated[str, AfterValidator(_feed_host)]
 
 
@@ -218,7 +229,7 @@ class ClusterConfig(Settings):
 
     model: str = Field(min_length=1)
     served_model_name: str | None = None
-    adapters: dict[AdapterName, str] = Field(
+    adapters: dict[AdapterName, AdapterSource] = Field(
         default_factory=dict, description="LoRA adapters: the names that clients use, and their folders or hub ids"
     )
     replica: ReplicaSettings = ReplicaSettings()

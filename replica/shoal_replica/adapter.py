@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+NAME_PATTERN = r"^[\w.:/-]{1,128}$"
+RANK_UNIT = 32  # the native kernels pad ranks to a multiple of it
+PAGE_BYTES = 2 << 20  # and give each adapter huge pages of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,8 @@ class Factors:
 class AdapterConfig:
     """An adapter and the projections that it changes.
 
-    ``num_values`` counts both factors of every packed product as they are held: those of projections that share a
-    product are stacked, with zeros between them.
+    ``num_values`` counts both factors of every packed product as they are held at most: those of projections that share
+    a product are stacked, with zeros between them, and ranks are padded.
     """
 
     name: str
@@ -39,5 +42,5 @@ class AdapterConfig:
 
 
 def adapter_bytes(adapters: Iterable[AdapterConfig], value_bytes: int) -> int:
-    """Bytes of adapters in memory, over the ranks of one replica."""
-    return sum(adapter.num_values for adapter in adapters) * value_bytes
+    """The most bytes that adapters take in memory, on a replica of one rank."""
+    return sum(adapter.num_values * value_bytes + PAGE_BYTES for adapter in adapters)

@@ -11,20 +11,33 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from shoal_replica.adapter import WEIGHTS_FILE, AdapterConfig, Factors
+from shoal_replica.adapter import NAME_PATTERN, RANK_UNIT, WEIGHTS_FILE, AdapterConfig, Factors
 from shoal_replica.config import ModelConfig
-from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError, NotFound
 from shoal_replica.model.parameters import parameters
 from shoal_replica.shard import whole_shard
 
 CONFIG_FILE = "adapter_config.json"
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_RANK = 512
+MAX_ALPHA = 1e6
+DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+# What may be in adapter_config.json: these say nothing that changes the answers beyond the factors and their scale.
+HARMLESS = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
+    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights",
+    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_config", "megatron_core",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
+    "ensure_weight_tying",
+}  # fmt: skip
 FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 
 def read_adapters(folders: Mapping[str, str], model: ModelConfig) -> tuple[AdapterConfig, ...]:
-    """``read_adapter`` of each name and folder."""
+    """``read_adapter`` of each name and folder. Raises ConfigError also for a name that cannot be asked for."""
+    for name in folders:
+        if re.fullmatch(NAME_PATTERN, name) is None:
+            raise ConfigError(f"adapters: got the name {name!r}; must be 1 to 128 letters, digits and . _ : / -")
     return tuple(read_adapter(name, folder, model) for name, folder in folders.items())
 
 
@@ -48,13 +61,15 @@ def read_adapter(name: str, folder: str | Path, model: ModelConfig) -> AdapterCo
                 f"adapters.{name}: tensor {tensor!r} adapts nothing that can be adapted here: "
                 f"{', '.join(ADAPTED)} of the model's {model.num_layers} layers"
             )
-        sides.setdefault(match["module"], {})[match["side"]] = tensor
+        pair = sides.setdefault(match["module"], {})
+        if (other := pair.setdefault(match["side"], tensor)) != tensor:
+            raise ConfigError(f"adapters.{name}: tensors {other!r} and {tensor!r} are the same factor")
     factors = tuple(_factors(name, module, pair, shapes, sizes[module], raw) for module, pair in sides.items())
     if not factors:
         raise ConfigError(f"adapters.{name}: {path / WEIGHTS_FILE} holds no tensors")
     ranks = {f.module: f.rank for f in factors}
     num_values = sum(
-        sum(ranks.get(module, 0) for module in modules) * (num_in + num_out)
+        _padded(sum(ranks.get(module, 0) for module in modules)) * (num_in + num_out)
         for modules, num_out, num_in in _products(model)
     )
     return AdapterConfig(name=name, folder=str(path), factors=factors, num_values=num_values)
@@ -74,26 +89,28 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(name: str, raw: Mapping[str, Any]) -> None:
-    for key, allowed in (
-        ("peft_type", ("LORA",)),
-        ("use_dora", (None, False)),
-        ("bias", (None, "none")),
-        ("lora_bias", (None, False)),
-        ("fan_in_fan_out", (None, False)),
-        ("modules_to_save", (None, [])),
-        ("trainable_token_indices", (None, [], {})),
-    ):
-        if (value := raw.get(key)) not in allowed:
-            raise ConfigError(
-                f"adapters.{name}: {key} in {CONFIG_FILE} is {value!r}; only {allowed[-1]!r} is supported"
-            )
+    """Refuse whatever is not known to be harmless: PEFT's options grow, and one that was ignored would show as answers
+    that are slightly wrong.
+    """
+    if (kind := raw.get("peft_type")) != "LORA":
+        raise ConfigError(f"adapters.{name}: peft_type in {CONFIG_FILE} is {kind!r}; only 'LORA' is supported")
+    for key, value in raw.items():
+        if key not in HARMLESS | {"peft_type"} and value not in (None, False, "none", [], {}):
+            shown = repr(value)[:MAX_SHOWN_VALUE]
+            raise ConfigError(f"adapters.{name}: {key} in {CONFIG_FILE} is {shown}, which is not supported")
 
 
 def _read_shapes(name: str, path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, framework="np") as file:
             names = file.keys()  # a safetensors file is not a Mapping
-            return {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in names}
+            slices = {tensor: file.get_slice(tensor) for tensor in names}
+            for tensor, held in slices.items():
+                if (dtype := held.get_dtype()) not in DTYPES:
+                    raise ConfigError(
+                        f"adapters.{name}: tensor {tensor!r} is {dtype}; must be one of {', '.join(DTYPES)}"
+                    )
+            return {tensor: tuple(held.get_shape()) for tensor, held in slices.items()}
     except SafetensorError as error:
         raise ConfigError(f"adapters.{name}: {path} cannot be read: {error}") from None
 
@@ -128,7 +145,7 @@ def _factors(
     if pair.keys() != {"A", "B"}:
         raise ConfigError(f"adapters.{name}: {module} has only its factor {min(pair)}")
     down, up = shapes[pair["A"]], shapes[pair["B"]]
-    rank = down[0]
+    rank = down[0] if down else 0
     if (down, up) != ((rank, size[1]), (size[0], rank)):
         raise ConfigError(
             f"adapters.{name}: {module} has factors of shapes {down} and {up}; the model's is {size}, so they must be "
@@ -141,11 +158,24 @@ def _factors(
 
 def _scale(name: str, module: str, rank: int, raw: Mapping[str, Any]) -> float:
     """PEFT's scale: alpha / rank, or alpha / sqrt(rank) for rank-stabilised adapters (Kalajdzievski 2023)."""
-    alpha = raw.get("lora_alpha")
-    for pattern, value in (raw.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+    alpha, patterns = raw.get("lora_alpha"), raw.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"adapters.{name}: alpha_pattern in {CONFIG_FILE} is {patterns!r}; must be an object")
+    for pattern, value in patterns.items():
+        try:
+            is_meant = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise ConfigError(f"adapters.{name}: {pattern!r} in alpha_pattern is no pattern: {error}") from None
+        if is_meant:
             alpha = value
             break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"adapters.{name}: lora_alpha in {CONFIG_FILE} is {alpha!r}; must be a finite number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
+        raise ConfigError(
+            f"adapters.{name}: lora_alpha in {CONFIG_FILE} is {str(alpha)[:MAX_SHOWN_VALUE]}; must be a number up to "
+            f"{MAX_ALPHA:g}"
+        )
     return alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+
+
+def _padded(rank: int) -> int:
+    return -(-rank // RANK_UNIT) * RANK_UNIT

@@ -15,7 +15,7 @@ from shoal_replica.engine import Engine, StepReport
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
 from shoal_replica.llm import with_seed
-from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
+from shoal_replica.request import FinishReason, Request, TokenDelta, check_adapter, check_prompt
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer
@@ -54,6 +54,7 @@ class AsyncLLM:
         """
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        check_adapter(adapter, (loaded.name for loaded in self.config.adapters))
         if params.structured_output is not None:
             await asyncio.to_thread(self._grammars.check, params.structured_output)
         request = Request(

@@ -99,7 +99,7 @@ class Engine:
 
         Raises:
             EngineDead: a step has failed.
-            Unavailable: the engine is draining.
+            Unavailable: the engine is draining, or the request's adapter is not loaded.
             InvalidArgument: the id is in use, or the tokens do not fit the model.
             ResourceExhausted: too many sequences are waiting.
         """

@@ -14,7 +14,7 @@ from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import StepTiming, TokenLogprobs
 from shoal_replica.grammars import Grammars
-from shoal_replica.request import FinishReason, Request, TokenDelta, check_prompt
+from shoal_replica.request import FinishReason, Request, TokenDelta, check_adapter, check_prompt
 from shoal_replica.sampling_params import MAX_SEED, SamplingParams
 from shoal_replica.stats import ReplicaStats
 from shoal_replica.text_stream import TextStream
@@ -149,7 +149,7 @@ class LLM:
         listed = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(listed)
-        adapters = [adapter] * len(listed) if isinstance(adapter, str) else adapter
+        adapters = [adapter] * len(listed) if isinstance(adapter, str) else [each or "" for each in adapter]
         for what, given in (("params", params), ("adapter", adapters)):
             if len(given) != len(listed):
                 raise InvalidArgument(what, len(given), f"must be one, or one for each of {len(listed)} prompts")
@@ -190,6 +190,7 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams, adapter: str) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        check_adapter(adapter, (loaded.name for loaded in self.config.adapters))
         if params.structured_output is not None:
             self._grammars.check(params.structured_output)
         return Request(

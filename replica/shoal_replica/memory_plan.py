@@ -116,7 +116,7 @@ def plan_memory(
         dtype=_weights_of_npu(model),
         usable=int(free_bytes * DEVICE_SHARE),
         weights=shard_weight_bytes(model, shard),
-        adapters=adapter_bytes // shard.num_stages,
+        adapters=adapter_bytes,
         activations=WORKSPACE_BYTES + activation_bytes(model, shard, scheduler),
         communication=COMMUNICATOR_BYTES * (parallel.tensor_parallel_size > 1)
         + COMMUNICATOR_BYTES * (shard.num_stages > 1),
@@ -162,7 +162,7 @@ def plan_host(
         dtype=f"{model.dtype}{held}{'' if kernels.is_native or not held else ' widened'}",
         usable=free_bytes,
         weights=weights,
-        adapters=adapter_bytes // parallel.pipeline_parallel_size * len(shards),
+        adapters=adapter_bytes * len(shards),
         activations=screen + sum(activation_bytes(model, shard, scheduler) for shard in shards),
         communication=communication * len(shards),
         graphs=0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableSequence
+from collections.abc import Iterable, MutableSequence
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal_replica.errors import InvalidArgument, PromptTooLong
+from shoal_replica.errors import InvalidArgument, PromptTooLong, Unavailable
 from shoal_replica.executor import SampledToken, TokenLogprobs
 from shoal_replica.partial_reuse import Tokens
 from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
@@ -243,13 +243,14 @@ class FinishRule:
     adapters: frozenset[str] = frozenset()
 
     def check(self, request: Request) -> None:
-        """Raise InvalidArgument if the tokens do not fit the model, or its adapter is not loaded."""
+        """Raise InvalidArgument if the tokens do not fit the model, and Unavailable if its adapter is not loaded: while
+        replicas are replaced, another may have it.
+        """
         params, num_tokens = request.sampling_params, request.num_prompt_tokens + len(request.output_token_ids)
         if num_tokens >= self.max_model_len:
             raise InvalidArgument("prompt", f"{num_tokens} tokens", f"must be under {self.max_model_len}")
         if request.adapter and request.adapter not in self.adapters:
-            limit = f"must be one of {', '.join(sorted(self.adapters))}" if self.adapters else "none is loaded"
-            raise InvalidArgument("adapter", request.adapter, limit)
+            raise Unavailable(f"adapter {request.adapter!r} is not loaded here")
         if request.output_token_ids and (params.n > 1 or params.is_beam_search):
             raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
 
@@ -270,6 +271,13 @@ class FinishRule:
         if num_tokens >= self.max_model_len:
             return FinishReason.LENGTH
         return None
+
+
+def check_adapter(name: str, loaded: Iterable[str]) -> None:
+    """Raise InvalidArgument if ``name`` is neither empty nor one of the ``loaded`` adapters."""
+    known = sorted(loaded)
+    if name and name not in known:
+        raise InvalidArgument("adapter", name, f"must be one of {', '.join(known)}" if known else "none is loaded")
 
 
 def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int, field: str = "prompt") -> None:

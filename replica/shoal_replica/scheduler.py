@@ -82,8 +82,8 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidArgument: the id is in use, the tokens do not fit the model, its adapter is not loaded, or the beams
-                do not fit a step or the block pool.
+            InvalidArgument: the id is in use, or tokens or beams do not fit the model, a step or the block pool.
+            Unavailable: its adapter is not loaded.
             ResourceExhausted: ``max_num_waiting`` sequences are waiting already.
         """
         if request.request_id in self:

@@ -190,6 +190,7 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     policy: str = "fcfs",
     num_host_blocks: int = 0,
+    adapters: Sequence[str] = (),
 ) -> tuple[Scheduler, FakeExecutor]:
     """A small scheduler and the fake executor that fits it."""
     cache = CacheConfig(
@@ -199,4 +200,5 @@ def make_scheduler(
         num_host_blocks=num_host_blocks,
     )
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy)
-    return Scheduler(config, cache, min(max_model_len, num_blocks * block_size), ()), FakeExecutor(cache)
+    scheduler = Scheduler(config, cache, min(max_model_len, num_blocks * block_size), (), adapters)
+    return scheduler, FakeExecutor(cache)

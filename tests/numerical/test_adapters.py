@@ -9,10 +9,11 @@ import pytest
 import torch
 from fixtures.tiny_adapters import ATTENTION, load_adapted, make_adapter
 from fixtures.tiny_tokenizer import write_tiny_tokenizer
+from safetensors.torch import load_file, save_file
 from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greedy
 
 from shoal_replica import LLM, SamplingParams
-from shoal_replica.errors import InvalidArgument
+from shoal_replica.errors import ConfigError, InvalidArgument
 
 PROMPTS = make_prompts([1, 5, 16, 17, 40, 63, 130], seed=4)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -119,6 +120,27 @@ def test_attention_of_a_mixture_of_experts_can_be_adapted(tmp_path):
         outputs = llm.generate(PROMPTS, GREEDY, "a")
     model = load_adapted(folder, path)
     assert [o.token_ids for o in outputs] == [oracle_greedy(model, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("block_size", [16, 8])  # native kernels, torch's operators
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_factors_that_are_not_finite_are_refused(tmp_path, block_size, value):
+    """They would end the engine, and with it others' requests."""
+    folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path / "model"))
+    path = make_adapter(tmp_path / "adapter", folder, 0)
+    tensors = load_file(path / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = value
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"adapters.a: the factors of layers.\d.\w+ are not finite in float32"):
+        LLM(str(folder), num_blocks=64, block_size=block_size, adapters={"a": str(path)})
+
+
+def test_answers_go_on_after_preemption(folder, adapters, expected):
+    asked = [(name, i) for i in range(4) for name in expected]
+    with LLM(str(folder), block_size=16, num_blocks=9, max_num_seqs=8, adapters=adapters) as llm:
+        outputs = llm.generate([PROMPTS[i] for _, i in asked], GREEDY, [name or None for name, _ in asked])
+        assert llm.stats().num_preemptions > 0
+    assert [output.token_ids for output in outputs] == [expected[name][i] for name, i in asked]
 
 
 def test_an_adapter_that_is_not_loaded_is_refused(tmp_path):

@@ -139,6 +139,14 @@ def test_a_row_does_not_depend_on_its_company(kernels: str, num_threads: int) ->
     decoder.close()
 
 
+def test_buffers_of_a_step_that_pages_do_not_hide() -> None:
+    """So large that what is written beyond their end would be seen: buffers are rounded up to huge pages."""
+    shape = make_shape(hidden_size=512, intermediate_size=3072, num_layers=1, num_threads=3, num_blocks=90)
+    weights = make_weights(shape)
+    pairs = make_pairs(shape, weights, 1, qkv_proj=1500, gate_up_proj=300, down_proj=150, o_proj=150)
+    check(shape, weights, [pairs], [1, 500, 2, 450], "")
+
+
 def test_slots_are_used_again() -> None:
     shape = make_shape()
     weights = make_weights(shape)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fixtures.rank_threads import ThreadedRanks
 from fixtures.serving_story import CACHE, run
+from fixtures.tiny_adapters import make_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, make_prompts
 from torch import Tensor
@@ -21,6 +22,7 @@ from shoal_kernels import native, native_library
 from shoal_kernels.exchange import CarriedExchange, LostRank, SharedExchange, shared_bytes
 from shoal_kernels.native import NativeDecoder
 from shoal_kernels.native_shape import DecoderShape
+from shoal_replica.adapter_folder import read_adapter
 from shoal_replica.config import ModelConfig, ParallelConfig
 from shoal_replica.executor import NewSequence, ScheduledSequence
 from shoal_replica.model import decoder
@@ -54,6 +56,24 @@ def test_sums_in_many_pieces_are_the_same(tmp_path: Path, is_shared: bool, monke
     for size, stages, num_threads in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)):
         tokens = generate(model, size, stages, is_shared=is_shared, kind=NativeCpuDecoder, num_threads=num_threads)
         assert tokens == expected, (size, stages, num_threads)
+
+
+def test_adapters_of_ranks_that_sum_in_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint("llama-9-heads", tmp_path / "model")
+    model = ModelConfig.from_folder(folder)
+    adapter = read_adapter("a", make_adapter(tmp_path / "adapter", folder, 0), model)
+    (prompt,) = make_prompts([37])
+    whole = ModelRunner(model, CACHE, ParallelConfig(), adapters=[adapter])
+    plain, expected = logits(whole, prompt), logits(whole, prompt, "a")
+    assert (plain - expected).abs().max() > 1
+    monkeypatch.setattr(decoder, "EXCHANGE_BYTES", 0)
+    for size, num_threads in ((2, 1), (2, 2), (4, 1)):
+        ranks = ThreadedRanks(model, CACHE, ParallelConfig(tensor_parallel_size=size, num_threads=num_threads))
+        ranks._on_all(lambda runner: runner._decoder.load(adapter))
+        assert all(isinstance(runner._decoder, NativeCpuDecoder) for runner in ranks.runners)
+        found = ranks._on_all(lambda runner: logits(runner, prompt, "a"))
+        torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+        ranks.close()
 
 
 def test_torch_ranks_serve_where_native_ones_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,12 +111,12 @@ def test_bf16_and_integer_shards_are_as_exact_as_the_whole(tmp_path: Path, quant
         ranks.close()
 
 
-def logits(runner: ModelRunner, token_ids: list[int]) -> Tensor:
+def logits(runner: ModelRunner, token_ids: list[int], adapter: str = "") -> Tensor:
     """Logits of every token of one sequence."""
     length = len(token_ids)
     table = SequenceTable(length, CACHE.block_size)
     blocks = tuple(range(-(-length // CACHE.block_size)))
-    table.add(NewSequence(0, tuple(token_ids), length, 0, blocks, SamplingParams(), 0))
+    table.add(NewSequence(0, tuple(token_ids), length, 0, blocks, SamplingParams(), 0, 0, adapter))
     return runner._decoder.compute(table.arrays((ScheduledSequence(0, 0, length, True),)), range(length)).clone()
 
 

@@ -11,8 +11,8 @@ import pytest
 from fixtures.model_configs import make_model
 from safetensors.numpy import save_file
 
-from shoal_replica.adapter import adapter_bytes
-from shoal_replica.adapter_folder import MAX_RANK, read_adapter
+from shoal_replica.adapter import PAGE_BYTES, adapter_bytes
+from shoal_replica.adapter_folder import MAX_RANK, read_adapter, read_adapters
 from shoal_replica.errors import ConfigError, NotFound
 
 MODEL = make_model(hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_size=8)
@@ -43,8 +43,8 @@ def test_factors_ranks_and_scales(tmp_path: Path) -> None:
     adapter = read_adapter("a", write(tmp_path, GOOD), MODEL)
     assert {(f.module, f.rank, f.scale) for f in adapter.factors} == {(Q, 4, 2.0), (DOWN, 2, 4.0)}
     qkv = HIDDEN + 2 * MODEL.num_kv_heads * MODEL.head_size  # the product that the query projection is part of
-    assert adapter.num_values == 4 * (HIDDEN + qkv) + 2 * (INNER + HIDDEN)
-    assert adapter_bytes([adapter, adapter], 2) == 4 * adapter.num_values
+    assert adapter.num_values == 32 * (HIDDEN + qkv) + 32 * (INNER + HIDDEN)  # ranks are held as multiples of 32
+    assert adapter_bytes([adapter, adapter], 2) == 2 * (2 * adapter.num_values + PAGE_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,18 @@ def test_scales_are_pefts(tmp_path: Path, changes: dict[str, Any], scales: tuple
     ("changes", "message"),
     [
         ({"peft_type": "IA3"}, r"adapters.a: peft_type in adapter_config.json is 'IA3'; only 'LORA' is supported"),
-        ({"use_dora": True}, "use_dora in adapter_config.json is True; only False"),
-        ({"bias": "all"}, "bias in adapter_config.json is 'all'; only 'none'"),
+        ({"use_dora": True}, "use_dora in adapter_config.json is True, which is not supported"),
+        ({"bias": "all"}, "bias in adapter_config.json is 'all', which"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"lora_alpha": "eight"}, "lora_alpha in adapter_config.json is 'eight'; must be a finite number"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"an_option_of_2028": 1}, "an_option_of_2028 in adapter_config.json is 1, which is not supported"),
+        ({"lora_alpha": "eight"}, "lora_alpha in adapter_config.json is eight; must be a number up to 1e"),
         ({"lora_alpha": None}, "lora_alpha in adapter_config.json is None"),
+        ({"lora_alpha": 10**400}, "lora_alpha in adapter_config.json is 1000.*; must be a number up to"),
+        ({"lora_alpha": 1e39}, "must be a number up to"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern in adapter_config.json is .*; must be an object"),
+        ({"alpha_pattern": {"*(": 1}}, r"'\*\(' in alpha_pattern is no pattern"),
     ],
     ids=str,
 )
@@ -93,6 +100,8 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
         (stored(Q, 4, HIDDEN + 1, HIDDEN), r"has factors of shapes \(4, \d+\) and \(\d+, 4\); the model's is"),
         (stored(Q, 4, HIDDEN, HIDDEN - 1), "has factors of shapes"),
         ({f"base_model.model.{Q}.lora_A.weight": (4, HIDDEN)}, f"{Q} has only its factor A"),
+        (stored(Q, 4, HIDDEN, HIDDEN) | {f"{Q}.lora_A.weight": (4, HIDDEN)}, "are the same factor"),
+        ({f"{Q}.lora_A.weight": (), f"{Q}.lora_B.weight": (HIDDEN, 4)}, r"has factors of shapes \(\) and"),
         (stored(Q, MAX_RANK + 1, HIDDEN, HIDDEN), f"has rank {MAX_RANK + 1}; must be from 1 to {MAX_RANK}"),
     ],
     ids=str,
@@ -100,6 +109,20 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, shapes: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_adapter("a", write(tmp_path, shapes), MODEL)
+
+
+def test_factors_of_another_kind_of_number_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, GOOD)
+    tensors = {name: np.zeros(shape, np.int8) for name, shape in GOOD.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"tensor '.*' is I8; must be one of F64, F32, F16, BF16"):
+        read_adapter("a", folder, MODEL)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "é" * 129])
+def test_names_that_cannot_be_asked_for_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="adapters: got the name"):
+        read_adapters({name: str(write(tmp_path, GOOD))}, MODEL)
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:

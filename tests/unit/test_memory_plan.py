@@ -118,6 +118,22 @@ def test_the_smallest_change_of_a_cpu_replica_is_named_and_fits(free: float, cha
     plan_host(model, scheduler, ParallelConfig(), cache, free_bytes).check()
 
 
+def test_adapters_take_their_part() -> None:
+    settings, cache = (EIGHT_B, SchedulerConfig(), ParallelConfig()), CacheConfig(num_blocks=9, block_size=128)
+    plain, adapted = (plan_host(*settings, cache, 40 * GIB, adapter_bytes=taken) for taken in (0, 2 * GIB))
+    assert plain.room_for_blocks - adapted.room_for_blocks in (2 * GIB // plain.block, 2 * GIB // plain.block + 1)
+    assert "adapters 2.00" in adapted.report()
+    assert "adapters" not in plain.report()
+    parallel = ParallelConfig(device="npu")
+    shard = make_shard(EIGHT_B, parallel, 0)
+    on_npu = [plan_memory(EIGHT_B, SchedulerConfig(), parallel, shard, cache, 40 * GIB, taken) for taken in (0, GIB)]
+    assert on_npu[0].room_for_blocks > on_npu[1].room_for_blocks
+    with pytest.raises(ConfigError, match=r"adapters 2\.00.*; quantization=int8 fits"):
+        plan_host(*settings, cache, 17 * GIB, adapter_bytes=2 * GIB).check(
+            host_changes(*settings, cache, 17 * GIB, adapter_bytes=2 * GIB)
+        )
+
+
 def check_npu(refused: MemoryPlan, free: float) -> None:
     parallel = ParallelConfig(device="npu", graph_sizes=default_graph_sizes(64))
     cache = CacheConfig(num_blocks=refused.num_blocks, block_size=128)

@@ -19,8 +19,9 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.memory import Recollection
 from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteWeights, decide, route
 from shoal_cluster.policies.view import ReplicaView
-from shoal_replica.errors import ConfigError
+from shoal_replica.errors import ConfigError, Unavailable
 from shoal_replica.prefix_cache import hash_blocks
+from shoal_replica.testing import make_request, make_scheduler
 
 WEIGHTS = RouteWeights()
 BLOCK = 16
@@ -29,6 +30,25 @@ WORTH_OF_5 = int(WEIGHTS.prefill_price * 5 * BLOCK)
 
 def decision_of(query: RouteQuery, *rows: ReplicaView, seed: int = 0, weights: RouteWeights = WEIGHTS) -> RouteDecision:
     return route(query, Candidates.of(rows), weights, Random(seed))
+
+
+def test_a_query_has_the_hashes_that_the_replica_stores() -> None:
+    """Whatever separates a request's cached prefixes: its salt, and its adapter."""
+    for changes in ({}, {"cache_salt": "s"}, {"adapter": "a"}, {"cache_salt": "s", "adapter": "a"}):
+        request = make_request("r", range(40), max_tokens=1, **changes)
+        scheduler, executor = make_scheduler(block_size=4, adapters=("a",))
+        scheduler.add(request)
+        while (step := scheduler.schedule(0.0)) is not None:
+            scheduler.update(step, executor.execute(step))
+        assert set(RouteQuery.for_request(request, 4).block_hashes) == set(scheduler.cache_hashes())
+
+
+def test_a_replica_without_the_adapter_leaves_the_request_to_others() -> None:
+    """While replicas are replaced, one may lack what another has: the client has done nothing wrong."""
+    scheduler, _ = make_scheduler(adapters=("a",))
+    with pytest.raises(Unavailable, match="adapter 'b' is not loaded here"):
+        scheduler.add(make_request(adapter="b"))
+    assert not scheduler.has_work
 
 
 def test_a_short_answer_stays_where_its_prompt_is_cached_and_a_long_one_may_not() -> None:

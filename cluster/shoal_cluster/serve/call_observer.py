@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 CUT_S = 1.0
 """Within this time a call that was cut has told its client."""
 
+MAX_MODEL_NAME = 128
+"""Characters of what was asked for as a model: a client may ask for anything."""
+
 MARGIN_S = 0.05
 """A client that leaves so shortly before its deadline, or in the last tenth of a short one, has left because of it: its
 clock began earlier than ours.
@@ -51,6 +54,7 @@ class CallWatch:
     def record(self, outcome: RequestOutcome, error: BaseException | None) -> CallRecord:
         return CallRecord(
             request_id=self.call.request_id,
+            model=self.call.model[:MAX_MODEL_NAME],
             outcome=outcome,
             time_s=self.time_s,
             arrived_s=self.times.arrived_s,

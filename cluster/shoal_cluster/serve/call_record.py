@@ -28,6 +28,7 @@ class CallRecord:
 
     Attributes:
         arrived_s, ended_s: the gateway's monotonic clock. ``time_s`` is the Unix time of the arrival.
+        model: the one asked for, or one of its adapters; "" for the model that is served.
         usage: None when it ended before its placement began.
         error: type of the error that ended it; empty when it finished.
         legs: its placements, oldest first.
@@ -43,6 +44,7 @@ class CallRecord:
     usage: Usage | None = None
     finish_reasons: tuple[FinishReason, ...] = ()
     error: str = ""
+    model: str = ""
     is_chat: bool = False
     tenant: str = ""
     trace: TraceContext | None = None

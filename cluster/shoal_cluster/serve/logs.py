@@ -56,6 +56,7 @@ def call_fields(record: CallRecord) -> dict[str, object]:
         "request_id": record.request_id,
         "trace_id": record.trace.trace_id if record.trace is not None else None,
         "tenant": record.tenant or None,
+        "model": record.model or None,
         "outcome": record.outcome.value,
         "error": record.error or None,
         "finish_reasons": [reason.value for reason in record.finish_reasons] or None,

@@ -122,7 +122,7 @@ def _attributes(record: CallRecord, model: str) -> Attributes:
     """A call's attributes, under OpenTelemetry's names for generative models where there are any, else our own."""
     attributes: Attributes = {
         "gen_ai.operation.name": "chat" if record.is_chat else "text_completion",
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": record.model or model,
         "shoal.request_id": record.request_id,
         "shoal.outcome": record.outcome.value,
     }

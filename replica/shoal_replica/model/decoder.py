@@ -69,7 +69,7 @@ class Decoder(Protocol):
         """Load an adapter, which steps then name.
 
         Raises:
-            OSError, SafetensorError: its file has been changed or removed.
+            ConfigError: from ``load_adapter``.
         """
         ...
 

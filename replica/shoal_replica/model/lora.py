@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal_replica.adapter import WEIGHTS_FILE, AdapterConfig, Factors
 from shoal_replica.config import ModelConfig
+from shoal_replica.errors import ConfigError
 from shoal_replica.model.parameters import Piece, parameters
 from shoal_replica.model.weights import DTYPES
 from shoal_replica.shard import Shard
@@ -34,6 +35,9 @@ def load_adapter(
 
     Of a product whose inputs are spread over the ranks, each rank has the columns of ``down`` for its own, so that the
     sum over the ranks adds up its part too.
+
+    Raises:
+        ConfigError: a factor is NaN or infinite, which would end the engine with the first request.
     """
     factors = {f.module: f for f in adapter.factors}
     with safe_open(Path(adapter.folder) / WEIGHTS_FILE, framework="pt") as file:
@@ -53,8 +57,10 @@ def load_adapter(
             ]
             if any(pairs):
                 pair = _stack(parameter.pieces, pairs)
-                held = LoraPair(*(side.to(device=device, dtype=DTYPES[model.dtype]) for side in pair))
-                yield parameter.name.removesuffix(".weight"), held
+                name, held = parameter.name.removesuffix(".weight"), [side.to(DTYPES[model.dtype]) for side in pair]
+                if not all(side.isfinite().all() for side in held):
+                    raise ConfigError(f"adapters.{adapter.name}: the factors of {name} are not finite in {model.dtype}")
+                yield name, LoraPair(*(side.to(device) for side in held))
 
 
 def _stack(pieces: Sequence[Piece], pairs: Sequence[LoraPair | None]) -> LoraPair:

@@ -54,6 +54,7 @@ class AsyncLLM:
         """
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        params.check_vocabulary(self.config.model.vocab_size)
         check_adapter(adapter, (loaded.name for loaded in self.config.adapters))
         if params.structured_output is not None:
             await asyncio.to_thread(self._grammars.check, params.structured_output)
@@ -66,7 +67,11 @@ class AsyncLLM:
         )
         if request.request_id in self._queues:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
-        texts = [TextStream(self.tokenizer, params.stop, token_ids) for _ in range(params.n)] if params.stop else []
+        texts = (
+            [TextStream(self.tokenizer, params.stop, token_ids, min_tokens=params.min_tokens) for _ in range(params.n)]
+            if params.stop
+            else []
+        )
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._queues[request.request_id] = queue
         try:

@@ -190,6 +190,7 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams, adapter: str) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        params.check_vocabulary(self.config.model.vocab_size)
         check_adapter(adapter, (loaded.name for loaded in self.config.adapters))
         if params.structured_output is not None:
             self._grammars.check(params.structured_output)
@@ -226,7 +227,10 @@ class _Collector:
         params = request.sampling_params
         self.result = RequestOutput(tuple(request.prompt_token_ids), [SequenceOutput() for _ in range(params.n)])
         self._has_stop = bool(params.stop)
-        self._texts = [TextStream(tokenizer, params.stop, request.prompt_token_ids) for _ in range(params.n)]
+        self._texts = [
+            TextStream(tokenizer, params.stop, request.prompt_token_ids, min_tokens=params.min_tokens)
+            for _ in range(params.n)
+        ]
 
     def take(self, delta: TokenDelta) -> bool:
         """Add a delta. True if its text has just completed a stop string, so that the sequence should be aborted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -18,6 +18,8 @@ MAX_BEAM_WIDTH = 128
 MAX_BEAM_STOPS = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
 MAX_SEED = 2**63 - 1
 MAX_INTEGER = 2**63 - 1
 MAX_TOP_K = 2**64 - 1  # the largest that the feed can carry; the sampler has no limit
@@ -32,6 +34,7 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate per sequence, at least 1. None means as many as the model has room for,
             and so does any number beyond its context; numbers above MAX_INTEGER are clamped to it.
+        min_tokens: no end-of-sequence token, stop token or stop string ends a sequence before it has so many tokens.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
@@ -48,6 +51,7 @@ class SamplingParams:
             truncation of the distribution nor penalties nor stop strings, and temperature 0 and 1 are the same to it.
         length_penalty: a finished beam is ranked by its log-probability divided by its number of tokens to this power,
             in [-10, 10]; larger favours longer answers.
+        logit_bias: pairs of a token id and what is added to its logit, in [-100, 100]; or a mapping of them.
         structured_output: what the answer must match, or None; it ends when it is complete.
         early_stopping: end a beam search once ``beam_width`` beams have finished, even if others could still be better.
     """
@@ -70,17 +74,27 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool = False
     structured_output: StructuredOutput | None = None
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "logit_bias"):
             if type(value := getattr(self, name)) is not tuple:
                 object.__setattr__(self, name, _as_tuple(name, value))
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
             if self.max_tokens > MAX_INTEGER:
                 object.__setattr__(self, "max_tokens", MAX_INTEGER)
+        _integer("min_tokens", self.min_tokens, 0, MAX_INTEGER)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidArgument("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
+        if self.logit_bias:
+            self._check_logit_bias()
+            object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
         _number("temperature", self.temperature, 0.0, LARGEST, "must be a finite number of at least 0")
         _integer("top_k", self.top_k, 0, MAX_TOP_K)
         _number("top_p", self.top_p, SMALLEST, 1.0, "must be in (0, 1]")
@@ -102,6 +116,10 @@ class SamplingParams:
             _integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
         if self.structured_output is not None and self.ignore_eos:
             raise InvalidArgument("ignore_eos", True, "contradicts structured output, which ends when it is complete")
+        if self.structured_output is not None and self.min_tokens:
+            raise InvalidArgument(
+                "min_tokens", self.min_tokens, "contradicts structured output, which ends when it is complete"
+            )
         _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         low, high = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
         _number("length_penalty", self.length_penalty, low, high, f"must be in [{low:g}, {high:g}]")
@@ -110,6 +128,26 @@ class SamplingParams:
         elif self.length_penalty != 1.0 or self.early_stopping:
             name = "early_stopping" if self.early_stopping else "length_penalty"
             raise InvalidArgument(name, getattr(self, name), "needs beam search: a beam_width of at least 2")
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            limit = f"must have at most {MAX_LOGIT_BIASES} tokens"
+            raise InvalidArgument("logit_bias", f"{len(self.logit_bias)} tokens", limit)
+        seen = set[int]()
+        for pair in self.logit_bias:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise InvalidArgument("logit_bias", pair, "must be pairs of a token id and a number")
+            _integer("logit_bias", pair[0], 0, MAX_TOKEN_ID)
+            _number("logit_bias", pair[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "must be in [-100, 100]")
+            if pair[0] in seen:
+                raise InvalidArgument("logit_bias", pair[0], "must be there once")
+            seen.add(pair[0])
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidArgument if a bias is for a token that a vocabulary of that size does not have."""
+        for token_id, _ in self.logit_bias:
+            if token_id >= vocab_size:
+                raise InvalidArgument("logit_bias", token_id, f"token ids must be in [0, {vocab_size})")
 
     def _check_beam_search(self) -> None:
         """Raise InvalidArgument for what a beam search would have to ignore."""
@@ -140,7 +178,7 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether a row's logits are changed before its token is chosen."""
-        return self.has_penalties or self.structured_output is not None
+        return bool(self.has_penalties or self.structured_output or self.logit_bias or self.min_tokens)
 
     @property
     def takes_likeliest(self) -> bool:
@@ -157,6 +195,8 @@ _NOT_IN_BEAM_SEARCH: dict[str, object] = {
     "repetition_penalty": 1.0,
     "stop": (),
     "structured_output": None,
+    "logit_bias": (),
+    "min_tokens": 0,
 }
 
 

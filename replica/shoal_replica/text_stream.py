@@ -73,7 +73,8 @@ class TextStream:
     """The visible text of one sequence, as its tokens arrive.
 
     However the tokens are split into pushes, the returned texts add up to the same: the decoded tokens up to the first
-    stop string. ``context`` holds the prompt's tokens, as in ``IncrementalDetokenizer``.
+    stop string. ``context`` holds the prompt's tokens, as in ``IncrementalDetokenizer``. Stop strings count only in the
+    text of tokens after the first ``min_tokens``.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class TextStream:
         stop: tuple[str, ...] = (),
         context: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
+        self._min_tokens = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context)
         self._checker = StopChecker(stop)
         self._has_stop = bool(stop)
@@ -107,7 +110,8 @@ class TextStream:
             if self.stopped:
                 break
             self._num_tokens += 1
-            texts.append(self._checker.push(self._detokenizer.push((token_id,))))
+            text = self._detokenizer.push((token_id,))
+            texts.append(text if self._num_tokens <= self._min_tokens else self._checker.push(text))
         return "".join(texts), self.stopped
 
     def finish(self) -> str:

@@ -242,12 +242,14 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
         seed=7,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
+        logit_bias={"5": -100, "17": 2.5},
         extra_body={
             "top_k": 5,
             "min_p": 0.125,
             "repetition_penalty": 1.5,
             "ignore_eos": True,
             "stop_token_ids": [3, 4],
+            "min_tokens": 2,
             "priority": -1,
             "cache_salt": "s",
             "user": "ignored",
@@ -268,6 +270,7 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
     )
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.5)
     assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (5, 0.125, True, (3, 4))
+    assert (params.min_tokens, params.logit_bias) == (2, ((5, -100.0), (17, 2.5)))
     assert (call.priority, call.tenant, call.cache_salt) == (-1, "t", "s")
 
 
@@ -448,7 +451,11 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
             "not",
         ),
         (CHAT, {"messages": HI, "add_generation_prompt": False}, 400, "add_generation_prompt", "only True"),
-        (CHAT, {"messages": HI, "guided_json": {}, "min_tokens": 5}, 400, "min_tokens", "not supported"),
+        (CHAT, {"messages": HI, "guided_json": {}, "min_tokens": 5}, 400, "min_tokens", "contradicts structured"),
+        (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "at most max_tokens, 8"),
+        (CHAT, {"messages": HI, "logit_bias": {"a": 1}}, 400, "logit_bias", "its keys must be token ids"),
+        (CHAT, {"messages": HI, "logit_bias": {"3": 200}}, 400, "logit_bias", "[-100, 100]"),
+        (CHAT, {"messages": HI, "allowed_token_ids": [1]}, 400, "allowed_token_ids", "not supported"),
         (CHAT, {"messages": HI, "skip_special_tokens": False}, 400, "skip_special_tokens", "only True"),
         (COMPLETION, {"prompt": "x", "prompt_logprobs": 0}, 400, "prompt_logprobs", "not supported"),
         (COMPLETION, {"prompt": ""}, 400, "prompt", "at least one token"),

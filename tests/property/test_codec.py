@@ -76,6 +76,11 @@ sampling_params = (
     )
     | st.builds(
         SamplingParams,
+        min_tokens=st.integers(0, 16),
+        logit_bias=st.dictionaries(token_id, st.floats(-100, 100), max_size=4),
+    )
+    | st.builds(
+        SamplingParams,
         structured_output=st.builds(StructuredOutput, st.sampled_from(KINDS), st.text(min_size=1, max_size=9)),
     )
 )

@@ -41,6 +41,7 @@ _SCALARS = (  # the fields of SamplingParams that are `optional` in the proto, u
     "beam_width",
     "length_penalty",
     "early_stopping",
+    "min_tokens",
 )
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -129,6 +130,7 @@ def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
         max_tokens=params.max_tokens,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
+        logit_bias=dict(params.logit_bias),
         structured_output=None if structure is None else pb.StructuredOutput(**{structure.kind: structure.source}),
         **{name: getattr(params, name) for name in _SCALARS},
     )

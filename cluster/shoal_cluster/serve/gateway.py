@@ -281,6 +281,7 @@ class Gateway:
                 token_ids = await asyncio.to_thread(self.tokenize, call.text, call.messages, add_special_tokens=True)
         field = "prompt" if call.messages is None else "messages"
         check_prompt(token_ids, self._max_model_len(), self._model.vocab_size, field)
+        call.sampling_params.check_vocabulary(self._model.vocab_size)
         if (structure := call.sampling_params.structured_output) is not None:
             await asyncio.to_thread(self._grammars.check, structure)
         if self._ledger.routes.of_call(call.request_id):

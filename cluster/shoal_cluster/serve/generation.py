@@ -54,7 +54,10 @@ class Generation:
         self._placement_timeout_s = placement_timeout_s
         self._loop = asyncio.get_running_loop()
         params = request.sampling_params
-        self._outputs = [Output(TextStream(tokenizer, params.stop, request.prompt_token_ids)) for _ in range(params.n)]
+        self._outputs = [
+            Output(TextStream(tokenizer, params.stop, request.prompt_token_ids, min_tokens=params.min_tokens))
+            for _ in range(params.n)
+        ]
         self._times = times
         self._num_cached_tokens = 0
         self._replica_id = ""

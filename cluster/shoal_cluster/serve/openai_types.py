@@ -1,9 +1,9 @@
 """The request bodies of OpenAI's API, and the calls that they become.
 
 The bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extra fields (top_k, min_p, repetition_penalty,
-ignore_eos, stop_token_ids, use_beam_search, length_penalty, structured_outputs, priority, cache_salt) and two of our
-own for beam search (beam_width, early_stopping). Unknown fields are ignored, and null counts as absent. Fields of
-OpenAI's and vLLM's APIs that would change the answer but are not supported here are refused.
+ignore_eos, min_tokens, stop_token_ids, use_beam_search, length_penalty, structured_outputs, priority, cache_salt) and
+two of our own for beam search (beam_width, early_stopping). Unknown fields are ignored, and null counts as absent. What
+would change the answer in OpenAI's and vLLM's APIs but is not supported here is refused.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class _Request(Body):
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
+    logit_bias: dict[Text, float] | None = None
+    min_tokens: int | None = None
     # Not supported: OpenAI's, then vLLM's.
-    logit_bias: Unsupported = None
-    min_tokens: Unsupported = None
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
@@ -136,6 +136,7 @@ class _Request(Body):
             "beam_width": self._num_beams(best_of),
             "length_penalty": self.length_penalty,
             "early_stopping": self.early_stopping,
+            "min_tokens": self.min_tokens,
         }
         present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -146,6 +147,7 @@ class _Request(Body):
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             structured_output=self._structured_output(),
+            logit_bias=tuple((_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()),
             **present,
         )
 
@@ -266,6 +268,13 @@ def _prompts(prompt: object) -> list[str | tuple[int, ...]]:
     if all(isinstance(item, list) and all(type(token_id) is int for token_id in item) for item in prompt):
         return [tuple(item) for item in prompt]
     raise InvalidArgument("prompt", prompt, _PROMPT_SHAPES)
+
+
+def _token_id(key: str) -> int:
+    """A key of `logit_bias`: JSON has no other keys than text."""
+    if not (key.isascii() and key.isdecimal()):
+        raise InvalidArgument("logit_bias", key, "its keys must be token ids")
+    return int(key)
 
 
 def _prompt_text(text: str) -> str:

@@ -58,7 +58,7 @@ class ModelRunner:
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._grammars = Grammars(model_config)
         self._grammars_thread = threading.Thread(target=self._grammars.load, name="shoal-grammars", daemon=True)
-        self._sampler = Sampler(self._decoder.row_operators, self._grammars)
+        self._sampler = Sampler(self._decoder.row_operators, self._grammars, model_config.eos_token_ids)
         self._forward_s = 0.0  # of the last step
 
     @property

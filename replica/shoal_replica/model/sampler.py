@@ -56,8 +56,8 @@ class Sample:
 
 
 class Sampler:
-    """Chooses tokens: penalties, then what a structured answer allows, then temperature, then min-p, top-k and top-p,
-    then one draw.
+    """Chooses tokens: penalties and biases, then what ``min_tokens`` and structured answers allow, then temperature,
+    then min-p, top-k and top-p, then one draw.
 
     A row's draw takes one uniform number, a function of (seed, index, position) alone, and inverts the cumulative
     distribution in token-id order, so it does not depend on batch, step or replica. Greedy rows take the likeliest
@@ -66,9 +66,13 @@ class Sampler:
     Args:
         operators: draw, and find log-probabilities.
         grammars: those of the model; None if no row has structured output.
+        eos_token_ids: the model's end-of-sequence tokens.
     """
 
-    def __init__(self, operators: RowOperators = ops, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self, operators: RowOperators = ops, grammars: Grammars | None = None, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
         self._operators = operators
         self._grammars = grammars
         self._matchers: dict[int, Matcher] = {}
@@ -96,10 +100,7 @@ class Sampler:
         if changed := [i for i, row in enumerate(rows) if row.params.changes_logits]:
             own = logits[torch.tensor(changed).to(logits.device)]  # a copy: the logits stay as they are
             for number, i in enumerate(changed):
-                if rows[i].params.has_penalties:
-                    self._penalise(own[number], rows[i])
-                if (structure := rows[i].params.structured_output) is not None:
-                    self._restrict(own[number], rows[i], structure)
+                self._change(own[number], rows[i])
             chosen = _maxima(own).places
             self._draw(own, {number: rows[i] for number, i in enumerate(changed)}, chosen)
             for i, token_id in zip(changed, chosen, strict=True):
@@ -120,6 +121,20 @@ class Sampler:
             found = self._operators.draw(logits, drawn, [_how(rows[i]) for i in drawn])
             for i, token_id in zip(drawn, found, strict=True):
                 token_ids[i] = token_id
+
+    def _change(self, logits: Tensor, row: SamplerRow) -> None:
+        """Change one row in place, by whatever its parameters ask for."""
+        params = row.params
+        if params.has_penalties:
+            self._penalise(logits, row)
+        if params.logit_bias:
+            token_ids, biases = zip(*params.logit_bias, strict=True)
+            logits.index_add_(0, _on(logits, token_ids, torch.int64), _on(logits, biases, logits.dtype))
+        if len(row.token_ids) - row.num_prompt_tokens < params.min_tokens:
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+            logits[_on(logits, [end for end in ends if end < len(logits)], torch.int64)] = -torch.inf
+        if params.structured_output is not None:
+            self._restrict(logits, row, params.structured_output)
 
     def _restrict(self, logits: Tensor, row: SamplerRow, structure: StructuredOutput) -> None:
         """Leave only the tokens that a structured answer allows, in place."""
@@ -143,6 +158,10 @@ class Sampler:
         seen -= params.frequency_penalty * generated
         seen -= params.presence_penalty * (generated > 0)
         logits[token_ids] = seen
+
+
+def _on(logits: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=logits.device)
 
 
 def likeliest(maxima: RowMaxima) -> list[int]:

@@ -39,6 +39,7 @@ class AsyncLLM:
         llm = cls(config, engine, Tokenizer.from_folder(config.model.folder))
         engine.subscribe(llm._dispatch)
         engine.start()
+        await asyncio.to_thread(llm._grammars.load)
         return llm
 
     async def generate(

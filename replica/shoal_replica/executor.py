@@ -75,12 +75,13 @@ class TokenLogprobs:
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     """The token of a sequence. With ``num_candidates`` it is only the likeliest, and the others are in
-    ``logprobs.top``.
+    ``logprobs.top``. ``is_cut``: the sequence cannot go on in the form that it must have.
     """
 
     seq_id: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+    is_cut: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

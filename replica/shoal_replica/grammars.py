@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +22,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 256  # structures that were found to be right
+MAX_COMPILED = 128  # forms that are kept compiled
 MAX_REASON = 300  # characters of llguidance's own message
+# Compiling a form and making a mask hold up a step. The library's own limits allow almost a second of each; with these
+# it is some tens of milliseconds.
+MAX_LEXER_STATES = 20_000
+INITIAL_LEXER_FUEL = 100_000
+MAX_MULTIPLES = 10_000  # product of a schema's `multipleOf`: it has a state for each remainder, which nothing limits
+# Tokens that are certain must not be chosen by tokenizing their text, which may spell a special token. Between the
+# parts of JSON at most so much white space, in which small models would otherwise lose themselves.
+OPTIONS = '%llguidance {"no_forcing": true}'
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
 
 
 class Grammars:
@@ -34,87 +45,136 @@ class Grammars:
         self._file = Path(model.folder) / "tokenizer.json"
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._checked: dict[StructuredOutput, None] = {}
+        self._failure = ""  # why there is no tokenizer
+        self._compiled: dict[StructuredOutput, LLMatcher] = {}  # least lately used first
 
     def load(self) -> None:
         """Read the vocabulary, where the model has one and can end an answer."""
-        if not (self._file.is_file() and self._model.eos_token_ids):
-            return
-        try:
-            self._open()
-        except ValueError as error:
-            logger.warning("structured output is refused: its library cannot use this model's tokenizer: %s", error)
+        if self._file.is_file() and self._model.eos_token_ids and (why := self._open()[1]):
+            logger.warning("structured output is refused: its library cannot use this model's tokenizer: %s", why)
 
     def check(self, structure: StructuredOutput) -> None:
-        """Raise InvalidArgument if ``structure`` is malformed, too complex or not supported, or if the model has no
-        end-of-sequence token, by which a structured answer ends.
+        """Raise InvalidArgument if ``structure`` is malformed, too complex or not supported, if nothing can match it,
+        or if the model has no end-of-sequence token, by which a structured answer ends.
         """
-        if structure in self._checked:
-            return
-        if not self._model.eos_token_ids:
-            raise InvalidArgument(FIELD, structure.kind, "needs a model with an end-of-sequence token")
-        from llguidance import LLMatcher
-
-        try:
-            tokenizer = self._open()
-        except ValueError as error:
-            raise InvalidArgument(
-                FIELD, structure.kind, f"is not served with this model's tokenizer: {error}"
-            ) from None
-        try:
-            reason = LLMatcher(tokenizer, _grammar(structure), log_level=0).get_error()
-        except ValueError as error:  # JSON that cannot be parsed
-            reason = str(error)
-        if reason:
-            words = " ".join(reason.split())[:MAX_REASON]
-            raise InvalidArgument(FIELD, structure.source, f"cannot be used as {structure.kind}: {words}")
-        with self._lock:
-            if len(self._checked) >= MAX_REMEMBERED:
-                del self._checked[next(iter(self._checked))]
-            self._checked[structure] = None
+        self._compile(structure)
 
     def begin(self, structure: StructuredOutput) -> Matcher:
-        """The matcher of a new answer; ``structure`` was checked."""
-        from llguidance import LLMatcher
+        """The matcher of a new answer. Raises as ``check`` does, which the gateway has done before."""
+        return Matcher(self._compile(structure).deep_copy(), self._model)
 
-        return Matcher(LLMatcher(self._open(), _grammar(structure), log_level=0), self._model.vocab_size)
-
-    def _open(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
+    def _compile(self, structure: StructuredOutput) -> LLMatcher:
+        """The form before any token, not to be changed."""
         with self._lock:
-            if self._tokenizer is None:
-                text = self._file.read_text(encoding="utf-8")
+            if (matcher := self._compiled.pop(structure, None)) is not None:
+                self._compiled[structure] = matcher
+                return matcher
+        if not self._model.eos_token_ids:
+            raise InvalidArgument(FIELD, structure.kind, "needs a model with an end-of-sequence token")
+        tokenizer, failure = self._open()
+        if tokenizer is None:
+            raise InvalidArgument(FIELD, structure.kind, f"is not served with this model's tokenizer: {failure}")
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=INITIAL_LEXER_FUEL)
+        try:
+            matcher = LLMatcher(tokenizer, _grammar(structure), log_level=0, limits=limits)
+        except ValueError as error:  # JSON that cannot be parsed
+            raise _refusal(structure, str(error)) from None
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what no token can begin shows only here
+        if matcher.is_error():
+            raise _refusal(structure, matcher.get_error())
+        with self._lock:
+            if len(self._compiled) >= MAX_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+            self._compiled[structure] = matcher
+        return matcher
+
+    def _open(self) -> tuple[LLTokenizer | None, str]:
+        """The vocabulary, or why there is none."""
+        with self._lock:
+            if self._tokenizer is None and not self._failure:
+                from llguidance import LLTokenizer
+
                 eos = list(self._model.eos_token_ids)
-                self._tokenizer = LLTokenizer(text, n_vocab=self._model.vocab_size, eos_token=eos)
-            return self._tokenizer
+                try:
+                    text = self._file.read_text(encoding="utf-8")
+                    self._tokenizer = LLTokenizer(text, n_vocab=self._model.vocab_size, eos_token=eos)
+                except (OSError, ValueError) as error:
+                    self._failure = str(error)
+            return self._tokenizer, self._failure
 
 
 class Matcher:
     """How far one answer has matched its structure."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, model: ModelConfig) -> None:
         self._matcher = matcher
-        self._vocab_size = vocab_size
+        self._vocab_size = model.vocab_size
+        self._eos = [token_id for token_id in model.eos_token_ids if token_id < model.vocab_size]
         self._num_consumed = 0
 
-    def allowed(self, generated: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which tokens may follow ``generated``, bool [vocab_size]: only those that end the answer once it is complete,
-        and also if it does not match, or has become too complex to match.
+    def allowed(self, generated: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which tokens may follow ``generated``, bool [vocab_size]: only those that end the answer once it is complete.
+        None if nothing may: the answer does not match, or has become too complex to match.
         """
         new = [int(token_id) for token_id in generated[self._num_consumed :]]
         if new:
             self._matcher.consume_tokens(new)
             self._num_consumed += len(new)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        if self._matcher.is_error():
+            logger.warning("a structured answer is cut: %s", _short(self._matcher.get_error()))
+            return None
+        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        if not (self._matcher.is_accepting() or self._matcher.is_stopped()):
+            allowed[self._eos] = False  # an end that is also ordinary text would end the answer early
+        return allowed if allowed.any() else None
+
+
+def _refusal(structure: StructuredOutput, reason: str) -> InvalidArgument:
+    return InvalidArgument(FIELD, structure.source, f"cannot be used as {structure.kind}: {_short(reason)}")
+
+
+def _short(reason: str) -> str:
+    """llguidance's message without the state that it prints after some."""
+    return " ".join(reason.partition("<state>")[0].split())[:MAX_REASON]
 
 
 def _grammar(structure: StructuredOutput) -> str:
+    """In Lark's notation. Raises ValueError for JSON that cannot be parsed, or asks for too much."""
     from llguidance import LLMatcher
 
     if structure.kind == JSON_SCHEMA:
-        return str(LLMatcher.grammar_from_json_schema(structure.source))
+        defaults: Any = {"whitespace_pattern": WHITE_SPACE}
+        try:
+            grammars = json.loads(LLMatcher.grammar_from_json_schema(structure.source, defaults=defaults))
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        schema = grammars["grammars"][0]["json_schema"]
+        product = Decimal(1)
+        for multiple in _multiples(schema):
+            product *= max(1, int("".join(map(str, multiple.normalize().as_tuple().digits))))
+        if product > MAX_MULTIPLES:
+            raise ValueError(f"the product of all multipleOf is {product}; must be at most {MAX_MULTIPLES}")
+        return f"{OPTIONS}\nstart: %json {json.dumps(schema)}"
     if structure.kind == REGEX:
-        return str(LLMatcher.grammar_from_regex(structure.source))
-    return str(LLMatcher.grammar_from_lark(structure.source))
+        grammars = json.loads(LLMatcher.grammar_from_regex(structure.source))
+        return f"{OPTIONS}\n{grammars['grammars'][0]['lark_grammar']}"
+    has_options = any(line.startswith("%llguidance") for line in structure.source.splitlines())
+    return structure.source if has_options else f"{OPTIONS}\n{structure.source}"
+
+
+def _multiples(schema: Any) -> Iterator[Decimal]:
+    """Every finite number under a key `multipleOf`."""
+    found = [schema]
+    while found:
+        match found.pop():
+            case dict() as parts:
+                multiple = parts.get("multipleOf")
+                if isinstance(multiple, int | float) and (number := Decimal(str(multiple))).is_finite():
+                    yield number
+                found.extend(parts.values())
+            case list() as parts:
+                found.extend(parts)

@@ -83,7 +83,8 @@ class Lookahead:
         for token in result.sampled:
             sequence, start = self._by_id.get(token.seq_id), starts.get(token.seq_id)
             if sequence is None or (
-                start is not None and self._finish.reason(sequence.request, token.token_id, start + 1) is not None
+                start is not None
+                and self._finish.reason(sequence.request, token.token_id, start + 1, token.is_cut) is not None
             ):
                 gone.add(token.seq_id)
         if (self._waiting and gone) or self._has_candidates():

@@ -22,7 +22,7 @@ class FinishReason(StrEnum):
     """Why a sequence ended. Every sequence ends with exactly one."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token id or a stop string
-    LENGTH = "length"  # max_tokens or the model's context is used up
+    LENGTH = "length"  # max_tokens or the model's context is used up, or a structured answer cannot be completed
     ABORT = "abort"  # the caller cancelled it, or the engine was stopped
     ERROR = "error"  # the engine failed
 
@@ -259,9 +259,13 @@ class FinishRule:
         own = frozenset(params.stop_token_ids)
         return len(own if params.ignore_eos else own | self.eos_token_ids)
 
-    def reason(self, request: Request, token_id: int, num_tokens: int) -> FinishReason | None:
-        """Why a sequence ends with ``token_id``, the last of its ``num_tokens`` tokens; None if it goes on."""
+    def reason(self, request: Request, token_id: int, num_tokens: int, is_cut: bool = False) -> FinishReason | None:
+        """Why a sequence ends with ``token_id``, the last of its ``num_tokens`` tokens; None if it goes on. ``is_cut``
+        is that of ``SampledToken``.
+        """
         params = request.sampling_params
+        if is_cut:
+            return FinishReason.LENGTH
         if token_id in self.eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP
         if token_id in params.stop_token_ids:

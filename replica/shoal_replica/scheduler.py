@@ -141,7 +141,7 @@ class Scheduler:
             if len(sequence.token_ids) == len(sequence.request.prompt_token_ids):
                 self._fork_siblings(sequence)
             sequence.token_ids.append(token.token_id)
-            reason = self._finish_rule.reason(sequence.request, token.token_id, sequence.num_tokens)
+            reason = self._finish_rule.reason(sequence.request, token.token_id, sequence.num_tokens, token.is_cut)
             deltas.append(sequence.delta(sequence.index, token, reason, self.now))
             if reason is not None:
                 self._finish(sequence, reason)

@@ -34,11 +34,20 @@ class StructuredOutput:
         if not isinstance(self.source, str) or not 0 < len(self.source) <= MAX_SOURCE_LENGTH:
             given = f"{len(self.source)} characters" if isinstance(self.source, str) else self.source
             raise InvalidArgument(FIELD, given, f"must be text of 1 to {MAX_SOURCE_LENGTH} characters")
+        try:
+            self.source.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(FIELD, self.source, "must be valid Unicode, without lone surrogates") from None
 
     @classmethod
     def json_schema(cls, schema: Any) -> StructuredOutput:
         """JSON that matches ``schema``: a dict, or text."""
-        return cls(JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema))
+        if isinstance(schema, str):
+            return cls(JSON_SCHEMA, schema)
+        try:
+            return cls(JSON_SCHEMA, json.dumps(schema, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidArgument(FIELD, type(schema).__name__, f"cannot be written as JSON: {error}") from None
 
     @classmethod
     def json_object(cls) -> StructuredOutput:

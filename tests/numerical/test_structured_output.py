@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,12 @@ import torch
 from fixtures.tiny_tokenizer import write_tiny_tokenizer
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, load_oracle, make_checkpoint, make_prompts
 
-from shoal_replica import LLM, SamplingParams
+from shoal_replica import LLM, SamplingParams, grammars
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.checkpoint import DEMO_MODEL
+from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.grammars import Grammars
 from shoal_replica.request import FinishReason, Request
 from shoal_replica.structured_output import MAX_SOURCE_LENGTH, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
@@ -147,9 +152,109 @@ def test_a_trained_models_answers_are_valid_by_their_schema():
     assert all(output.text.lstrip().startswith("{") for output in anything)
 
 
+def test_text_that_spells_a_special_token_is_written_out():
+    """The tokenizer would turn it into the token itself, which has no text."""
+    for structure, text in (
+        (StructuredOutput.json_schema({"const": "x<|im_end|>y"}), '"x<|im_end|>y"'),
+        (StructuredOutput.json_schema({"const": "a<|im_start|>"}), '"a<|im_start|>"'),
+        (StructuredOutput("regex", r"ab<\|im_start\|>c/d"), "ab<|im_start|>c/d"),
+        (StructuredOutput("lark", 'start: "<|im_end|>" /[0-9]/'), None),
+    ):
+        with LLM(DEMO_MODEL, num_blocks=64) as llm:
+            (output,) = llm.generate(["Say it:"], params(structure))
+        assert output.finish_reason is FinishReason.STOP
+        assert output.text == text if text else re.fullmatch(r"<\|im_end\|>[0-9]", output.text)
+
+
+def test_white_space_in_json_is_bounded(llm):
+    """A model with random weights would go on with it for ever."""
+    (output,) = llm.generate([PROMPTS[0]], params(StructuredOutput.json_object(), max_tokens=200))
+    assert max(map(len, re.findall(r"\s+", output.text)), default=0) <= 20
+
+
+def test_an_answer_that_becomes_too_complex_is_cut_and_says_so(folder, caplog):
+    """Not as one that is complete; and others go on. By a limit of llguidance that no check can foresee."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(499)}}
+    free = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with LLM(str(folder), num_blocks=256) as llm:
+        cut, other = llm.generate(PROMPTS[:2], [params(StructuredOutput.json_schema(schema)), free])
+        (alone,) = llm.generate(PROMPTS[1:2], free)
+        assert llm.stats().num_allocated_blocks == 0
+    assert cut.finish_reason is FinishReason.LENGTH
+    assert len(cut.token_ids) < 64
+    assert other.token_ids == alone.token_ids
+    assert "a structured answer is cut: " in caplog.text
+
+
+def test_an_end_that_is_also_text_does_not_end_an_answer_early(tmp_path):
+    folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path))
+    a = Tokenizer.from_folder(folder).encode("a", add_special_tokens=False)[0]
+    raw = json.loads((folder / "generation_config.json").read_text()) | {"eos_token_id": [a, EOS_TOKEN_ID]}
+    (folder / "generation_config.json").write_text(json.dumps(raw))
+    with LLM(str(folder), num_blocks=64) as llm:
+        asked = [params(StructuredOutput("regex", "[abc]{6}"), temperature=1.0, seed=i) for i in range(8)]
+        outputs = llm.generate([PROMPTS[0]] * 8, asked)
+    assert all(re.fullmatch("[bc]{6}", output.text) for output in outputs)
+    assert {output.token_ids[-1] for output in outputs} <= {a, EOS_TOKEN_ID}
+
+
+def test_many_answers_of_one_form_compile_it_once(folder, monkeypatch):
+    calls = []
+    monkeypatch.setattr(grammars, "_grammar", lambda form, made=grammars._grammar: calls.append(form) or made(form))
+    forms = [StructuredOutput("regex", f"[ab]{{{i + 1}}}") for i in range(grammars.MAX_COMPILED + 5)]
+    held = Grammars(ModelConfig.from_folder(folder))
+    for form in [*forms, forms[-1], *forms[: grammars.MAX_COMPILED - 1]]:
+        held.check(form)
+        assert held.begin(form).allowed([]).sum() == 2
+    assert len(held._compiled) == grammars.MAX_COMPILED
+    assert calls == [*forms, *forms[: grammars.MAX_COMPILED - 1]]
+
+
+def test_what_is_known_of_an_answer_is_forgotten_with_it(llm):
+    llm.generate(PROMPTS, params(StructuredOutput("regex", "[ab]{40}"), n=2, temperature=1.0, seed=1))
+    llm.generate(PROMPTS, params(StructuredOutput("regex", "[ab]{2}")))  # the executor hears of ends with the next step
+    assert len(llm._executor._sampler._matchers) <= len(PROMPTS)
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused_once_and_for_all(folder, tmp_path, caplog):
+    model = ModelConfig.from_folder(folder)
+    held = Grammars(replace(model, folder=str(tmp_path)))
+    held.load()  # there is none
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Nonsense"}}')
+    held.load()
+    assert "structured output is refused" in caplog.text
+    with pytest.raises(InvalidArgument, match="is not served with this model's tokenizer: "):
+        held.check(StructuredOutput("regex", "a"))
+
+
+def test_ranks_sample_structured_answers(folder, llm):
+    asked = params(StructuredOutput.json_schema(SCHEMA), max_tokens=24)
+    expected = [output.token_ids for output in llm.generate(PROMPTS, asked)]
+    for ranks in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        with LLM(str(folder), num_blocks=64, **ranks) as other:
+            assert [output.token_ids for output in other.generate(PROMPTS, asked)] == expected
+
+
+def test_stops_end_structured_answers_too(llm):
+    form = StructuredOutput("regex", "[ab]{30}")
+    (whole,) = llm.generate([PROMPTS[1]], params(form))
+    first = whole.token_ids[0]
+    (stopped,) = llm.generate([PROMPTS[1]], params(form, stop_token_ids=(first,)))
+    assert (stopped.token_ids, stopped.text, stopped.finish_reason) == ([first], "", FinishReason.STOP)
+    (stopped,) = llm.generate([PROMPTS[1]], params(form, stop=(whole.text[3:6],)))
+    assert stopped.text == whole.text[: whole.text.index(whole.text[3:6])]
+    extreme = params(form, repetition_penalty=1e300, temperature=1e-300, seed=1, top_k=1)
+    assert re.fullmatch("[ab]{30}", llm.generate([PROMPTS[1]], extreme)[0].text)
+
+
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
+        (("regex", r"[^\s\S]"), "cannot be used as regex"),
+        (("lark", "start: T\nT: /[0-9]+/ & /[a-z]+/"), "cannot be used as lark"),
+        (("json_schema", '{"type": "integer", "minimum": 0, "multipleOf": 4999999}'), "multipleOf is 4999999; must be"),
+        (("json_schema", '{"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}'), "multipleOf is 988027; must be at"),
+        (("json_schema", '{"a":' * 3000 + "1" + "}" * 3000), "recursion limit|too deeply"),
         (("json_schema", "{"), "cannot be used as json_schema: "),
         (("json_schema", '{"type": "objekt"}'), "Invalid type: objekt"),
         (("json_schema", '{"not": {}}'), 'Unimplemented keys: \\["not"\\]'),
@@ -169,6 +274,13 @@ def test_structures_and_fields_that_do_not_go_together():
         (lambda: StructuredOutput("regex", ""), "structured_output: got '0 characters'; must be text of 1 to 65536"),
         (lambda: StructuredOutput("regex", "a" * (MAX_SOURCE_LENGTH + 1)), "got '65537 characters'"),
         (lambda: StructuredOutput.choice([]), "must be a list of texts"),
+        (lambda: StructuredOutput("regex", "\ud800"), "must be valid Unicode, without lone surrogates"),
+        (lambda: StructuredOutput.json_schema({"a": math.nan}), "got 'dict'; cannot be written as JSON"),
+        (lambda: StructuredOutput.json_schema({1, 2}), "got 'set'; cannot be written as JSON"),
+        (
+            lambda: StructuredOutput.json_schema(functools.reduce(lambda x, _: [x], range(5000), 1)),
+            "got 'list'; cannot",
+        ),
         (lambda: params(StructuredOutput("regex", "a"), ignore_eos=True), "ignore_eos: got True; contradicts"),
         (lambda: params(StructuredOutput("regex", "a"), beam_width=2), "is not supported in a beam search"),
     ):

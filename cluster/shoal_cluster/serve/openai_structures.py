@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull
+from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.structured_output import LARK, REGEX, StructuredOutput
 
@@ -43,6 +43,11 @@ class StructuredOutputs(Body):
     regex: Text | None = None
     choice: list[Text] | None = None
     grammar: Text | None = None
+    structural_tag: Unsupported = None
+    disable_fallback: Any = None  # there is none
+    disable_any_whitespace: Unsupported = None
+    disable_additional_properties: Unsupported = None
+    whitespace_pattern: Unsupported = None
 
     def structure(self) -> StructuredOutput | None:
         given = [

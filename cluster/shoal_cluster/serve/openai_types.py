@@ -94,6 +94,9 @@ class _Request(Body):
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
+    guided_json_object: Unsupported = None
+    guided_whitespace_pattern: Unsupported = None
+    structural_tag: Unsupported = None
     logit_bias: dict[Text, float] | None = None
     min_tokens: int | None = None
     # Not supported: OpenAI's, then vLLM's.

@@ -60,6 +60,8 @@ class ModelRunner:
         self._grammars_thread = threading.Thread(target=self._grammars.load, name="shoal-grammars", daemon=True)
         self._sampler = Sampler(self._decoder.row_operators, self._grammars, model_config.eos_token_ids)
         self._forward_s = 0.0  # of the last step
+        if self._samples:
+            self._grammars_thread.start()
 
     @property
     def progress(self) -> int:
@@ -113,8 +115,6 @@ class ModelRunner:
         sequences.add(NewSequence(0, (0,) * (num_tokens + 1), num_tokens, 0, (0,), SamplingParams(), 0))
         for computed, new in ((0, num_tokens), (num_tokens - 1, 1)):
             self._compute(sequences, (ScheduledSequence(0, computed, new, True),))
-        if self._samples:
-            self._grammars_thread.start()
 
     def _compute(self, sequences: SequenceTable, scheduled: tuple[ScheduledSequence, ...]) -> Tensor:
         """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size]; none if maxima suffice."""
@@ -141,7 +141,7 @@ class ModelRunner:
         else:
             rows = [self._sampler_row(s.seq_id, h) for s, h in zip(shares, held, strict=True)]
             sampled = tuple(
-                SampledToken(row.seq_id, sample.token_id, sample.logprobs)
+                SampledToken(row.seq_id, sample.token_id, sample.logprobs, sample.is_cut)
                 for row, sample in zip(rows, self._sampler.sample(logits, rows, maxima), strict=True)
             )
         for h, token in zip(held, sampled, strict=True):

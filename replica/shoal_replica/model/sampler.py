@@ -51,8 +51,11 @@ class SamplerRow:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
+    """``is_cut``: a structured answer cannot go on, and ends with this token."""
+
     token_id: int
     logprobs: TokenLogprobs | None = None
+    is_cut: bool = False
 
 
 class Sampler:
@@ -97,21 +100,23 @@ class Sampler:
             return []
         token_ids = likeliest(maxima or _maxima(logits))
         self._draw(logits, {i: row for i, row in enumerate(rows) if not row.params.changes_logits}, token_ids)
+        cut: set[int] = set()
         if changed := [i for i, row in enumerate(rows) if row.params.changes_logits]:
             own = logits[torch.tensor(changed).to(logits.device)]  # a copy: the logits stay as they are
             for number, i in enumerate(changed):
-                self._change(own[number], rows[i])
+                if not self._change(own[number], rows[i]):
+                    cut.add(i)
             chosen = _maxima(own).places
             self._draw(own, {number: rows[i] for number, i in enumerate(changed)}, chosen)
             for i, token_id in zip(changed, chosen, strict=True):
                 token_ids[i] = token_id
-        samples = [Sample(token_id) for token_id in token_ids]
+        samples = [Sample(token_id, None, i in cut) for i, token_id in enumerate(token_ids)]
         if wanted := [(i, count) for i, row in enumerate(rows) if (count := row.num_top) is not None]:
             places, counts = zip(*wanted, strict=True)
             sampled = [token_ids[i] for i in places]
             found = self._operators.log_probabilities(logits, places, sampled, counts)
             for i, token_id, (logprob, top) in zip(places, sampled, found, strict=True):
-                samples[i] = Sample(token_id, TokenLogprobs(token_id, logprob, top))
+                samples[i] = Sample(token_id, TokenLogprobs(token_id, logprob, top), i in cut)
         return samples
 
     def _draw(self, logits: Tensor, rows: Mapping[int, SamplerRow], token_ids: list[int]) -> None:
@@ -122,8 +127,10 @@ class Sampler:
             for i, token_id in zip(drawn, found, strict=True):
                 token_ids[i] = token_id
 
-    def _change(self, logits: Tensor, row: SamplerRow) -> None:
-        """Change one row in place, by whatever its parameters ask for."""
+    def _change(self, logits: Tensor, row: SamplerRow) -> bool:
+        """Change one row in place, by whatever its parameters ask for. False if no token may follow but those that end
+        it, although the answer is not complete.
+        """
         params = row.params
         if params.has_penalties:
             self._penalise(logits, row)
@@ -133,17 +140,25 @@ class Sampler:
         if len(row.token_ids) - row.num_prompt_tokens < params.min_tokens:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
             logits[_on(logits, [end for end in ends if end < len(logits)], torch.int64)] = -torch.inf
-        if params.structured_output is not None:
-            self._restrict(logits, row, params.structured_output)
+        return params.structured_output is None or self._restrict(logits, row, params.structured_output)
 
-    def _restrict(self, logits: Tensor, row: SamplerRow, structure: StructuredOutput) -> None:
-        """Leave only the tokens that a structured answer allows, in place."""
+    def _restrict(self, logits: Tensor, row: SamplerRow, structure: StructuredOutput) -> bool:
+        """Leave only the tokens that a structured answer allows, in place; where there are none, those that end it, and
+        return False.
+        """
         matcher = self._matchers.get(row.seq_id)
         if matcher is None:
             assert self._grammars is not None
             matcher = self._matchers[row.seq_id] = self._grammars.begin(structure)
-        allowed = torch.from_numpy(matcher.allowed(row.token_ids[row.num_prompt_tokens :]))
-        logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
+        allowed = matcher.allowed(row.token_ids[row.num_prompt_tokens :])
+        if allowed is None:
+            ends = _on(logits, self._eos_token_ids, torch.int64)
+            kept = logits[ends].nan_to_num()
+            logits.fill_(-torch.inf)
+            logits[ends] = kept
+            return False
+        logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
+        return True
 
     def _penalise(self, logits: Tensor, row: SamplerRow) -> None:
         """Change one row in place: CTRL's repetition penalty (Keskar et al. 2019), then OpenAI's two."""

@@ -60,8 +60,14 @@ class Grammars:
         self._compile(structure)
 
     def begin(self, structure: StructuredOutput) -> Matcher:
-        """The matcher of a new answer. Raises as ``check`` does, which the gateway has done before."""
-        return Matcher(self._compile(structure).deep_copy(), self._model)
+        """The matcher of a new answer. One that ``check`` would refuse, though a gateway has not, matches nothing: an
+        error would end the step, and others' answers with it.
+        """
+        try:
+            return Matcher(self._compile(structure).deep_copy(), self._model)
+        except InvalidArgument as error:
+            logger.error("a structured answer cannot be begun: %s", error)
+            return Matcher(None, self._model)
 
     def _compile(self, structure: StructuredOutput) -> LLMatcher:
         """The form before any token, not to be changed."""
@@ -109,7 +115,7 @@ class Grammars:
 class Matcher:
     """How far one answer has matched its structure."""
 
-    def __init__(self, matcher: LLMatcher, model: ModelConfig) -> None:
+    def __init__(self, matcher: LLMatcher | None, model: ModelConfig) -> None:
         self._matcher = matcher
         self._vocab_size = model.vocab_size
         self._eos = [token_id for token_id in model.eos_token_ids if token_id < model.vocab_size]
@@ -119,6 +125,8 @@ class Matcher:
         """Which tokens may follow ``generated``, bool [vocab_size]: only those that end the answer once it is complete.
         None if nothing may: the answer does not match, or has become too complex to match.
         """
+        if self._matcher is None:
+            return None
         new = [int(token_id) for token_id in generated[self._num_consumed :]]
         if new:
             self._matcher.consume_tokens(new)

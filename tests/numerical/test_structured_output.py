@@ -198,6 +198,17 @@ def test_an_end_that_is_also_text_does_not_end_an_answer_early(tmp_path):
     assert {output.token_ids[-1] for output in outputs} <= {a, EOS_TOKEN_ID}
 
 
+def test_a_form_that_only_the_gateway_can_serve_ends_its_own_answer_alone(folder, caplog):
+    """As where replicas have another version of the library."""
+    free = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with LLM(str(folder), num_blocks=64) as llm:
+        llm._grammars.check = lambda form: None
+        cut, other = llm.generate(PROMPTS[:2], [params(StructuredOutput("regex", "(a")), free])
+        assert other.token_ids == llm.generate(PROMPTS[1:2], free)[0].token_ids
+    assert (cut.token_ids, cut.finish_reason) == ([EOS_TOKEN_ID], FinishReason.LENGTH)
+    assert "a structured answer cannot be begun: structured_output: got '(a'" in caplog.text
+
+
 def test_many_answers_of_one_form_compile_it_once(folder, monkeypatch):
     calls = []
     monkeypatch.setattr(grammars, "_grammar", lambda form, made=grammars._grammar: calls.append(form) or made(form))

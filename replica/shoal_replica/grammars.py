@@ -151,7 +151,7 @@ def _short(reason: str) -> str:
 
 
 def _grammar(structure: StructuredOutput) -> str:
-    """In Lark's notation. Raises ValueError for JSON that cannot be parsed, or asks for too much."""
+    """In Lark's notation. Raises ValueError for JSON that cannot be parsed, and for what asks for too much."""
     from llguidance import LLMatcher
 
     if structure.kind == JSON_SCHEMA:
@@ -170,6 +170,8 @@ def _grammar(structure: StructuredOutput) -> str:
     if structure.kind == REGEX:
         grammars = json.loads(LLMatcher.grammar_from_regex(structure.source))
         return f"{OPTIONS}\n{grammars['grammars'][0]['lark_grammar']}"
+    if "%json" in structure.source:  # its schema would escape the bound
+        raise ValueError("schemas within a grammar are not served; give one as json_schema")
     has_options = any(line.startswith("%llguidance") for line in structure.source.splitlines())
     return structure.source if has_options else f"{OPTIONS}\n{structure.source}"
 

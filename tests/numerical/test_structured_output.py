@@ -264,6 +264,7 @@ def test_stops_end_structured_answers_too(llm):
         (("regex", r"[^\s\S]"), "cannot be used as regex"),
         (("lark", "start: T\nT: /[0-9]+/ & /[a-z]+/"), "cannot be used as lark"),
         (("json_schema", '{"type": "integer", "minimum": 0, "multipleOf": 4999999}'), "multipleOf is 4999999; must be"),
+        (("lark", 'start: %json {"multipleOf": 99991}'), "schemas within a grammar are not served"),
         (("json_schema", '{"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}'), "multipleOf is 988027; must be at"),
         (("json_schema", '{"a":' * 3000 + "1" + "}" * 3000), "recursion limit|too deeply"),
         (("json_schema", "{"), "cannot be used as json_schema: "),

@@ -65,8 +65,8 @@ class Grammars:
         """
         try:
             return Matcher(self._compile(structure).deep_copy(), self._model)
-        except InvalidArgument as error:
-            logger.error("a structured answer cannot be begun: %s", error)
+        except InvalidArgument:  # its words have the client's in them, which no log may
+            logger.error("a structured answer cannot be begun: its %s is refused here", structure.kind)
             return Matcher(None, self._model)
 
     def _compile(self, structure: StructuredOutput) -> LLMatcher:
@@ -133,7 +133,8 @@ class Matcher:
             self._num_consumed += len(new)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            logger.warning("a structured answer is cut: %s", _short(self._matcher.get_error()))
+            reason = self._matcher.stop_reason()  # its words have the client's in them
+            logger.warning("a structured answer is cut: it has become too complex, or does not match (%s)", reason)
             return None
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         if not (self._matcher.is_accepting() or self._matcher.is_stopped()):

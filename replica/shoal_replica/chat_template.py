@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -15,32 +16,56 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal_replica.errors import ConfigError, InvalidArgument
 
+Turn = Mapping[str, Any]
+"""A message as templates read it: ``role``, ``content``, and what a turn with tools has besides."""
+
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token"})
+"""Variables of a template that are not a client's to set."""
+
 
 class ChatTemplate:
     """A compiled Jinja template. Templates come with models, so they run in a sandbox.
+
+    Args:
+        for_tools: the template where there are tools, if the model has one of its own for that.
 
     Raises:
         ConfigError: ``source`` is not a Jinja template.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], for_tools: str | None = None) -> None:
+        self.source = source if for_tools is None else for_tools
         self._special_tokens = special_tokens
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"chat template: line {error.lineno}: {error.message}") from None
+        self._template = _compile(source)
+        self._for_tools = self._template if for_tools is None else _compile(for_tools)
+        self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(self.source))
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The prompt for the assistant's next turn after ``messages``, which are (role, content).
+    def render(
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for the assistant's next turn after ``messages``.
+
+        Args:
+            tools: definitions of the tools that the model may call, as OpenAI's API has them.
+            options: the template's own variables, such as ``enable_thinking``.
 
         Raises:
-            InvalidArgument: the template refuses the messages, for instance an order of roles it does not know.
+            InvalidArgument: the template refuses the messages, for instance an order of roles it does not know, or an
+                option is not a client's to set.
         """
-        turns = [{"role": role, "content": content} for role, content in messages]
+        if reserved := RESERVED & (options or {}).keys():
+            raise InvalidArgument("chat_template_kwargs", sorted(reserved), "cannot be set by a request")
+        template = self._for_tools if tools else self._template
+        given = {**(options or {}), "add_generation_prompt": True, **self._special_tokens}
+        if tools:
+            given["tools"] = [dict(tool) for tool in tools]
         try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **self._special_tokens)
+            return template.render(messages=[dict(turn) for turn in messages], **given)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            roles = [role for role, _ in messages]
+            roles = [turn["role"] for turn in messages]
             raise InvalidArgument("messages", roles, f"the model's chat template refuses them: {error}") from None
 
 
@@ -52,6 +77,13 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"chat template: line {error.lineno}: {error.message}") from None
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

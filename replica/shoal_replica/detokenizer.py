@@ -25,14 +25,22 @@ class IncrementalDetokenizer:
 
     Args:
         context: the preceding tokens, that is, the prompt: some tokens lose their leading space at the start of a text.
+        shown: special tokens that are part of the text all the same.
     """
 
     # Every token has at least one byte, so the kept tokens cover all the text held back, and one token of context.
     _NUM_KEPT = MAX_UNFINISHED * MAX_UNFINISHED + 1
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._shown = shown
         self._utf8 = _new_utf8("replace")
         self._bytes: list[int] = []  # byte tokens of the character that is not complete yet
         self._token_ids: list[int] = []
@@ -110,8 +118,8 @@ class IncrementalDetokenizer:
         return tokenizer.is_fallback_byte(token_id) and tokenizer.token_bytes(token_id)[0] & 0xC0 == 0x80
 
     def _with_text(self, token_ids: Sequence[int]) -> list[int]:
-        skip = self._skip_special_tokens
-        return [token_id for token_id in token_ids if self._tokenizer.has_text(token_id, skip)]
+        has_text, skip, shown = self._tokenizer.has_text, self._skip_special_tokens, self._shown
+        return [token_id for token_id in token_ids if has_text(token_id, skip) or token_id in shown]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+        return self._tokenizer.decode(token_ids, self._skip_special_tokens and not self._shown)

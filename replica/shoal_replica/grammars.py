@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.structured_output import FIELD, JSON_SCHEMA, REGEX, StructuredOutput
+from shoal_replica.structured_output import FIELD, JSON_SCHEMA, REGEX, WHITE_SPACE, StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -29,10 +29,9 @@ MAX_REASON = 300  # characters of llguidance's own message
 MAX_LEXER_STATES = 20_000
 INITIAL_LEXER_FUEL = 100_000
 MAX_MULTIPLES = 10_000  # product of a schema's `multipleOf`: it has a state for each remainder, which nothing limits
-# Tokens that are certain must not be chosen by tokenizing their text, which may spell a special token. Between the
-# parts of JSON at most so much white space, in which small models would otherwise lose themselves.
+# Tokens that are certain must not be chosen by tokenizing their text, which may spell a special token.
 OPTIONS = '%llguidance {"no_forcing": true}'
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+SCHEMA = "%json"  # before a schema within a grammar
 
 
 class Grammars:
@@ -68,6 +67,15 @@ class Grammars:
         except InvalidArgument:  # its words have the client's in them, which no log may
             logger.error("a structured answer cannot be begun: its %s is refused here", structure.kind)
             return Matcher(None, self._model)
+
+    def is_special(self, token_id: int, text: str) -> bool:
+        """Whether grammars know the token of that text as one of its own, which they cannot spell as text."""
+        tokenizer, _ = self._open()
+        if tokenizer is None:
+            return False
+        from llguidance import LLMatcher
+
+        return LLMatcher(tokenizer, f"start: {json.dumps(text)}", log_level=0).try_consume_tokens([token_id]) == 0
 
     def _compile(self, structure: StructuredOutput) -> LLMatcher:
         """The form before any token, not to be changed."""
@@ -162,19 +170,41 @@ def _grammar(structure: StructuredOutput) -> str:
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         schema = grammars["grammars"][0]["json_schema"]
-        product = Decimal(1)
-        for multiple in _multiples(schema):
-            product *= max(1, int("".join(map(str, multiple.normalize().as_tuple().digits))))
-        if product > MAX_MULTIPLES:
-            raise ValueError(f"the product of all multipleOf is {product}; must be at most {MAX_MULTIPLES}")
-        return f"{OPTIONS}\nstart: %json {json.dumps(schema)}"
+        _check_multiples(schema)
+        return f"{OPTIONS}\nstart: {SCHEMA} {json.dumps(schema)}"
     if structure.kind == REGEX:
         grammars = json.loads(LLMatcher.grammar_from_regex(structure.source))
         return f"{OPTIONS}\n{grammars['grammars'][0]['lark_grammar']}"
-    if "%json" in structure.source:  # its schema would escape the bound
-        raise ValueError("schemas within a grammar are not served; give one as json_schema")
+    _check_multiples(list(_schemas_within(structure.source)))
     has_options = any(line.startswith("%llguidance") for line in structure.source.splitlines())
     return structure.source if has_options else f"{OPTIONS}\n{structure.source}"
+
+
+def _schemas_within(source: str) -> Iterator[Any]:
+    """The schemas in a grammar. Raises ValueError where a mark of one is followed by something else."""
+    decoder = json.JSONDecoder(object_pairs_hook=_no_repetition)
+    for part in source.split(SCHEMA)[1:]:
+        try:
+            yield decoder.raw_decode(part.lstrip())[0]
+        except RecursionError:
+            raise ValueError("a schema in it is nested too deeply") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a schema in it is not JSON: {error.msg}") from None
+
+
+def _no_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that is given twice llguidance might take the other one."""
+    if len(parts := dict(pairs)) < len(pairs):
+        raise ValueError("a schema in it has a key twice")
+    return parts
+
+
+def _check_multiples(schema: Any) -> None:
+    product = Decimal(1)
+    for multiple in _multiples(schema):
+        product *= max(1, int("".join(map(str, multiple.normalize().as_tuple().digits))))
+    if product > MAX_MULTIPLES:
+        raise ValueError(f"the product of all multipleOf is {product}; must be at most {MAX_MULTIPLES}")
 
 
 def _multiples(schema: Any) -> Iterator[Decimal]:

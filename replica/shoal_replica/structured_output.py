@@ -14,6 +14,8 @@ JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
 KINDS = (JSON_SCHEMA, REGEX, LARK)
 MAX_SOURCE_LENGTH = 65_536
 FIELD = "structured_output"
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+"""Between the parts of JSON at most so much white space, in which small models would otherwise lose themselves."""
 
 
 @dataclass(frozen=True, slots=True)

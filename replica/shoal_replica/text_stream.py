@@ -73,8 +73,8 @@ class TextStream:
     """The visible text of one sequence, as its tokens arrive.
 
     However the tokens are split into pushes, the returned texts add up to the same: the decoded tokens up to the first
-    stop string. ``context`` holds the prompt's tokens, as in ``IncrementalDetokenizer``. Stop strings count only in the
-    text of tokens after the first ``min_tokens``.
+    stop string. ``context`` holds the prompt's tokens, as in ``IncrementalDetokenizer``, ``shown`` the special tokens
+    that are text. Stop strings count only in the text of tokens after the first ``min_tokens``.
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class TextStream:
         context: Sequence[int] = (),
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._min_tokens = min_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context, shown)
         self._checker = StopChecker(stop)
         self._has_stop = bool(stop)
         self._num_tokens = 0

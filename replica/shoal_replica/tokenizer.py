@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
-from shoal_replica.chat_template import ChatTemplate
+from shoal_replica.chat_template import ChatTemplate, Turn
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
 
 
@@ -45,8 +45,8 @@ class Tokenizer:
         except ValueError as error:
             raise ConfigError(f"model: {file} is not a tokenizer ({error})") from None
         config = _read_config(path / "tokenizer_config.json")
-        source = _template_source(path / "chat_template.jinja", config)
-        return cls(tokenizer, ChatTemplate(source, _special_tokens(config)) if source is not None else None)
+        source, for_tools = _template_sources(path / "chat_template.jinja", config)
+        return cls(tokenizer, None if source is None else ChatTemplate(source, _special_tokens(config), for_tools))
 
     @property
     def vocab_size(self) -> int:
@@ -54,8 +54,17 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+    def chat_template(self) -> ChatTemplate | None:
+        return self._chat_template
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is spelled so, if there is one."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Those of ``texts`` that are special tokens, which ``decode`` skips."""
+        return self._special_ids.intersection(map(self._tokenizer.token_to_id, texts))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of ``text``. A rendered chat needs ``add_special_tokens=False``: its template has them already.
@@ -102,15 +111,21 @@ class Tokenizer:
             return byte
         return str(piece).replace("\u2581", " ").encode()
 
-    def apply_chat_template(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The prompt text for the assistant's next turn after ``messages``, which are (role, content).
+    def apply_chat_template(
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text for the assistant's next turn after ``messages``; see ``ChatTemplate.render``.
 
         Raises:
             InvalidArgument: the model has no chat template, or the template refuses the messages.
         """
         if self._chat_template is None:
-            raise InvalidArgument("messages", [role for role, _ in messages], "the model has no chat template")
-        return self._chat_template.render(messages)
+            roles = [turn["role"] for turn in messages]
+            raise InvalidArgument("messages", roles, "the model has no chat template")
+        return self._chat_template.render(messages, tools, options)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -125,14 +140,17 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _template_source(path: Path, config: dict[str, Any]) -> str | None:
-    """``chat_template.jinja`` takes precedence; else the config's template, or of several the one named default."""
+def _template_sources(path: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The template, and the one for tools where that is another. ``chat_template.jinja`` takes precedence; else the
+    config has one, or several with names.
+    """
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8"), None
     template = config.get("chat_template")
     if isinstance(template, list):
-        return next((str(named["template"]) for named in template if named.get("name") == "default"), None)
-    return None if template is None else str(template)
+        by_name = {named.get("name"): str(named["template"]) for named in template}
+        return by_name.get("default"), by_name.get("tool_use")
+    return None if template is None else str(template), None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

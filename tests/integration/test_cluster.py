@@ -13,16 +13,21 @@ import sys
 import time
 import uuid
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import httpx
+import jsonschema
 import openai
 import pytest
 from fixtures.live_cluster import LiveCluster, is_idle, num_connected, pid_of, until_cluster
+from fixtures.tool_formats import WEATHER
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.tool import REQUIRED, ToolUse
 from shoal_cluster.commands.client import GatewayClient
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message
+from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall
 from shoal_replica import LLM, SamplingParams
 from shoal_replica.errors import NotFound, ResourceExhausted, ShoalError
 from shoal_replica.executor import TokenLogprobs
@@ -86,7 +91,7 @@ def undisturbed(cluster: LiveCluster, requests: list[GenerateCall]) -> list[Requ
     with LLM(cluster.model, dtype="float32", num_threads=1, num_blocks=512, adapters=cluster.adapters) as llm:
         prompts = []
         for request in requests:
-            chat = llm.tokenizer.apply_chat_template([(m.role, m.content) for m in request.messages or ()])
+            chat = llm.tokenizer.apply_chat_template([m.turn() for m in request.messages or ()])
             prompts.append(list(llm.tokenizer.encode(chat, add_special_tokens=False)))
         adapters = [request.model if request.model in cluster.adapters else "" for request in requests]
         return llm.generate(prompts, [request.sampling_params for request in requests], adapters)
@@ -204,6 +209,41 @@ async def test_structured_answers_match_and_are_those_of_the_offline_engine(clus
         )
     city = json.loads(answer.choices[0].message.content or "")
     assert (city.keys(), answer.choices[0].finish_reason) == ({"city", "population"}, "stop")
+
+
+async def test_tools_are_called_whole_and_as_a_stream(cluster: LiveCluster):
+    tools: Any = [{"type": "function", "function": WEATHER.definition()["function"]}]
+    messages: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    asked: Any = {"model": cluster.model, "messages": messages, "tools": tools, "max_tokens": 120, "temperature": 0}
+    named: Any = {"type": "function", "function": {"name": WEATHER.name}}
+    async with openai.AsyncOpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused") as http:
+        whole = await http.chat.completions.create(**asked, tool_choice=named)
+        stream = await http.chat.completions.create(**asked, tool_choice=named, stream=True)
+        events = [event async for event in stream]
+        (choice,) = whole.choices
+        (made,) = choice.message.tool_calls or ()
+        assert (made.function.name, choice.finish_reason, choice.message.content) == (WEATHER.name, "tool_calls", None)
+        jsonschema.validate(json.loads(made.function.arguments), dict(WEATHER.parameters))
+        parts = [part for event in events for part in event.choices[0].delta.tool_calls or ()]
+        assert "".join(part.function.arguments or "" for part in parts) == made.function.arguments
+        assert [part.function.name for part in parts if part.id] == [WEATHER.name]
+        assert events[-1].choices[0].finish_reason == "tool_calls"
+        result = {"role": "tool", "tool_call_id": made.id, "content": "It rains in Paris."}
+        asked["messages"] = [*messages, choice.message.model_dump(exclude_none=True), result]
+        told = await http.chat.completions.create(**asked, tool_choice="none")
+        assert told.choices[0].message.content
+        assert told.choices[0].message.tool_calls is None
+        wrong = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+        asked["tools"] = [{"type": "function", "function": {"name": "odd", "parameters": wrong}}]
+        with pytest.raises(openai.BadRequestError, match=r"tools: got \['odd'\]; .*uniqueItems"):
+            await http.chat.completions.create(**asked, tool_choice="required")
+    use = ToolUse((WEATHER,), REQUIRED, named=WEATHER.name, parallel=False)
+    told_so = replace(call(max_tokens=120), messages=(Message("user", "What is the weather in Paris?"),), tools=use)
+    async with GatewayClient(cluster.grpc_address) as client:
+        chunks = await collect(client, told_so)
+    pieces = [piece for chunk in chunks for piece in chunk.tool_calls]
+    assert "".join(piece.arguments for piece in pieces) == made.function.arguments
+    assert text(chunks) == ""
 
 
 async def test_a_stop_string_ends_the_text_and_frees_the_blocks(cluster: LiveCluster):

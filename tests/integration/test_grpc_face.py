@@ -253,7 +253,9 @@ async def test_tokenize(generation: generation_pb2_grpc.GenerationStub) -> None:
     assert tuple(reply.token_ids) == TOKENIZER.encode("the end")
     messages = {"messages": [{"role": "user", "content": "hi"}]}
     reply = await generation.Tokenize(generation_pb2.TokenizeRequest(messages=messages))
-    assert tuple(reply.token_ids) == TOKENIZER.encode(TOKENIZER.apply_chat_template([("user", "hi")]))
+    assert tuple(reply.token_ids) == TOKENIZER.encode(
+        TOKENIZER.apply_chat_template([{"role": "user", "content": "hi"}])
+    )
     with pytest.raises(grpc.aio.AioRpcError, match="not served here"):
         await generation.Tokenize(generation_pb2.TokenizeRequest(text="x", model="other"))
 

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 from fixtures.fake_gateway import ADAPTER, MODEL, TOKENIZER, FakeGateway
+from fixtures.tool_formats import WEATHER
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.serve.call import GenerateCall
@@ -83,7 +84,7 @@ async def test_chat(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", core.text, "stop")
     assert answer.usage is not None
-    num_prompt = len(TOKENIZER.encode(TOKENIZER.apply_chat_template([("user", "hi")])))
+    num_prompt = len(TOKENIZER.encode(TOKENIZER.apply_chat_template([{"role": "user", "content": "hi"}])))
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
         num_prompt,
         len(TOKENIZER.encode(core.text)),
@@ -307,6 +308,82 @@ async def test_defaults_are_openais(client: openai.AsyncOpenAI, core: FakeGatewa
 
 
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
+TOOL: Any = {"type": "function", "function": WEATHER.definition()["function"]}
+
+
+CALLS = (
+    '<think>Two.</think>Let me see.<tool_call>{"name": "get_weather", "arguments": {"city": "Köln"}}</tool_call>\n'
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "Ulm"}}</tool_call>'
+)
+
+
+async def test_tool_calls(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    core.text = CALLS
+    answer = await client.chat.completions.create(model=MODEL, messages=HI, tools=[TOOL], n=2)
+    for choice in answer.choices:
+        message = choice.message
+        assert (message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+        assert (message.reasoning_content, message.reasoning) == ("Two.", "Two.")
+        assert message.tool_calls is not None
+        functions = [call.function for call in message.tool_calls]
+        assert [(f.name, json.loads(f.arguments)["city"]) for f in functions] == [
+            (WEATHER.name, c) for c in ("Köln", "Ulm")
+        ]
+        assert len({call.id for call in message.tool_calls}) == 2
+    use = core.calls[0].tools
+    assert use is not None
+    assert (use.tools, use.mode, use.parallel) == ((WEATHER,), "auto", True)
+
+
+async def test_tool_calls_in_a_stream(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    core.text = CALLS
+    async with client.chat.completions.stream(model=MODEL, messages=HI, tools=[TOOL]) as stream:
+        events = [event async for event in stream]
+    completion = await stream.get_final_completion()
+    (choice,) = completion.choices
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    assert choice.message.tool_calls is not None
+    assert [json.loads(call.function.arguments)["city"] for call in choice.message.tool_calls] == ["Köln", "Ulm"]
+    parts = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(parts) > 2 * len('{"city": "Ulm"}') - 4  # token by token
+
+
+async def test_an_answer_without_calls_is_as_without_tools(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    answer = await client.chat.completions.create(model=MODEL, messages=HI, tools=[TOOL], tool_choice="auto")
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == (core.text, "stop")
+    assert choice.message.tool_calls is None
+
+
+async def test_a_conversation_with_tools(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    core.text, core.max_model_len = CALLS, 1024
+    first = await client.chat.completions.create(model=MODEL, messages=HI, tools=[TOOL])
+    said = first.choices[0].message
+    assert said.tool_calls is not None
+    results: list[Any] = [
+        {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "rain"}]}
+        for call in said.tool_calls
+    ]
+    core.text = "Rain."
+    named: Any = {"type": "function", "function": {"name": WEATHER.name}}
+    messages: list[Any] = [{"role": "user", "content": ""}, said.model_dump(), *results]
+    await client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        tools=[TOOL],
+        tool_choice=named,
+        parallel_tool_calls=False,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    call = core.calls[-1]
+    assert call.messages is not None
+    asked, *told = call.messages[1:]
+    assert (asked.content, asked.reasoning) == ("Let me see.", "Two.")
+    assert [(made.call_id, made.name) for made in asked.tool_calls] == [(c.id, WEATHER.name) for c in said.tool_calls]
+    assert [(m.role, m.content, m.tool_call_id) for m in told] == [("tool", "rain", c.id) for c in said.tool_calls]
+    assert call.tools is not None
+    assert (call.tools.mode, call.tools.named, call.tools.parallel) == ("required", WEATHER.name, False)
+    assert call.template_options == {"enable_thinking": False}
 
 
 async def test_null_is_as_good_as_nothing(http: httpx.AsyncClient, core: FakeGateway) -> None:
@@ -400,7 +477,35 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "stop": 3}, 400, "stop", "valid string, or input should be a valid list"),
         (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
         (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
-        (CHAT, {"messages": HI, "tools": [{}]}, 400, "tools", "not supported"),
+        (CHAT, {"messages": HI, "tools": [{}]}, 400, "tools.0.type", "field required"),
+        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, 400, "tools.0.function", "field required"),
+        (
+            CHAT,
+            {"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+            400,
+            "tools.function.name",
+            "must match",
+        ),
+        (CHAT, {"messages": HI, "tools": [TOOL, TOOL]}, 400, "tools", "each name must be given once"),
+        (
+            CHAT,
+            {
+                "messages": HI,
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "null"}}}],
+            },
+            400,
+            "tools: parameters of 'a'",
+            "must be 'object'",
+        ),
+        (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "any"}, 400, "tool_choice", "'auto', 'none' or"),
+        (
+            CHAT,
+            {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            400,
+            "tool_choice",
+            "must be one of the tools: get_weather",
+        ),
+        (CHAT, {"messages": HI, "functions": [{}]}, 400, "functions", "not supported"),
         (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format.type", "'json_object' or"),
         (
             CHAT,
@@ -445,17 +550,11 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
             "max_completion_tokens",
             "greater than or equal to 1",
         ),
-        (CHAT, {"messages": [*HI, CALLED]}, 400, "messages.1.tool_calls", "not supported"),
+        (CHAT, {"messages": [*HI, CALLED]}, 400, "messages.1.tool_calls.0.function", "field required"),
         (CHAT, {"messages": [{"role": "user", "content": None}]}, 400, "messages.0.content", "must be a string"),
-        (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice", "only 'none' and 'auto'"),
+        (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice", "needs tools"),
         (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, 400, "modalities", "only ['text']"),
-        (
-            CHAT,
-            {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}},
-            400,
-            "chat_template_kwargs",
-            "not",
-        ),
+        (CHAT, {"messages": HI, "chat_template_kwargs": [1]}, 400, "chat_template_kwargs", "valid dictionary"),
         (CHAT, {"messages": HI, "add_generation_prompt": False}, 400, "add_generation_prompt", "only True"),
         (CHAT, {"messages": HI, "guided_json": {}, "min_tokens": 5}, 400, "min_tokens", "contradicts structured"),
         (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "at most max_tokens, 8"),

@@ -14,8 +14,9 @@ from fixtures.live_cluster import LiveCluster
 from fixtures.otlp_collector import attributes
 from fixtures.waiting import until
 
+from shoal_cluster.chat.message import Message
 from shoal_cluster.commands.client import GatewayClient
-from shoal_cluster.serve.call import GenerateCall, Message
+from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica import SamplingParams
 

@@ -48,7 +48,8 @@ def prompts(folder) -> list[list[int]]:
     tokenizer = Tokenizer.from_folder(folder)
 
     def chat(*turns: tuple[str, str]) -> list[int]:
-        return list(tokenizer.encode(tokenizer.apply_chat_template(turns), add_special_tokens=False))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return list(tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False))
 
     listed = [chat(("system", SYSTEM), ("user", question)) for question in QUESTIONS]
     listed += [list(tokenizer.encode(text)) for text in COMPLETIONS]

@@ -138,7 +138,7 @@ def test_a_resumed_answer_goes_on_where_it_was(folder, llm, cut):
 
 
 def test_a_trained_models_answers_are_valid_by_their_schema():
-    messages = [("user", "Invent a person, as JSON with name, age and tags.")]
+    messages = [{"role": "user", "content": "Invent a person, as JSON with name, age and tags."}]
     with LLM(DEMO_MODEL, num_blocks=256, max_num_seqs=16) as llm:
         prompt = list(llm.tokenizer.encode(llm.tokenizer.apply_chat_template(messages), add_special_tokens=False))
         structure = StructuredOutput.json_schema(SCHEMA)
@@ -265,7 +265,14 @@ def test_stops_end_structured_answers_too(llm):
         (("regex", r"[^\s\S]"), "cannot be used as regex"),
         (("lark", "start: T\nT: /[0-9]+/ & /[a-z]+/"), "cannot be used as lark"),
         (("json_schema", '{"type": "integer", "minimum": 0, "multipleOf": 4999999}'), "multipleOf is 4999999; must be"),
-        (("lark", 'start: %json {"multipleOf": 99991}'), "schemas within a grammar are not served"),
+        (("lark", 'start: %json {"multipleOf": 99991}'), "the product of all multipleOf is 99991; must be at most"),
+        (
+            ("lark", 'start: a b\na: %json {"multipleOf": 997}\nb: %json\n{"items": {"multipleOf": 0.0997}}'),
+            "the product of all multipleOf is 994009",
+        ),
+        (("lark", 'start: %json {"multipleOf": 99991, "multipleOf": 1}'), "has a key twice"),
+        (("lark", 'start: %json/**/{"multipleOf": 99991}'), "a schema in it is not JSON"),
+        (("lark", 'start: "a" // %json'), "a schema in it is not JSON"),
         (("json_schema", '{"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}'), "multipleOf is 988027; must be at"),
         (("json_schema", '{"a":' * 3000 + "1" + "}" * 3000), "recursion limit|too deeply"),
         (("json_schema", "{"), "cannot be used as json_schema: "),

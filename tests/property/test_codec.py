@@ -9,6 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal_cluster.chat.answer_reader import CallPiece
+from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.tool import AUTO, NAME_PATTERN, NONE, REQUIRED, Tool, ToolCall, ToolUse
 from shoal_cluster.policies.autoscaling_config import COUNTS, LIMITS, ScaleConfig
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.candidates import Candidates
@@ -20,7 +23,6 @@ from shoal_cluster.serve.call import (
     Chunk,
     ClusterRow,
     GenerateCall,
-    Message,
     ModelCard,
     ReplicaRow,
     ScalingRow,
@@ -84,10 +86,36 @@ sampling_params = (
         structured_output=st.builds(StructuredOutput, st.sampled_from(KINDS), st.text(min_size=1, max_size=9)),
     )
 )
+json_objects = st.dictionaries(text, st.none() | st.booleans() | st.integers(-9, 9) | text, max_size=3)
+tool_calls = st.lists(st.builds(ToolCall, text, text, text), max_size=2).map(tuple)
+messages = st.builds(Message, text, text, tool_calls, text, text, text)
+tool_name = st.from_regex(NAME_PATTERN, fullmatch=True)
+tools = st.lists(
+    st.builds(Tool, tool_name, text, json_objects.map(lambda of: of | {"type": "object"}) | st.just({}), st.booleans()),
+    max_size=3,
+    unique_by=lambda tool: tool.name,
+).map(tuple)
+tool_uses = st.builds(ToolUse, tools, st.sampled_from([AUTO, NONE]), st.just(""), st.booleans()) | tools.filter(
+    bool
+).flatmap(
+    lambda some: st.builds(
+        ToolUse,
+        st.just(some),
+        st.just(REQUIRED),
+        st.sampled_from(["", *(tool.name for tool in some)]),
+        st.booleans(),
+    )
+)
 prompts: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.fixed_dictionaries({"text": text}),
     st.fixed_dictionaries({"token_ids": token_ids}),
-    st.fixed_dictionaries({"messages": st.lists(st.builds(Message, text, text), max_size=3).map(tuple)}),
+    st.fixed_dictionaries(
+        {
+            "messages": st.lists(messages, max_size=3).map(tuple),
+            "tools": st.none() | tool_uses,
+            "template_options": json_objects,
+        }
+    ),
 )
 calls = st.builds(
     lambda prompt, **others: GenerateCall(**prompt, **others),
@@ -118,6 +146,8 @@ chunks = st.builds(
     logprobs=st.lists(logprobs, max_size=2).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
     usage=st.none() | usages,
+    reasoning=text,
+    tool_calls=st.lists(st.builds(CallPiece, count, text, text, text), max_size=2).map(tuple),
 )
 cards = st.builds(
     ModelCard,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from fixtures.fake_gateway import CLUSTER, example_record
 
+from shoal_cluster.chat.message import Message
 from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.serve import codec, control_codec
-from shoal_cluster.serve.call import Message
+from shoal_cluster.serve.call import Prompt
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import SamplingParams
@@ -64,11 +65,9 @@ def test_malformed_bytes_are_an_invalid_argument(raw: bytes) -> None:
 
 def test_tokenize_input() -> None:
     messages = generation_pb2.ChatMessages(messages=[{"role": "user", "content": "hi"}])
-    assert codec.tokenize_input_from_proto(generation_pb2.TokenizeRequest(text="")) == ("", None)
-    assert codec.tokenize_input_from_proto(generation_pb2.TokenizeRequest(messages=messages)) == (
-        None,
-        (Message("user", "hi"),),
-    )
+    assert codec.tokenize_input_from_proto(generation_pb2.TokenizeRequest(text="")) == Prompt("")
+    told = codec.tokenize_input_from_proto(generation_pb2.TokenizeRequest(messages=messages))
+    assert told == Prompt(messages=(Message("user", "hi"),))
     with pytest.raises(InvalidArgument, match="input"):
         codec.tokenize_input_from_proto(generation_pb2.TokenizeRequest())
 

@@ -12,6 +12,7 @@ LIGHT = (
     "shoal_replica.build",
     "shoal_replica.ranks.executor",
     "shoal_replica.ranks.worker",
+    "shoal_cluster.chat.chats",
     "shoal_cluster.policies.routing",
     "shoal_cluster.policies.admission",
     "shoal_cluster.policies.autoscaling",

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal_cluster.serve.call import GenerateCall, Message, Usage
+from shoal_cluster.chat.message import Message
+from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.http_stream import report
 from shoal_cluster.serve.journal import Journal

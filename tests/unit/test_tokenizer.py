@@ -68,19 +68,21 @@ def test_sentencepiece_pieces_have_bytes() -> None:
 
 
 def test_chat_template_renders_as_transformers_does(tokenizer: Tokenizer) -> None:
-    text = tokenizer.apply_chat_template([("system", "Be brief <&>."), ("user", "Hi")])
+    text = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be brief <&>."}, {"role": "user", "content": "Hi"}]
+    )
     assert text == f"<s><|system|>\nBe brief <&>.{EOS}\n<|user|>\nHi{EOS}\n<|assistant|>\n"
 
 
 def test_template_refusal_names_the_messages(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidArgument, match=r"messages: .*tool.*unknown role tool"):
-        tokenizer.apply_chat_template([("tool", "x")])
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
 
 
 def test_template_cannot_reach_python(tmp_path: Path) -> None:
     folder = write_tiny_tokenizer(tmp_path, chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidArgument, match="messages"):
-        Tokenizer.from_folder(folder).apply_chat_template([("user", "x")])
+        Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize(
@@ -92,29 +94,32 @@ def test_template_cannot_reach_python(tmp_path: Path) -> None:
 )
 def test_template_extensions_of_transformers(tmp_path: Path, template: str) -> None:
     tokenizer = Tokenizer.from_folder(write_tiny_tokenizer(tmp_path, chat_template=template))
-    assert tokenizer.apply_chat_template([("user", "é<b>"), ("user", "2")]) == '"é<b>"'
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "é<b>"}, {"role": "user", "content": "2"}])
+        == '"é<b>"'
+    )
 
 
 def test_template_file_wins_over_the_config(tmp_path: Path) -> None:
     folder = write_tiny_tokenizer(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ eos_token }}{% if add_generation_prompt %}!{% endif %}")
-    assert Tokenizer.from_folder(folder).apply_chat_template([("user", "x")]) == f"{EOS}!"
+    assert Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}]) == f"{EOS}!"
 
 
 def test_the_template_named_default_is_taken(tmp_path: Path) -> None:
     folder = write_tiny_tokenizer(tmp_path)
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert Tokenizer.from_folder(folder).apply_chat_template([("user", "x")]) == "plain"
+    assert Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}]) == "plain"
 
 
 def test_without_template_messages_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_tokenizer(tmp_path)
     (folder / "tokenizer_config.json").unlink()
     tokenizer = Tokenizer.from_folder(folder)
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
     with pytest.raises(InvalidArgument, match=r"messages: .*no chat template"):
-        tokenizer.apply_chat_template([("user", "x")])
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from shoal_cluster.chat.message import Message
 from shoal_cluster.commands.deploy import arguments_of, deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay
 from shoal_cluster.serve.admin import ADMIN_KEY_VARIABLE
-from shoal_cluster.serve.call import GenerateCall, Message, Usage
+from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.sampling_params import SamplingParams
 

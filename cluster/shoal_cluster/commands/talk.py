@@ -13,7 +13,8 @@ from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
 from shoal_replica.errors import ShoalError
 
 if TYPE_CHECKING:  # gRPC and its dependencies are imported only when a command runs
-    from shoal_cluster.serve.call import GenerateCall, Message, Usage
+    from shoal_cluster.chat.message import Message
+    from shoal_cluster.serve.call import GenerateCall, Usage
 
 Address = Annotated[str, typer.Option(help="The gateway's gRPC address.")]
 Model = Annotated[str, typer.Option(help="The served model, or one of its LoRA adapters; the model by default.")]
@@ -34,7 +35,7 @@ def generate(
     stats: Stats = True,
 ) -> None:
     """Send one prompt and stream the answer."""
-    from shoal_cluster.serve.call import Message
+    from shoal_cluster.chat.message import Message
 
     messages = None if raw else (Message("user", prompt),)
     call = _call(prompt if raw else None, messages, model, max_tokens, temperature, seed)
@@ -53,7 +54,7 @@ def chat(
     stats: Stats = True,
 ) -> None:
     """Talk with the model; it remembers the conversation. Ctrl-C stops an answer, Ctrl-D ends the chat."""
-    from shoal_cluster.serve.call import Message
+    from shoal_cluster.chat.message import Message
 
     history = [] if system is None else [Message("system", system)]
     while True:
@@ -135,8 +136,14 @@ async def _stream(address: str, call: GenerateCall) -> _Answer:
     started = time.monotonic()
     texts: list[str] = []
     usage: Usage | None = None
+    is_reasoning = False
     async with GatewayClient(address) as client:
         async for chunk in client.generate(call):
+            if chunk.reasoning:
+                typer.secho(chunk.reasoning, nl=False, dim=True)
+            elif is_reasoning and chunk.text:
+                typer.echo("\n")
+            is_reasoning = bool(chunk.reasoning) or (is_reasoning and not chunk.text)
             typer.echo(chunk.text, nl=False)
             texts.append(chunk.text)
             usage = chunk.usage or usage

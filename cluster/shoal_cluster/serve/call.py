@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from shoal_cluster.chat.answer_reader import CallPiece
+from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.tool import ToolUse
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.routing import RouteRecord
@@ -32,18 +35,21 @@ TURN_LENGTH = 64  # what a chat turn costs besides its text, in characters
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a chat."""
+class Prompt:
+    """A text, or else messages with what goes with them."""
 
-    role: str
-    content: str
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    tools: ToolUse | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
     """What a client asked for, before tokenisation. Exactly one of ``text``, ``token_ids`` and ``messages`` is given.
 
-    ``timeout_s`` counts from the arrival at the gateway; None means the gateway's own limit.
+    ``timeout_s`` counts from the arrival at the gateway; None means the gateway's own limit. ``tools`` and
+    ``template_options``, variables of the chat template, go with ``messages``.
     """
 
     request_id: str
@@ -52,6 +58,8 @@ class GenerateCall:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Message, ...] | None = None
+    tools: ToolUse | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
@@ -62,7 +70,7 @@ class GenerateCall:
     def length(self) -> int:
         """What was given, in characters of text that would take as long to tokenise."""
         turns = self.messages or ()
-        return len(self.text or "") + sum(len(turn.role) + len(turn.content) + TURN_LENGTH for turn in turns)
+        return len(self.text or "") + sum(turn.length + TURN_LENGTH for turn in turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +88,7 @@ class Usage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """New text and tokens of one sequence. Text lags behind tokens at an unfinished character or possible stop string.
+    An answer to messages has its reasoning and tool calls, if any, apart from its text.
 
     ``finish_reason`` comes with a sequence's last chunk; ``usage`` with the request's last chunk.
     """
@@ -90,6 +99,8 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    reasoning: str = ""
+    tool_calls: tuple[CallPiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +198,9 @@ class GatewayCore(Protocol):
         """Stream a call. Closing the iterator cancels the request and frees its blocks."""
         ...
 
-    def tokenize(
-        self, text: str | None, messages: Sequence[Message] | None, *, add_special_tokens: bool
-    ) -> tuple[int, ...]: ...
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """The tokens that a prompt becomes; ``add_special_tokens`` is for texts."""
+        ...
 
     def check_model(self, name: str) -> None:
         """Raise NotFound unless ``name`` is empty, the served model or one of its adapters."""

@@ -7,14 +7,15 @@ cancelled at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
+from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.policies.held import MAX_PRIORITY
-from shoal_cluster.serve.call import Chunk, GenerateCall, Message, ModelCard, Usage
+from shoal_cluster.serve.call import Chunk, GenerateCall, ModelCard, Prompt, Usage
+from shoal_cluster.serve.chat_codec import messages_to_proto, prompt_from_proto
 from shoal_cluster.serve.request_id import check_request_id
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_protos import generation_pb2 as pb
@@ -79,13 +80,16 @@ def call_from_proto(
         raise InvalidArgument("prompt", None, "one of text, token_ids and messages must be set")
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         raise InvalidArgument("priority", request.priority, f"must lie between {-MAX_PRIORITY} and {MAX_PRIORITY}")
+    chat = prompt_from_proto(request.messages) if prompt == "messages" else Prompt()
     return GenerateCall(
         request_id=check_request_id(request.request_id) if request.HasField("request_id") else fresh_id,
         sampling_params=sampling_params_from_proto(request.sampling_params),
         model=request.model,
         text=request.text if prompt == "text" else None,
         token_ids=tuple(request.token_ids.ids) if prompt == "token_ids" else None,
-        messages=_messages_from_proto(request.messages) if prompt == "messages" else None,
+        messages=chat.messages,
+        tools=chat.tools,
+        template_options=chat.template_options,
         priority=request.priority,
         tenant=request.tenant if tenant is None else tenant,
         cache_salt=request.cache_salt,
@@ -109,7 +113,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
     if call.token_ids is not None:
         request.token_ids.CopyFrom(pb.TokenIds(ids=call.token_ids))
     if call.messages is not None:
-        request.messages.CopyFrom(_messages_to_proto(call.messages))
+        request.messages.CopyFrom(messages_to_proto(call.messages, call.tools, call.template_options))
     return request
 
 
@@ -144,6 +148,11 @@ def chunk_to_proto(chunk: Chunk) -> pb.GenerateResponse:
         logprobs=[_logprobs_to_proto(logprobs) for logprobs in chunk.logprobs],
         finish_reason=None if chunk.finish_reason is None else _FINISH_REASONS[chunk.finish_reason],
         usage=None if chunk.usage is None else _usage_to_proto(chunk.usage),
+        reasoning=chunk.reasoning,
+        tool_calls=[
+            pb.ToolCallPiece(index=piece.index, id=piece.call_id, name=piece.name, arguments=piece.arguments)
+            for piece in chunk.tool_calls
+        ],
     )
 
 
@@ -155,6 +164,10 @@ def chunk_from_proto(response: pb.GenerateResponse) -> Chunk:
         logprobs=tuple(_logprobs_from_proto(logprobs) for logprobs in response.logprobs),
         finish_reason=_FINISH_REASONS_BACK.get(response.finish_reason),
         usage=_usage_from_proto(response.usage) if response.HasField("usage") else None,
+        reasoning=response.reasoning,
+        tool_calls=tuple(
+            CallPiece(piece.index, piece.arguments, piece.id, piece.name) for piece in response.tool_calls
+        ),
     )
 
 
@@ -163,13 +176,13 @@ def chunk_from_bytes(raw: bytes) -> Chunk:
     return chunk_from_proto(pb.GenerateResponse.FromString(raw))
 
 
-def tokenize_input_from_proto(request: pb.TokenizeRequest) -> tuple[str | None, tuple[Message, ...] | None]:
-    """(text, messages), one of them None. Raises InvalidArgument when neither is set."""
+def tokenize_input_from_proto(request: pb.TokenizeRequest) -> Prompt:
+    """Raises InvalidArgument when nothing is set."""
     match request.WhichOneof("input"):
         case "text":
-            return request.text, None
+            return Prompt(request.text)
         case "messages":
-            return None, _messages_from_proto(request.messages)
+            return prompt_from_proto(request.messages)
         case _:
             raise InvalidArgument("input", None, "one of text and messages must be set")
 
@@ -202,14 +215,6 @@ def model_card_from_proto(model: pb.Model) -> ModelCard:
         parent=model.parent,
         adapters=tuple(model.adapters),
     )
-
-
-def _messages_from_proto(messages: pb.ChatMessages) -> tuple[Message, ...]:
-    return tuple(Message(message.role, message.content) for message in messages.messages)
-
-
-def _messages_to_proto(messages: Iterable[Message]) -> pb.ChatMessages:
-    return pb.ChatMessages(messages=[pb.ChatMessage(role=m.role, content=m.content) for m in messages])
 
 
 def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:

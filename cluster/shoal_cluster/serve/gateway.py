@@ -22,7 +22,7 @@ from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.admission_desk import limits_of
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, Message, ModelCard, ReplicaRow, ScalingRow
+from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, ModelCard, Prompt, ReplicaRow, ScalingRow
 from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
@@ -44,6 +44,7 @@ from shoal_cluster.serve.metrics.tally import Point
 from shoal_cluster.serve.ray_store import RayStore
 from shoal_cluster.serve.replica_past import PastSample, decode_past
 from shoal_cluster.serve.request_id import is_later_leg
+from shoal_cluster.serve.request_maker import RequestMaker
 from shoal_cluster.serve.scaling_board import ScalingBoard
 from shoal_cluster.serve.scaling_desk import ScalingDesk
 from shoal_cluster.serve.serve_details import serve_details
@@ -54,11 +55,8 @@ from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument, NotFound
 from shoal_replica.grammars import Grammars
-from shoal_replica.llm import with_seed
-from shoal_replica.request import Request, check_prompt
+from shoal_replica.request import Request
 from shoal_replica.tokenizer import Tokenizer
-
-LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer texts are tokenised in a thread
 
 
 class Gateway:
@@ -72,8 +70,9 @@ class Gateway:
         replica = config.replica
         self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len, replica.quantization)
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
-        self._grammars = Grammars(self._model)
-        await asyncio.to_thread(self._grammars.load)
+        grammars = Grammars(self._model)
+        await asyncio.to_thread(grammars.load)
+        self._requests = RequestMaker(self._model, self._tokenizer, grammars, config.adapters)
         self._created_s = int(time.time())
         self._is_closing = False
         num_gateways, max_entries = self._settings.num_replicas, self._settings.max_index_entries
@@ -141,26 +140,24 @@ class Gateway:
             limit_s = self._settings.request_timeout_s
             timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
             placement_timeout_s = self._settings.placement_timeout_s
-            request = await self._request(call, arrived_s)
+            self.check_model(call.model)
+            request, readers, shown = await self._requests.make(call, arrived_s, self._max_model_len())
+            if self._ledger.routes.of_call(call.request_id):
+                raise InvalidArgument("request_id", call.request_id, "must not have been used before")
             replica = self._config.replica
             query = RouteQuery.for_request(request, replica.block_size, replica.enable_prefix_caching)
             self._scaling.meter.arrive(query.num_prompt_tokens)
             generation = Generation(
-                request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, watch.times
+                request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, watch.times, shown
             )
             watch.usage, watch.fail = generation.usage, generation.fail
             async with aclosing(cast("AsyncGenerator[Chunk, None]", generation.chunks(timeout_s))) as chunks:
                 async for chunk in chunks:
                     watch.take(chunk)
-                    yield chunk
+                    yield readers.read(chunk)
 
-    def tokenize(
-        self, text: str | None, messages: Sequence[Message] | None, *, add_special_tokens: bool
-    ) -> tuple[int, ...]:
-        if messages is not None:
-            text = self._tokenizer.apply_chat_template([(m.role, m.content) for m in messages])
-            return self._tokenizer.encode(text, add_special_tokens=False)
-        return self._tokenizer.encode(text or "", add_special_tokens=add_special_tokens)
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
+        return self._requests.tokenize(prompt, add_special_tokens=add_special_tokens)
 
     def check_model(self, name: str) -> None:
         served = [self._config.name, *self._config.adapters]
@@ -178,7 +175,7 @@ class Gateway:
             block_size=self._config.replica.block_size,
             dtype=self._model.dtype,
             eos_token_ids=self._model.eos_token_ids,
-            has_chat_template=self._tokenizer.has_chat_template,
+            has_chat_template=self._tokenizer.chat_template is not None,
             created_s=self._created_s,
             parent=self._config.name if is_adapter else "",
             adapters=() if is_adapter else tuple(self._config.adapters),
@@ -268,34 +265,6 @@ class Gateway:
         return self._scaling.row().config.min_replicas == 0 and not self._watch.start_failure()
 
     # Helpers, and Serve's hooks
-
-    async def _request(self, call: GenerateCall, arrived_s: float) -> Request:
-        self.check_model(call.model)
-        token_ids = call.token_ids
-        if token_ids is None:
-            if call.messages is not None and not call.messages:
-                raise InvalidArgument("messages", [], "must have at least one message")
-            if call.length <= LONG_TEXT:
-                token_ids = self.tokenize(call.text, call.messages, add_special_tokens=True)
-            else:
-                token_ids = await asyncio.to_thread(self.tokenize, call.text, call.messages, add_special_tokens=True)
-        field = "prompt" if call.messages is None else "messages"
-        check_prompt(token_ids, self._max_model_len(), self._model.vocab_size, field)
-        call.sampling_params.check_vocabulary(self._model.vocab_size)
-        if (structure := call.sampling_params.structured_output) is not None:
-            await asyncio.to_thread(self._grammars.check, structure)
-        if self._ledger.routes.of_call(call.request_id):
-            raise InvalidArgument("request_id", call.request_id, "must not have been used before")
-        return Request(
-            request_id=call.request_id,
-            prompt_token_ids=token_ids,
-            sampling_params=with_seed(call.sampling_params),
-            priority=call.priority,
-            arrival_s=arrived_s,
-            cache_salt=call.cache_salt,
-            adapter=call.model if call.model in self._config.adapters else "",
-            tenant=call.tenant,
-        )
 
     def _max_model_len(self) -> int:
         """The model's limit, or that of the largest block pool if smaller; known once a replica has sent its stats."""

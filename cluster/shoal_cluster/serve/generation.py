@@ -34,7 +34,8 @@ Place = Callable[[Request, RouteQuery, float], Placement]  # the float is the ca
 class Generation:
     """Runs one request. Iterate ``chunks()`` once; close the iterator to cancel.
 
-    ``times`` is notified of every token; the deadline counts from its ``arrived_s``.
+    ``times`` is notified of every token; the deadline counts from its ``arrived_s``. ``shown`` are special tokens that
+    are text.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Generation:
         tokenizer: Tokenizer,
         placement_timeout_s: float,
         times: CallTimes,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._request = request
         self._query = query
@@ -55,7 +57,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         params = request.sampling_params
         self._outputs = [
-            Output(TextStream(tokenizer, params.stop, request.prompt_token_ids, min_tokens=params.min_tokens))
+            Output(TextStream(tokenizer, params.stop, request.prompt_token_ids, True, params.min_tokens, shown))
             for _ in range(params.n)
         ]
         self._times = times

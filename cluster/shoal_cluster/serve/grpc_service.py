@@ -97,12 +97,10 @@ class GenerationService:
         async with _errors_as_status(context, new_request_id()):
             request = codec.parse(generation_pb2.TokenizeRequest, raw)
             self._core.check_model(request.model)
-            text, messages = codec.tokenize_input_from_proto(request)
             # In a thread: a long text takes a while, and streams must go on meanwhile.
             token_ids = await asyncio.to_thread(
                 self._core.tokenize,
-                text,
-                messages,
+                codec.tokenize_input_from_proto(request),
                 add_special_tokens=not request.HasField("add_special_tokens") or request.add_special_tokens,
             )
             return generation_pb2.TokenizeResponse(token_ids=token_ids)

@@ -20,7 +20,8 @@ from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_response, until_disconnect
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, CompletionShape, answer_events, whole_answer
-from shoal_cluster.serve.openai_types import ChatRequest, CompletionRequest
+from shoal_cluster.serve.openai_chat import ChatRequest
+from shoal_cluster.serve.openai_types import CompletionRequest
 from shoal_cluster.serve.request_id import another_id
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import ShoalError

@@ -9,18 +9,41 @@ from typing import Any
 
 import msgspec
 
-from shoal_cluster.serve.call import CHAT_ID, COMPLETION_ID, GatewayCore, GenerateCall, Usage
+from shoal_cluster.chat.answer_reader import CallPiece
+from shoal_cluster.serve.call import CHAT_ID, COMPLETION_ID, Chunk, GatewayCore, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 
 Json = dict[str, Any]
+TOOL_CALLS = "tool_calls"  # OpenAI's finish reason
 TokenBytes = Callable[[int], bytes]
 
 _encoder = msgspec.json.Encoder()
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence, accumulated. Of each of its calls: the id, the name, and the parts of its arguments."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[str, str, list[str]]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.text.append(chunk.text)
+        self.reasoning.append(chunk.reasoning)
+        for piece in chunk.tool_calls:
+            if piece.name:
+                self.calls.append((piece.call_id, piece.name, []))
+            self.calls[piece.index][2].append(piece.arguments)
+        self.logprobs += chunk.logprobs
+        self.finish_reason = chunk.finish_reason or self.finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +63,25 @@ class ChatShape:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, text: str, logprobs: Json | None, finish_reason: FinishReason | None) -> Json:
-        delta = {"content": text} if text or logprobs else {}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    def delta(self, index: int, chunk: Chunk, logprobs: Json | None, has_called: bool) -> Json:
+        delta: Json = {"content": chunk.text} if chunk.text or logprobs else {}
+        if chunk.reasoning:
+            delta |= _reasoning(chunk.reasoning)
+        if chunk.tool_calls:
+            delta["tool_calls"] = [_call_delta(piece) for piece in chunk.tool_calls]
+        reason = _finish_reason(chunk.finish_reason, has_called)
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def whole(self, index: int, text: str, logprobs: Json | None, finish_reason: FinishReason | None) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+    def whole(self, index: int, choice: Choice, logprobs: Json | None) -> Json:
+        text, reasoning = "".join(choice.text), "".join(choice.reasoning)
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            message |= _reasoning(reasoning)
+        if choice.calls:
+            message["content"] = text or None
+            message["tool_calls"] = [_call_body(call_id, name, parts) for call_id, name, parts in choice.calls]
+        reason = _finish_reason(choice.finish_reason, bool(choice.calls))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> tuple[Json, int]:
         content = []
@@ -72,11 +107,12 @@ class CompletionShape:
     def opening(self, index: int) -> None:
         return None
 
-    def delta(self, index: int, text: str, logprobs: Json | None, finish_reason: FinishReason | None) -> Json:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    def delta(self, index: int, chunk: Chunk, logprobs: Json | None, has_called: bool) -> Json:
+        return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
 
-    def whole(self, index: int, text: str, logprobs: Json | None, finish_reason: FinishReason | None) -> Json:
-        return self.delta(index, text, logprobs, finish_reason)
+    def whole(self, index: int, choice: Choice, logprobs: Json | None) -> Json:
+        text = "".join(choice.text)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> tuple[Json, int]:
         texts, offsets, tops = [], [], []
@@ -113,15 +149,6 @@ def token_text(spelled: bytes) -> str:
 
 
 @dataclass(slots=True)
-class _Choice:
-    """One sequence, accumulated."""
-
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(slots=True)
 class _UsageSum:
     """Usage summed over all calls of a request."""
 
@@ -143,23 +170,15 @@ async def whole_answer(
 ) -> Json:
     """Run ``calls`` to their end and return one body. Choices are numbered prompt by prompt."""
     params = calls[0].sampling_params
-    choices = [_Choice() for _ in range(params.n * len(calls))]
+    choices = [Choice() for _ in range(params.n * len(calls))]
     usage = _UsageSum()
     async with open_merged_chunks(core, calls) as chunks:
         async for number, chunk in chunks:
-            choice = choices[number * params.n + chunk.index]
-            choice.text.append(chunk.text)
-            choice.logprobs += chunk.logprobs
-            choice.finish_reason = chunk.finish_reason or choice.finish_reason
+            choices[number * params.n + chunk.index].add(chunk)
             if chunk.usage is not None:
                 usage.usages.append(chunk.usage)
     bodies = [
-        shape.whole(
-            index,
-            "".join(choice.text),
-            None if params.logprobs is None else shape.logprobs(choice.logprobs, 0)[0],
-            choice.finish_reason,
-        )
+        shape.whole(index, choice, None if params.logprobs is None else shape.logprobs(choice.logprobs, 0)[0])
         for index, choice in enumerate(choices)
     ]
     return _head(shape.whole_object, shape, request_id, model) | {"choices": bodies, "usage": usage.body()}
@@ -179,6 +198,7 @@ async def answer_events(
     if include_usage:
         head["usage"] = None
     offsets: dict[int, int] = {}
+    have_called: set[int] = set()
     usage = _UsageSum()
     async with open_merged_chunks(core, calls) as chunks:
         async for number, chunk in chunks:
@@ -192,8 +212,10 @@ async def answer_events(
             logprobs = None
             if chunk.logprobs:
                 logprobs, offsets[index] = shape.logprobs(chunk.logprobs, offsets[index])
-            if chunk.text or logprobs or chunk.finish_reason:
-                events += event(head | {"choices": [shape.delta(index, chunk.text, logprobs, chunk.finish_reason)]})
+            if chunk.tool_calls:
+                have_called.add(index)
+            if chunk.text or logprobs or chunk.finish_reason or chunk.reasoning or chunk.tool_calls:
+                events += event(head | {"choices": [shape.delta(index, chunk, logprobs, index in have_called)]})
             if events:
                 yield events  # together: a write for each event costs more than all else here
             if chunk.usage is not None:
@@ -204,6 +226,25 @@ async def answer_events(
 def event(body: Json) -> bytes:
     """One server-sent event."""
     return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+def _reasoning(text: str) -> Json:
+    """Under both names that clients look for: DeepSeek's, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_delta(piece: CallPiece) -> Json:
+    function = {"name": piece.name, "arguments": piece.arguments} if piece.name else {"arguments": piece.arguments}
+    first = {"id": piece.call_id, "type": "function"} if piece.name else {}
+    return {"index": piece.index, **first, "function": function}
+
+
+def _call_body(call_id: str, name: str, arguments: Sequence[str]) -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": "".join(arguments)}}
+
+
+def _finish_reason(reason: FinishReason | None, has_called: bool) -> str | None:
+    return TOOL_CALLS if has_called and reason is FinishReason.STOP else reason
 
 
 def _head(kind: str, shape: AnswerShape, request_id: str, model: str) -> Json:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from shoal_cluster.policies.held import MAX_PRIORITY
-from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall, Message
+from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall
 from shoal_cluster.serve.openai_fields import (
     Body,
     Text,
@@ -25,7 +25,7 @@ from shoal_cluster.serve.openai_fields import (
 )
 from shoal_cluster.serve.openai_structures import ResponseFormat, StructuredOutputs
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
+from shoal_replica.sampling_params import MAX_BEAM_WIDTH, SamplingParams
 from shoal_replica.structured_output import StructuredOutput
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on as long as the model has room
@@ -37,32 +37,7 @@ class StreamOptions(Body):
     include_usage: Annotated[bool, instead_of_null(False)] = False
 
 
-class TextPart(Body):
-    """One part of a message's content; only text is supported."""
-
-    type: Text
-    text: Text = ""
-
-
-class ChatTurn(Body):
-    role: Text
-    content: Text | list[TextPart] | None = None
-    tool_calls: Unsupported = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
-
-    def to_message(self, position: int) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise InvalidArgument(f"messages.{position}.content", None, "must be a string or a list of parts")
-        if not isinstance(self.content, list):
-            return Message(self.role, self.content or "")
-        for part in self.content:
-            if part.type != "text":
-                raise InvalidArgument(f"messages.{position}.content", part.type, "only parts of type 'text' are served")
-        return Message(self.role, "".join(part.text for part in self.content))
-
-
-class _Request(Body):
+class RequestBody(Body):
     """The fields that both bodies share."""
 
     model: TextOrNull = ""
@@ -186,46 +161,7 @@ class _Request(Body):
         return num_beams
 
 
-class ChatRequest(_Request):
-    """`POST /v1/chat/completions`."""
-
-    messages: list[ChatTurn]
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Unsupported = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    functions: Unsupported = None
-    function_call: Annotated[Any, only("none", "auto")] = None
-    modalities: Annotated[Any, only(["text"])] = None
-    audio: Unsupported = None
-    chat_template: Unsupported = None
-    chat_template_kwargs: Unsupported = None
-    documents: Unsupported = None
-    echo: Unsupported = None
-    continue_final_message: Unsupported = None
-    add_generation_prompt: Annotated[Any, only(True)] = None
-
-    def to_calls(self, request_id: str) -> list[GenerateCall]:
-        """The body's only call, in a list. Raises InvalidArgument."""
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidArgument("top_logprobs", self.top_logprobs, "needs logprobs to be true")
-        if not self.messages:
-            raise InvalidArgument("messages", [], "must have at least one message")
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        call = GenerateCall(
-            request_id=request_id,
-            sampling_params=self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None),
-            model=self.model,
-            messages=tuple(turn.to_message(position) for position, turn in enumerate(self.messages)),
-            priority=self.priority,
-            tenant=self.user,
-            cache_salt=self.cache_salt,
-        )
-        return [call]
-
-
-class CompletionRequest(_Request):
+class CompletionRequest(RequestBody):
     """`POST /v1/completions`."""
 
     prompt: Any = None

@@ -1,0 +1,74 @@
+"""A model's chats: the prompt that messages become, what the answer must match, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from shoal_cluster.chat.answer_reader import AnswerReader
+from shoal_cluster.chat.chat_format import THINK, ChatFormat
+from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.tool import ToolUse
+from shoal_cluster.chat.tool_grammar import tool_grammar
+from shoal_cluster.chat.tool_prompt import turns_with_tools
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.structured_output import StructuredOutput
+from shoal_replica.tokenizer import Tokenizer
+
+
+class Forms(Protocol):
+    """What is asked of the library that enforces forms."""
+
+    def check(self, structure: StructuredOutput) -> None: ...
+
+    def is_special(self, token_id: int, text: str) -> bool: ...
+
+
+class Chats:
+    """For one model. Any thread may call its methods."""
+
+    def __init__(self, tokenizer: Tokenizer, forms: Forms) -> None:
+        self._tokenizer = tokenizer
+        self._forms = forms
+        self._format = ChatFormat.of(tokenizer.chat_template)
+        self.shown = tokenizer.special_ids(self._format.markers)
+
+    def prompt(
+        self, messages: Sequence[Message], use: ToolUse | None = None, options: Mapping[str, Any] | None = None
+    ) -> str:
+        """The text that the model goes on after. Raises InvalidArgument as ``Tokenizer.apply_chat_template`` does."""
+        tools = () if use is None or not use.callable else use.tools
+        if self._format.takes_tools:
+            turns = [message.turn() for message in messages]
+            return self._tokenizer.apply_chat_template(turns, [tool.definition() for tool in tools], options)
+        return self._tokenizer.apply_chat_template(turns_with_tools(messages, tools), (), options)
+
+    def structure(self, prompt: str, use: ToolUse, answer: StructuredOutput | None) -> StructuredOutput | None:
+        """What the answer must match where there are tools, and where it must match ``answer`` unless it calls them.
+
+        Raises:
+            InvalidArgument: a tool's schema is not supported, or ``answer`` cannot be had together with tools.
+        """
+        is_reasoning = self._is_reasoning(prompt)
+        structure = tool_grammar(self._format, use, self._special_id, answer=answer, is_reasoning=is_reasoning)
+        if structure is not None and structure is not answer:
+            try:
+                self._forms.check(structure)
+            except InvalidArgument as error:
+                names = [tool.name for tool in use.callable]
+                raise InvalidArgument("tools", names, error.limit) from None
+        return structure
+
+    def reader(self, prompt: str, use: ToolUse | None, answer: StructuredOutput | None) -> AnswerReader | None:
+        """A reader for one sequence after ``prompt``; None if its text is all content."""
+        calls = use is not None and bool(use.callable)
+        if not calls and (answer is not None or not self._format.reasons):
+            return None
+        return AnswerReader(self._format, use, is_reasoning=self._is_reasoning(prompt))
+
+    def _is_reasoning(self, prompt: str) -> bool:
+        return self._format.reasons and prompt.rstrip().endswith(THINK)
+
+    def _special_id(self, text: str) -> int | None:
+        token_id = self._tokenizer.token_id(text)
+        return token_id if token_id is not None and self._forms.is_special(token_id, text) else None

@@ -1,0 +1,98 @@
+"""Tools that a model may call, and its calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal_replica.errors import InvalidArgument
+
+MAX_TOOLS = 128
+NAME_PATTERN = r"[a-zA-Z0-9_.-]{1,64}"
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+MODES = (AUTO, NONE, REQUIRED)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. Raises InvalidArgument for a name that no model could be relied on to spell.
+
+    Attributes:
+        parameters: the JSON schema of its arguments, an object.
+        strict: the arguments of every call match the schema.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(NAME_PATTERN, self.name):
+            raise InvalidArgument("tools.function.name", self.name, f"must match {NAME_PATTERN}")
+        if self.parameters.get("type", "object") != "object":
+            where = f"tools: parameters of {self.name!r}"
+            raise InvalidArgument(where, self.parameters["type"], "their type must be 'object'")
+
+    def definition(self) -> dict[str, Any]:
+        """As chat templates show it to the model."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        return {"type": "function", "function": function | {"parameters": dict(self.parameters)}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that a model has made. ``arguments`` is JSON text, as the model wrote it."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+    def turn(self) -> dict[str, Any]:
+        """As chat templates read it: those of most models expect the arguments as an object."""
+        try:
+            arguments = json.loads(self.arguments)
+        except ValueError:
+            arguments = self.arguments
+        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Which tools a model may or must call. Raises InvalidArgument for tools that contradict each other or the choice.
+
+    Attributes:
+        mode: AUTO, the model may call some; NONE, it may not; REQUIRED, it must.
+        named: with REQUIRED, the only one that it calls.
+        parallel: it may make several calls at once.
+    """
+
+    tools: tuple[Tool, ...]
+    mode: str = AUTO
+    named: str = ""
+    parallel: bool = True
+
+    def __post_init__(self) -> None:
+        names = [tool.name for tool in self.tools]
+        if len(names) > MAX_TOOLS:
+            raise InvalidArgument("tools", f"{len(names)} tools", f"must be at most {MAX_TOOLS}")
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise InvalidArgument("tools", sorted(repeated), "each name must be given once")
+        if self.mode not in MODES:
+            raise InvalidArgument("tool_choice", self.mode, f"must be one of {', '.join(MODES)}, or name a tool")
+        if self.mode == REQUIRED and not names:
+            raise InvalidArgument("tool_choice", self.named or self.mode, "needs tools")
+        if self.named and self.named not in names:
+            raise InvalidArgument("tool_choice", self.named, f"must be one of the tools: {', '.join(names)}")
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """The tools that may be called."""
+        if self.mode == NONE:
+            return ()
+        return tuple(tool for tool in self.tools if self.named in ("", tool.name))

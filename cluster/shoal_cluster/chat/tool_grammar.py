@@ -1,0 +1,135 @@
+"""The grammar of an answer that must call tools, or whose calls must match their schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from shoal_cluster.chat.chat_format import END_OF_THINK, PYTHON_TAG, THINK, CallFormat, ChatFormat
+from shoal_cluster.chat.tool import REQUIRED, Tool, ToolUse
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.structured_output import JSON_SCHEMA, LARK, WHITE_SPACE, StructuredOutput
+
+ANYTHING = "/(?s:.*)/"
+GAP = r"/[ \n]{0,4}/"
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_ARGUMENTS = {"type": "object"}
+
+SpecialId = Callable[[str], int | None]
+"""The id of a text that is a token of its own, which no text of a grammar can spell; else None."""
+
+
+def tool_grammar(
+    chat_format: ChatFormat,
+    use: ToolUse,
+    special_id: SpecialId,
+    *,
+    answer: StructuredOutput | None = None,
+    is_reasoning: bool = False,
+) -> StructuredOutput | None:
+    """What the answer must match, in Lark's notation with llguidance's extensions; None if it may be anything.
+
+    A call that the choice requires matches its tool's schema. Where the model may choose, only the calls of strict
+    tools have to, and other text may come before them. Reasoning is free in either case.
+
+    Args:
+        answer: the JSON that an answer must be unless it calls tools.
+        is_reasoning: the prompt ends within reasoning.
+
+    Raises:
+        InvalidArgument: ``answer`` is another form than JSON.
+    """
+    tools, is_required = use.callable, use.mode == REQUIRED
+    if not tools or not (is_required or answer is not None or any(tool.strict for tool in tools)):
+        return answer
+    rules = [_call(number, tool, chat_format.calls.arguments_key, is_required) for number, tool in enumerate(tools)]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+    rules += _calls(chat_format.calls, special_id, use.parallel)
+    start = "calls"
+    if not is_required and answer is not None:
+        start = f"{_apart(chat_format.calls, special_id)} calls | answer"
+        rules.append(f"answer: %json {_json_schema(answer)}")
+    elif not is_required:
+        start, free = _or_text(chat_format, special_id, use.parallel)
+        rules += free
+    if is_reasoning or chat_format.reasons:
+        rules.append(_until("thought", ANYTHING, END_OF_THINK, special_id))
+        first = f"thought {GAP}" if is_reasoning else f"({_spelled(THINK, special_id)} thought {GAP})?"
+        start = f"{first} ({start})"
+    return StructuredOutput(LARK, "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *rules]))
+
+
+def _json_schema(answer: StructuredOutput) -> str:
+    if answer.kind != JSON_SCHEMA:
+        raise InvalidArgument("tools", None, f"cannot be called where the answer must match a {answer.kind}")
+    try:
+        schema = json.loads(answer.source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("response_format", answer.source, f"is not JSON: {error}") from None
+    bounds = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return json.dumps(schema | bounds if isinstance(schema, dict) else schema)
+
+
+def _apart(calls: CallFormat, special_id: SpecialId) -> str:
+    """What comes before calls, lest their beginning is read as that of other JSON."""
+    if calls.opening:
+        return ""
+    if special_id(PYTHON_TAG) is None:
+        raise InvalidArgument("tools", None, "cannot be called by this model where its answer must be JSON")
+    return _spelled(PYTHON_TAG, special_id)
+
+
+def _call(number: int, tool: Tool, arguments_key: str, is_required: bool) -> str:
+    """One tool's call."""
+    head = f'{{"name": {json.dumps(tool.name)}, {json.dumps(arguments_key)}: '
+    schema = dict(tool.parameters) or NO_PARAMETERS
+    if not (is_required or tool.strict):
+        schema = ANY_ARGUMENTS
+    schema = schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return f'call_{number}: {json.dumps(head)} args_{number} "}}"\nargs_{number}: %json {json.dumps(schema)}'
+
+
+def _calls(calls: CallFormat, special_id: SpecialId, parallel: bool) -> list[str]:
+    """All calls of an answer, one after the other."""
+    opening, closing = _spelled(calls.opening, special_id), _spelled(calls.closing, special_id)
+    if not calls.opening:
+        more = _more('"; " call', parallel)
+        return [f"calls: call {more}"]
+    if calls.is_list:
+        more = _more('", " call', parallel)
+        return [f'body: {GAP} "[" call {more} "]"', f"calls: {opening} body"]
+    more = _more(f"{GAP} {opening} body", parallel)
+    return [f"body: {GAP} call {GAP} {closing}", f"calls: {opening} body {more}"]
+
+
+def _or_text(chat_format: ChatFormat, special_id: SpecialId, parallel: bool) -> tuple[str, list[str]]:
+    """What an answer may be that need not call, and the rules for that."""
+    opening, unless = chat_format.calls.opening, ""
+    if chat_format.reasons and special_id(THINK) is None:
+        unless = f" & ~/{re.escape(THINK)}(?s:.*)/"  # that is another way to begin
+    if not opening:
+        return "FREE | calls", [f"FREE: /([^{{\\[](?s:.*))?/{unless}"]  # one that begins with a brace is a call
+    if special_id(opening) is not None:
+        return "FREE? calls?", [f"FREE: {ANYTHING}{unless}"]
+    free = f"FREE: {ANYTHING} & ~/(?s:.*){re.escape(opening)}(?s:.*)/{unless}"
+    before = _until("before", "ANY", opening, special_id)
+    between = _until("between", ANYTHING, opening, special_id)
+    more = _more("between body", parallel and not chat_format.calls.is_list)
+    return f"FREE | before body {more}", [free, f"ANY: {ANYTHING}{unless}", before, between]
+
+
+def _until(name: str, text: str, marker: str, special_id: SpecialId) -> str:
+    """The rule for text up to and including the first ``marker``."""
+    if special_id(marker) is None:
+        return f"{name}[suffix={json.dumps(marker)}]: {text}"
+    return f"{name}: {text} {_spelled(marker, special_id)}"
+
+
+def _spelled(marker: str, special_id: SpecialId) -> str:
+    token_id = special_id(marker) if marker else None
+    return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
+
+
+def _more(rule: str, parallel: bool) -> str:
+    return f"({rule})*" if parallel else ""

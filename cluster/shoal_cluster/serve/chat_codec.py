@@ -1,0 +1,83 @@
+"""Chats of `shoal.v1.Generation`, with their tools: proto to domain and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse
+from shoal_cluster.serve.call import Prompt
+from shoal_protos import generation_pb2 as pb
+from shoal_replica.errors import InvalidArgument
+
+_MODES = {pb.TOOL_MODE_AUTO: AUTO, pb.TOOL_MODE_NONE: NONE, pb.TOOL_MODE_REQUIRED: REQUIRED}
+_MODES_BACK = {mode: number for number, mode in _MODES.items()}
+
+
+def prompt_from_proto(chat: pb.ChatMessages) -> Prompt:
+    """Raises InvalidArgument for tools, or options of the template, that are malformed."""
+    messages = tuple(_message_from_proto(message) for message in chat.messages)
+    options = _json_object("template_options", chat.template_options) if chat.template_options else {}
+    choice = chat.WhichOneof("tool_choice")
+    if not (chat.tools or choice):
+        return Prompt(messages=messages, template_options=options)
+    use = ToolUse(
+        tools=tuple(_tool_from_proto(tool) for tool in chat.tools),
+        mode=REQUIRED if choice == "tool_name" else _MODES.get(chat.tool_mode, AUTO),
+        named=chat.tool_name,
+        parallel=not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls,
+    )
+    return Prompt(messages=messages, tools=use, template_options=options)
+
+
+def messages_to_proto(messages: Sequence[Message], use: ToolUse | None, options: Mapping[str, Any]) -> pb.ChatMessages:
+    chat = pb.ChatMessages(messages=[_message_to_proto(message) for message in messages])
+    if options:
+        chat.template_options = json.dumps(options)
+    if use is not None:
+        chat.tools.extend(_tool_to_proto(tool) for tool in use.tools)
+        chat.parallel_tool_calls = use.parallel
+        if use.named:
+            chat.tool_name = use.named
+        else:
+            chat.tool_mode = _MODES_BACK[use.mode]
+    return chat
+
+
+def _message_from_proto(message: pb.ChatMessage) -> Message:
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls)
+    return Message(message.role, message.content, calls, message.tool_call_id, message.name, message.reasoning)
+
+
+def _message_to_proto(message: Message) -> pb.ChatMessage:
+    calls = [pb.ToolCall(id=call.call_id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
+    return pb.ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
+    )
+
+
+def _tool_from_proto(tool: pb.Tool) -> Tool:
+    parameters = _json_object(f"tools: parameters of {tool.name!r}", tool.parameters) if tool.parameters else {}
+    return Tool(tool.name, tool.description, parameters, tool.strict)
+
+
+def _tool_to_proto(tool: Tool) -> pb.Tool:
+    parameters = json.dumps(dict(tool.parameters)) if tool.parameters else ""
+    return pb.Tool(name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict)
+
+
+def _json_object(field: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidArgument(field, text, "must be a JSON object, as text")
+    return value

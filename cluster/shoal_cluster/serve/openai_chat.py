@@ -1,0 +1,96 @@
+"""The body of OpenAI's `/v1/chat/completions`, and the call that it becomes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from shoal_cluster.chat.message import Message
+from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, only
+from shoal_cluster.serve.openai_tools import CallBody, ToolBody, ToolChoice, tool_use
+from shoal_cluster.serve.openai_types import RequestBody
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.sampling_params import MAX_LOGPROBS
+
+
+class TextPart(Body):
+    """One part of a message's content; only text is supported."""
+
+    type: Text
+    text: Text = ""
+
+
+class ChatTurn(Body):
+    role: Text
+    content: Text | list[TextPart] | None = None
+    tool_calls: list[CallBody] | None = None
+    tool_call_id: TextOrNull = ""
+    name: TextOrNull = ""
+    reasoning_content: TextOrNull = ""
+    reasoning: TextOrNull = ""  # the same, as vLLM spells it
+    function_call: Unsupported = None
+    audio: Unsupported = None
+
+    def to_message(self, position: int) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise InvalidArgument(f"messages.{position}.content", None, "must be a string or a list of parts")
+        return Message(
+            self.role,
+            self._text(position),
+            tuple(body.call() for body in self.tool_calls or ()),
+            self.tool_call_id,
+            self.name,
+            self.reasoning_content or self.reasoning,
+        )
+
+    def _text(self, position: int) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text":
+                raise InvalidArgument(f"messages.{position}.content", part.type, "only parts of type 'text' are served")
+        return "".join(part.text for part in self.content)
+
+
+class ChatRequest(RequestBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatTurn]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[Text, Any] | None = None
+    functions: Unsupported = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    audio: Unsupported = None
+    chat_template: Unsupported = None
+    documents: Unsupported = None
+    echo: Unsupported = None
+    continue_final_message: Unsupported = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+
+    def to_calls(self, request_id: str) -> list[GenerateCall]:
+        """The body's only call, in a list. Raises InvalidArgument."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidArgument("top_logprobs", self.top_logprobs, "needs logprobs to be true")
+        if not self.messages:
+            raise InvalidArgument("messages", [], "must have at least one message")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        call = GenerateCall(
+            request_id=request_id,
+            sampling_params=self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None),
+            model=self.model,
+            messages=tuple(turn.to_message(position) for position, turn in enumerate(self.messages)),
+            tools=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls),
+            template_options=self.chat_template_kwargs or {},
+            priority=self.priority,
+            tenant=self.user,
+            cache_salt=self.cache_salt,
+        )
+        return [call]

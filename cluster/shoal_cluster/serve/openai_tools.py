@@ -1,0 +1,71 @@
+"""How OpenAI's API says what a model may call, and what it has called."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shoal_cluster.chat.tool import AUTO, REQUIRED, Tool, ToolCall, ToolUse
+from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull
+
+
+class FunctionBody(Body):
+    name: Text
+    description: TextOrNull = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    type: Literal["function"]
+    function: FunctionBody
+
+    def tool(self) -> Tool:
+        """Raises InvalidArgument."""
+        told = self.function
+        return Tool(told.name, told.description, told.parameters or {}, bool(told.strict))
+
+
+class NameBody(Body):
+    name: Text
+
+
+class NamedChoice(Body):
+    type: Literal["function"]
+    function: NameBody
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedChoice
+
+
+def tool_use(tools: list[ToolBody] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+    """None where a request says nothing of tools. Raises InvalidArgument."""
+    if not tools and choice in (None, "auto", "none"):
+        return None
+    is_named = isinstance(choice, NamedChoice)
+    return ToolUse(
+        tools=tuple(body.tool() for body in tools or ()),
+        mode=REQUIRED if isinstance(choice, NamedChoice) else choice or AUTO,
+        named=choice.function.name if isinstance(choice, NamedChoice) else "",
+        parallel=parallel is not False and not is_named,
+    )
+
+
+class CalledBody(Body):
+    name: Text
+    arguments: Text | dict[str, Any] = Field("")
+
+
+class CallBody(Body):
+    """A call within the assistant's turn that made it."""
+
+    id: TextOrNull = ""
+    type: Literal["function"] = "function"
+    function: CalledBody
+
+    def call(self) -> ToolCall:
+        arguments = self.function.arguments
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return ToolCall(self.id, self.function.name, text or "{}")

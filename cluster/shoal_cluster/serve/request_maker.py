@@ -1,0 +1,100 @@
+"""Makes requests of calls: checks them, applies the chat template, tokenises once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from shoal_cluster.chat.answer_reader import AnswerReader
+from shoal_cluster.chat.chats import Chats
+from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt
+from shoal_replica.config import ModelConfig
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.grammars import Grammars
+from shoal_replica.llm import with_seed
+from shoal_replica.request import Request, check_prompt
+from shoal_replica.tokenizer import Tokenizer
+
+LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer texts are tokenised in a thread
+
+
+class AnswerReaders:
+    """Tells each sequence's chunks apart into content, reasoning and tool calls."""
+
+    def __init__(self, readers: Sequence[AnswerReader]) -> None:
+        self._readers = readers
+
+    def read(self, chunk: Chunk) -> Chunk:
+        """``chunk`` with its text told apart."""
+        if not self._readers:
+            return chunk
+        piece = self._readers[chunk.index].push(chunk.text, is_last=chunk.finish_reason is not None)
+        return replace(chunk, text=piece.content, reasoning=piece.reasoning, tool_calls=piece.calls)
+
+
+class Made(NamedTuple):
+    """A request, and how its answer is to be read. ``shown`` are special tokens that belong to its text."""
+
+    request: Request
+    readers: AnswerReaders
+    shown: frozenset[int]
+
+
+class RequestMaker:
+    """For one model and its adapters."""
+
+    def __init__(
+        self, model: ModelConfig, tokenizer: Tokenizer, grammars: Grammars, adapters: Mapping[str, str]
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._adapters = adapters
+        self._chats = Chats(tokenizer, grammars)
+
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """See GatewayCore. Raises InvalidArgument."""
+        if prompt.messages is not None:
+            text = self._chats.prompt(prompt.messages, prompt.tools, prompt.template_options)
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(prompt.text or "", add_special_tokens=add_special_tokens)
+
+    async def make(self, call: GenerateCall, arrived_s: float, max_model_len: int) -> Made:
+        """The request for ``call``. Raises InvalidArgument for what cannot be served."""
+        if call.messages is not None and not call.messages:
+            raise InvalidArgument("messages", [], "must have at least one message")
+        work = partial(self._read, call)
+        prompt, token_ids = await asyncio.to_thread(work) if call.length > LONG_TEXT else work()
+        params, field = call.sampling_params, "prompt" if call.messages is None else "messages"
+        check_prompt(token_ids, max_model_len, self._model.vocab_size, field)
+        params.check_vocabulary(self._model.vocab_size)
+        if (answer := params.structured_output) is not None:
+            await asyncio.to_thread(self._grammars.check, answer)
+        readers: list[AnswerReader] = []
+        if call.messages is not None:
+            if call.tools is not None:
+                structure = await asyncio.to_thread(self._chats.structure, prompt, call.tools, answer)
+                params = params if structure is answer else replace(params, structured_output=structure)
+            found = [self._chats.reader(prompt, call.tools, answer) for _ in range(params.n)]
+            readers = [reader for reader in found if reader is not None]
+        request = Request(
+            request_id=call.request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=with_seed(params),
+            priority=call.priority,
+            arrival_s=arrived_s,
+            cache_salt=call.cache_salt,
+            adapter=call.model if call.model in self._adapters else "",
+            tenant=call.tenant,
+        )
+        return Made(request, AnswerReaders(readers), self._chats.shown if readers else frozenset())
+
+    def _read(self, call: GenerateCall) -> tuple[str, tuple[int, ...]]:
+        """The prompt, as text where it is a chat, and its tokens."""
+        if call.messages is not None:
+            prompt = self._chats.prompt(call.messages, call.tools, call.template_options)
+            return prompt, self._tokenizer.encode(prompt, add_special_tokens=False)
+        return "", self._tokenizer.encode(call.text or "") if call.token_ids is None else call.token_ids

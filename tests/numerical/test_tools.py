@@ -1,0 +1,243 @@
+"""Chats with tools: prompts as transformers renders them, and answers of a real engine that must call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from fixtures.tiny_tokenizer import BOS, EOS, raw_tiny_tokenizer, write_tiny_tokenizer
+from fixtures.tool_formats import CLOCK, HERMES_TEMPLATE, TOOLS, WEATHER, spell
+from tiny_models import EOS_TOKEN_ID, make_checkpoint, make_prompts
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from shoal_cluster.chat.answer_reader import AnswerReader
+from shoal_cluster.chat.chat_format import HERMES, LLAMA, MISTRAL, CallFormat, ChatFormat
+from shoal_cluster.chat.chats import Chats
+from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse
+from shoal_cluster.chat.tool_grammar import tool_grammar
+from shoal_replica import LLM, SamplingParams
+from shoal_replica.config import ModelConfig
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.grammars import Grammars
+from shoal_replica.request import FinishReason
+from shoal_replica.structured_output import REGEX, StructuredOutput
+from shoal_replica.tokenizer import Tokenizer
+
+MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+STRICT = (Tool(WEATHER.name, WEATHER.description, WEATHER.parameters, strict=True), CLOCK)
+CITY = (WEATHER.name, {"city": "Ulm"})
+CHAT = (
+    Message("system", "Be brief."),
+    Message("user", "Köln?"),
+    Message("assistant", "", (ToolCall("a", WEATHER.name, '{"city": "Köln"}'),), reasoning="Hm."),
+    Message("tool", "rain", tool_call_id="a"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_tokenizer(make_checkpoint("llama", tmp_path_factory.mktemp("model")), HERMES_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with markers that are tokens of their own, of which one alone is special, as in real models."""
+    folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path_factory.mktemp("marked")), HERMES_TEMPLATE)
+    raw = raw_tiny_tokenizer()
+    raw.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
+    special = ("[TOOL_CALLS]", "<|python_tag|>")
+    raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    raw.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class Forms:
+    """Accepts text and calls, token by token."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.grammars = Grammars(ModelConfig.from_folder(str(folder)))
+        self.chats = Chats(self.tokenizer, self.grammars)
+
+    def special_id(self, text: str) -> int | None:
+        token_id = self.tokenizer.token_id(text)
+        return token_id if token_id is not None and self.grammars.is_special(token_id, text) else None
+
+    def accepts(self, structure: StructuredOutput, text: str) -> bool:
+        matcher = self.grammars.begin(structure)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        for count, token_id in enumerate(token_ids):
+            allowed = matcher.allowed(token_ids[:count])
+            if allowed is None or not allowed[token_id]:
+                return False
+        allowed = matcher.allowed(token_ids)
+        return allowed is not None and bool(allowed[EOS_TOKEN_ID])
+
+
+@pytest.mark.parametrize("use", [None, ToolUse(TOOLS), ToolUse(TOOLS, NONE)])
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
+def test_prompts_are_those_of_transformers(folder: Path, use: ToolUse | None, options: dict[str, Any]) -> None:
+    theirs = PreTrainedTokenizerFast(tokenizer_object=raw_tiny_tokenizer(), bos_token=BOS, eos_token=EOS)
+    turns: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Köln?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"type": "function", "function": {"name": WEATHER.name, "arguments": {"city": "Köln"}}, "id": "a"}
+            ],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "a"},
+    ]
+    definitions: list[Any] = [] if use is None or use.mode == NONE else [tool.definition() for tool in TOOLS]
+    expected = theirs.apply_chat_template(
+        turns,
+        definitions or None,
+        chat_template=HERMES_TEMPLATE,
+        tokenize=False,
+        add_generation_prompt=True,
+        **options,
+    )
+    assert Forms(folder).chats.prompt(CHAT, use, options) == expected
+
+
+def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:
+    plain = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    chats = Forms(write_tiny_tokenizer(make_checkpoint("llama", tmp_path), plain)).chats
+    results = (Message("tool", "dry"), Message("user", "So?"))
+    system, asked, called, answered, last = chats.prompt((*CHAT, *results), ToolUse(TOOLS)).split("\n[")
+    assert system.startswith("[system] Be brief.\n\nYou can call functions.")
+    assert f"\n{json.dumps(WEATHER.definition())}\n" in system
+    assert (asked, last) == ("user] Köln?", "user] So?\n")
+    assert called == f"assistant] {spell(HERMES, [(WEATHER.name, {'city': 'Köln'})])}"
+    assert answered == "user] <tool_response>\nrain\n</tool_response>\n<tool_response>\ndry\n</tool_response>"
+    assert chats.prompt((Message("user", "Hi"),), ToolUse(TOOLS, NONE)) == "[user] Hi\n"
+
+
+FORMS = [HERMES, LLAMA, MISTRAL]
+
+
+@pytest.mark.parametrize("marks", ["folder", "marked"])
+@pytest.mark.parametrize("call_format", FORMS)
+def test_an_answer_that_must_call_only_calls(marks: str, call_format: CallFormat, request: Any) -> None:
+    forms = Forms(request.getfixturevalue(marks))
+    called, both = spell(call_format, [CITY]), spell(call_format, [CITY, (CLOCK.name, {})])
+    for parallel in (True, False):
+        use = ToolUse(TOOLS, REQUIRED, parallel=parallel)
+        structure = tool_grammar(ChatFormat(call_format, True, False), use, forms.special_id)
+        assert structure is not None
+        assert forms.accepts(structure, called)
+        assert forms.accepts(structure, both) == parallel
+        wrong = (called.replace("Ulm", 'Ulm", "x": "'), called.replace(WEATHER.name, "get"), called[:-1], "No.", "")
+        assert not any(forms.accepts(structure, text) for text in wrong)
+    named = ToolUse(TOOLS, REQUIRED, named=CLOCK.name, parallel=False)
+    structure = tool_grammar(ChatFormat(call_format, True, False), named, forms.special_id)
+    assert structure is not None
+    assert not forms.accepts(structure, called)
+    assert forms.accepts(structure, spell(call_format, [(CLOCK.name, {})]))
+
+
+@pytest.mark.parametrize("marks", ["folder", "marked"])
+@pytest.mark.parametrize("call_format", FORMS)
+@pytest.mark.parametrize("reasons", [False, True])
+def test_calls_of_strict_tools_match_and_all_else_is_free(
+    marks: str, call_format: CallFormat, reasons: bool, request: Any
+) -> None:
+    forms = Forms(request.getfixturevalue(marks))
+    chat_format = ChatFormat(call_format, True, reasons)
+    structure = tool_grammar(chat_format, ToolUse(STRICT), forms.special_id)
+    assert structure is not None
+    called, loose = spell(call_format, [CITY]), spell(call_format, [(CLOCK.name, {"zone": 1})])
+    texts = ["", "Yes.", "a <tool_cal b", called, loose, spell(call_format, [CITY, CITY])]
+    texts += [] if call_format is LLAMA else [f"Let me see. {called}"]
+    texts += [f"<think>\nHm {{\n</think>\n\n{text}" for text in texts] if reasons else []
+    assert [text for text in texts if not forms.accepts(structure, text)] == []
+    wrong = [called.replace('"Ulm"', "1"), spell(call_format, [CITY]).replace("city", "town")]
+    wrong += [f"<think>Hm</think>{text}" for text in wrong] if reasons else []
+    assert not any(forms.accepts(structure, text) for text in wrong)
+    assert tool_grammar(chat_format, ToolUse(TOOLS), forms.special_id) is None
+    assert tool_grammar(chat_format, ToolUse(STRICT, NONE), forms.special_id) is None
+
+
+@pytest.mark.parametrize("marks", ["folder", "marked"])
+@pytest.mark.parametrize("call_format", FORMS)
+def test_an_answer_is_json_or_calls(marks: str, call_format: CallFormat, request: Any) -> None:
+    forms = Forms(request.getfixturevalue(marks))
+    answer = StructuredOutput.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+    if call_format is LLAMA and marks == "folder":  # nothing would tell a call from an answer
+        with pytest.raises(InvalidArgument, match="where its answer must be JSON"):
+            tool_grammar(ChatFormat(LLAMA, True, False), ToolUse(TOOLS), forms.special_id, answer=answer)
+        return
+    structure = tool_grammar(ChatFormat(call_format, True, False), ToolUse(TOOLS), forms.special_id, answer=answer)
+    assert structure is not None
+    assert forms.accepts(structure, '{"a": 1}')
+    assert forms.accepts(structure, ("<|python_tag|>" if call_format is LLAMA else "") + spell(call_format, [CITY]))
+    assert not forms.accepts(structure, "Yes.")
+    with pytest.raises(InvalidArgument, match="must match a regex"):
+        tool_grammar(
+            ChatFormat(call_format, True, False), ToolUse(TOOLS), forms.special_id, answer=StructuredOutput(REGEX, "a")
+        )
+
+
+def test_reasoning_that_the_prompt_has_begun_comes_first(folder: Path) -> None:
+    forms = Forms(folder)
+    use = ToolUse(TOOLS, REQUIRED)
+    structure = tool_grammar(ChatFormat(HERMES, True, True), use, forms.special_id, is_reasoning=True)
+    assert structure is not None
+    assert forms.accepts(structure, f"Hm.\n</think>\n\n{spell(HERMES, [CITY])}")
+    assert not forms.accepts(structure, spell(HERMES, [CITY]))
+
+
+def test_what_a_schema_asks_for_and_nobody_can_enforce_is_refused_by_name(folder: Path) -> None:
+    odd = Tool("odd", parameters={"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
+    large = Tool("large", parameters={"type": "object", "properties": {"a": {"type": "number", "multipleOf": 99991}}})
+    for tool, why in ((odd, "uniqueItems"), (large, "multipleOf")):
+        with pytest.raises(InvalidArgument, match=f"tools: .*{tool.name}.*{why}"):
+            Forms(folder).chats.structure("", ToolUse((tool,), REQUIRED), None)
+        assert Forms(folder).chats.structure("", ToolUse((tool,)), None) is None
+
+
+@pytest.mark.parametrize("marks", ["folder", "marked"])
+@pytest.mark.parametrize("mode", [AUTO, REQUIRED])
+def test_a_models_calls_match_their_schemas(marks: str, mode: str, request: Any) -> None:
+    """A model with random weights, so that nothing but the form can make them match."""
+    folder = request.getfixturevalue(marks)
+    forms = Forms(folder)
+    schema = {
+        "properties": {"city": {"enum": ["Ulm", "Köln"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
+    }
+    tool = Tool(
+        "w", parameters={"type": "object", "required": ["city"], "additionalProperties": False} | schema, strict=True
+    )
+    use = ToolUse((tool,), mode)
+    structure = forms.chats.structure("", use, None)
+    assert structure is not None
+    opening = forms.tokenizer.token_id(HERMES.opening)
+    bias = ((opening, 100.0),) if opening is not None else ()  # else the model would never come to call
+    asked = [
+        SamplingParams(max_tokens=160, temperature=1.0, seed=seed, structured_output=structure, logit_bias=bias)
+        for seed in range(12)
+    ]
+    with LLM(str(folder), num_blocks=512, max_num_seqs=16) as llm:
+        outputs = llm.generate(make_prompts([9], seed=1) * len(asked), asked)
+    num_calls = 0
+    for output in outputs:
+        reader = AnswerReader(ChatFormat(HERMES, True, False), use)
+        calls: dict[int, str] = {}
+        shown = forms.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        for piece in reader.push(shown, is_last=True).calls:
+            assert piece.name == tool.name
+            calls[piece.index] = piece.arguments
+        is_whole = output.finish_reason is FinishReason.STOP
+        assert calls or mode == AUTO or not is_whole
+        for arguments in list(calls.values())[: None if is_whole else -1]:
+            jsonschema.validate(json.loads(arguments), dict(tool.parameters))
+            num_calls += 1
+    assert num_calls >= 3 or (mode == AUTO and not bias)

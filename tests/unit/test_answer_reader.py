@@ -1,0 +1,157 @@
+"""An answer's text, told apart into content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.tool_formats import CLOCK, TOOLS, WEATHER, read
+
+from shoal_cluster.chat.answer_reader import AnswerReader
+from shoal_cluster.chat.chat_format import HERMES, LLAMA, MISTRAL, CallFormat, ChatFormat
+from shoal_cluster.chat.tool import NONE, ToolUse
+
+CITY = '{"city": "Köln"}'
+WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text", "content", "calls"),
+    [
+        (HERMES, "Hello <b>there</b>.\n", "Hello <b>there</b>.\n", []),
+        (HERMES, "  \n", "  \n", []),
+        (HERMES, "", "", []),
+        (
+            HERMES,
+            'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>\n',
+            "Let me look.",
+            [WEATHER_CALL],
+        ),
+        (
+            HERMES,
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "Köln"}}</tool_call> and\n'
+            '<tool_call>{"arguments": {}, "id": 7, "name": "what-time.is_it"}</tool_call>\nthat is all ',
+            "and\nthat is all",
+            [WEATHER_CALL, CLOCK_CALL],
+        ),
+        (HERMES, '<tool_call>{"name": "what-time.is_it"}</tool_call>', "", [CLOCK_CALL]),
+        (HERMES, '<tool_call>{"name": "what-time.is_it", "arguments": null}</tool_call>', "", [CLOCK_CALL]),
+        (
+            HERMES,
+            '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Köln\\"}"}</tool_call>',
+            "",
+            [WEATHER_CALL],
+        ),
+        (
+            HERMES,
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "a } \\" \\\\", "of": [{}, "]"]}, "x": [1]}\n',
+            "",
+            [(WEATHER.name, '{"city": "a } \\" \\\\", "of": [{}, "]"]}')],
+        ),
+        # Qwen3-Coder's notation: only the schema tells text from numbers.
+        (
+            HERMES,
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>"
+            "\n<parameter=note>\nall\nday\n</parameter>\n</function>\n</tool_call>",
+            "",
+            [(WEATHER.name, '{"city": "12", "days": 3, "note": "all\\nday"}')],
+        ),
+        (HERMES, "<tool_call><function=what-time.is_it></function></tool_call>", "", [CLOCK_CALL]),
+        # Cut off.
+        (HERMES, '<tool_call>\n{"name": "get_weather", "arguments": {"ci', "", [(WEATHER.name, '{"ci')]),
+        (HERMES, '<tool_call>\n{"name": "get_wea', '<tool_call>\n{"name": "get_wea', []),
+        (HERMES, "and <tool_ca", "and <tool_ca", []),
+        # Not calls.
+        (HERMES, "<tool_call>\nnope</tool_call> ", "<tool_call>\nnope</tool_call> ", []),
+        (HERMES, "<tool_call> </tool_call>.", "<tool_call> </tool_call>.", []),
+        (HERMES, '<tool_call>{"nam": 1}</tool_call>', '<tool_call>{"nam": 1}</tool_call>', []),
+        (HERMES, '<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
+        (HERMES, "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
+        (HERMES, "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+        (HERMES, "<tool_call><function></tool_call>", "<tool_call><function></tool_call>", []),
+        # A name that is no tool's is for the client to judge, where the model has said that it is a call.
+        (HERMES, '<tool_call>{"name": "nope", "arguments": {}}</tool_call>', "", [("nope", "{}")]),
+        (LLAMA, '{"name": "get_weather", "parameters": {"city": "Köln"}}', "", [WEATHER_CALL]),
+        (LLAMA, '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Köln"}}', "", [WEATHER_CALL]),
+        (
+            LLAMA,
+            '\n{"type": "function", "name": "get_weather", "parameters": {"city": "Köln"}}; '
+            '{"name": "what-time.is_it"}',
+            "",
+            [WEATHER_CALL, CLOCK_CALL],
+        ),
+        (LLAMA, '[{"name": "what-time.is_it", "arguments": {}}]', "", [CLOCK_CALL]),
+        (LLAMA, '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
+        (LLAMA, '{"age": 36, "name": "what-time.is_it"}', '{"age": 36, "name": "what-time.is_it"}', []),
+        (LLAMA, "[1, 2]", "[1, 2]", []),
+        (LLAMA, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        (LLAMA, 'So: {"name": "what-time.is_it"}', 'So: {"name": "what-time.is_it"}', []),
+        (
+            MISTRAL,
+            'Well.[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Köln"}, "id": "a1b2c3d4e"}, '
+            '{"name": "what-time.is_it", "arguments": {}}]',
+            "Well.",
+            [WEATHER_CALL, CLOCK_CALL],
+        ),
+        (
+            MISTRAL,
+            '[TOOL_CALLS]get_weather[ARGS]{"city": "Köln"}[TOOL_CALLS]what-time.is_it[CALL_ID]9[ARGS]{}',
+            "",
+            [WEATHER_CALL, CLOCK_CALL],
+        ),
+        (MISTRAL, '[TOOL_CALLS]get_weather{"city": "Köln"}', "", [WEATHER_CALL]),
+        (MISTRAL, "[TOOL_CALLS]none of them", "[TOOL_CALLS]none of them", []),
+    ],
+)
+def test_calls_and_content(call_format: CallFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert read([text], call_format) == (content, "", calls)
+    assert read([*text, ""], call_format) == (content, "", calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_reasoning", "expected"),
+    [
+        ("<think>\nHm. <tool_call>\n</think>\n\nYes.", False, ("Yes.", "Hm. <tool_call>", [])),
+        ("Hm.\n</think>\nYes.", True, ("Yes.", "Hm.", [])),
+        ("Hm", True, ("", "Hm", [])),
+        ("<think>Hm </thi", False, ("", "Hm </thi", [])),
+        ("\n<think></think>", False, ("", "", [])),
+        ("I <think> so", False, ("I <think> so", "", [])),
+        ("<thin", False, ("<thin", "", [])),
+        (
+            'a</think>b <tool_call>{"name": "what-time.is_it", "arguments": {}}</tool_call>',
+            True,
+            ("b", "a", [CLOCK_CALL]),
+        ),
+    ],
+)
+def test_reasoning(text: str, is_reasoning: bool, expected: tuple[str, str, list[tuple[str, str]]]) -> None:
+    assert read([text], HERMES, reasons=True, is_reasoning=is_reasoning) == expected
+    assert read([*text, ""], HERMES, reasons=True, is_reasoning=is_reasoning) == expected
+
+
+def test_without_tools_calls_are_text() -> None:
+    text = '<tool_call>{"name": "what-time.is_it"}</tool_call>'
+    assert read([text], HERMES, ToolUse(TOOLS, NONE)) == (text, "", [])
+
+
+def test_only_the_first_call_counts_where_they_may_not_be_parallel() -> None:
+    one = '<tool_call>{"name": "what-time.is_it", "arguments": {}}</tool_call>'
+    assert read([*(one + one)], HERMES, ToolUse(TOOLS, parallel=False)) == ("", "", [CLOCK_CALL])
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    reader = AnswerReader(ChatFormat(HERMES, True, False), ToolUse(TOOLS))
+    assert not reader.push('<tool_call>\n{"name": "get_wea').calls
+    (piece,) = reader.push('ther", "arguments": {"ci').calls
+    assert (piece.index, piece.name, piece.arguments) == (0, "get_weather", '{"ci')
+    (piece,) = reader.push('ty": 1').calls
+    assert (piece.name, piece.call_id, piece.arguments) == ("", "", 'ty": 1')
+
+
+def test_ids_are_as_mistral_wants_them() -> None:
+    ids = set()
+    for _ in range(9):
+        reader = AnswerReader(ChatFormat(MISTRAL, True, False), ToolUse(TOOLS))
+        (piece,) = reader.push("[TOOL_CALLS]what-time.is_it[ARGS]{}", is_last=True).calls
+        ids.add(piece.call_id)
+    assert len(ids) == 9
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    SecretStr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, NonNegativeFloat, ValidationError, model_validator
 
-from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
+from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.policies.autoscaling_config import ScaleConfig, Schedule
+from shoal_cluster.settings import Settings
 from shoal_replica.adapter import NAME_PATTERN
 from shoal_replica.config import DEFAULT_BLOCK_SIZES, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError
 
-MAX_PORT = 65_535
 GIB = 2**30
-
-
-def _address(value: str) -> str:
-    match = re.fullmatch(r"(?:\[[^\s\[\]]+\]|[^\s:]+):(\d{1,5})", value)
-    if match is None or int(match[1]) > MAX_PORT:
-        shape = f"host:port, or [IPv6 address]:port, with a port of at most {MAX_PORT}"
-        raise ValueError(f"got {value!r}; must be {shape}")
-    return value
-
-
-Address = Annotated[str, AfterValidator(_address)]
 
 
 def _feed_host(value: str) -> str:
@@ -55,12 +34,6 @@ def _absolute(value: str) -> str:
 
 AdapterSource = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
 FeedHost = Annotated[str, AfterValidator(_feed_host)]
-
-
-class Settings(BaseModel):
-    """Keys of a YAML: unknown ones are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ReplicaSettings(Settings):
@@ -178,34 +151,6 @@ class ObjectiveSettings(Settings):
 
     ttft_s: float = Field(2.0, gt=0, description="from a request's arrival to its first token")
     inter_token_s: float = Field(0.2, gt=0, description="between two tokens of a sequence, its mean")
-
-
-class GatewaySettings(Settings):
-    """Settings of the gateway. Port 0 picks a free one."""
-
-    grpc_address: Address = DEFAULT_GRPC_ADDRESS
-    http_address: Address = DEFAULT_HTTP_ADDRESS
-    num_replicas: int = Field(1, ge=1)
-    num_cpus: float = Field(0.5, ge=0)
-    resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
-    request_timeout_s: float = Field(
-        600.0, gt=0, description="longest life of a request; its client's deadline may be shorter"
-    )
-    drain_timeout_s: float = Field(60.0, gt=0, description="how long answers may go on once it is stopped or replaced")
-    placement_timeout_s: float = Field(30.0, gt=0, description="longest wait while no replica takes requests or starts")
-    max_request_bytes: int = Field(8 * 2**20, ge=1024)
-    max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
-    max_index_entries: int = Field(
-        2**21, ge=1024, le=2**25, description="cached blocks known to a gateway: the next power of two, 20 bytes each"
-    )
-    shed_late: bool = Field(False, description="refuse calls whose first token could not come within the objective")
-    admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")
-
-    @model_validator(mode="after")
-    def _has_two_ports(self) -> Self:
-        if self.grpc_address == self.http_address and not self.http_address.endswith(":0"):
-            raise ValueError(f"http_address is {self.http_address!r}, as grpc_address is; each needs a port of its own")
-        return self
 
 
 class LogSettings(Settings):

@@ -5,6 +5,7 @@ error              gRPC status           HTTP  OpenAI type              OpenAI c
 =================  ====================  ====  =======================  =======================
 InvalidArgument    INVALID_ARGUMENT      400   invalid_request_error    invalid_value
 PromptTooLong      INVALID_ARGUMENT      400   invalid_request_error    context_length_exceeded
+Unauthenticated    UNAUTHENTICATED       401   invalid_request_error    invalid_api_key
 PermissionDenied   PERMISSION_DENIED     403   invalid_request_error    permission_denied
 NotFound           NOT_FOUND             404   invalid_request_error    model_not_found
 ResourceExhausted  RESOURCE_EXHAUSTED    429   rate_limit_error         rate_limit_exceeded
@@ -30,6 +31,7 @@ from shoal_replica.errors import (
     PromptTooLong,
     ResourceExhausted,
     ShoalError,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -69,6 +71,7 @@ _UNAVAILABLE = ErrorKind("UNAVAILABLE", 503, "server_error", "unavailable")
 ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
     InvalidArgument: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value"),
     PromptTooLong: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"),
+    Unauthenticated: ErrorKind("UNAUTHENTICATED", 401, "invalid_request_error", "invalid_api_key"),
     PermissionDenied: ErrorKind("PERMISSION_DENIED", 403, "invalid_request_error", "permission_denied"),
     # Over HTTP, a model is the only thing that a client can name.
     NotFound: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),

@@ -6,9 +6,10 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from shoal_cluster.config import ClusterConfig, Settings, error_line
+from shoal_cluster.config import ClusterConfig, error_line
 from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS
 from shoal_cluster.policies.routing import MAX_PRICE, RouteWeights
+from shoal_cluster.settings import Settings
 from shoal_replica.errors import ConfigError
 
 _DEFAULTS = RouteWeights()

@@ -54,6 +54,10 @@ class PromptTooLong(InvalidArgument):
     """The prompt leaves no room to generate in the model's context. A type of its own: clients shorten and retry."""
 
 
+class Unauthenticated(ShoalError):
+    """The caller has not presented a key that is known."""
+
+
 class PermissionDenied(ShoalError):
     """The caller has not presented the key that the call needs."""
 

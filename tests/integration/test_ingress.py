@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shoal_cluster.addresses import listen
 from shoal_cluster.commands.client import GatewayClient
-from shoal_cluster.config import GatewaySettings
+from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve import ingress as ingress_module
 from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.call_observer import CallObserver

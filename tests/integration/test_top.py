@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from shoal_cluster.cli import app
 from shoal_cluster.commands import top
+from shoal_cluster.commands.gateway_access import GatewayAccess
 from shoal_cluster.commands.top_screen import Past, screen
 from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.state import DashboardState
@@ -72,7 +73,7 @@ def test_nobody_there_is_said_in_one_line() -> None:
 async def test_a_broken_stream_is_said_and_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "REDIAL_S", 0.05)
     address = free_address()
-    news = top._updates(f"http://{address}/dashboard/stream")
+    news = top._updates(f"http://{address}/dashboard/stream", GatewayAccess())
     async with serving(FakeCore(), address):
         first = await asyncio.to_thread(next, news)
         assert isinstance(first, Update)

@@ -26,6 +26,7 @@ def test_statuses_exist_in_grpc_and_http() -> None:
         "INVALID_ARGUMENT",
         "NOT_FOUND",
         "PERMISSION_DENIED",
+        "UNAUTHENTICATED",
         "RESOURCE_EXHAUSTED",
         "DEADLINE_EXCEEDED",
         "UNAVAILABLE",

@@ -13,7 +13,7 @@ from multiprocessing.synchronize import Event
 from typing import cast
 
 from shoal_cluster.bench.stream_clients import Face, read_streams, stream_id
-from shoal_cluster.config import GatewaySettings
+from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
 from shoal_cluster.serve.call import Chunk, GenerateCall, ModelCard
 from shoal_cluster.serve.call_observer import CallObserver
@@ -143,6 +143,9 @@ class _Core:
 
     def check_model(self, name: str) -> None:
         """Accepts every name."""
+
+    def authenticate(self, authorization: str | None) -> str | None:
+        return None
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import grpc
 
+from shoal_cluster.commands.gateway_access import GatewayAccess
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.admin import BEARER
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, ScalingRow
@@ -19,11 +20,13 @@ from shoal_replica.errors import (
     PermissionDenied,
     ResourceExhausted,
     ShoalError,
+    Unauthenticated,
     Unavailable,
 )
 
 ERRORS: dict[grpc.StatusCode, type[ShoalError]] = {
     grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -34,11 +37,16 @@ OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)  # gateways that share
 
 
 class GatewayClient:
-    """One channel to the gateway at ``address``. Use it as an async context manager."""
+    """One channel to the gateway at ``address``. Use it as an async context manager.
 
-    def __init__(self, address: str) -> None:
+    ``access`` is by default what the environment says.
+    """
+
+    def __init__(self, address: str, access: GatewayAccess | None = None) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=OWN_CONNECTION)
+        access = GatewayAccess.from_environment() if access is None else access
+        self._metadata = access.headers
+        self._channel = access.channel(address, OWN_CONNECTION)
         self._generate = self._channel.unary_stream(
             "/shoal.v1.Generation/Generate",
             request_serializer=lambda call: codec.call_to_proto(call).SerializeToString(),
@@ -65,8 +73,8 @@ class GatewayClient:
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         """Stream the answer to a call; closing the iterator cancels the call."""
-        metadata = call.trace.headers() if call.trace is not None else ()
-        stream = self._generate(call, timeout=call.timeout_s, metadata=metadata)
+        trace = call.trace.headers() if call.trace is not None else ()
+        stream = self._generate(call, timeout=call.timeout_s, metadata=(*trace, *self._metadata))
         try:
             async for chunk in stream:
                 yield chunk
@@ -78,7 +86,7 @@ class GatewayClient:
     async def cluster(self) -> ClusterRow:
         """The replicas and their ledgers."""
         try:
-            row: ClusterRow = await self._list_replicas(b"", timeout=CONTROL_TIMEOUT_S)
+            row: ClusterRow = await self._list_replicas(b"", timeout=CONTROL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return row
@@ -87,7 +95,8 @@ class GatewayClient:
         """What the gateways know of a request's placement."""
         try:
             request = control_pb2.ExplainRouteRequest(request_id=request_id)
-            explanation: Explanation = await self._explain(request, timeout=CONTROL_TIMEOUT_S)
+            told = self._explain(request, timeout=CONTROL_TIMEOUT_S, metadata=self._metadata)
+            explanation: Explanation = await told
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return explanation
@@ -95,14 +104,14 @@ class GatewayClient:
     async def scaling(self) -> ScalingRow:
         """The autoscaler's settings and decisions."""
         try:
-            row: ScalingRow = await self._get_scaling(b"", timeout=CONTROL_TIMEOUT_S)
+            row: ScalingRow = await self._get_scaling(b"", timeout=CONTROL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return row
 
     async def tune(self, changes: Mapping[str, float], *, reset: bool, admin_key: str | None) -> ScalingRow:
         """Change the autoscaler's settings; return them as they are then."""
-        metadata = () if admin_key is None else (("authorization", BEARER + admin_key),)
+        metadata = self._metadata if admin_key is None else (("authorization", BEARER + admin_key),)
         request = scaling_codec.tune_to_proto(changes, reset=reset)
         try:
             row: ScalingRow = await self._tune(request, timeout=CONTROL_TIMEOUT_S, metadata=metadata)

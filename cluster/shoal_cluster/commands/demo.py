@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +24,9 @@ from rich.text import Text
 
 from shoal_cluster.chat.message import Message
 from shoal_cluster.commands.deploy import arguments_of, deploy, read_config
+from shoal_cluster.commands.gateway_access import TLS, GatewayAccess, http_url
 from shoal_cluster.commands.local_ray import LocalRay
+from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve.admin import ADMIN_KEY_VARIABLE
 from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_replica.checkpoint import ensure_checkpoint
@@ -85,9 +87,9 @@ def demo(
             status.stop()
             console.print(f"[green]✓[/green] {path.name}: {settings.scaling.min_replicas} replicas are ready\n")
             chats = [Chat(question, f"demo-{uuid.uuid4().hex[:4]}") for question in QUESTIONS]
-            asyncio.run(_ask_all(settings.gateway.grpc_address, chats, console))
+            asyncio.run(_ask_all(settings.gateway, chats, console))
             console.print(_summary(chats))
-            console.print(_addresses(settings.gateway.grpc_address, settings.gateway.http_address, chats[0], new_key))
+            console.print(_addresses(settings.gateway, chats[0], new_key))
             if not once:
                 _wait_for_interrupt()
             console.print("stopping")
@@ -107,10 +109,13 @@ def _deploy(document: dict[str, object], ray: LocalRay, status: Status) -> None:
     )
 
 
-async def _ask_all(address: str, chats: list[Chat], console: Console) -> None:
+async def _ask_all(gateway: GatewaySettings, chats: list[Chat], console: Console) -> None:
     from shoal_cluster.commands.client import GatewayClient
 
-    async with GatewayClient(address) as client:
+    access = GatewayAccess.from_environment()
+    if access.api_key is None:
+        access = replace(access, api_key=next(iter(gateway.api_secrets.values()), None))
+    async with GatewayClient(_tls(gateway) + gateway.grpc_address, access) as client:
         with Live(_answers(chats), console=console, refresh_per_second=12, transient=False) as live:
             tasks = [asyncio.create_task(_ask(client, chat)) for chat in chats]
             while not all(task.done() for task in tasks):
@@ -166,7 +171,12 @@ def _summary(chats: list[Chat]) -> Table:
     return table
 
 
-def _addresses(grpc_address: str, http_address: str, chat: Chat, new_key: str | None) -> str:
+def _tls(gateway: GatewaySettings) -> str:
+    return "" if gateway.tls_cert is None else TLS
+
+
+def _addresses(gateway: GatewaySettings, chat: Chat, new_key: str | None) -> str:
+    grpc_address, http_address = _tls(gateway) + gateway.grpc_address, http_url(_tls(gateway) + gateway.http_address)
     shoal = "shoal" if shutil.which("shoal") else sys.argv[0]  # as the user can call it: `make` does not change PATH
     tune = f"{shoal} tune --max-replicas 3"
     controls = (
@@ -176,8 +186,8 @@ def _addresses(grpc_address: str, http_address: str, chat: Chat, new_key: str | 
 gRPC       {grpc_address}     {shoal} generate "Why is the sky blue?"
                               {shoal} chat   {shoal} status   {shoal} top
                               grpcurl -plaintext {grpc_address} list
-HTTP       http://{http_address}/v1   any OpenAI client
-dashboard  http://{http_address}/dashboard
+HTTP       {http_address}/v1   any OpenAI client
+dashboard  {http_address}/dashboard
 why there  {shoal} explain {chat.request_id}
 controls   {controls}
 """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import http
 import http.client
 import time
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.live import Live
 
 from shoal_cluster.addresses import DEFAULT_HTTP_ADDRESS
+from shoal_cluster.commands.gateway_access import API_KEY_VARIABLE, GatewayAccess, http_url
 from shoal_cluster.commands.top_screen import Past, screen
 from shoal_cluster.serve.dashboard.history import FINE_S, Sample
 from shoal_cluster.serve.dashboard.update import Update
-from shoal_replica.errors import Unavailable
+from shoal_replica.errors import Unauthenticated, Unavailable
 
 SILENCE_S = 4.0
 REDIAL_S = 1.0
@@ -33,17 +34,17 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")] = False,
 ) -> None:
     """Show the cluster as the dashboard does, live, until Ctrl-C."""
-    url = f"http://{address}/dashboard"
+    url, access = f"{http_url(address)}/dashboard", GatewayAccess.from_environment()
     console = Console(highlight=False)
-    past = _past(url)
+    past = _past(url, access)
     if once:
-        told = msgspec.json.decode(_get(f"{url}/data"), type=Update)
+        told = msgspec.json.decode(_get(f"{url}/data", access), type=Update)
         past.add(told.sample)
         console.print(screen(told, past, "", console.width, None))
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         update: Update | None = None
-        for news in _updates(f"{url}/stream"):
+        for news in _updates(f"{url}/stream", access):
             trouble = ""
             if isinstance(news, Update):
                 update = news
@@ -54,19 +55,20 @@ def top(
                 live.update(screen(update, past, trouble, console.width, console.height), refresh=True)
 
 
-def _past(url: str) -> Past:
+def _past(url: str, access: GatewayAccess) -> Past:
     """The samples of the last ten minutes."""
-    columns = msgspec.json.decode(_get(f"{url}/history?seconds={FINE_S:g}"), type=dict[str, list[float | None]])
+    told = _get(f"{url}/history?seconds={FINE_S:g}", access)
+    columns = msgspec.json.decode(told, type=dict[str, list[float | None]])
     rows = zip(*columns.values(), strict=True)
     samples = (msgspec.convert(dict(zip(columns, row, strict=True)), Sample) for row in rows)
     return Past(deque(samples, maxlen=int(FINE_S)))
 
 
-def _updates(url: str) -> Iterator[Update | str]:
+def _updates(url: str, access: GatewayAccess) -> Iterator[Update | str]:
     """Yield updates as they arrive, or a message whenever the stream has broken and is being reconnected."""
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=SILENCE_S) as stream:
+            with access.open(url, SILENCE_S) as stream:
                 for line in stream:
                     if line.startswith(DATA):
                         yield msgspec.json.decode(line.removeprefix(DATA), type=Update)
@@ -77,18 +79,22 @@ def _updates(url: str) -> Iterator[Update | str]:
         time.sleep(REDIAL_S)
 
 
-def _get(url: str) -> bytes:
+def _get(url: str, access: GatewayAccess) -> bytes:
     """The body of a GET response.
 
     Raises:
+        Unauthenticated: it needs another key.
         Unavailable: no gateway answers at ``url``.
     """
     try:
-        with urllib.request.urlopen(url, timeout=SILENCE_S) as answer:
-            body: bytes = answer.read()
+        with access.open(url, SILENCE_S) as answer:
+            body = answer.read()
     except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == http.HTTPStatus.UNAUTHORIZED:
+            raise Unauthenticated(f"the API key is missing or unknown; put it into {API_KEY_VARIABLE}") from None
         raise Unavailable(f"{url} answers {error.code} {error.reason}: is it a Shoal gateway?") from None
     except (OSError, http.client.HTTPException, ValueError):
-        where = urllib.parse.urlsplit(url).netloc
-        raise Unavailable(f"no Shoal gateway at http://{where}; start one with `make demo`") from None
+        where = urllib.parse.urlsplit(url)
+        raise Unavailable(f"no Shoal gateway at {where.scheme}://{where.netloc}; start one with `make demo`") from None
     return body

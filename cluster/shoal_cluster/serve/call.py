@@ -206,6 +206,10 @@ class GatewayCore(Protocol):
         """Raise NotFound unless ``name`` is empty, the served model or one of its adapters."""
         ...
 
+    def authenticate(self, authorization: str | None) -> str | None:
+        """The tenant whose key the header has; None where no key is needed. Raises Unauthenticated."""
+        ...
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for."""
         ...

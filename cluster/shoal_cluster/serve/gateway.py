@@ -19,6 +19,7 @@ from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.policies.objective import LatencyObjective as DueDates
 from shoal_cluster.policies.pending import HoldConfig, PendingRequest
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
+from shoal_cluster.serve.access import Access
 from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.admission_desk import limits_of
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
@@ -73,6 +74,7 @@ class Gateway:
         grammars = Grammars(self._model)
         await asyncio.to_thread(grammars.load)
         self._requests = RequestMaker(self._model, self._tokenizer, grammars, config.adapters)
+        self._access = Access(self._settings.api_secrets, self._settings.admin_secret)
         self._created_s = int(time.time())
         self._is_closing = False
         num_gateways, max_entries = self._settings.num_replicas, self._settings.max_index_entries
@@ -246,9 +248,11 @@ class Gateway:
         self._ledger.journal.note(EventKind.CHANGED, f"scaling: {told or 'as deployed'}")
         return row
 
+    def authenticate(self, authorization: str | None) -> str | None:
+        return self._access.tenant_of(authorization)
+
     def check_admin(self, key: str | None) -> None:
-        secret = self._settings.admin_key
-        check_admin_key(None if secret is None else secret.get_secret_value(), key)
+        check_admin_key(self._settings.admin_secret, key)
 
     async def drain(self, replica_id: str) -> None:
         await self._ledger.ask(replica_id, DRAIN)

@@ -27,14 +27,15 @@ from shoal_cluster.serve.logs import error_fields, fields
 from shoal_cluster.serve.request_id import new_request_id
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_protos import control_pb2, generation_pb2
-from shoal_replica.errors import ConfigError, DeadlineExceeded, InvalidArgument
+from shoal_replica.errors import ConfigError, DeadlineExceeded, InvalidArgument, Unauthenticated
 
 GENERATION = "shoal.v1.Generation"
 CONTROL = "shoal.v1.Control"
 DEFAULT_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 DEFAULT_MAX_CALL_S = 660.0
 READINESS_PERIOD_S = 0.25
-TENANT_KEY = "x-tenant"
+TENANT_KEY = "x-tenant"  # takes precedence over the message's; an API key's tenant over both
+AUTHORIZATION = "authorization"
 NUM_TASKS_BEFORE = 2  # a call's leg and its placement: the request goes to its replica before the client gets its id
 KEEPALIVE_OPTIONS = (  # a client that vanished silently is noticed within 40 s
     ("grpc.keepalive_time_ms", 30_000),
@@ -66,10 +67,11 @@ class GenerationService:
     def _read(self, raw: bytes, context: grpc.aio.ServicerContext, fresh_id: str) -> GenerateCall:
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
+            tenant = self._core.authenticate(headers.get(AUTHORIZATION))
+            tenant = headers.get(TENANT_KEY) if tenant is None else tenant
             request = codec.parse(generation_pb2.GenerateRequest, raw)
-            tenant = headers.get(TENANT_KEY)
             return codec.call_from_proto(request, fresh_id, context.time_remaining(), tenant, trace_context(headers))
-        except InvalidArgument:
+        except (InvalidArgument, Unauthenticated):
             self._core.refuse_unread()
             raise
 
@@ -95,6 +97,7 @@ class GenerationService:
 
     async def tokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> generation_pb2.TokenizeResponse:
         async with _errors_as_status(context, new_request_id()):
+            self._core.authenticate(_authorization(context))
             request = codec.parse(generation_pb2.TokenizeRequest, raw)
             self._core.check_model(request.model)
             # In a thread: a long text takes a while, and streams must go on meanwhile.
@@ -107,6 +110,7 @@ class GenerationService:
 
     async def get_model(self, raw: bytes, context: grpc.aio.ServicerContext) -> generation_pb2.Model:
         async with _errors_as_status(context, new_request_id()):
+            self._core.authenticate(_authorization(context))
             request = codec.parse(generation_pb2.GetModelRequest, raw)
             return codec.model_card_to_proto(self._core.model_card(request.model))
 
@@ -130,22 +134,25 @@ class ControlService:
 
     async def list_replicas(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.Cluster:
         async with _errors_as_status(context, new_request_id()):
+            self._core.authenticate(_authorization(context))
             codec.parse(control_pb2.ListReplicasRequest, raw)
             return control_codec.cluster_to_proto(self._core.cluster())
 
     async def explain_route(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.ExplainRouteResponse:
         async with _errors_as_status(context, new_request_id()):
+            self._core.authenticate(_authorization(context))
             request = codec.parse(control_pb2.ExplainRouteRequest, raw)
             return explanation_to_proto(await self._core.explain(request.request_id))
 
     async def get_scaling(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.Scaling:
         async with _errors_as_status(context, new_request_id()):
+            self._core.authenticate(_authorization(context))
             codec.parse(control_pb2.GetScalingRequest, raw)
             return scaling_codec.scaling_to_proto(self._core.scaling())
 
     async def tune(self, raw: bytes, context: grpc.aio.ServicerContext) -> control_pb2.Scaling:
         async with _errors_as_status(context, new_request_id()):
-            self._core.check_admin(_admin_key(context))
+            self._core.check_admin(key_of_header(_authorization(context)))
             changes, reset = scaling_codec.tune_from_proto(codec.parse(control_pb2.TuneRequest, raw))
             return scaling_codec.scaling_to_proto(await self._core.tune(changes, reset=reset))
 
@@ -256,10 +263,9 @@ def _retry_details(status: grpc.StatusCode, message: str, retry_after_s: float) 
     return bytes(details.SerializeToString())
 
 
-def _admin_key(context: grpc.aio.ServicerContext) -> str | None:
-    metadata = dict(context.invocation_metadata() or ())
-    header = metadata.get("authorization")
-    return key_of_header(header if isinstance(header, str) else None)
+def _authorization(context: grpc.aio.ServicerContext) -> str | None:
+    header = dict(context.invocation_metadata() or ()).get(AUTHORIZATION)
+    return header if isinstance(header, str) else None
 
 
 def _serialize(message: Any) -> bytes:

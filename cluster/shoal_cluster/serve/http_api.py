@@ -15,8 +15,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from shoal_cluster.errors import ErrorKind, ErrorReport
+from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve.call import GatewayCore, ModelCard
 from shoal_cluster.serve.dashboard.page import dashboard_router
+from shoal_cluster.serve.http_access import KeyCheck
 from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_response, until_disconnect
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, CompletionShape, answer_events, whole_answer
@@ -29,7 +31,7 @@ from shoal_replica.errors import ShoalError
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH)
-TENANT_HEADER = "x-tenant"  # takes precedence over the body's `user`
+TENANT_HEADER = "x-tenant"  # takes precedence over the body's `user`; an API key's tenant over both
 KEEP_ALIVE_S = 75  # longer than most load balancers keep idle connections by default: theirs must be closed first
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
 
@@ -45,11 +47,17 @@ class HttpCore(GatewayCore, Protocol):
 def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> FastAPI:
     """The ASGI application. A body above ``max_body_bytes`` gets 413."""
     app = FastAPI(title="Shoal", docs_url="/docs", redoc_url=None)
-    app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes)
+
+    def refuse_unread(path: str) -> None:
+        if path in GENERATE_PATHS:
+            core.refuse_unread()
+
+    app.add_middleware(KeyCheck, core=core, refuse=refuse_unread)
+    app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes)  # around the other
 
     async def refuse(request: Request, error: Exception) -> Response:
-        if request.method == "POST" and request.url.path in GENERATE_PATHS:
-            core.refuse_unread()
+        if request.method == "POST":
+            refuse_unread(request.url.path)
         if isinstance(error, HTTPException):
             return _http_error(error)
         assert isinstance(error, RequestValidationError)
@@ -93,10 +101,12 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
     return app
 
 
-def http_config(core: HttpCore, max_body_bytes: int, shutdown_s: float) -> uvicorn.Config:
+def http_config(core: HttpCore, settings: GatewaySettings, shutdown_s: float) -> uvicorn.Config:
     """The uvicorn configuration that serves the application; open requests have ``shutdown_s`` to end."""
     return uvicorn.Config(
-        build_http_app(core, max_body_bytes),
+        build_http_app(core, settings.max_request_bytes),
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
         log_config=None,
         access_log=False,
         lifespan="on",
@@ -116,7 +126,8 @@ async def _answer(
         if any(map(core.knows_call, {request_id, *(call.request_id for call in calls)})):
             request_id = request.state.request_id = another_id(request_id)
             calls = body.to_calls(request_id)
-        trace, tenant = trace_context(request.headers), request.headers.get(TENANT_HEADER)
+        trace, tenant = trace_context(request.headers), request.state.tenant
+        tenant = request.headers.get(TENANT_HEADER) if tenant is None else tenant
         calls = [replace(call, trace=trace, tenant=call.tenant if tenant is None else tenant) for call in calls]
     except ShoalError as error:
         core.refuse_unread()

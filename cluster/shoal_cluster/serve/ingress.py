@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Awaitable
 
 import grpc
 import uvicorn
 
 from shoal_cluster.addresses import listen
-from shoal_cluster.config import GatewaySettings
+from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http_api import HttpCore, http_config
 from shoal_replica.errors import ConfigError
@@ -54,14 +55,16 @@ class Ingress:
         """Serve ``core`` at the addresses of ``settings``.
 
         Raises:
-            ConfigError: one of them cannot be bound.
+            ConfigError: one of them cannot be bound, or there is no such certificate.
         """
         share_port = settings.num_replicas > 1
+        credentials = _credentials(settings)
         grpc_server, grpc_port = await start_grpc_server(
             core,
             settings.grpc_address,
             settings.max_request_bytes,
             max_call_s=settings.request_timeout_s + UNREAD_S,
+            credentials=credentials,
             share_port=share_port,
         )
         try:
@@ -73,7 +76,7 @@ class Ingress:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
         http_port: int = listener.getsockname()[1]
         shutdown_s = settings.drain_timeout_s + SHUTDOWN_S
-        http_server = uvicorn.Server(http_config(core, settings.max_request_bytes, shutdown_s))
+        http_server = uvicorn.Server(http_config(core, settings, shutdown_s))
         serving = http_server.serve(sockets=[listener])
         http_task = asyncio.get_running_loop().create_task(serving, name="shoal-http")
         return cls(grpc_server, grpc_port, http_server, http_port, http_task, shutdown_s)
@@ -103,3 +106,15 @@ class Ingress:
         for connection in tuple(self._http_server.server_state.connections):
             connection.transport.abort()  # its client does not read: what is written would never leave
         await self._http_task
+
+
+def _credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:
+    """The certificate for TLS, if there is to be TLS. Raises ConfigError for files that are none."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+        pair = settings.tls_key.read_bytes(), settings.tls_cert.read_bytes()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"gateway.tls_cert: {settings.tls_cert} and {settings.tls_key}: {error}") from None
+    return grpc.ssl_server_credentials([pair])

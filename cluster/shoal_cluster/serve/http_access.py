@@ -1,0 +1,43 @@
+"""Lets only callers with a key through to the HTTP routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shoal_cluster.serve.call import GatewayCore
+from shoal_cluster.serve.http_stream import error_response
+from shoal_replica.errors import Unauthenticated
+
+OPEN_PATHS = frozenset({"/healthz"})  # probes have no keys
+CHALLENGE = 'Bearer, Basic realm="Shoal: any name, and an API key as password"'  # a browser asks for the second
+
+
+class KeyCheck:
+    """ASGI middleware. The caller's tenant is at ``request.state.tenant``, None where no key is needed.
+
+    Args:
+        refuse: called with the path of each request that is refused.
+    """
+
+    def __init__(self, app: ASGIApp, core: GatewayCore, refuse: Callable[[str], None]) -> None:
+        self._app = app
+        self._core = core
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            tenant = None
+            if scope["path"] not in OPEN_PATHS:
+                try:
+                    tenant = self._core.authenticate(Headers(scope=scope).get("authorization"))
+                except Unauthenticated as error:
+                    self._refuse(scope["path"])
+                    response = error_response(error, scope["state"]["request_id"])
+                    response.headers["www-authenticate"] = CHALLENGE
+                    await response(scope, receive, send)
+                    return
+            scope["state"]["tenant"] = tenant
+        await self._app(scope, receive, send)

@@ -1,0 +1,203 @@
+"""API keys and TLS: who is let in, in whose name, by both servers and by the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+import pytest
+import trustme
+from fixtures.fake_core import FakeCore
+from fixtures.fake_gateway import ADMIN_KEY, MODEL, FakeGateway
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
+
+from shoal_cluster.cli import app
+from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.commands.gateway_access import GatewayAccess
+from shoal_cluster.config import ClusterConfig
+from shoal_cluster.gateway_settings import GatewaySettings
+from shoal_cluster.serve.access import Access
+from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve.ingress import Ingress
+from shoal_protos import control_pb2, generation_pb2
+from shoal_replica.errors import ConfigError, Unauthenticated, Unavailable
+from shoal_replica.sampling_params import SamplingParams
+
+KEYS = {"alice": "sk-a", "bob": "sk-b"}
+FREE = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
+RPCS = (
+    ("Generation/Generate", generation_pb2.GenerateRequest(text="hi")),
+    ("Generation/Tokenize", generation_pb2.TokenizeRequest(text="hi")),
+    ("Generation/GetModel", generation_pb2.GetModelRequest()),
+    ("Control/ListReplicas", control_pb2.ListReplicasRequest()),
+    ("Control/ExplainRoute", control_pb2.ExplainRouteRequest(request_id="x")),
+    ("Control/GetScaling", control_pb2.GetScalingRequest()),
+)
+
+
+@asynccontextmanager
+async def opened(core: FakeGateway, **settings: object) -> AsyncIterator[Ingress]:
+    ingress = await Ingress.open(core, GatewaySettings(**FREE, **settings))  # type: ignore[arg-type]
+    try:
+        yield ingress
+    finally:
+        await ingress.close(asyncio.sleep(0))
+
+
+def call() -> GenerateCall:
+    return GenerateCall(request_id="a", text="hi", sampling_params=SamplingParams(), tenant="somebody")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> dict[str, Path]:
+    authority = trustme.CA()
+    own = authority.issue_cert("127.0.0.1", "localhost")
+    paths = {name: tmp_path / f"{name}.pem" for name in ("tls_cert", "tls_key", "ca")}
+    own.cert_chain_pems[0].write_to_path(paths["tls_cert"])
+    own.private_key_pem.write_to_path(paths["tls_key"])
+    authority.cert_pem.write_to_path(paths["ca"])
+    return paths
+
+
+async def test_calls_are_made_in_the_name_of_the_keys_tenant() -> None:
+    core = FakeGateway(api_keys=KEYS)
+    async with opened(core) as ingress:
+        for key, tenant in (("sk-a", "alice"), ("sk-b", "bob"), (ADMIN_KEY, "admin")):
+            async with GatewayClient(f"127.0.0.1:{ingress.grpc_port}", GatewayAccess(key)) as client:
+                assert "".join([chunk.text async for chunk in client.generate(call())]) == core.text
+                await client.cluster()
+                await client.scaling()
+            url = f"http://127.0.0.1:{ingress.http_port}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as http:
+                await http.chat.completions.create(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": "hi"}],
+                    user="somebody",
+                    extra_headers={"x-tenant": "somebody"},
+                )
+            assert [made.tenant for made in core.calls] == [tenant] * 2
+            core.calls.clear()
+
+
+@pytest.mark.parametrize("header", [None, "Bearer sk-c", "Bearer", "sk-a", "Basic c2stYQ==", "Basic ?", "Bearer é"])
+async def test_nobody_else_is_let_in(header: str | None) -> None:
+    core = FakeGateway(api_keys=KEYS)
+    headers = [] if header is None else [(b"authorization", header.encode("latin-1"))]
+    async with opened(core) as ingress, httpx.AsyncClient(base_url=f"http://127.0.0.1:{ingress.http_port}") as http:
+        paths = ("/v1/models", "/metrics", "/dashboard", "/dashboard/data", "/docs", "/nowhere", "/dashboard/controls")
+        answers = [await http.get(path, headers=headers) for path in paths]
+        answers += [await http.post(path, json={}, headers=headers) for path in ("/v1/chat/completions", "/v1/models")]
+        for answer in answers:
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"].startswith("Bearer")
+            assert answer.headers["x-request-id"]
+        assert (await http.get("/healthz")).status_code == 200
+        metadata = tuple((name.decode(), header or "") for name, _ in headers) if header and header.isascii() else ()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{ingress.grpc_port}") as channel:
+            for name, request in RPCS:
+                rpc = channel.unary_stream if name.endswith("Generate") else channel.unary_unary
+                made = rpc(f"/shoal.v1.{name}")(request.SerializeToString(), metadata=metadata, timeout=10)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await (anext(aiter(made)) if name.endswith("Generate") else made)  # type: ignore[arg-type]
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+    assert core.calls == []
+    assert core.num_unread == 2  # one chat, one Generate
+
+
+async def test_a_browser_sends_the_key_as_a_password() -> None:
+    async with opened(FakeCore(api_keys=KEYS)) as ingress:
+        url = f"http://127.0.0.1:{ingress.http_port}/dashboard"
+        async with httpx.AsyncClient(auth=("anybody", "sk-b")) as http:
+            assert (await http.get(url)).status_code == 200
+            assert (await http.get(f"{url}/data")).status_code == 200
+            key = {"authorization": f"Bearer {ADMIN_KEY}"}
+            assert (await http.get(f"{url}/controls", headers=key, auth=None)).status_code == 200
+            assert (await http.get(f"{url}/controls")).status_code == 403
+
+
+async def test_tls_serves_both_and_nothing_in_the_clear(certificate: dict[str, Path]) -> None:
+    core = FakeGateway(api_keys=KEYS)
+    own = {name: certificate[name] for name in ("tls_cert", "tls_key")}
+    async with opened(core, **own) as ingress:
+        context = ssl.create_default_context(cafile=certificate["ca"])
+        async with httpx.AsyncClient(verify=context, base_url=f"https://127.0.0.1:{ingress.http_port}") as http:
+            answer = await http.get("/v1/models", headers={"authorization": "Bearer sk-a"})
+            assert answer.status_code == 200
+        address, access = f"127.0.0.1:{ingress.grpc_port}", GatewayAccess("sk-a", certificate["ca"])
+        async with GatewayClient(f"https://{address}", access) as client:
+            assert "".join([chunk.text async for chunk in client.generate(call())]) == core.text
+        for name, how in ((address, access), (f"https://{address}", GatewayAccess("sk-a"))):  # not TLS; unknown CA
+            async with GatewayClient(name, how) as client:
+                with pytest.raises(Unavailable):
+                    await client.cluster()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ingress.http_port}") as http:
+            with pytest.raises(httpx.HTTPError):
+                await http.get("/healthz")
+
+
+async def test_the_commands_take_key_and_authority_from_the_environment(
+    certificate: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {name: certificate[name] for name in ("tls_cert", "tls_key")}
+
+    def shoal(*arguments: str) -> str:
+        result = CliRunner().invoke(app, arguments)
+        return result.output + str(result.exception or "")
+
+    async with opened(FakeCore(api_keys=KEYS), **own) as ingress:
+        status = ("status", "--address", f"https://127.0.0.1:{ingress.grpc_port}")
+        top = ("top", "--once", "--address", f"https://127.0.0.1:{ingress.http_port}")
+        monkeypatch.setenv("SHOAL_TLS_CA", str(certificate["ca"]))
+        for command in (status, top):
+            assert "API key" in await asyncio.to_thread(shoal, *command)
+        monkeypatch.setenv("SHOAL_API_KEY", "sk-b")
+        for command in (status, top):
+            assert "smollm2-135m-instruct" in await asyncio.to_thread(shoal, *command)
+        monkeypatch.setenv("SHOAL_TLS_CA", "/nowhere.pem")
+        for command in (status, top):
+            assert "SHOAL_TLS_CA: /nowhere.pem cannot be read" in await asyncio.to_thread(shoal, *command)
+
+
+def test_without_keys_everybody_may_call() -> None:
+    assert Access({}, "secret").tenant_of(None) is None
+    assert Access({}, None).tenant_of("Bearer x") is None
+    access = Access(KEYS, None)
+    basic = base64.b64encode(b"me:sk-a").decode()
+    assert (access.tenant_of("Bearer sk-b"), access.tenant_of(f"Basic {basic}")) == ("bob", "alice")
+    with pytest.raises(Unauthenticated, match="is needed"):
+        access.tenant_of(None)
+
+
+@pytest.mark.parametrize(
+    ("gateway", "message"),
+    [
+        ({"api_keys": {"a": "x y"}}, "gateway.api_keys.a: a key must be printable ASCII"),
+        ({"api_keys": {"a": ""}}, "gateway.api_keys.a: a key must be printable ASCII"),
+        ({"api_keys": {"a": "x", "b": "x"}}, "api_keys: two tenants have the same key"),
+        ({"api_keys": {"a b": "x"}}, "gateway.api_keys.a b"),
+        ({"tls_cert": "x"}, "tls_cert and tls_key must be given together"),
+    ],
+)
+def test_wrong_settings_are_named_and_keys_are_not_shown(gateway: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        ClusterConfig.from_args({"model": "m", "gateway": gateway})
+    assert "x y" not in str(error.value)
+
+
+async def test_a_certificate_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cert").write_text("no")
+    for name in ("cert", "gone"):
+        with pytest.raises(ConfigError, match=f"gateway.tls_cert: {tmp_path / name}"):
+            await Ingress.open(FakeGateway(), GatewaySettings(**FREE, tls_cert=tmp_path / name, tls_key=tmp_path / "k"))

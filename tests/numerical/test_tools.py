@@ -14,12 +14,12 @@ from tiny_models import EOS_TOKEN_ID, make_checkpoint, make_prompts
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from shoal_cluster.chat.answer_grammar import answer_grammar
 from shoal_cluster.chat.answer_reader import AnswerReader
 from shoal_cluster.chat.chat_format import HERMES, LLAMA, MISTRAL, CallFormat, ChatFormat
 from shoal_cluster.chat.chats import Chats
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse
-from shoal_cluster.chat.tool_grammar import tool_grammar
 from shoal_replica import LLM, SamplingParams
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
@@ -131,14 +131,14 @@ def test_an_answer_that_must_call_only_calls(marks: str, call_format: CallFormat
     called, both = spell(call_format, [CITY]), spell(call_format, [CITY, (CLOCK.name, {})])
     for parallel in (True, False):
         use = ToolUse(TOOLS, REQUIRED, parallel=parallel)
-        structure = tool_grammar(ChatFormat(call_format, True, False), use, forms.special_id)
+        structure = answer_grammar(ChatFormat(call_format, True, False), use, forms.special_id)
         assert structure is not None
         assert forms.accepts(structure, called)
         assert forms.accepts(structure, both) == parallel
         wrong = (called.replace("Ulm", 'Ulm", "x": "'), called.replace(WEATHER.name, "get"), called[:-1], "No.", "")
         assert not any(forms.accepts(structure, text) for text in wrong)
     named = ToolUse(TOOLS, REQUIRED, named=CLOCK.name, parallel=False)
-    structure = tool_grammar(ChatFormat(call_format, True, False), named, forms.special_id)
+    structure = answer_grammar(ChatFormat(call_format, True, False), named, forms.special_id)
     assert structure is not None
     assert not forms.accepts(structure, called)
     assert forms.accepts(structure, spell(call_format, [(CLOCK.name, {})]))
@@ -152,7 +152,7 @@ def test_calls_of_strict_tools_match_and_all_else_is_free(
 ) -> None:
     forms = Forms(request.getfixturevalue(marks))
     chat_format = ChatFormat(call_format, True, reasons)
-    structure = tool_grammar(chat_format, ToolUse(STRICT), forms.special_id)
+    structure = answer_grammar(chat_format, ToolUse(STRICT), forms.special_id)
     assert structure is not None
     called, loose = spell(call_format, [CITY]), spell(call_format, [(CLOCK.name, {"zone": 1})])
     texts = ["", "Yes.", "a <tool_cal b", called, loose, spell(call_format, [CITY, CITY])]
@@ -162,8 +162,8 @@ def test_calls_of_strict_tools_match_and_all_else_is_free(
     wrong = [called.replace('"Ulm"', "1"), spell(call_format, [CITY]).replace("city", "town")]
     wrong += [f"<think>Hm</think>{text}" for text in wrong] if reasons else []
     assert not any(forms.accepts(structure, text) for text in wrong)
-    assert tool_grammar(chat_format, ToolUse(TOOLS), forms.special_id) is None
-    assert tool_grammar(chat_format, ToolUse(STRICT, NONE), forms.special_id) is None
+    assert answer_grammar(chat_format, ToolUse(TOOLS), forms.special_id) is None
+    assert answer_grammar(chat_format, ToolUse(STRICT, NONE), forms.special_id) is None
 
 
 @pytest.mark.parametrize("marks", ["folder", "marked"])
@@ -173,15 +173,15 @@ def test_an_answer_is_json_or_calls(marks: str, call_format: CallFormat, request
     answer = StructuredOutput.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})
     if call_format is LLAMA and marks == "folder":  # nothing would tell a call from an answer
         with pytest.raises(InvalidArgument, match="where its answer must be JSON"):
-            tool_grammar(ChatFormat(LLAMA, True, False), ToolUse(TOOLS), forms.special_id, answer=answer)
+            answer_grammar(ChatFormat(LLAMA, True, False), ToolUse(TOOLS), forms.special_id, answer=answer)
         return
-    structure = tool_grammar(ChatFormat(call_format, True, False), ToolUse(TOOLS), forms.special_id, answer=answer)
+    structure = answer_grammar(ChatFormat(call_format, True, False), ToolUse(TOOLS), forms.special_id, answer=answer)
     assert structure is not None
     assert forms.accepts(structure, '{"a": 1}')
     assert forms.accepts(structure, ("<|python_tag|>" if call_format is LLAMA else "") + spell(call_format, [CITY]))
     assert not forms.accepts(structure, "Yes.")
     with pytest.raises(InvalidArgument, match="must match a regex"):
-        tool_grammar(
+        answer_grammar(
             ChatFormat(call_format, True, False), ToolUse(TOOLS), forms.special_id, answer=StructuredOutput(REGEX, "a")
         )
 
@@ -189,10 +189,29 @@ def test_an_answer_is_json_or_calls(marks: str, call_format: CallFormat, request
 def test_reasoning_that_the_prompt_has_begun_comes_first(folder: Path) -> None:
     forms = Forms(folder)
     use = ToolUse(TOOLS, REQUIRED)
-    structure = tool_grammar(ChatFormat(HERMES, True, True), use, forms.special_id, is_reasoning=True)
+    structure = answer_grammar(ChatFormat(HERMES, True, True), use, forms.special_id, is_reasoning=True)
     assert structure is not None
     assert forms.accepts(structure, f"Hm.\n</think>\n\n{spell(HERMES, [CITY])}")
     assert not forms.accepts(structure, spell(HERMES, [CITY]))
+
+
+@pytest.mark.parametrize("marks", ["folder", "marked"])
+@pytest.mark.parametrize("is_reasoning", [False, True])
+def test_json_comes_after_reasoning(marks: str, is_reasoning: bool, request: Any) -> None:
+    forms = Forms(request.getfixturevalue(marks))
+    answer = StructuredOutput.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+    thinks = ChatFormat(HERMES, True, True)
+    for use in (None, ToolUse(TOOLS), ToolUse(TOOLS, NONE)):
+        structure = answer_grammar(thinks, use, forms.special_id, answer=answer, is_reasoning=is_reasoning)
+        assert structure is not None
+        assert forms.accepts(structure, '{"a": 1}') != is_reasoning
+        assert forms.accepts(structure, f'{"" if is_reasoning else "<think>"}Hm {{.</think>\n\n{{"a": 1}}')
+        assert not forms.accepts(structure, f"{'' if is_reasoning else '<think>'}Hm.</think>Yes.")
+    regex = StructuredOutput(REGEX, "a+")
+    assert answer_grammar(thinks, None, forms.special_id, answer=regex, is_reasoning=is_reasoning) is regex
+    plain = ChatFormat(HERMES, True, False)
+    assert answer_grammar(plain, None, forms.special_id, answer=answer) is answer
+    assert answer_grammar(plain, None, forms.special_id) is None
 
 
 def test_what_a_schema_asks_for_and_nobody_can_enforce_is_refused_by_name(folder: Path) -> None:

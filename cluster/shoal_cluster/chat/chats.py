@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from shoal_cluster.chat.answer_grammar import answer_grammar
 from shoal_cluster.chat.answer_reader import AnswerReader
 from shoal_cluster.chat.chat_format import THINK, ChatFormat
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import ToolUse
-from shoal_cluster.chat.tool_grammar import tool_grammar
 from shoal_cluster.chat.tool_prompt import turns_with_tools
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.structured_output import StructuredOutput
+from shoal_replica.structured_output import JSON_SCHEMA, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
 
 
@@ -43,26 +43,28 @@ class Chats:
             return self._tokenizer.apply_chat_template(turns, [tool.definition() for tool in tools], options)
         return self._tokenizer.apply_chat_template(turns_with_tools(messages, tools), (), options)
 
-    def structure(self, prompt: str, use: ToolUse, answer: StructuredOutput | None) -> StructuredOutput | None:
-        """What the answer must match where there are tools, and where it must match ``answer`` unless it calls them.
+    def structure(self, prompt: str, use: ToolUse | None, answer: StructuredOutput | None) -> StructuredOutput | None:
+        """What the text after ``prompt`` must match, if it must be ``answer`` where it does not call tools.
 
         Raises:
             InvalidArgument: a tool's schema is not supported, or ``answer`` cannot be had together with tools.
         """
         is_reasoning = self._is_reasoning(prompt)
-        structure = tool_grammar(self._format, use, self._special_id, answer=answer, is_reasoning=is_reasoning)
+        structure = answer_grammar(self._format, use, self._special_id, answer=answer, is_reasoning=is_reasoning)
         if structure is not None and structure is not answer:
             try:
                 self._forms.check(structure)
             except InvalidArgument as error:
-                names = [tool.name for tool in use.callable]
-                raise InvalidArgument("tools", names, error.limit) from None
+                if use is None:
+                    raise
+                raise InvalidArgument("tools", [tool.name for tool in use.callable], error.limit) from None
         return structure
 
     def reader(self, prompt: str, use: ToolUse | None, answer: StructuredOutput | None) -> AnswerReader | None:
         """A reader for one sequence after ``prompt``; None if its text is all content."""
-        calls = use is not None and bool(use.callable)
-        if not calls and (answer is not None or not self._format.reasons):
+        has_tools = use is not None and bool(use.callable)
+        has_reasoning = self._format.reasons and (answer is None or answer.kind == JSON_SCHEMA)
+        if not (has_tools or has_reasoning):
             return None
         return AnswerReader(self._format, use, is_reasoning=self._is_reasoning(prompt))
 

@@ -75,7 +75,7 @@ class RequestMaker:
             await asyncio.to_thread(self._grammars.check, answer)
         readers: list[AnswerReader] = []
         if call.messages is not None:
-            if call.tools is not None:
+            if call.tools is not None or answer is not None:
                 structure = await asyncio.to_thread(self._chats.structure, prompt, call.tools, answer)
                 params = params if structure is answer else replace(params, structured_output=structure)
             found = [self._chats.reader(prompt, call.tools, answer) for _ in range(params.n)]

@@ -1,4 +1,4 @@
-"""The grammar of an answer that must call tools, or whose calls must match their schemas."""
+"""The grammar of an answer to messages: of calls that must match their schemas, and of JSON after reasoning."""
 
 from __future__ import annotations
 
@@ -20,40 +20,47 @@ SpecialId = Callable[[str], int | None]
 """The id of a text that is a token of its own, which no text of a grammar can spell; else None."""
 
 
-def tool_grammar(
+def answer_grammar(
     chat_format: ChatFormat,
-    use: ToolUse,
+    use: ToolUse | None,
     special_id: SpecialId,
     *,
     answer: StructuredOutput | None = None,
     is_reasoning: bool = False,
 ) -> StructuredOutput | None:
-    """What the answer must match, in Lark's notation with llguidance's extensions; None if it may be anything.
+    """What an answer must match, in Lark's notation with llguidance's extensions; None if it may be anything.
 
     A call that the choice requires matches its tool's schema. Where the model may choose, only the calls of strict
-    tools have to, and other text may come before them. Reasoning is free in either case.
+    tools have to, and other text may come before them. Reasoning comes first and is free, but for an ``answer`` that is
+    not JSON.
 
     Args:
-        answer: the JSON that an answer must be unless it calls tools.
+        answer: what the answer must be unless it calls tools.
         is_reasoning: the prompt ends within reasoning.
 
     Raises:
-        InvalidArgument: ``answer`` is another form than JSON.
+        InvalidArgument: there are tools, and ``answer`` is another form than JSON.
     """
-    tools, is_required = use.callable, use.mode == REQUIRED
-    if not tools or not (is_required or answer is not None or any(tool.strict for tool in tools)):
+    tools = () if use is None else use.callable
+    is_required, is_parallel = use is not None and use.mode == REQUIRED, use is None or use.parallel
+    thinks = is_reasoning or chat_format.reasons
+    if not tools and (answer is None or answer.kind != JSON_SCHEMA or not thinks):
         return answer
+    if tools and answer is None and not (is_required or any(tool.strict for tool in tools)):
+        return None
     rules = [_call(number, tool, chat_format.calls.arguments_key, is_required) for number, tool in enumerate(tools)]
-    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    rules += _calls(chat_format.calls, special_id, use.parallel)
-    start = "calls"
-    if not is_required and answer is not None:
-        start = f"{_apart(chat_format.calls, special_id)} calls | answer"
+    if tools:
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+        rules += _calls(chat_format.calls, special_id, is_parallel)
+    if is_required:
+        start = "calls"
+    elif answer is not None:
+        start = f"{_apart(chat_format.calls, special_id)} calls | answer" if tools else "answer"
         rules.append(f"answer: %json {_json_schema(answer)}")
-    elif not is_required:
-        start, free = _or_text(chat_format, special_id, use.parallel)
+    else:
+        start, free = _or_text(chat_format, special_id, is_parallel)
         rules += free
-    if is_reasoning or chat_format.reasons:
+    if thinks:
         rules.append(_until("thought", ANYTHING, END_OF_THINK, special_id))
         first = f"thought {GAP}" if is_reasoning else f"({_spelled(THINK, special_id)} thought {GAP})?"
         start = f"{first} ({start})"

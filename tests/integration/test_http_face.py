@@ -19,6 +19,7 @@ from fixtures.fake_gateway import ADAPTER, MODEL, TOKENIZER, FakeGateway
 from fixtures.tool_formats import WEATHER
 from fixtures.waiting import DEADLINE_S, until
 
+from shoal_cluster.chat.message import Message
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.http_api import build_http_app
@@ -32,7 +33,7 @@ MAX_BODY_BYTES = 64 * 1024
 HI = [{"role": "user", "content": "hi"}]
 
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for all: starting and stopping it is slow
 
@@ -348,6 +349,110 @@ async def test_tool_calls_in_a_stream(client: openai.AsyncOpenAI, core: FakeGate
     assert len(parts) > 2 * len('{"city": "Ulm"}') - 4  # token by token
 
 
+async def test_a_response(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    told = await client.responses.create(
+        model=MODEL,
+        input="hi",
+        instructions="Be brief.",
+        max_output_tokens=40,
+        top_logprobs=1,
+        include=["message.output_text.logprobs"],
+        metadata={"a": "b"},
+        user="me",
+        reasoning={"effort": "low"},
+    )
+    assert (told.output_text, told.status, told.model, told.metadata) == (core.text, "completed", MODEL, {"a": "b"})
+    (item,) = told.output
+    assert item.type == "message"
+    assert item.content[0].type == "output_text"
+    assert item.content[0].logprobs is not None
+    assert len(item.content[0].logprobs) == len(TOKENIZER.encode(core.text))
+    assert told.usage is not None
+    assert told.usage.output_tokens == len(TOKENIZER.encode(core.text))
+    assert told.usage.input_tokens_details.cached_tokens == 2
+    (call,) = core.calls
+    assert told.id == f"resp_{call.request_id}"
+    assert call.messages == (Message("system", "Be brief."), Message("user", "hi"))
+    assert (call.tenant, call.sampling_params.max_tokens) == ("me", 40)
+    assert call.template_options == {"reasoning_effort": "low"}
+    cut = await client.responses.create(model=MODEL, input="hi", max_output_tokens=3)
+    assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+RESPONSE_TOOL: Any = {"type": "function", "name": WEATHER.name, "parameters": WEATHER.parameters, "strict": False}
+
+
+async def test_a_response_in_a_stream(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    core.text = f"{CALLS} And so on."
+    async with client.responses.stream(model=MODEL, input="hi", tools=[RESPONSE_TOOL]) as stream:
+        events = [event async for event in stream]
+        told = await stream.get_final_response()
+    whole = await client.responses.create(model=MODEL, input="hi", tools=[RESPONSE_TOOL])
+    for each in (told, whole):
+        thought, said, *calls, last = each.output
+        assert thought.type == "reasoning"
+        assert thought.content is not None
+        assert thought.content[0].text == "Two."
+        assert [item.content[0].text for item in (said, last)] == ["Let me see.", "\nAnd so on."]  # type: ignore[union-attr]
+        assert [(c.name, json.loads(c.arguments)["city"]) for c in calls] == [  # type: ignore[union-attr]
+            (WEATHER.name, "Köln"),
+            (WEATHER.name, "Ulm"),
+        ]
+        assert all(item.status == "completed" for item in each.output)  # type: ignore[union-attr]
+        assert len({item.id for item in each.output}) == 5  # type: ignore[union-attr]
+        assert each.usage is not None
+        assert 0 < each.usage.output_tokens_details.reasoning_tokens < 30
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.done") == 5
+    assert kinds.count("response.function_call_arguments.done") == 2
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Let me see.\nAnd so on."
+
+
+async def test_a_response_goes_on_with_what_was_called(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    core.text, core.max_model_len = CALLS, 1024
+    first = await client.responses.create(model=MODEL, input="hi", tools=[RESPONSE_TOOL])
+    calls = [item for item in first.output if item.type == "function_call"]
+    results: list[Any] = [{"type": "function_call_output", "call_id": c.call_id, "output": "rain"} for c in calls]
+    history: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        *(item.model_dump() for item in first.output),
+        *results,
+    ]
+    named: Any = {"type": "function", "name": WEATHER.name}
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+    await client.responses.create(
+        model=MODEL, input=history, tools=[RESPONSE_TOOL], tool_choice=named, text=form, instructions="Rule."
+    )
+    call = core.calls[-1]
+    assert call.messages is not None
+    system, asked, said, *told = call.messages
+    assert system == Message("system", "Rule.\n\nBe brief.")
+    assert asked == Message("user", "hi")
+    assert (said.content, said.reasoning) == ("Let me see.", "Two.")
+    assert [made.call_id for made in said.tool_calls] == [c.call_id for c in calls]
+    assert [(m.role, m.content, m.tool_call_id) for m in told] == [("tool", "rain", c.call_id) for c in calls]
+    assert call.tools is not None
+    assert (call.tools.named, call.tools.parallel) == (WEATHER.name, False)
+    assert call.sampling_params.structured_output == StructuredOutput.json_schema({"type": "object"})
+
+
+async def test_a_response_that_fails_says_so(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    core.error = Unavailable("gone")
+    body = {"input": "hi", "stream": True}
+    assert (await http.post(RESPONSES, json=body)).status_code == 503
+    core.error_after = 2
+    told = (await http.post(RESPONSES, json=body)).text
+    last = json.loads(told.rstrip().rpartition("data: ")[2])
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "unavailable", "message": "gone"}
+
+
 async def test_an_answer_without_calls_is_as_without_tools(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
     answer = await client.chat.completions.create(model=MODEL, messages=HI, tools=[TOOL], tool_choice="auto")
     (choice,) = answer.choices
@@ -506,6 +611,29 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
             "must be one of the tools: get_weather",
         ),
         (CHAT, {"messages": HI, "functions": [{}]}, 400, "functions", "not supported"),
+        (RESPONSES, {"input": []}, 400, "input", "at least one item"),
+        (RESPONSES, {"input": ""}, 400, "input", "at least one item"),
+        (RESPONSES, {}, 400, "input", "field required"),
+        (RESPONSES, {"input": "hi", "previous_response_id": "x"}, 400, "previous_response_id", "not supported"),
+        (RESPONSES, {"input": "hi", "n": 2}, 400, "n", "only 1"),
+        (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, 400, "tools.0.type", "should be 'function'"),
+        (RESPONSES, {"input": [{"type": "item_reference"}]}, 400, "input.0.type", "only messages, function calls"),
+        (RESPONSES, {"input": [{"content": "x"}]}, 400, "input.0.role", "must be set"),
+        (RESPONSES, {"input": [{"role": "user"}]}, 400, "input.0.content", "must be a string"),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            400,
+            "input.0.content",
+            "only parts of text",
+        ),
+        (
+            RESPONSES,
+            {"input": "hi", "text": {"format": {"type": "json_schema"}}},
+            400,
+            "text.format.schema",
+            "must be set",
+        ),
         (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format.type", "'json_object' or"),
         (
             CHAT,
@@ -604,7 +732,7 @@ async def test_bad_input_has_openais_error_body(
     assert "\n" not in error["message"]
     assert answer.headers["x-request-id"]
     # The core counts the requests that it refuses; any other bad request is reported to it, once.
-    assert core.num_unread == (path in (CHAT, COMPLETION) and not core.num_refused)
+    assert core.num_unread == (path in (CHAT, COMPLETION, RESPONSES) and not core.num_refused)
 
 
 @pytest.mark.parametrize(

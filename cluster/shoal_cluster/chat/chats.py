@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from shoal_cluster.chat.answer_grammar import answer_grammar
@@ -14,6 +15,8 @@ from shoal_cluster.chat.tool_prompt import turns_with_tools
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.structured_output import JSON_SCHEMA, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
+
+SYSTEM, DEVELOPER = "system", "developer"  # OpenAI's newer name, which few templates know
 
 
 class Forms(Protocol):
@@ -31,6 +34,8 @@ class Chats:
         self._tokenizer = tokenizer
         self._forms = forms
         self._format = ChatFormat.of(tokenizer.chat_template)
+        template = tokenizer.chat_template
+        self._knows_developers = template is not None and DEVELOPER in template.source
         self.shown = tokenizer.special_ids(self._format.markers)
 
     def prompt(
@@ -38,6 +43,8 @@ class Chats:
     ) -> str:
         """The text that the model goes on after. Raises InvalidArgument as ``Tokenizer.apply_chat_template`` does."""
         tools = () if use is None or not use.callable else use.tools
+        if not self._knows_developers:
+            messages = [replace(m, role=SYSTEM) if m.role == DEVELOPER else m for m in messages]
         if self._format.takes_tools:
             turns = [message.turn() for message in messages]
             return self._tokenizer.apply_chat_template(turns, [tool.definition() for tool in tools], options)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -16,21 +16,25 @@ from starlette.responses import JSONResponse
 
 from shoal_cluster.errors import ErrorKind, ErrorReport
 from shoal_cluster.gateway_settings import GatewaySettings
-from shoal_cluster.serve.call import GatewayCore, ModelCard
+from shoal_cluster.serve.call import GatewayCore, GenerateCall, ModelCard
 from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.http_access import KeyCheck
 from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_response, until_disconnect
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
-from shoal_cluster.serve.openai_answers import AnswerShape, ChatShape, CompletionShape, answer_events, whole_answer
+from shoal_cluster.serve.openai_answers import ChatShape, ChoiceAnswers, CompletionShape, Json
 from shoal_cluster.serve.openai_chat import ChatRequest
-from shoal_cluster.serve.openai_types import CompletionRequest
+from shoal_cluster.serve.openai_types import CompletionRequest, RequestBody
 from shoal_cluster.serve.request_id import another_id
+from shoal_cluster.serve.responses_answers import ResponsesAnswers
+from shoal_cluster.serve.responses_types import ResponsesRequest
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import ShoalError
 
+B = TypeVar("B", bound=RequestBody, contravariant=True)
+
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
-CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
-GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH)
+CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH)
 TENANT_HEADER = "x-tenant"  # takes precedence over the body's `user`; an API key's tenant over both
 KEEP_ALIVE_S = 75  # longer than most load balancers keep idle connections by default: theirs must be closed first
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
@@ -42,6 +46,18 @@ class HttpCore(GatewayCore, Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for."""
         ...
+
+
+class Answers(Protocol[B]):
+    """Runs the calls of a body, and answers with one JSON object or with server-sent events."""
+
+    def whole(
+        self, core: GatewayCore, calls: Sequence[GenerateCall], body: B, request_id: str, model: str
+    ) -> Coroutine[Any, Any, Json]: ...
+
+    def events(
+        self, core: GatewayCore, calls: Sequence[GenerateCall], body: B, request_id: str, model: str
+    ) -> AsyncGenerator[bytes, None]: ...
 
 
 def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> FastAPI:
@@ -67,15 +83,21 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
     app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.include_router(dashboard_router(core))
-    chat_shape, completion_shape = ChatShape(core.token_bytes), CompletionShape(core.token_bytes)
+    shape = ChatShape(core.token_bytes)
+    chats, completions = ChoiceAnswers(shape), ChoiceAnswers(CompletionShape(core.token_bytes))
+    responses = ResponsesAnswers(shape)
 
     @app.post(CHAT_PATH)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        return await _answer(core, body, request, chat_shape)
+        return await _answer(core, body, request, chats)
 
     @app.post(COMPLETION_PATH)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        return await _answer(core, body, request, completion_shape)
+        return await _answer(core, body, request, completions)
+
+    @app.post(RESPONSES_PATH)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        return await _answer(core, body, request, responses)
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -115,9 +137,7 @@ def http_config(core: HttpCore, settings: GatewaySettings, shutdown_s: float) ->
     )
 
 
-async def _answer(
-    core: GatewayCore, body: ChatRequest | CompletionRequest, request: Request, shape: AnswerShape
-) -> Response:
+async def _answer(core: GatewayCore, body: B, request: Request, answers: Answers[B]) -> Response:
     """Run the body's calls. Whatever ends them early, a disconnect included, closes the core's streams."""
     request_id: str = request.state.request_id
     try:
@@ -135,9 +155,8 @@ async def _answer(
     try:
         model = core.model_card(body.model).name
         if body.stream:
-            events = answer_events(core, calls, shape, request_id, model, body.include_usage)
-            return EventStream(events, request_id)
-        answer = whole_answer(core, calls, shape, request_id, model)
+            return EventStream(answers.events(core, calls, body, request_id, model), request_id)
+        answer = answers.whole(core, calls, body, request_id, model)
         return JSONResponse(await until_disconnect(request.receive, answer))
     except ClientDisconnect:
         raise

@@ -12,6 +12,7 @@ import msgspec
 from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.serve.call import CHAT_ID, COMPLETION_ID, Chunk, GatewayCore, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
+from shoal_cluster.serve.openai_types import RequestBody
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 
@@ -165,67 +166,72 @@ class _UsageSum:
         }
 
 
-async def whole_answer(
-    core: GatewayCore, calls: Sequence[GenerateCall], shape: AnswerShape, request_id: str, model: str
-) -> Json:
-    """Run ``calls`` to their end and return one body. Choices are numbered prompt by prompt."""
-    params = calls[0].sampling_params
-    choices = [Choice() for _ in range(params.n * len(calls))]
-    usage = _UsageSum()
-    async with open_merged_chunks(core, calls) as chunks:
-        async for number, chunk in chunks:
-            choices[number * params.n + chunk.index].add(chunk)
-            if chunk.usage is not None:
-                usage.usages.append(chunk.usage)
-    bodies = [
-        shape.whole(index, choice, None if params.logprobs is None else shape.logprobs(choice.logprobs, 0)[0])
-        for index, choice in enumerate(choices)
-    ]
-    return _head(shape.whole_object, shape, request_id, model) | {"choices": bodies, "usage": usage.body()}
+class ChoiceAnswers:
+    """Answers chats, or completions, by choices."""
+
+    def __init__(self, shape: AnswerShape) -> None:
+        self._shape = shape
+
+    async def whole(
+        self, core: GatewayCore, calls: Sequence[GenerateCall], body: RequestBody, request_id: str, model: str
+    ) -> Json:
+        """Run ``calls`` to their end and return one body. Choices are numbered prompt by prompt."""
+        shape, params = self._shape, calls[0].sampling_params
+        choices = [Choice() for _ in range(params.n * len(calls))]
+        usage = _UsageSum()
+        async with open_merged_chunks(core, calls) as chunks:
+            async for number, chunk in chunks:
+                choices[number * params.n + chunk.index].add(chunk)
+                if chunk.usage is not None:
+                    usage.usages.append(chunk.usage)
+        bodies = [
+            shape.whole(index, choice, None if params.logprobs is None else shape.logprobs(choice.logprobs, 0)[0])
+            for index, choice in enumerate(choices)
+        ]
+        return _head(shape.whole_object, shape, request_id, model) | {"choices": bodies, "usage": usage.body()}
+
+    async def events(
+        self, core: GatewayCore, calls: Sequence[GenerateCall], body: RequestBody, request_id: str, model: str
+    ) -> AsyncGenerator[bytes, None]:
+        """Run ``calls``; yields server-sent events as chunks come. Closing the generator cancels the calls."""
+        shape, params, include_usage = self._shape, calls[0].sampling_params, body.include_usage
+        head = _head(shape.event_object, shape, request_id, model)
+        if include_usage:
+            head["usage"] = None
+        offsets: dict[int, int] = {}
+        have_called: set[int] = set()
+        usage = _UsageSum()
+        async with open_merged_chunks(core, calls) as chunks:
+            async for number, chunk in chunks:
+                index = number * params.n + chunk.index
+                events = b""
+                if index not in offsets:
+                    offsets[index] = 0
+                    opening = shape.opening(index)
+                    if opening is not None:
+                        events = event(head | {"choices": [opening]})
+                logprobs = None
+                if chunk.logprobs:
+                    logprobs, offsets[index] = shape.logprobs(chunk.logprobs, offsets[index])
+                if chunk.tool_calls:
+                    have_called.add(index)
+                if chunk.text or logprobs or chunk.finish_reason or chunk.reasoning or chunk.tool_calls:
+                    events += event(head | {"choices": [shape.delta(index, chunk, logprobs, index in have_called)]})
+                if events:
+                    yield events  # together: a write for each event costs more than all else here
+                if chunk.usage is not None:
+                    usage.usages.append(chunk.usage)
+        yield (event(head | {"choices": [], "usage": usage.body()}) if include_usage else b"") + DONE
 
 
-async def answer_events(
-    core: GatewayCore,
-    calls: Sequence[GenerateCall],
-    shape: AnswerShape,
-    request_id: str,
-    model: str,
-    include_usage: bool,
-) -> AsyncGenerator[bytes, None]:
-    """Run ``calls``; yields server-sent events as chunks come. Closing the generator cancels the calls."""
-    params = calls[0].sampling_params
-    head = _head(shape.event_object, shape, request_id, model)
-    if include_usage:
-        head["usage"] = None
-    offsets: dict[int, int] = {}
-    have_called: set[int] = set()
-    usage = _UsageSum()
-    async with open_merged_chunks(core, calls) as chunks:
-        async for number, chunk in chunks:
-            index = number * params.n + chunk.index
-            events = b""
-            if index not in offsets:
-                offsets[index] = 0
-                opening = shape.opening(index)
-                if opening is not None:
-                    events = event(head | {"choices": [opening]})
-            logprobs = None
-            if chunk.logprobs:
-                logprobs, offsets[index] = shape.logprobs(chunk.logprobs, offsets[index])
-            if chunk.tool_calls:
-                have_called.add(index)
-            if chunk.text or logprobs or chunk.finish_reason or chunk.reasoning or chunk.tool_calls:
-                events += event(head | {"choices": [shape.delta(index, chunk, logprobs, index in have_called)]})
-            if events:
-                yield events  # together: a write for each event costs more than all else here
-            if chunk.usage is not None:
-                usage.usages.append(chunk.usage)
-    yield (event(head | {"choices": [], "usage": usage.body()}) if include_usage else b"") + DONE
+def encode(body: Json) -> bytes:
+    """As JSON."""
+    return _encoder.encode(body)
 
 
 def event(body: Json) -> bytes:
     """One server-sent event."""
-    return b"data: " + _encoder.encode(body) + b"\n\n"
+    return b"data: " + encode(body) + b"\n\n"
 
 
 def _reasoning(text: str) -> Json:

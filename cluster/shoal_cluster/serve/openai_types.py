@@ -8,6 +8,7 @@ would change the answer in OpenAI's and vLLM's APIs but is not supported here is
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -81,6 +82,10 @@ class RequestBody(Body):
     include_stop_str_in_output: Unsupported = None
     prompt_logprobs: Annotated[Any, only()] = None  # 0 asks for some, too
     skip_special_tokens: Annotated[Any, only(True)] = None
+
+    @abstractmethod
+    def to_calls(self, request_id: str) -> list[GenerateCall]:
+        """The calls that the body asks for. Raises InvalidArgument."""
 
     @property
     def include_usage(self) -> bool:

@@ -1,0 +1,182 @@
+"""The body of OpenAI's `/v1/responses`, and the call that it becomes.
+
+Nothing is kept between responses: a client sends the whole conversation as `input`. vLLM's extra fields are those of
+`openai_types.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.tool import AUTO, REQUIRED, Tool, ToolCall, ToolUse
+from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null, only
+from shoal_cluster.serve.openai_types import RequestBody
+from shoal_replica.errors import InvalidArgument
+from shoal_replica.sampling_params import MAX_LOGPROBS
+from shoal_replica.structured_output import StructuredOutput
+
+LOGPROBS = "message.output_text.logprobs"
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class Part(Body):
+    type: Text
+    text: Text = ""
+
+
+class Item(Body):
+    """An item of the conversation: a message, a call, its result, or reasoning."""
+
+    type: TextOrNull = ""
+    role: TextOrNull = ""
+    content: Text | list[Part] | None = None
+    call_id: TextOrNull = ""
+    name: TextOrNull = ""
+    arguments: TextOrNull = ""
+    output: Text | list[Part] | None = None
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: Text
+    description: TextOrNull = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: Text
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: TextOrNull = ""
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # answers match in either case
+
+
+class TextSettings(Body):
+    format: TextFormat | None = None
+
+
+class Reasoning(Body):
+    effort: Text | None = None
+
+
+class ResponsesRequest(RequestBody):
+    """`POST /v1/responses`."""
+
+    input: Text | list[Item]
+    instructions: TextOrNull = ""
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    include: list[Text] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    metadata: Annotated[dict[str, Any], instead_of_null({})] = Field(default_factory=dict)
+    chat_template_kwargs: dict[Text, Any] | None = None
+    n: Annotated[Any, only(1)] = None
+    truncation: Annotated[Any, only("disabled")] = None
+    response_format: Unsupported = None
+    previous_response_id: Unsupported = None
+    conversation: Unsupported = None
+    background: Unsupported = None
+    prompt: Unsupported = None
+    max_tool_calls: Unsupported = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def to_calls(self, request_id: str) -> list[GenerateCall]:
+        """The body's only call, in a list. Raises InvalidArgument."""
+        messages = _messages(self.instructions, self.input)
+        if not messages:
+            raise InvalidArgument("input", [], "must have at least one item")
+        options = dict(self.chat_template_kwargs or {})
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            options.setdefault("reasoning_effort", self.reasoning.effort)
+        max_tokens = self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+        call = GenerateCall(
+            request_id=request_id,
+            sampling_params=self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.has_logprobs else None),
+            model=self.model,
+            messages=messages,
+            tools=self._tool_use(),
+            template_options=options,
+            priority=self.priority,
+            tenant=self.user,
+            cache_salt=self.cache_salt,
+        )
+        return [call]
+
+    def _tool_use(self) -> ToolUse | None:
+        if not self.tools and self.tool_choice in (None, "auto", "none"):
+            return None
+        named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else ""
+        mode = REQUIRED if isinstance(self.tool_choice, NamedFunction) else self.tool_choice or AUTO
+        tools = [Tool(of.name, of.description, of.parameters or {}, bool(of.strict)) for of in self.tools or ()]
+        return ToolUse(tuple(tools), mode, named, parallel=self.parallel_tool_calls is not False and not named)
+
+    def _structured_output(self) -> StructuredOutput | None:
+        form = None if self.text is None else self.text.format
+        if form is None or form.type == "text":
+            return super()._structured_output()
+        if form.type == "json_object":
+            return StructuredOutput.json_object()
+        if form.json_schema is None:
+            raise InvalidArgument("text.format.schema", None, "must be set")
+        return StructuredOutput.json_schema(form.json_schema)
+
+
+def _messages(instructions: str, given: str | list[Item]) -> tuple[Message, ...]:
+    """The items as turns: what the assistant thought, said and called at a time is one turn."""
+    if isinstance(given, str):
+        given = [Item(role="user", content=given)] if given else []
+    system = [instructions] if instructions else []
+    turns: list[Message] = []
+    thought = ""
+    for position, item in enumerate(given):
+        where = f"input.{position}"
+        kind = item.type or "message"
+        if kind == "reasoning":
+            thought = _text(where, item.content) if item.content else ""
+            continue
+        if kind == "function_call_output":
+            turns.append(Message("tool", _text(f"{where}.output", item.output), tool_call_id=item.call_id))
+            continue
+        if kind not in ("message", "function_call"):
+            raise InvalidArgument(f"{where}.type", kind, "only messages, function calls and reasoning are served")
+        role = "assistant" if kind == "function_call" else item.role
+        if not role:
+            raise InvalidArgument(f"{where}.role", None, "must be set")
+        calls = (ToolCall(item.call_id, item.name, item.arguments or "{}"),) if kind == "function_call" else ()
+        content = "" if calls else _text(f"{where}.content", item.content)
+        if role in ("system", "developer") and not turns:
+            system.append(content)
+        elif role == "assistant" and turns and turns[-1].role == "assistant" and calls and not thought:
+            last = turns.pop()
+            turns.append(Message(role, last.content, (*last.tool_calls, *calls), reasoning=last.reasoning))
+        else:
+            turns.append(Message(role, content, calls, reasoning=thought if role == "assistant" else ""))
+        thought = ""
+    return (*([Message("system", "\n\n".join(system))] if system else []), *turns)
+
+
+def _text(where: str, content: str | list[Part] | None) -> str:
+    if content is None:
+        raise InvalidArgument(where, None, "must be a string or a list of parts")
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in TEXT_PARTS:
+            raise InvalidArgument(where, part.type, "only parts of text are served")
+    return "".join(part.text for part in content)

@@ -26,6 +26,7 @@ from shoal_cluster.commands.gateway_access import GatewayAccess
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve.access import Access
+from shoal_cluster.serve.app import with_keys
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.ingress import Ingress
 from shoal_protos import control_pb2, generation_pb2
@@ -194,6 +195,21 @@ def test_wrong_settings_are_named_and_keys_are_not_shown(gateway: dict[str, obje
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         ClusterConfig.from_args({"model": "m", "gateway": gateway})
     assert "x y" not in str(error.value)
+
+
+def test_keys_come_from_the_environment_unless_the_yaml_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_API_KEYS", "alice=sk-a=1, bob=sk-b")
+    monkeypatch.setenv("SHOAL_ADMIN_KEY", "root")
+    made = with_keys({"gateway": {"num_replicas": 2}})["gateway"]
+    assert made == {"num_replicas": 2, "api_keys": {"alice": "sk-a=1", "bob": "sk-b"}, "admin_key": "root"}
+    assert with_keys({"gateway": {"api_keys": {}}})["gateway"]["api_keys"] == {}
+    for wrong in ("sk-a", "alice=", "=sk-a", "alice=sk-a,"):
+        monkeypatch.setenv("SHOAL_API_KEYS", wrong)
+        with pytest.raises(ConfigError, match="SHOAL_API_KEYS: must be tenant=key pairs"):
+            with_keys({})
+    monkeypatch.delenv("SHOAL_API_KEYS")
+    monkeypatch.delenv("SHOAL_ADMIN_KEY")
+    assert with_keys({"model": "m"}) == {"model": "m"}
 
 
 async def test_a_certificate_that_is_none_is_named(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def build(args: dict[str, Any]) -> Application:
     Raises:
         ConfigError, NotFound: one line that names what is wrong in ``args``.
     """
-    config = ClusterConfig.from_args(_with_keys(args))
+    config = ClusterConfig.from_args(with_keys(args))
     _check_model(config)
     replica, gateway = config.replica, config.gateway
     replicas = serve.deployment(ReplicaServer).options(
@@ -67,7 +67,7 @@ def build(args: dict[str, Any]) -> Application:
     return front.bind(replicas.bind(config), config)
 
 
-def _with_keys(args: dict[str, Any]) -> dict[str, Any]:
+def with_keys(args: dict[str, Any]) -> dict[str, Any]:
     """``args`` with the keys of this process's environment, so that the YAML need not contain them."""
     gateway: Any = args.get("gateway", {})
     found: dict[str, Any] = {}

@@ -19,6 +19,9 @@ from shoal_replica.errors import ConfigError, InvalidArgument
 Turn = Mapping[str, Any]
 """A message as templates read it: ``role``, ``content``, and what a turn with tools has besides."""
 
+MAX_LENGTH = 2**25  # characters of a prompt
+MAX_INDENT = 8
+
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token"})
 """Variables of a template that are not a client's to set."""
 
@@ -60,13 +63,22 @@ class ChatTemplate:
             raise InvalidArgument("chat_template_kwargs", sorted(reserved), "cannot be set by a request")
         template = self._for_tools if tools else self._template
         given = {**(options or {}), "add_generation_prompt": True, **self._special_tokens}
+        given["messages"] = [dict(turn) for turn in messages]
         if tools:
             given["tools"] = [dict(tool) for tool in tools]
+        parts, length = [], 0
         try:
-            return template.render(messages=[dict(turn) for turn in messages], **given)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            for part in template.generate(given):
+                parts.append(part)
+                length += len(part)
+                if length > MAX_LENGTH:
+                    raise ValueError(f"it makes more than {MAX_LENGTH} characters of them")
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a template does with what it is given
             roles = [turn["role"] for turn in messages]
             raise InvalidArgument("messages", roles, f"the model's chat template refuses them: {error}") from None
+        return "".join(parts)
 
 
 class _GenerationTag(Extension):
@@ -104,6 +116,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Replaces Jinja's own filter, which would escape HTML characters."""
+    if isinstance(indent, int) and indent > MAX_INDENT:
+        raise ValueError(f"indent: must be at most {MAX_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -214,7 +214,8 @@ def _multiples(schema: Any) -> Iterator[Decimal]:
         match found.pop():
             case dict() as parts:
                 multiple = parts.get("multipleOf")
-                if isinstance(multiple, int | float) and (number := Decimal(str(multiple))).is_finite():
+                is_number = isinstance(multiple, int | float) and not isinstance(multiple, bool)
+                if is_number and (number := Decimal(str(multiple))).is_finite():
                     yield number
                 found.extend(parts.values())
             case list() as parts:

@@ -271,6 +271,7 @@ def test_stops_end_structured_answers_too(llm):
             "the product of all multipleOf is 994009",
         ),
         (("lark", 'start: %json {"multipleOf": 99991, "multipleOf": 1}'), "has a key twice"),
+        (("json_schema", '{"multipleOf": true}'), "cannot be used"),
         (("lark", 'start: %json/**/{"multipleOf": 99991}'), "a schema in it is not JSON"),
         (("lark", 'start: "a" // %json'), "a schema in it is not JSON"),
         (("json_schema", '{"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}'), "multipleOf is 988027; must be at"),

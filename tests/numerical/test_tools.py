@@ -19,13 +19,16 @@ from shoal_cluster.chat.answer_reader import AnswerReader
 from shoal_cluster.chat.chat_format import HERMES, LLAMA, MISTRAL, CallFormat, ChatFormat
 from shoal_cluster.chat.chats import Chats
 from shoal_cluster.chat.message import Message
-from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse
+from shoal_cluster.chat.tool import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolCall, ToolUse
+from shoal_cluster.serve.call import Chunk, GenerateCall
+from shoal_cluster.serve.request_maker import RequestMaker
 from shoal_replica import LLM, SamplingParams
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
 from shoal_replica.request import FinishReason
 from shoal_replica.structured_output import REGEX, StructuredOutput
+from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -167,6 +170,41 @@ def test_calls_of_strict_tools_match_and_all_else_is_free(
 
 
 @pytest.mark.parametrize("marks", ["folder", "marked"])
+@pytest.mark.parametrize("reasons", [False, True])
+def test_what_is_read_as_a_call_is_held_to_its_schema(marks: str, reasons: bool, request: Any) -> None:
+    """Where nothing announces a call, the grammar must take for one all that the reader does."""
+    forms = Forms(request.getfixturevalue(marks))
+    structure = answer_grammar(ChatFormat(LLAMA, True, reasons), ToolUse(STRICT), forms.special_id)
+    assert structure is not None
+    wrong, right = (spell(LLAMA, [(WEATHER.name, {"city": city})]) for city in (1, "Ulm"))
+    for before in ("", " ", "\n", "<|python_tag|>", "\n<|python_tag|>", *(["<think>a</think>\n"] if reasons else [])):
+        assert not forms.accepts(structure, before + wrong)
+        assert forms.accepts(structure, before + right)
+    assert forms.accepts(structure, "\n So: {")
+
+
+def test_schemas_are_enforced_whatever_they_say_besides(folder: Path) -> None:
+    forms = Forms(folder)
+    said = {"title": "%json", "description": "straße " * 9000, "default": "%json", "examples": ["%json"]}
+    properties = {"title": {"type": "string"}, "default": {"enum": ["%json", "description"]}}
+    tool = Tool(
+        "f", "%json", {"properties": {k: v | said for k, v in properties.items()}, "required": ["title"]} | said
+    )
+    structure = forms.chats.structure("", ToolUse((tool,), REQUIRED), None)
+    assert structure is not None
+    right = {"title": "a", "default": "%json"}
+    assert forms.accepts(structure, spell(HERMES, [("f", right)]))
+    for wrong in ({"default": "%json"}, right | {"default": "x"}):
+        assert not forms.accepts(structure, spell(HERMES, [("f", wrong)]))
+    assert not forms.accepts(structure, spell(HERMES, [("f", right)]).replace(json.dumps(right), "5"))
+
+
+def test_as_many_tools_as_are_allowed_can_be_enforced(folder: Path) -> None:
+    tools = tuple(Tool(f"tool_{i}", "What it does. " * 20, WEATHER.parameters, strict=True) for i in range(MAX_TOOLS))
+    assert Forms(folder).chats.structure("", ToolUse(tools), None) is not None
+
+
+@pytest.mark.parametrize("marks", ["folder", "marked"])
 @pytest.mark.parametrize("call_format", FORMS)
 def test_an_answer_is_json_or_calls(marks: str, call_format: CallFormat, request: Any) -> None:
     forms = Forms(request.getfixturevalue(marks))
@@ -214,12 +252,126 @@ def test_json_comes_after_reasoning(marks: str, is_reasoning: bool, request: Any
     assert answer_grammar(plain, None, forms.special_id) is None
 
 
+def call(messages: tuple[Message, ...] = CHAT[:2], **fields: Any) -> GenerateCall:
+    params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0} | fields.pop("params", {}))
+    return GenerateCall(request_id="a", sampling_params=params, messages=messages, **fields)
+
+
+def maker(folder: Path) -> RequestMaker:
+    model = ModelConfig.from_folder(str(folder))
+    return RequestMaker(model, Tokenizer.from_folder(folder), Grammars(model), {})
+
+
+async def test_a_request_carries_its_form_and_each_sequence_has_a_reader(marked: Path) -> None:
+    made = await maker(marked).make(call(tools=ToolUse(STRICT), params={"n": 2}), 0.0, 1000)
+    structure = made.request.sampling_params.structured_output
+    assert structure is not None
+    assert "args_0" in structure.source
+    parts = [(0, "<tool_call>"), (1, "Hi"), (0, '{"name": "get_weather", "arguments": {}}'), (1, "!")]
+    chunks = [made.readers.read(Chunk(index=index, text=text)) for index, text in parts]
+    assert [chunk.text for chunk in chunks] == ["", "Hi", "", "!"]
+    assert [[piece.name for piece in chunk.tool_calls] for chunk in chunks] == [[], [], [WEATHER.name], []]
+    plain = await maker(marked).make(call(tools=ToolUse(TOOLS)), 0.0, 1000)
+    assert plain.request.sampling_params.structured_output is None
+    free = await maker(marked).make(call(), 0.0, 1000)
+    assert free.readers.read(Chunk(index=0, text="<tool_call>")).text == "<tool_call>"
+
+
+async def test_markers_that_are_special_tokens_are_shown_only_where_they_are_read(tmp_path: Path) -> None:
+    template = "{% for tool in tools or [] %}{{ tool }}{% endfor %}[TOOL_CALLS] {{ messages }}"
+    folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path), template)
+    raw = raw_tiny_tokenizer()
+    special = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    raw.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(folder)
+    made = await maker(folder).make(call(tools=ToolUse(TOOLS)), 0.0, 1000)
+    assert made.shown == {tokenizer.token_id(text) for text in special}
+    token_ids = tokenizer.encode('[TOOL_CALLS]get_weather[CALL_ID]a1[ARGS]{"city": "Ulm"}', add_special_tokens=False)
+    assert made.shown <= set(token_ids)
+    text, _ = TextStream(tokenizer, shown=made.shown).push(token_ids)
+    (piece,) = made.readers.read(Chunk(index=0, text=text)).tool_calls
+    assert (piece.name, piece.arguments) == (WEATHER.name, '{"city": "Ulm"}')
+    assert (await maker(folder).make(call(), 0.0, 1000)).shown == frozenset()
+
+
+async def test_a_prompt_that_ends_within_reasoning_is_answered_from_there(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}<think>\n{% if '</think>' in a %}{% endif %}"
+    folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path), template)
+    for params in ({}, {"structured_output": StructuredOutput.json_object()}):
+        made = await maker(folder).make(call(params=params, template_options={"a": ""}), 0.0, 1000)
+        chunk = made.readers.read(Chunk(index=0, text="Hm.\n</think>\n\n{}", finish_reason=FinishReason.STOP))
+        assert (chunk.reasoning, chunk.text) == ("Hm.", "{}")
+    regex = {"structured_output": StructuredOutput(REGEX, "a")}
+    made = await maker(folder).make(call(params=regex, template_options={"a": ""}), 0.0, 1000)
+    assert made.readers.read(Chunk(index=0, text="a")).text == "a"
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(100):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"template_options": DEEP}, "chat_template_kwargs: got 'dict'; must be nested at most 64 times"),
+        ({"template_options": {"a": "x" * 300_000}}, "chat_template_kwargs: got '3000.. characters'"),
+        ({"template_options": {"a": "\ud800"}}, "chat_template_kwargs: .*Unicode"),
+        (
+            {"messages": (Message("assistant", "", (ToolCall("a", "f", json.dumps(DEEP)),)),)},
+            "messages: .*arguments must be nested at most 64 times",
+        ),
+        (
+            {"tools": ToolUse(TOOLS, REQUIRED), "params": {"ignore_eos": True}},
+            "ignore_eos: .*calls that must match their schemas: contradicts",
+        ),
+        ({"tools": ToolUse(TOOLS, REQUIRED), "params": {"beam_width": 2}}, "calls that must match their schemas"),
+        (
+            {"tools": ToolUse(TOOLS), "params": {"structured_output": StructuredOutput(REGEX, "a")}},
+            "tools: .*cannot be called where the answer must match a regex",
+        ),
+    ],
+)
+async def test_bad_chats_are_told_what_is_wrong(folder: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        await maker(folder).make(call(**fields), 0.0, 1000)
+
+
+async def test_arguments_of_the_past_may_be_anything(folder: Path) -> None:
+    for arguments in ("", "{", "[" * 20_000, '"\\ud800"'):
+        past = Message("assistant", "", (ToolCall("a", "f", arguments),))
+        if "ud800" in arguments:
+            with pytest.raises(InvalidArgument, match="Unicode"):
+                await maker(folder).make(call((past,)), 0.0, 100_000)
+        else:
+            await maker(folder).make(call((past,)), 0.0, 100_000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "a b"}, "name: "),
+        ({"parameters": {"properties": [1]}}, "parameters.properties: .*must be an object"),
+        ({"parameters": {"properties": None}}, "parameters.properties: .*must be an object"),
+        ({"parameters": {"type": ["object"]}}, "parameters.type: .*must be 'object'"),
+        ({"parameters": {"properties": DEEP}}, "parameters: .*nested at most 64"),
+        ({"parameters": {"description": "\ud800"}}, "parameters: .*Unicode"),
+    ],
+)
+def test_bad_tools_are_told_what_is_wrong(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        Tool(**{"name": "f"} | fields)
+    with pytest.raises(InvalidArgument, match=r"tools: got '4\d+ characters'; must have at most 262144"):
+        ToolUse(tuple(Tool(f"f{i}", "x" * 200_000) for i in range(2)))
+
+
 def test_what_a_schema_asks_for_and_nobody_can_enforce_is_refused_by_name(folder: Path) -> None:
     odd = Tool("odd", parameters={"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
     large = Tool("large", parameters={"type": "object", "properties": {"a": {"type": "number", "multipleOf": 99991}}})
     for tool, why in ((odd, "uniqueItems"), (large, "multipleOf")):
-        with pytest.raises(InvalidArgument, match=f"tools: .*{tool.name}.*{why}"):
-            Forms(folder).chats.structure("", ToolUse((tool,), REQUIRED), None)
+        with pytest.raises(InvalidArgument, match=f"tools: got '{tool.name}'; .*{why}"):
+            Forms(folder).chats.structure("", ToolUse((WEATHER, tool, CLOCK), REQUIRED), None)
         assert Forms(folder).chats.structure("", ToolUse((tool,)), None) is None
 
 
@@ -236,7 +388,7 @@ def test_a_models_calls_match_their_schemas(marks: str, mode: str, request: Any)
         "w", parameters={"type": "object", "required": ["city"], "additionalProperties": False} | schema, strict=True
     )
     use = ToolUse((tool,), mode)
-    structure = forms.chats.structure("", use, None)
+    structure = answer_grammar(ChatFormat(HERMES, True, False), use, forms.special_id)
     assert structure is not None
     opening = forms.tokenizer.token_id(HERMES.opening)
     bias = ((opening, 100.0),) if opening is not None else ()  # else the model would never come to call

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fixtures.tool_formats import CLOCK, TOOLS, WEATHER, read
+from fixtures.tool_formats import CLOCK, ODD, TOOLS, WEATHER, read
 
 from shoal_cluster.chat.answer_reader import AnswerReader
-from shoal_cluster.chat.chat_format import HERMES, LLAMA, MISTRAL, CallFormat, ChatFormat
+from shoal_cluster.chat.chat_format import HERMES, LLAMA, MISTRAL, QWEN_CODER, CallFormat, ChatFormat
 from shoal_cluster.chat.tool import NONE, ToolUse
 
 CITY = '{"city": "Köln"}'
@@ -55,6 +55,60 @@ WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
             [(WEATHER.name, '{"city": "12", "days": 3, "note": "all\\nday"}')],
         ),
         (HERMES, "<tool_call><function=what-time.is_it></function></tool_call>", "", [CLOCK_CALL]),
+        # Malformed: of a call that has a name, what comes before the next marker is dropped.
+        (
+            HERMES,
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "Köln"}\n</tool_call>\n<tool_call>'
+            '{"name": "what-time.is_it", "arguments": {}}}\n</tool_call>\nSo.',
+            "So.",
+            [WEATHER_CALL, CLOCK_CALL],
+        ),
+        (HERMES, '<tool_call>{"name": "what-time.is_it" "arguments": {}}</tool_call>So.', "So.", [CLOCK_CALL]),
+        (
+            HERMES,
+            '<tool_call>{"name": "what-time.is_it", "arguments": {}, "arguments": {"x": 1}}</tool_call>',
+            "",
+            [CLOCK_CALL],
+        ),
+        (HERMES, '<tool_call>{"name": "a b", "arguments": {}}', '<tool_call>{"name": "a b", "arguments": {}}', []),
+        (HERMES, '<tool_call>{"name": "\\ud800"}', '<tool_call>{"name": "\\ud800"}', []),
+        (
+            HERMES,
+            '<tool_call>{"name": "what-time.is_it", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}',
+            "",
+            [(CLOCK.name, '{"a": "\N{REPLACEMENT CHARACTER}"}')],
+        ),
+        (HERMES, f'<tool_call>{{"name": {"[" * 9000}', f'<tool_call>{{"name": {"[" * 9000}', []),
+        (
+            HERMES,
+            "<tool_call><function=get_weather><parameter=city>Ulm</parameter></tool_call>So.",
+            "So.",
+            [(WEATHER.name, '{"city": "Ulm"}')],
+        ),
+        # Qwen3-Coder leaves out tags, and writes Python's words.
+        (
+            QWEN_CODER,
+            "Well.\n<function=get_weather>\n<parameter=city>\nUlm\n<parameter=days>\n3\n</function>\n</tool_call>So.",
+            "Well.\nSo.",
+            [(WEATHER.name, '{"city": "Ulm", "days": 3}')],
+        ),
+        (
+            QWEN_CODER,
+            "<tool_call>\n<function=odd>\n<parameter=sure>True</parameter><parameter=note>null</parameter>"
+            "<parameter=unit>12</parameter><parameter=any>1.10</parameter><parameter=any>2</parameter>"
+            "<parameter=nan>NaN</parameter><parameter=deep>" + "[" * 9000 + "</parameter></function></tool_call>",
+            "",
+            [
+                (
+                    ODD.name,
+                    '{"sure": true, "note": null, "unit": "12", "any": 1.10, "nan": "NaN", "deep": "'
+                    + "[" * 9000
+                    + '"}',
+                )
+            ],
+        ),
+        (QWEN_CODER, "<function=" + "a" * 300, "<function=" + "a" * 300, []),
+        (HERMES, "<function=get_weather>", "<function=get_weather>", []),
         # Cut off.
         (HERMES, '<tool_call>\n{"name": "get_weather", "arguments": {"ci', "", [(WEATHER.name, '{"ci')]),
         (HERMES, '<tool_call>\n{"name": "get_wea', '<tool_call>\n{"name": "get_wea', []),
@@ -99,6 +153,8 @@ WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
         ),
         (MISTRAL, '[TOOL_CALLS]get_weather{"city": "Köln"}', "", [WEATHER_CALL]),
         (MISTRAL, "[TOOL_CALLS]none of them", "[TOOL_CALLS]none of them", []),
+        (MISTRAL, "[TOOL_CALLS]what-time.is_it{} nope {x}", "nope {x}", [CLOCK_CALL]),
+        (MISTRAL, "[TOOL_CALLS]other[ARGS]{}", "", [("other", "{}")]),
     ],
 )
 def test_calls_and_content(call_format: CallFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -112,6 +168,9 @@ def test_calls_and_content(call_format: CallFormat, text: str, content: str, cal
         ("<think>\nHm. <tool_call>\n</think>\n\nYes.", False, ("Yes.", "Hm. <tool_call>", [])),
         ("Hm.\n</think>\nYes.", True, ("Yes.", "Hm.", [])),
         ("Hm", True, ("", "Hm", [])),
+        ("<think>\nHm.</think>Yes.", True, ("Yes.", "Hm.", [])),
+        ("\n\n", False, ("\n\n", "", [])),
+        ("\n Yes", False, ("\n Yes", "", [])),
         ("<think>Hm </thi", False, ("", "Hm </thi", [])),
         ("\n<think></think>", False, ("", "", [])),
         ("I <think> so", False, ("I <think> so", "", [])),
@@ -136,6 +195,19 @@ def test_without_tools_calls_are_text() -> None:
 def test_only_the_first_call_counts_where_they_may_not_be_parallel() -> None:
     one = '<tool_call>{"name": "what-time.is_it", "arguments": {}}</tool_call>'
     assert read([*(one + one)], HERMES, ToolUse(TOOLS, parallel=False)) == ("", "", [CLOCK_CALL])
+
+
+def test_a_template_that_takes_one_call_gets_one() -> None:
+    reader = AnswerReader(ChatFormat(LLAMA, True, False, parallel=False), ToolUse(TOOLS))
+    piece = reader.push('{"name": "what-time.is_it"}; {"name": "what-time.is_it"}', is_last=True)
+    assert len(piece.calls) == 1
+
+
+def test_json_is_no_call_where_the_answer_is_json() -> None:
+    text = '{"name": "what-time.is_it"}'
+    for given, expected in ((text, (text, 0)), (f"<|python_tag|>{text}", ("", 1))):
+        piece = AnswerReader(ChatFormat(LLAMA, True, False), ToolUse(TOOLS), is_json=True).push(given, is_last=True)
+        assert (piece.content, len(piece.calls)) == expected
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:

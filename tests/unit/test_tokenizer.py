@@ -6,11 +6,13 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
-from fixtures.tiny_tokenizer import EOS, tiny_tokenizer, write_tiny_tokenizer
+from fixtures.tiny_tokenizer import BOS, EOS, tiny_tokenizer, write_tiny_tokenizer
 
+from shoal_replica.chat_template import RESERVED
 from shoal_replica.detokenizer import IncrementalDetokenizer
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
 from shoal_replica.tokenizer import Tokenizer
@@ -111,6 +113,45 @@ def test_the_template_named_default_is_taken(tmp_path: Path) -> None:
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     assert Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}]) == "plain"
+
+
+def test_tools_have_the_template_named_for_them(tmp_path: Path) -> None:
+    folder = write_tiny_tokenizer(tmp_path)
+    templates = [{"name": "tool_use", "template": "{{ tools[0].a }}"}, {"name": "default", "template": "plain"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}], [{"a": "b"}]) == "b"
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_a_clients_options_leave_what_is_not_its_alone(tokenizer: Tokenizer, name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"chat_template_kwargs: got .*{name}.*cannot be set"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], options={name: 1})
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        ("{{ 1 // a }}", {"a": 0}),
+        ("{{ a.b.c }}", {}),
+        ("{{ a | tojson(indent=10**9) }}", {"a": [1]}),
+        ("{{ 2.0 ** a }}", {"a": 10**6}),
+        ("{{ a }}" * 40, {"a": "x" * 10**6}),
+        ("{{ raise_exception('no') }}", {"self": 1}),
+    ],
+)
+def test_what_a_template_cannot_do_is_the_clients_error(tmp_path: Path, template: str, options: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_folder(write_tiny_tokenizer(tmp_path, chat_template=template))
+    with pytest.raises(InvalidArgument, match=r"messages: .*the model's chat template refuses them"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], options=options)
+
+
+def test_special_tokens_that_are_shown_are_text() -> None:
+    tokenizer = tiny_tokenizer()
+    bos, eos = (tokenizer.token_id(text) or 0 for text in (BOS, EOS))
+    assert tokenizer.special_ids([BOS, "the", "nothing"]) == {bos}
+    detokenizer = IncrementalDetokenizer(tokenizer, shown=frozenset({bos}))
+    token_ids = [*tokenizer.encode("a", add_special_tokens=False), bos, eos, *tokenizer.encode("é")[-2:]]
+    assert "".join(detokenizer.push((token_id,)) for token_id in token_ids) == f"a{BOS}é"
 
 
 def test_without_template_messages_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from shoal_cluster.chat.chat_format import END_OF_THINK, PYTHON_TAG, THINK, CallFormat, ChatFormat
 from shoal_cluster.chat.tool import REQUIRED, Tool, ToolUse
@@ -12,9 +13,13 @@ from shoal_replica.errors import InvalidArgument
 from shoal_replica.structured_output import JSON_SCHEMA, LARK, WHITE_SPACE, StructuredOutput
 
 ANYTHING = "/(?s:.*)/"
-GAP = r"/[ \n]{0,4}/"
+SPACE = r"[ \t\r\n]{0,4}"
+GAP = f"/{SPACE}/"
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_ARGUMENTS = {"type": "object"}
+EXPLANATIONS = frozenset({"title", "description", "examples", "default", "$comment", "deprecated"})
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # schemas by names
+VALUES = frozenset({"const", "enum", "required"})
 
 SpecialId = Callable[[str], int | None]
 """The id of a text that is a token of its own, which no text of a grammar can spell; else None."""
@@ -42,7 +47,8 @@ def answer_grammar(
         InvalidArgument: there are tools, and ``answer`` is another form than JSON.
     """
     tools = () if use is None else use.callable
-    is_required, is_parallel = use is not None and use.mode == REQUIRED, use is None or use.parallel
+    is_required = use is not None and use.mode == REQUIRED
+    is_parallel = chat_format.parallel and (use is None or use.parallel)
     thinks = is_reasoning or chat_format.reasons
     if not tools and (answer is None or answer.kind != JSON_SCHEMA or not thinks):
         return answer
@@ -56,14 +62,15 @@ def answer_grammar(
         start = "calls"
     elif answer is not None:
         start = f"{_apart(chat_format.calls, special_id)} calls | answer" if tools else "answer"
-        rules.append(f"answer: %json {_json_schema(answer)}")
+        rules.append(f"answer: {_json_schema(answer)}")
     else:
         start, free = _or_text(chat_format, special_id, is_parallel)
         rules += free
     if thinks:
         rules.append(_until("thought", ANYTHING, END_OF_THINK, special_id))
-        first = f"thought {GAP}" if is_reasoning else f"({_spelled(THINK, special_id)} thought {GAP})?"
-        start = f"{first} ({start})"
+        is_text = special_id(THINK) is None
+        think = f"/{SPACE}{re.escape(THINK)}/" if is_text else f"{GAP} {_spelled(THINK, special_id)}"
+        start = (f"thought {GAP}" if is_reasoning else f"({think} thought {GAP})?") + f" ({start})"
     return StructuredOutput(LARK, "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *rules]))
 
 
@@ -74,8 +81,7 @@ def _json_schema(answer: StructuredOutput) -> str:
         schema = json.loads(answer.source)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("response_format", answer.source, f"is not JSON: {error}") from None
-    bounds = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-    return json.dumps(schema | bounds if isinstance(schema, dict) else schema)
+    return _within(schema)
 
 
 def _apart(calls: CallFormat, special_id: SpecialId) -> str:
@@ -90,11 +96,34 @@ def _apart(calls: CallFormat, special_id: SpecialId) -> str:
 def _call(number: int, tool: Tool, arguments_key: str, is_required: bool) -> str:
     """One tool's call."""
     head = f'{{"name": {json.dumps(tool.name)}, {json.dumps(arguments_key)}: '
-    schema = dict(tool.parameters) or NO_PARAMETERS
-    if not (is_required or tool.strict):
-        schema = ANY_ARGUMENTS
-    schema = schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-    return f'call_{number}: {json.dumps(head)} args_{number} "}}"\nargs_{number}: %json {json.dumps(schema)}'
+    schema: Any = ANY_ARGUMENTS
+    if is_required or tool.strict:
+        schema = ANY_ARGUMENTS | _bare(tool.parameters) if tool.parameters else NO_PARAMETERS
+    return f'call_{number}: {json.dumps(head)} args_{number} "}}"\nargs_{number}: {_within(schema)}'
+
+
+def _within(schema: Any) -> str:
+    """A schema within a grammar. The mark of another one cannot be in it."""
+    if isinstance(schema, dict):
+        schema = schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return "%json " + json.dumps(schema, ensure_ascii=False).replace("%", "\\u0025")
+
+
+def _bare(schema: Any) -> Any:
+    """A schema without what only explains it."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: {name: _bare(each) for name, each in value.items()}
+        if key in NAMED and isinstance(value, Mapping)
+        else value
+        if key in VALUES
+        else _bare(value)
+        for key, value in schema.items()
+        if key not in EXPLANATIONS
+    }
 
 
 def _calls(calls: CallFormat, special_id: SpecialId, parallel: bool) -> list[str]:
@@ -114,9 +143,13 @@ def _or_text(chat_format: ChatFormat, special_id: SpecialId, parallel: bool) -> 
     """What an answer may be that need not call, and the rules for that."""
     opening, unless = chat_format.calls.opening, ""
     if chat_format.reasons and special_id(THINK) is None:
-        unless = f" & ~/{re.escape(THINK)}(?s:.*)/"  # that is another way to begin
-    if not opening:
-        return "FREE | calls", [f"FREE: /([^{{\\[](?s:.*))?/{unless}"]  # one that begins with a brace is a call
+        unless = f" & ~/\\s*{re.escape(THINK)}(?s:.*)/"  # that is another way to begin
+    if not opening:  # what begins with a brace is a call
+        before = f"{GAP} ({_spelled(PYTHON_TAG, special_id)})?"
+        if special_id(PYTHON_TAG) is None:
+            before = f"/{SPACE}({re.escape(PYTHON_TAG)})?/"
+            unless += rf" & ~/\s*{re.escape(PYTHON_TAG)}(?s:.*)/"
+        return f"(FREE | {before} calls)?", [rf"FREE: /\s*[^\s{{\[](?s:.*)/{unless}"]
     if special_id(opening) is not None:
         return "FREE? calls?", [f"FREE: {ANYTHING}{unless}"]
     free = f"FREE: {ANYTHING} & ~/(?s:.*){re.escape(opening)}(?s:.*)/{unless}"

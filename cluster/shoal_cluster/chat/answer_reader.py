@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shoal_cluster.chat.chat_format import ARGS, END_OF_THINK, PYTHON_TAG, THINK, ChatFormat
+from shoal_cluster.chat.chat_format import ARGS, CALL_ID, END_OF_THINK, PYTHON_TAG, THINK, ChatFormat
 from shoal_cluster.chat.json_call import JsonCall
-from shoal_cluster.chat.tool import ToolUse
+from shoal_cluster.chat.tool import NAME_PATTERN, ToolUse
 from shoal_cluster.chat.xml_call import HEAD, XmlCall
 
 MAX_HEAD = 200  # characters of ``name[CALL_ID]id[ARGS]``
-_HEAD = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:" + re.escape(ARGS) + r")?\s*(?=\{)")
+_HEAD = re.compile(rf"(?P<name>[\w.-]+)(?:{re.escape(CALL_ID)}[\w-]+)?(?P<args>{re.escape(ARGS)})?\s*(?=\{{)")
 _PART_OF_HEAD = re.compile(r"[\w.\[\]-]+\s*")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -42,7 +42,7 @@ class _Trimmed:
     """Passes text on without the white space at its ends, of which the last is held until more text comes."""
 
     def __init__(self, *, keeps_start: bool = False) -> None:
-        self._space: str | None = "" if keeps_start else None  # None: what comes first goes
+        self._space: list[str] | None = [] if keeps_start else None  # None: what comes first goes
         self._before = ""  # comes between what has been said and what follows
         self._new: list[str] = []
 
@@ -50,10 +50,11 @@ class _Trimmed:
         if self._space is None:
             text = text.lstrip()
         if said := text.rstrip():
-            self._new.append((self._before if self._space is None else self._space) + said)
-            self._space, self._before = text[len(said) :], "\n"
+            self._new += [self._before] if self._space is None else self._space
+            self._new.append(said)
+            self._space, self._before = [text[len(said) :]], "\n"
         elif self._space is not None:
-            self._space += text
+            self._space.append(text)
 
     def part(self) -> None:
         """Something else comes in between: a line ends, instead of the white space before and after it."""
@@ -61,7 +62,7 @@ class _Trimmed:
 
     def end(self) -> None:
         """Nothing follows: the space that is held belongs to the text."""
-        self._new.append(self._space or "")
+        self._new += self._space or []
         self._space = None
 
     def take(self) -> str:
@@ -72,18 +73,24 @@ class _Trimmed:
 class AnswerReader:
     """Takes the text of one sequence in pieces, and says what they are. What could still become a marker is held.
 
-    However the text is split, the pieces add up to the same. Text that looks like a call and is none is content.
+    However the text is split, the pieces add up to the same. Text that looks like a call and is none is content; of a
+    call that breaks off after its name, what comes before the next marker is dropped.
 
     Args:
         use: the tools that may be called.
         is_reasoning: the prompt ends within reasoning.
+        is_json: an answer that does not call is JSON, and none such is taken for a call.
     """
 
-    def __init__(self, chat_format: ChatFormat, use: ToolUse | None, *, is_reasoning: bool = False) -> None:
+    def __init__(
+        self, chat_format: ChatFormat, use: ToolUse | None, *, is_reasoning: bool = False, is_json: bool = False
+    ) -> None:
         self._calls = chat_format.calls
         self._tools = {} if use is None else {tool.name: tool.parameters for tool in use.callable}
-        self._is_parallel = use is None or use.parallel
+        self._openings = chat_format.calls.openings if self._tools else ()
+        self._is_parallel = chat_format.parallel and (use is None or use.parallel)
         self._reasons = chat_format.reasons
+        self._bare_openings = (PYTHON_TAG,) if is_json else ("{", "[", PYTHON_TAG)
         self._unread = ""
         self._content = _Trimmed(keeps_start=True)
         self._reasoning = _Trimmed()
@@ -92,12 +99,7 @@ class AnswerReader:
         self._is_told = False  # the call's name has been passed on
         self._num_calls = 0
         self._since_opening: str | None = None  # what may be content, until a call has followed the opening
-        self._read: Callable[[bool], bool] = self._reason if is_reasoning else self._begin
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that have been found so far."""
-        return self._num_calls
+        self._read: Callable[[bool], bool] = self._begin_reasoning if is_reasoning else self._begin
 
     def push(self, text: str, *, is_last: bool = False) -> AnswerPiece:
         """Take text, with which the answer ends if it is the last."""
@@ -114,55 +116,71 @@ class AnswerReader:
     def _begin(self, is_last: bool) -> bool:
         """The answer begins: with reasoning, or not."""
         text = self._unread.lstrip()
-        if self._reasons and not is_last and THINK.startswith(text):
-            return False
         if self._reasons and text.startswith(THINK):
-            self._unread = text[len(THINK) :]
-            self._read = self._reason
-        else:
-            self._read = self._begin_content
+            self._read = self._begin_reasoning
+            return True
+        if self._reasons and not is_last and THINK.startswith(text):
+            if not text:
+                self._content.push(self._unread)
+                self._unread = ""
+            return False
+        self._read = self._begin_content
+        return True
+
+    def _begin_reasoning(self, is_last: bool) -> bool:
+        """Reasoning begins, with its marker or behind that of the prompt."""
+        text = self._unread.lstrip()
+        if not is_last and THINK.startswith(text):
+            return False
+        self._unread = text.removeprefix(THINK)
+        self._content.part()
+        self._read = self._reason
         return True
 
     def _reason(self, is_last: bool) -> bool:
         before, marker, rest = self._unread.partition(END_OF_THINK)
         if not marker:
-            self._reasoning.push(self._take_before(END_OF_THINK, is_last))
+            self._reasoning.push(self._take_before((END_OF_THINK,), is_last))
             return False
         self._reasoning.push(before)
         self._unread = rest
-        self._content.part()
         self._read = self._begin_content
         return True
 
     def _begin_content(self, is_last: bool) -> bool:
         """What is said begins, unless it is a call that nothing announces."""
-        if not self._tools or self._calls.opening:
+        if not self._tools or self._openings:
             self._read = self._say
             return True
         text = self._unread.lstrip()
         if not is_last and PYTHON_TAG.startswith(text):
+            if not text:
+                self._content.push(self._unread)
+                self._unread = ""
             return False
         self._read = self._say
-        if text.startswith(("{", "[", PYTHON_TAG)):
+        if text.startswith(self._bare_openings):
             self._since_opening = ""
             self._read = self._between
         return True
 
     def _say(self, is_last: bool) -> bool:
-        opening = self._calls.opening if self._tools else ""
-        before, marker, rest = self._unread.partition(opening) if opening else (self._unread, "", "")
-        if not marker:
-            self._content.push(self._take_before(opening, is_last))
+        place, opening = self._first(self._openings)
+        if not opening:
+            self._content.push(self._take_before(self._openings, is_last))
             return False
-        self._content.push(before)
-        self._unread, self._since_opening = rest, opening
+        self._content.push(self._unread[:place])
+        self._unread, self._since_opening = self._unread[place:], ""
+        if opening != HEAD:
+            self._skip(len(opening))
         self._read = self._between
         return True
 
     def _between(self, is_last: bool) -> bool:
         """Before a call, or after one."""
-        is_hermes = bool(self._calls.closing)
-        text = self._unread.lstrip(" \t\r\n" if is_hermes else " \t\r\n,;]")
+        is_tagged = bool(self._calls.closing)
+        odd = "" if is_tagged and self._since_opening is not None else "}]" if is_tagged else ",;]"
+        text = self._unread.lstrip(" \t\r\n" + odd)
         self._skip(len(self._unread) - len(text))
         markers = tuple(filter(None, (self._calls.opening or PYTHON_TAG, self._calls.closing)))
         if not is_last and any(marker.startswith(text) for marker in (*markers, HEAD)):
@@ -173,18 +191,23 @@ class AnswerReader:
                 self._give_up("")
         elif text.startswith("{"):
             self._start(JsonCall())
-        elif text.startswith("[") and not is_hermes:
+        elif text.startswith("[") and not is_tagged:
             self._skip(1)
-        elif is_hermes and text.startswith(HEAD):
+        elif is_tagged and text.startswith(HEAD):
             self._start(XmlCall(self._tools))
-        elif self._calls.is_list and (head := _HEAD.match(text)) is not None:
+        elif self._calls.is_list and (head := _HEAD.match(text)) is not None and self._is_head(head):
             self._skip(head.end())
-            self._start(JsonCall.of(head[1]))
+            self._start(JsonCall.of(head["name"]))
         elif self._calls.is_list and not is_last and len(text) < MAX_HEAD and _PART_OF_HEAD.fullmatch(text):
             return False
         else:
             self._give_up("")
         return True
+
+    def _is_head(self, head: re.Match[str]) -> bool:
+        """Whether it begins a call: it says so, or it is a tool's name right after the opening."""
+        is_first = self._since_opening is not None and self._since_opening.endswith(self._calls.opening)
+        return bool(head["args"]) or (is_first and head["name"] in self._tools)
 
     def _skip(self, count: int) -> None:
         """Pass over what belongs to calls; it is kept until there is one."""
@@ -200,8 +223,7 @@ class AnswerReader:
         call = self._call
         assert call is not None
         self._unread = self._unread[call.push(self._unread) :]
-        is_bare = not self._calls.opening  # then only the name tells a call from other JSON
-        if (not call.name and (call.has_failed or is_last)) or (is_bare and call.name and call.name not in self._tools):
+        if (not call.name and (call.has_failed or is_last)) or (call.name and not self._is_name(call.name)):
             self._give_up(call.raw)
             return True
         if call.name and not self._is_told:
@@ -212,9 +234,24 @@ class AnswerReader:
         if arguments := call.take_arguments():
             self._tell(CallPiece(self._num_calls - 1, arguments))
         if call.is_done or call.has_failed:
-            self._read = self._between if call.is_done else self._say
+            self._unread = call.rest + self._unread
+            self._read = self._between if call.is_done else self._resume
             return True
         return False
+
+    def _resume(self, is_last: bool) -> bool:
+        """After a call that has broken off: go on at the next marker."""
+        place, marker = self._first((*self._openings, self._calls.closing) if self._calls.closing else self._openings)
+        if not marker:
+            self._take_before((*self._openings, self._calls.closing), is_last)
+            return False
+        self._unread = self._unread[place:]
+        self._read = self._between
+        return True
+
+    def _is_name(self, name: str) -> bool:
+        """Whether a call of that name is one. Where nothing else tells it from other JSON, it has to be a tool's."""
+        return name in self._tools or (bool(self._openings) and re.fullmatch(NAME_PATTERN, name) is not None)
 
     def _tell(self, piece: CallPiece) -> None:
         if piece.index and not self._is_parallel:
@@ -230,10 +267,17 @@ class AnswerReader:
         self._since_opening = None
         self._read = self._say
 
-    def _take_before(self, marker: str, is_last: bool) -> str:
-        """Take what is unread, but for an end that may be the beginning of ``marker``."""
-        text = self._unread
-        size = 0 if is_last else next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
+    def _first(self, markers: Sequence[str]) -> tuple[int, str]:
+        """The first of ``markers`` in what is unread, and its place; an empty text if there is none."""
+        found = [(place, marker) for marker in markers if (place := self._unread.find(marker)) >= 0]
+        return min(found, default=(0, ""))
+
+    def _take_before(self, markers: Sequence[str], is_last: bool) -> str:
+        """Take what is unread, but for an end that may be the beginning of a marker."""
+        text, size = self._unread, 0
+        if not is_last:
+            ends = (n for marker in markers for n in range(1, len(marker)) if text.endswith(marker[:n]))
+            size = max(ends, default=0)
         self._unread = text[len(text) - size :]
         return text[: len(text) - size]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal_cluster.chat.xml_call import HEAD
 from shoal_replica.chat_template import ChatTemplate
 
 
@@ -16,6 +17,7 @@ class CallFormat:
             with a call consists of calls.
         closing: the text after each call.
         is_list: the calls are a JSON array.
+        is_xml: the calls are in Qwen3-Coder's notation instead, which may come without ``opening``.
         id_length: characters of a call's id, if the template accepts no others.
     """
 
@@ -23,22 +25,31 @@ class CallFormat:
     opening: str = ""
     closing: str = ""
     is_list: bool = False
+    is_xml: bool = False
     arguments_key: str = "arguments"
     id_length: int | None = None
 
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """All texts by which calls begin within an answer."""
+        return tuple(filter(None, (self.opening, HEAD if self.is_xml else "")))
+
 
 HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>")
-"""Qwen2.5, Qwen3, Hermes. Calls in Qwen3-Coder's own notation are read, too."""
+"""Qwen2.5, Qwen3, Hermes. Calls in Qwen3-Coder's notation are read, too."""
+
+QWEN_CODER = CallFormat("qwen3_coder", "<tool_call>", "</tool_call>", is_xml=True)
+"""Qwen3-Coder. Calls as JSON are read, too, and enforced ones are written so."""
 
 MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", is_list=True, id_length=9)
-"""Mistral's instruction-tuned models; newer ones write ``name[ARGS]{...}``, which is read, too."""
+"""Mistral's instruction-tuned models. Newer ones write ``name[ARGS]{...}``, which is read, too."""
 
 LLAMA = CallFormat("llama", arguments_key="parameters")
 """Llama 3.1 to 3.3; ``<|python_tag|>`` may come first."""
 
 THINK, END_OF_THINK = "<think>", "</think>"
 PYTHON_TAG = "<|python_tag|>"
-ARGS = "[ARGS]"
+ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +59,29 @@ class ChatFormat:
     Attributes:
         takes_tools: the template shows tools to the model; else ``tool_prompt.py`` does, in the notation of HERMES.
         reasons: an answer may begin with reasoning, from THINK to END_OF_THINK.
+        parallel: a turn may have several calls; some templates refuse those.
     """
 
     calls: CallFormat
     takes_tools: bool
     reasons: bool
+    parallel: bool = True
 
     @classmethod
     def of(cls, template: ChatTemplate | None) -> ChatFormat:
         """As ``template`` tells. A model whose notation is not known is read as one that writes plain JSON."""
+        source = "" if template is None else template.source
+        reasons = END_OF_THINK in source
         if template is None or not template.takes_tools:
-            return cls(HERMES, takes_tools=False, reasons=template is not None and END_OF_THINK in template.source)
+            return cls(HERMES, takes_tools=False, reasons=reasons)
         calls = LLAMA
-        if MISTRAL.opening in template.source:
+        if MISTRAL.opening in source:
             calls = MISTRAL
-        elif HERMES.opening in template.source:
-            calls = HERMES
-        return cls(calls, takes_tools=True, reasons=END_OF_THINK in template.source)
+        elif HERMES.opening in source:
+            calls = QWEN_CODER if HEAD in source else HERMES
+        return cls(calls, takes_tools=True, reasons=reasons, parallel="single tool-call" not in source)
 
     @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that some models have as special tokens, and that must be read all the same."""
-        return tuple(filter(None, (self.calls.opening, self.calls.closing, THINK, END_OF_THINK, PYTHON_TAG, ARGS)))
+    def call_markers(self) -> tuple[str, ...]:
+        """Texts around calls that some models have as special tokens, and that must be read all the same."""
+        return tuple(filter(None, (self.calls.opening, self.calls.closing, PYTHON_TAG, ARGS, CALL_ID)))

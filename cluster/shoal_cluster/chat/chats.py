@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from shoal_cluster.chat.answer_grammar import answer_grammar
 from shoal_cluster.chat.answer_reader import AnswerReader
-from shoal_cluster.chat.chat_format import THINK, ChatFormat
+from shoal_cluster.chat.chat_format import END_OF_THINK, THINK, ChatFormat
 from shoal_cluster.chat.message import Message
-from shoal_cluster.chat.tool import ToolUse
+from shoal_cluster.chat.tool import MAX_DEPTH, REQUIRED, ToolUse, is_deep, json_text
 from shoal_cluster.chat.tool_prompt import turns_with_tools
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.structured_output import JSON_SCHEMA, StructuredOutput
+from shoal_replica.structured_output import FIELD, JSON_SCHEMA, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
 
 SYSTEM, DEVELOPER = "system", "developer"  # OpenAI's newer name, which few templates know
@@ -36,17 +36,19 @@ class Chats:
         self._format = ChatFormat.of(tokenizer.chat_template)
         template = tokenizer.chat_template
         self._knows_developers = template is not None and DEVELOPER in template.source
-        self.shown = tokenizer.special_ids(self._format.markers)
 
     def prompt(
         self, messages: Sequence[Message], use: ToolUse | None = None, options: Mapping[str, Any] | None = None
     ) -> str:
         """The text that the model goes on after. Raises InvalidArgument as ``Tokenizer.apply_chat_template`` does."""
+        json_text("chat_template_kwargs", dict(options or {}))
         tools = () if use is None or not use.callable else use.tools
         if not self._knows_developers:
             messages = [replace(m, role=SYSTEM) if m.role == DEVELOPER else m for m in messages]
         if self._format.takes_tools:
             turns = [message.turn() for message in messages]
+            if any(is_deep(turn.get("tool_calls")) for turn in turns):
+                raise InvalidArgument("messages", "tool_calls", f"arguments must be nested at most {MAX_DEPTH} times")
             return self._tokenizer.apply_chat_template(turns, [tool.definition() for tool in tools], options)
         return self._tokenizer.apply_chat_template(turns_with_tools(messages, tools), (), options)
 
@@ -56,24 +58,45 @@ class Chats:
         Raises:
             InvalidArgument: a tool's schema is not supported, or ``answer`` cannot be had together with tools.
         """
-        is_reasoning = self._is_reasoning(prompt)
-        structure = answer_grammar(self._format, use, self._special_id, answer=answer, is_reasoning=is_reasoning)
-        if structure is not None and structure is not answer:
-            try:
+        told = answer if _may_answer(use) else None
+        try:
+            structure = self._grammar(prompt, use, told)
+            if structure is not None and structure is not answer:
                 self._forms.check(structure)
-            except InvalidArgument as error:
-                if use is None:
-                    raise
-                raise InvalidArgument("tools", [tool.name for tool in use.callable], error.limit) from None
+        except InvalidArgument as error:
+            if use is None or not use.callable or error.field != FIELD:
+                raise
+            raise self._blame(use, error) from None
         return structure
 
     def reader(self, prompt: str, use: ToolUse | None, answer: StructuredOutput | None) -> AnswerReader | None:
         """A reader for one sequence after ``prompt``; None if its text is all content."""
-        has_tools = use is not None and bool(use.callable)
         has_reasoning = self._format.reasons and (answer is None or answer.kind == JSON_SCHEMA)
-        if not (has_tools or has_reasoning):
+        if not (_has_tools(use) or has_reasoning):
             return None
-        return AnswerReader(self._format, use, is_reasoning=self._is_reasoning(prompt))
+        return AnswerReader(
+            self._format, use, is_reasoning=self._is_reasoning(prompt), is_json=answer is not None and _may_answer(use)
+        )
+
+    def shown(self, use: ToolUse | None) -> frozenset[int]:
+        """Special tokens that are part of an answer's text."""
+        markers = (THINK, END_OF_THINK) if self._format.reasons else ()
+        return self._tokenizer.special_ids((*markers, *(self._format.call_markers if _has_tools(use) else ())))
+
+    def _grammar(self, prompt: str, use: ToolUse | None, answer: StructuredOutput | None) -> StructuredOutput | None:
+        is_reasoning = self._is_reasoning(prompt)
+        return answer_grammar(self._format, use, self._special_id, answer=answer, is_reasoning=is_reasoning)
+
+    def _blame(self, use: ToolUse, error: InvalidArgument) -> InvalidArgument:
+        """The error that names the first tool which alone would be refused, or all if it takes several."""
+        for tool in use.callable:
+            try:
+                structure = self._grammar("", replace(use, tools=(tool,)), None)
+                if structure is not None:
+                    self._forms.check(structure)
+            except InvalidArgument as alone:
+                return InvalidArgument("tools", tool.name, alone.limit)
+        return InvalidArgument("tools", f"{len(use.callable)} tools", error.limit)
 
     def _is_reasoning(self, prompt: str) -> bool:
         return self._format.reasons and prompt.rstrip().endswith(THINK)
@@ -81,3 +104,12 @@ class Chats:
     def _special_id(self, text: str) -> int | None:
         token_id = self._tokenizer.token_id(text)
         return token_id if token_id is not None and self._forms.is_special(token_id, text) else None
+
+
+def _has_tools(use: ToolUse | None) -> bool:
+    return use is not None and bool(use.callable)
+
+
+def _may_answer(use: ToolUse | None) -> bool:
+    """Whether the model need not call."""
+    return use is None or use.mode != REQUIRED

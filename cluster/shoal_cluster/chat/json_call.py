@@ -19,6 +19,7 @@ class JsonCall:
         name: empty until it is known.
         is_done: the closing brace has been read.
         has_failed: the text is no such call.
+        rest: text that was taken and is not part of a call that has failed.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class JsonCall:
         self.name = ""
         self.is_done = False
         self.has_failed = False
+        self.rest = ""
         self._raw: list[str] = []
         self._new: list[str] = []  # arguments not taken yet
         self._has_arguments = False
@@ -46,8 +48,11 @@ class JsonCall:
     def push(self, text: str) -> int:
         """Take text. Returns how many of its characters belong to the call."""
         count = 0
-        while count < len(text) and not (self.is_done or self.has_failed):
+        while count < len(text) and not self.is_done:
             self._step(text[count])
+            if self.has_failed:  # by a character that may be the next marker's
+                self._new += [] if self._has_arguments or self._new else ["{}"]
+                break
             count += 1
         self._raw.append(text[:count])
         return count
@@ -151,12 +156,12 @@ class JsonCall:
 
 
 def _text(spelled: str) -> str:
-    """A JSON string's text; empty if it is none."""
+    """A JSON string's text; empty if it is none. Halves of surrogate pairs, which UTF-8 cannot spell, are replaced."""
     try:
         text = json.loads(spelled)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
-    return text if isinstance(text, str) else ""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(text, str) else ""
 
 
 def _object(spelled: str) -> str:

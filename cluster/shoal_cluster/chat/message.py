@@ -30,7 +30,7 @@ class Message:
     def length(self) -> int:
         """Its characters."""
         calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
-        return len(self.role) + len(self.content) + len(self.reasoning) + calls
+        return sum(map(len, (self.role, self.content, self.reasoning, self.name, self.tool_call_id))) + calls
 
     def turn(self) -> dict[str, Any]:
         """As chat templates read it. What it has not is left out, for some templates only ask whether it is there."""

@@ -11,6 +11,8 @@ from typing import Any
 from shoal_replica.errors import InvalidArgument
 
 MAX_TOOLS = 128
+MAX_LENGTH = 262_144  # characters of all definitions together, and of what else goes to the template
+MAX_DEPTH = 64  # of nested objects and lists in these: some templates indent them
 NAME_PATTERN = r"[a-zA-Z0-9_.-]{1,64}"
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 MODES = (AUTO, NONE, REQUIRED)
@@ -18,7 +20,8 @@ MODES = (AUTO, NONE, REQUIRED)
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. Raises InvalidArgument for a name that no model could be relied on to spell.
+    """A function that the model may call. Raises InvalidArgument for a name that no model could be relied on to spell,
+    and for parameters that are no schema of an object.
 
     Attributes:
         parameters: the JSON schema of its arguments, an object.
@@ -32,10 +35,12 @@ class Tool:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(NAME_PATTERN, self.name):
-            raise InvalidArgument("tools.function.name", self.name, f"must match {NAME_PATTERN}")
+            raise InvalidArgument("name", self.name, f"must match {NAME_PATTERN}")
         if self.parameters.get("type", "object") != "object":
-            where = f"tools: parameters of {self.name!r}"
-            raise InvalidArgument(where, self.parameters["type"], "their type must be 'object'")
+            raise InvalidArgument("parameters.type", self.parameters["type"], "must be 'object'")
+        if not isinstance(self.parameters.get("properties", {}), Mapping):
+            raise InvalidArgument("parameters.properties", self.parameters["properties"], "must be an object")
+        json_text("parameters", self.parameters)
 
     def definition(self) -> dict[str, Any]:
         """As chat templates show it to the model."""
@@ -47,7 +52,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that a model has made. ``arguments`` is JSON text, as the model wrote it."""
+    """One call that a model has made. ``arguments`` is JSON text, as the model wrote it; empty if there are none."""
 
     call_id: str
     name: str
@@ -56,15 +61,16 @@ class ToolCall:
     def turn(self) -> dict[str, Any]:
         """As chat templates read it: those of most models expect the arguments as an object."""
         try:
-            arguments = json.loads(self.arguments)
-        except ValueError:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
             arguments = self.arguments
         return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Which tools a model may or must call. Raises InvalidArgument for tools that contradict each other or the choice.
+    """Which tools a model may or must call. Raises InvalidArgument for tools that contradict each other or the choice,
+    and for too many or too long ones.
 
     Attributes:
         mode: AUTO, the model may call some; NONE, it may not; REQUIRED, it must.
@@ -81,6 +87,8 @@ class ToolUse:
         names = [tool.name for tool in self.tools]
         if len(names) > MAX_TOOLS:
             raise InvalidArgument("tools", f"{len(names)} tools", f"must be at most {MAX_TOOLS}")
+        if self.length > MAX_LENGTH:
+            raise InvalidArgument("tools", f"{self.length} characters", f"must have at most {MAX_LENGTH} together")
         if repeated := {name for name in names if names.count(name) > 1}:
             raise InvalidArgument("tools", sorted(repeated), "each name must be given once")
         if self.mode not in MODES:
@@ -91,8 +99,38 @@ class ToolUse:
             raise InvalidArgument("tool_choice", self.named, f"must be one of the tools: {', '.join(names)}")
 
     @property
+    def length(self) -> int:
+        """Characters of all definitions."""
+        return sum(len(json.dumps(tool.definition(), ensure_ascii=False)) for tool in self.tools)
+
+    @property
     def callable(self) -> tuple[Tool, ...]:
         """The tools that may be called."""
         if self.mode == NONE:
             return ()
         return tuple(tool for tool in self.tools if self.named in ("", tool.name))
+
+
+def json_text(where: str, value: Any) -> str:
+    """``value`` as JSON. Raises InvalidArgument if it is too deep or too long, or cannot be spelled in UTF-8."""
+    if is_deep(value):
+        raise InvalidArgument(where, type(value).__name__, f"must be nested at most {MAX_DEPTH} times")
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) > MAX_LENGTH:
+        raise InvalidArgument(where, f"{len(text)} characters", f"must have at most {MAX_LENGTH}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(where, text, "must be valid Unicode, without lone surrogates") from None
+    return text
+
+
+def is_deep(value: Any) -> bool:
+    """Whether it is nested more than ``MAX_DEPTH`` times."""
+    layer, depth = [value], 0
+    while layer and depth <= MAX_DEPTH:
+        inner: list[Any] = []
+        for each in layer:
+            inner += each.values() if isinstance(each, Mapping) else each if isinstance(each, list | tuple) else ()
+        layer, depth = inner, depth + 1
+    return bool(layer)

@@ -10,7 +10,9 @@ from typing import Any
 HEAD = "<function="
 _HEAD = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
-END_OF_PARAMETER, END = "</parameter>", "</function>"
+PARAMETER, END_OF_PARAMETER, END = "<parameter=", "</parameter>", "</function>"
+_ENDS_OF_VALUE = (END_OF_PARAMETER, f"\n{PARAMETER}", f"\n{END}")
+MAX_TAG = 200  # characters of a tag with its name
 
 
 class XmlCall:
@@ -26,11 +28,12 @@ class XmlCall:
         self.raw = ""  # as long as the name is not known
         self.is_done = False
         self.has_failed = False
+        self.rest = ""
         self._schemas = schemas
         self._unread = ""
         self._key: str | None = None
         self._searched = 0  # characters of ``_unread`` in which a parameter does not end
-        self._num_arguments = 0
+        self._keys: set[str] = set()
         self._new: list[str] = []
 
     def push(self, text: str) -> int:
@@ -40,6 +43,9 @@ class XmlCall:
         self._unread += text
         while self._step():
             pass
+        if self.has_failed:
+            self._new += ["}"] if self.name else []
+            self.rest, self._unread = self._unread, ""
         return max(0, len(text) - len(self._unread)) if self.is_done else len(text)
 
     def take_arguments(self) -> str:
@@ -63,7 +69,7 @@ class XmlCall:
             self._key, self._unread = found[1], self._unread[found.end() :]
             self._searched = 0
             return True
-        self.has_failed = not _may_become(self._unread, ("<parameter=", END))
+        self.has_failed = not _may_become(self._unread, (PARAMETER, END))
         return False
 
     def _read_head(self) -> bool:
@@ -77,27 +83,49 @@ class XmlCall:
 
     def _read_value(self) -> bool:
         assert self._key is not None
-        end = self._unread.find(END_OF_PARAMETER, self._searched)
-        if end < 0:
-            self._searched = max(0, len(self._unread) - len(END_OF_PARAMETER))
+        ends = [(at, tag) for tag in _ENDS_OF_VALUE if (at := self._unread.find(tag, self._searched)) >= 0]
+        if not ends:
+            self._searched = max(0, len(self._unread) - MAX_TAG)
             return False
+        end, tag = min(ends)
         value = self._unread[:end].removeprefix("\n").removesuffix("\n")
-        comma = ", " if self._num_arguments else ""
-        self._new.append(f"{comma}{json.dumps(self._key)}: {self._as_json(self._key, value)}")
-        self._unread, self._key = self._unread[end + len(END_OF_PARAMETER) :], None
-        self._num_arguments += 1
+        if self._key not in self._keys:
+            comma = ", " if self._keys else ""
+            self._new.append(f"{comma}{json.dumps(self._key)}: {_as_json(value, self._schema(self._key))}")
+            self._keys.add(self._key)
+        # Of a value that nothing closes, what comes next is the end.
+        self._unread = self._unread[end + (len(tag) if tag == END_OF_PARAMETER else 0) :]
+        self._key = None
         return True
 
-    def _as_json(self, key: str, value: str) -> str:
-        schema = self._schemas.get(self.name, {}).get("properties", {}).get(key, {})
-        if not (isinstance(schema, dict) and schema.get("type") == "string"):
-            try:
-                return json.dumps(json.loads(value), ensure_ascii=False)
-            except ValueError:
-                pass
+    def _schema(self, key: str) -> Mapping[str, Any]:
+        properties = self._schemas.get(self.name, {}).get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        return schema if isinstance(schema, Mapping) else {}
+
+
+def _as_json(value: str, schema: Mapping[str, Any]) -> str:
+    """A value as JSON. Only its schema tells text from what else it may be."""
+    kinds = schema.get("type")
+    types = {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else set()
+    options = schema.get("enum")
+    is_text = value in options if isinstance(options, list) else "string" in types
+    if is_text and not (value == "null" and "null" in types):
         return json.dumps(value, ensure_ascii=False)
+    if types == {"boolean"} and value.lower() in ("true", "false"):
+        return value.lower()
+    try:
+        json.loads(value, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(value, ensure_ascii=False)
+    return value.strip()  # as it is written: numbers keep their digits
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _may_become(text: str, tags: tuple[str, ...]) -> bool:
     """Whether ``text``, which has no whole part yet, may be the beginning of one."""
-    return any(tag.startswith(text) or (text.startswith(tag) and "\n" not in text) for tag in tags)
+    is_short = len(text) <= MAX_TAG and "\n" not in text
+    return any(tag.startswith(text) or (is_short and text.startswith(tag)) for tag in tags)

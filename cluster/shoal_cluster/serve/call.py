@@ -69,8 +69,9 @@ class GenerateCall:
     @property
     def length(self) -> int:
         """What was given, in characters of text that would take as long to tokenise."""
-        turns = self.messages or ()
-        return len(self.text or "") + sum(turn.length + TURN_LENGTH for turn in turns)
+        turns = sum(turn.length + TURN_LENGTH for turn in self.messages or ())
+        tools = 0 if self.tools is None else self.tools.length
+        return len(self.text or "") + turns + tools + len(repr(self.template_options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from shoal_cluster.serve.call import Prompt
 from shoal_protos import generation_pb2 as pb
 from shoal_replica.errors import InvalidArgument
 
-_MODES = {pb.TOOL_MODE_AUTO: AUTO, pb.TOOL_MODE_NONE: NONE, pb.TOOL_MODE_REQUIRED: REQUIRED}
-_MODES_BACK = {mode: number for number, mode in _MODES.items()}
+_MODES_BACK = {AUTO: pb.TOOL_MODE_AUTO, NONE: pb.TOOL_MODE_NONE, REQUIRED: pb.TOOL_MODE_REQUIRED}
+_MODES = {number: mode for mode, number in _MODES_BACK.items()} | {pb.TOOL_MODE_UNSPECIFIED: AUTO}
 
 
 def prompt_from_proto(chat: pb.ChatMessages) -> Prompt:
@@ -23,11 +23,16 @@ def prompt_from_proto(chat: pb.ChatMessages) -> Prompt:
     choice = chat.WhichOneof("tool_choice")
     if not (chat.tools or choice):
         return Prompt(messages=messages, template_options=options)
+    is_named = choice == "tool_name"
+    if is_named and not chat.tool_name:
+        raise InvalidArgument("tool_name", "", "must name a tool")
+    if chat.tool_mode not in _MODES:
+        raise InvalidArgument("tool_mode", chat.tool_mode, "must be a ToolMode")
     use = ToolUse(
-        tools=tuple(_tool_from_proto(tool) for tool in chat.tools),
-        mode=REQUIRED if choice == "tool_name" else _MODES.get(chat.tool_mode, AUTO),
+        tools=tuple(_tool_from_proto(position, tool) for position, tool in enumerate(chat.tools)),
+        mode=REQUIRED if is_named else _MODES[chat.tool_mode],
         named=chat.tool_name,
-        parallel=not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls,
+        parallel=not is_named and (not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls),
     )
     return Prompt(messages=messages, tools=use, template_options=options)
 
@@ -63,9 +68,13 @@ def _message_to_proto(message: Message) -> pb.ChatMessage:
     )
 
 
-def _tool_from_proto(tool: pb.Tool) -> Tool:
-    parameters = _json_object(f"tools: parameters of {tool.name!r}", tool.parameters) if tool.parameters else {}
-    return Tool(tool.name, tool.description, parameters, tool.strict)
+def _tool_from_proto(position: int, tool: pb.Tool) -> Tool:
+    where = f"messages.tools.{position}"
+    parameters = _json_object(f"{where}.parameters", tool.parameters) if tool.parameters else {}
+    try:
+        return Tool(tool.name, tool.description, parameters, tool.strict)
+    except InvalidArgument as error:
+        raise InvalidArgument.retold(f"{where}.{error.field}", f"{where}.{error}") from None
 
 
 def _tool_to_proto(tool: Tool) -> pb.Tool:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from shoal_cluster.chat.tool import AUTO, REQUIRED, Tool, ToolCall, ToolUse
 from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull
+from shoal_replica.errors import InvalidArgument
 
 
 class FunctionBody(Body):
@@ -17,15 +18,21 @@ class FunctionBody(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def tool(self, where: str) -> Tool:
+        """Raises InvalidArgument, the field being one of ``where``."""
+        try:
+            return Tool(self.name, self.description, self.parameters or {}, bool(self.strict))
+        except InvalidArgument as error:
+            raise InvalidArgument.retold(f"{where}.{error.field}", f"{where}.{error}") from None
+
 
 class ToolBody(Body):
     type: Literal["function"]
     function: FunctionBody
 
-    def tool(self) -> Tool:
+    def tool(self, position: int) -> Tool:
         """Raises InvalidArgument."""
-        told = self.function
-        return Tool(told.name, told.description, told.parameters or {}, bool(told.strict))
+        return self.function.tool(f"tools.{position}.function")
 
 
 class NameBody(Body):
@@ -46,7 +53,7 @@ def tool_use(tools: list[ToolBody] | None, choice: ToolChoice | None, parallel: 
         return None
     is_named = isinstance(choice, NamedChoice)
     return ToolUse(
-        tools=tuple(body.tool() for body in tools or ()),
+        tools=tuple(body.tool(position) for position, body in enumerate(tools or ())),
         mode=REQUIRED if isinstance(choice, NamedChoice) else choice or AUTO,
         named=choice.function.name if isinstance(choice, NamedChoice) else "",
         parallel=parallel is not False and not is_named,

@@ -16,6 +16,8 @@ from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
 from shoal_replica.llm import with_seed
 from shoal_replica.request import Request, check_prompt
+from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.structured_output import FIELD, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
 
 LONG_TEXT = 10_000  # characters, a few milliseconds' work: longer texts are tokenised in a thread
@@ -41,6 +43,15 @@ class Made(NamedTuple):
     request: Request
     readers: AnswerReaders
     shown: frozenset[int]
+
+
+def _enforced(params: SamplingParams, structure: StructuredOutput | None) -> SamplingParams:
+    """``params`` for an answer that must match. Raises InvalidArgument where these contradict that."""
+    try:
+        return replace(params, structured_output=structure)
+    except InvalidArgument as error:
+        where = "tools" if error.field == FIELD else error.field
+        raise InvalidArgument(where, None, f"calls that must match their schemas: {error.limit}") from None
 
 
 class RequestMaker:
@@ -77,7 +88,7 @@ class RequestMaker:
         if call.messages is not None:
             if call.tools is not None or answer is not None:
                 structure = await asyncio.to_thread(self._chats.structure, prompt, call.tools, answer)
-                params = params if structure is answer else replace(params, structured_output=structure)
+                params = params if structure is answer else _enforced(params, structure)
             found = [self._chats.reader(prompt, call.tools, answer) for _ in range(params.n)]
             readers = [reader for reader in found if reader is not None]
         request = Request(
@@ -90,7 +101,7 @@ class RequestMaker:
             adapter=call.model if call.model in self._adapters else "",
             tenant=call.tenant,
         )
-        return Made(request, AnswerReaders(readers), self._chats.shown if readers else frozenset())
+        return Made(request, AnswerReaders(readers), self._chats.shown(call.tools) if readers else frozenset())
 
     def _read(self, call: GenerateCall) -> tuple[str, tuple[int, ...]]:
         """The prompt, as text where it is a chat, and its tokens."""

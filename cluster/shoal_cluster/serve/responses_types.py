@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shoal_cluster.chat.message import Message
-from shoal_cluster.chat.tool import AUTO, REQUIRED, Tool, ToolCall, ToolUse
+from shoal_cluster.chat.tool import AUTO, REQUIRED, ToolCall, ToolUse
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null, only
+from shoal_cluster.serve.openai_tools import FunctionBody
 from shoal_cluster.serve.openai_types import RequestBody
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS
@@ -40,12 +41,12 @@ class Item(Body):
     output: Text | list[Part] | None = None
 
 
-class FunctionTool(Body):
+class _Typed(Body):
     type: Literal["function"]
-    name: Text
-    description: TextOrNull = ""
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+
+
+class FunctionTool(FunctionBody, _Typed):  # the type is checked first
+    pass
 
 
 class NamedFunction(Body):
@@ -123,7 +124,7 @@ class ResponsesRequest(RequestBody):
             return None
         named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else ""
         mode = REQUIRED if isinstance(self.tool_choice, NamedFunction) else self.tool_choice or AUTO
-        tools = [Tool(of.name, of.description, of.parameters or {}, bool(of.strict)) for of in self.tools or ()]
+        tools = [body.tool(f"tools.{position}") for position, body in enumerate(self.tools or ())]
         return ToolUse(tuple(tools), mode, named, parallel=self.parallel_tool_calls is not False and not named)
 
     def _structured_output(self) -> StructuredOutput | None:

@@ -57,6 +57,7 @@ class GatewaySettings(Settings):
     api_keys: dict[TenantName, ApiKey] = Field(
         default_factory=dict, description="by tenant: the keys of which every call needs one; none: everybody may call"
     )
+    cors_origins: tuple[str, ...] = Field((), description="origins of pages whose scripts may call: a URL each, or '*'")
     tls_cert: Path | None = Field(None, description="certificate chain, PEM, on the gateway's node: serve TLS only")
     tls_key: Path | None = Field(None, description="its private key, PEM")
 

@@ -128,6 +128,28 @@ async def test_a_browser_sends_the_key_as_a_password() -> None:
             assert (await http.get(f"{url}/controls")).status_code == 403
 
 
+@pytest.mark.parametrize("origins", [("http://page:3000",), ("*",)])
+async def test_pages_of_other_origins_may_call_if_that_is_allowed(origins: tuple[str, ...]) -> None:
+    page = {"origin": "http://page:3000"}
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, x-tenant"}
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    async with opened(FakeGateway(api_keys=KEYS), cors_origins=origins) as ingress:
+        url = f"http://127.0.0.1:{ingress.http_port}/v1/chat/completions"
+        async with httpx.AsyncClient() as http:
+            asked = await http.options(url, headers=page | asks)
+            assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, origins[0])
+            assert "authorization" in asked.headers["access-control-allow-headers"]
+            for key, status in (("sk-a", 200), ("no", 401)):
+                answer = await http.post(url, json=chat, headers=page | {"authorization": f"Bearer {key}"})
+                assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, origins[0])
+            if origins != ("*",):
+                other = {"origin": "http://other"}
+                assert (await http.options(url, headers=other | asks)).status_code == 400
+    async with opened(FakeGateway()) as ingress, httpx.AsyncClient() as http:
+        url = f"http://127.0.0.1:{ingress.http_port}/v1/chat/completions"
+        assert "access-control-allow-origin" not in (await http.post(url, json=chat, headers=page)).headers
+
+
 async def test_tls_serves_both_and_nothing_in_the_clear(certificate: dict[str, Path]) -> None:
     core = FakeGateway(api_keys=KEYS)
     own = {name: certificate[name] for name in ("tls_cert", "tls_key")}

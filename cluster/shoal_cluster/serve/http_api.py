@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
@@ -60,8 +61,10 @@ class Answers(Protocol[B]):
     ) -> AsyncGenerator[bytes, None]: ...
 
 
-def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> FastAPI:
-    """The ASGI application. A body above ``max_body_bytes`` gets 413."""
+def build_http_app(
+    core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, cors_origins: Sequence[str] = ()
+) -> FastAPI:
+    """The ASGI application. A body above ``max_body_bytes`` gets 413. Pages of ``cors_origins`` may call it."""
     app = FastAPI(title="Shoal", docs_url="/docs", redoc_url=None)
 
     def refuse_unread(path: str) -> None:
@@ -70,6 +73,10 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
 
     app.add_middleware(KeyCheck, core=core, refuse=refuse_unread)
     app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes)  # around the other
+    if cors_origins:  # around both: a browser asks first, without a key
+        told = ("x-request-id", "retry-after")
+        allowed: Any = {"allow_origins": tuple(cors_origins), "allow_methods": ("GET", "POST"), "allow_headers": ("*",)}
+        app.add_middleware(CORSMiddleware, **allowed, expose_headers=told)
 
     async def refuse(request: Request, error: Exception) -> Response:
         if request.method == "POST":
@@ -126,7 +133,7 @@ def build_http_app(core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES)
 def http_config(core: HttpCore, settings: GatewaySettings, shutdown_s: float) -> uvicorn.Config:
     """The uvicorn configuration that serves the application; open requests have ``shutdown_s`` to end."""
     return uvicorn.Config(
-        build_http_app(core, settings.max_request_bytes),
+        build_http_app(core, settings.max_request_bytes, settings.cors_origins),
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
         log_config=None,

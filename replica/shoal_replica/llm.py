@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import Any
 
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
+from shoal_replica.chat_template import Turn
 from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import StepTiming, TokenLogprobs
@@ -165,6 +167,29 @@ class LLM:
             for request in requests:
                 self._scheduler.abort(request.request_id)
         return [outputs[r.request_id].result for r in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Turn] | Sequence[Sequence[Turn]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str] = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` for prompts that the model's chat template makes of messages.
+
+        Args:
+            messages: one chat, or several: turns with at least ``role`` and ``content``.
+            tools: definitions of tools, as OpenAI's API has them, for the template to show.
+            template_options: the template's own variables, such as ``enable_thinking``.
+
+        Raises:
+            InvalidArgument: as by ``generate``; or the model has no chat template, or it refuses the messages.
+        """
+        one = [turn for turn in messages if isinstance(turn, Mapping)]
+        chats = [one] if one else [list(chat) for chat in messages if not isinstance(chat, Mapping)]
+        texts = [self.tokenizer.apply_chat_template(chat, tools, template_options) for chat in chats]
+        return self.generate([self.tokenizer.encode(text, add_special_tokens=False) for text in texts], params, adapter)
 
     def subscribe(self, subscriber: Callable[[StepTiming], None]) -> Callable[[], None]:
         """Call ``subscriber`` after every step from now on. Returns a function that unsubscribes it."""

@@ -81,6 +81,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_tokenizer(make_checkpoint("llama", tmp_path_factory.mktemp("tiny")))
 
 
+def test_chats_are_their_templates_prompts(tiny):
+    first, second = ([{"role": "user", "content": said}] for said in ("Hi", "What is a shoal?"))
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    with LLM(str(tiny), num_blocks=64) as llm:
+        texts = (f"<s><|user|>\n{chat[0]['content']}</s>\n<|assistant|>\n" for chat in (first, second))
+        prompts = [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+        outputs = llm.chat([first, second], params)
+        assert [output.prompt_token_ids for output in outputs] == prompts
+        assert [output.token_ids for output in outputs] == expected
+        assert llm.chat(second, params)[0].token_ids == expected[1]
+        assert llm.chat([], params) == []
+        with pytest.raises(InvalidArgument, match="unknown role tool"):
+            llm.chat([{"role": "tool", "content": "x"}])
+
+
 def test_bad_prompts_are_refused_before_anything_runs(tiny):
     with LLM(str(tiny), num_blocks=8) as llm:
         for prompt in ("", [], [5] * 128, [10**6], [-1]):

@@ -331,6 +331,10 @@ async def test_tool_calls(client: openai.AsyncOpenAI, core: FakeGateway) -> None
             (WEATHER.name, c) for c in ("Köln", "Ulm")
         ]
         assert len({call.id for call in message.tool_calls}) == 2
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    num_reasoning = len(TOKENIZER.encode("<think>Two.</think>", add_special_tokens=False))
+    assert abs(answer.usage.completion_tokens_details.reasoning_tokens / 2 - num_reasoning) <= len("<think>")
     use = core.calls[0].tools
     assert use is not None
     assert (use.tools, use.mode, use.parallel) == ((WEATHER,), "auto", True)

@@ -137,6 +137,7 @@ usages = st.builds(
     replica_id=text,
     ttft_s=amount,
     num_resumes=count,
+    num_reasoning_tokens=count,
 )
 chunks = st.builds(
     Chunk,

@@ -101,6 +101,11 @@ class AnswerReader:
         self._since_opening: str | None = None  # what may be content, until a call has followed the opening
         self._read: Callable[[bool], bool] = self._begin_reasoning if is_reasoning else self._begin
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next belongs to reasoning, as far as is known."""
+        return self._read in (self._begin_reasoning, self._reason)
+
     def push(self, text: str, *, is_last: bool = False) -> AnswerPiece:
         """Take text, with which the answer ends if it is the last."""
         self._unread += text

@@ -75,7 +75,7 @@ class ToolUse:
     Attributes:
         mode: AUTO, the model may call some; NONE, it may not; REQUIRED, it must.
         named: with REQUIRED, the only one that it calls.
-        parallel: it may make several calls at once.
+        parallel: it may make several calls at once; not where one is named.
     """
 
     tools: tuple[Tool, ...]
@@ -97,6 +97,8 @@ class ToolUse:
             raise InvalidArgument("tool_choice", self.named or self.mode, "needs tools")
         if self.named and self.named not in names:
             raise InvalidArgument("tool_choice", self.named, f"must be one of the tools: {', '.join(names)}")
+        if self.named:
+            object.__setattr__(self, "parallel", False)
 
     @property
     def length(self) -> int:

@@ -76,7 +76,9 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a request over all its sequences, and the replica that computed them."""
+    """Tokens of a request over all its sequences, and the replica that computed them. Of the output tokens,
+    ``num_reasoning_tokens`` came before the answer.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -84,6 +86,7 @@ class Usage:
     replica_id: str
     ttft_s: float
     num_resumes: int = 0
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ def prompt_from_proto(chat: pb.ChatMessages) -> Prompt:
         tools=tuple(_tool_from_proto(position, tool) for position, tool in enumerate(chat.tools)),
         mode=REQUIRED if is_named else _MODES[chat.tool_mode],
         named=chat.tool_name,
-        parallel=not is_named and (not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls),
+        parallel=not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls,
     )
     return Prompt(messages=messages, tools=use, template_options=options)
 

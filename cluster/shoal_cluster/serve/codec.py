@@ -235,6 +235,7 @@ def _usage_to_proto(usage: Usage) -> pb.Usage:
         replica_id=usage.replica_id,
         ttft_s=usage.ttft_s,
         num_resumes=usage.num_resumes,
+        reasoning_tokens=usage.num_reasoning_tokens,
     )
 
 
@@ -246,4 +247,5 @@ def _usage_from_proto(usage: pb.Usage) -> Usage:
         replica_id=usage.replica_id,
         ttft_s=usage.ttft_s,
         num_resumes=usage.num_resumes,
+        num_reasoning_tokens=usage.reasoning_tokens,
     )

@@ -158,10 +158,12 @@ class _UsageSum:
     def body(self) -> Json:
         num_prompt = sum(usage.num_prompt_tokens for usage in self.usages)
         num_output = sum(usage.num_output_tokens for usage in self.usages)
+        num_reasoning = sum(usage.num_reasoning_tokens for usage in self.usages)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
             "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in self.usages)},
         }
 

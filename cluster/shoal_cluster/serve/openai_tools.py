@@ -51,12 +51,11 @@ def tool_use(tools: list[ToolBody] | None, choice: ToolChoice | None, parallel: 
     """None where a request says nothing of tools. Raises InvalidArgument."""
     if not tools and choice in (None, "auto", "none"):
         return None
-    is_named = isinstance(choice, NamedChoice)
     return ToolUse(
         tools=tuple(body.tool(position) for position, body in enumerate(tools or ())),
         mode=REQUIRED if isinstance(choice, NamedChoice) else choice or AUTO,
         named=choice.function.name if isinstance(choice, NamedChoice) else "",
-        parallel=parallel is not False and not is_named,
+        parallel=parallel is not False,
     )
 
 

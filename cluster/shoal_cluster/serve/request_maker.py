@@ -28,13 +28,21 @@ class AnswerReaders:
 
     def __init__(self, readers: Sequence[AnswerReader]) -> None:
         self._readers = readers
+        self._num_reasoning_tokens = 0
 
     def read(self, chunk: Chunk) -> Chunk:
         """``chunk`` with its text told apart."""
         if not self._readers:
             return chunk
-        piece = self._readers[chunk.index].push(chunk.text, is_last=chunk.finish_reason is not None)
-        return replace(chunk, text=piece.content, reasoning=piece.reasoning, tool_calls=piece.calls)
+        reader = self._readers[chunk.index]
+        was_reasoning = reader.is_reasoning
+        piece = reader.push(chunk.text, is_last=chunk.finish_reason is not None)
+        if was_reasoning or reader.is_reasoning:  # the markers' tokens included
+            self._num_reasoning_tokens += len(chunk.token_ids)
+        usage = chunk.usage
+        if usage is not None:
+            usage = replace(usage, num_reasoning_tokens=self._num_reasoning_tokens)
+        return replace(chunk, text=piece.content, reasoning=piece.reasoning, tool_calls=piece.calls, usage=usage)
 
 
 class Made(NamedTuple):

@@ -32,8 +32,6 @@ class Response:
         self._logprobs: list[Json] = []
         self._held_logprobs: list[TokenLogprobs] = []  # of tokens that have no text yet
         self._num_events = 0
-        self._num_tokens = 0
-        self._num_reasoning_tokens = 0
         self._status = "in_progress"
         self._usage: Usage | None = None
         self._error: Json | None = None
@@ -45,7 +43,7 @@ class Response:
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "output": self._items,
-            "usage": None if self._usage is None else self._usage_body(self._usage),
+            "usage": None if self._usage is None else _usage_body(self._usage),
         }
 
     def begin(self) -> bytes:
@@ -55,7 +53,6 @@ class Response:
 
     def take(self, chunk: Chunk) -> bytes:
         """The events that a chunk brings."""
-        self._num_tokens += len(chunk.token_ids)
         self._held_logprobs += chunk.logprobs
         events = b""
         if chunk.reasoning:
@@ -64,8 +61,6 @@ class Response:
             events += self._grow("message", chunk.text)
         for piece in chunk.tool_calls:
             events += self._call(piece)
-        if [item["type"] for item in self._items] == ["reasoning"]:
-            self._num_reasoning_tokens = self._num_tokens  # all before the answer
         self._usage = chunk.usage or self._usage
         if chunk.finish_reason is not None:
             is_cut = chunk.finish_reason is FinishReason.LENGTH
@@ -163,15 +158,6 @@ class Response:
         self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + encode(body) + b"\n\n"
 
-    def _usage_body(self, usage: Usage) -> Json:
-        return {
-            "input_tokens": usage.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
-            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        }
-
 
 class ResponsesAnswers:
     """Answers responses, as a whole or as events."""
@@ -231,4 +217,14 @@ def _head(body: ResponsesRequest, request_id: str, model: str) -> Json:
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "user": body.user or None,
+    }
+
+
+def _usage_body(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
     }

@@ -125,7 +125,7 @@ class ResponsesRequest(RequestBody):
         named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else ""
         mode = REQUIRED if isinstance(self.tool_choice, NamedFunction) else self.tool_choice or AUTO
         tools = [body.tool(f"tools.{position}") for position, body in enumerate(self.tools or ())]
-        return ToolUse(tuple(tools), mode, named, parallel=self.parallel_tool_calls is not False and not named)
+        return ToolUse(tuple(tools), mode, named, parallel=self.parallel_tool_calls is not False)
 
     def _structured_output(self) -> StructuredOutput | None:
         form = None if self.text is None else self.text.format

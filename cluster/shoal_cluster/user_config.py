@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from shoal_cluster.config import ClusterConfig, error_line
+from shoal_cluster.config import AdapterName, AdapterSource, ClusterConfig, error_line
 from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS
 from shoal_cluster.policies.routing import MAX_PRICE, RouteWeights
 from shoal_cluster.settings import Settings
@@ -35,10 +35,11 @@ class RoutingSettings(Settings):
 
 
 class UserConfig(Settings):
-    """``scaling`` holds those keys of ``args.scaling`` that differ."""
+    """``scaling`` holds keys of ``args.scaling`` that differ, ``adapters`` those that ``args.adapters`` lacks."""
 
     routing: RoutingSettings = RoutingSettings()
     scaling: dict[str, Any] = Field(default_factory=dict)
+    adapters: dict[AdapterName, AdapterSource] = Field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, user_config: dict[str, Any], config: ClusterConfig) -> UserConfig:
@@ -50,6 +51,9 @@ class UserConfig(Settings):
         try:
             told = cls.model_validate(user_config)
             config.with_scaling(told.scaling)
+            for name in told.adapters:
+                if name in (config.name, *config.adapters):
+                    raise ConfigError(f"adapters.{name}: is the name of the model, or of an adapter under args")
         except ValidationError as error:
             raise ConfigError("; ".join(error_line(e, "user_config") for e in error.errors())) from None
         except ConfigError as error:

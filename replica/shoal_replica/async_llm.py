@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from shoal_replica.build import build_executor, build_scheduler
+from shoal_replica.build import build_engine, build_executor
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine, StepReport
 from shoal_replica.errors import InvalidArgument
@@ -35,7 +35,7 @@ class AsyncLLM:
     async def start(cls, config: EngineConfig) -> AsyncLLM:
         """Load the model in a thread and start the engine's loop."""
         executor = await asyncio.to_thread(build_executor, config)
-        engine = Engine(build_scheduler(config), executor)
+        engine = build_engine(config, executor)
         llm = cls(config, engine, Tokenizer.from_folder(config.model.folder))
         engine.subscribe(llm._dispatch)
         engine.start()
@@ -56,7 +56,7 @@ class AsyncLLM:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
         params.check_vocabulary(self.config.model.vocab_size)
-        check_adapter(adapter, (loaded.name for loaded in self.config.adapters))
+        check_adapter(adapter, self.engine.adapters.names)
         if params.structured_output is not None:
             await asyncio.to_thread(self._grammars.check, params.structured_output)
         request = Request(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from shoal_replica.adapter import adapter_bytes
+from shoal_replica.adapter import AdapterConfig, adapter_bytes
 from shoal_replica.adapter_folder import read_adapters
 from shoal_replica.checkpoint import ensure_adapter, ensure_checkpoint, read_ahead
 from shoal_replica.config import (
@@ -22,6 +22,7 @@ from shoal_replica.config import (
     SchedulerConfig,
     default_graph_sizes,
 )
+from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import Executor
 from shoal_replica.memory import available_bytes, default_num_blocks
@@ -69,8 +70,7 @@ def resolve_config(
     if on_npu and dtype == "auto":
         dtype = "bfloat16"  # whatever the checkpoint's dtype: the only one served here that NPU attention takes
     shape = ModelConfig.from_folder(ensure_checkpoint(model), dtype, max_model_len, quantization)
-    folders = {name: str(ensure_adapter(name, folder)) for name, folder in (adapters or {}).items()}
-    loras = read_adapters(folders, shape)
+    loras = find_adapters(adapters or {}, shape)
     lora_bytes = adapter_bytes(loras, DTYPE_BYTES[shape.dtype])
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZES[parallel.device]
@@ -161,9 +161,29 @@ def plan_replica(config: EngineConfig) -> MemoryPlan:
     return plan_memory(config.model, config.scheduler, parallel, shard, config.cache, free, config.adapter_bytes)
 
 
-def build_scheduler(config: EngineConfig) -> Scheduler:
-    model, names = config.model, [adapter.name for adapter in config.adapters]
+def adapter_names(config: EngineConfig) -> set[str]:
+    return {adapter.name for adapter in config.adapters}
+
+
+def find_adapters(sources: Mapping[str, str], model: ModelConfig) -> tuple[AdapterConfig, ...]:
+    """The adapters of ``model`` at ``sources``: by name, folders or hub ids, from which they are fetched.
+
+    Raises:
+        NotFound, ConfigError: an adapter is missing, or not one of the model; it is named.
+    """
+    return read_adapters({name: str(ensure_adapter(name, source)) for name, source in sources.items()}, model)
+
+
+def build_scheduler(config: EngineConfig, adapters: Collection[str] | None = None) -> Scheduler:
+    """``adapters``: names of those that requests may ask for, which may change; by default, the configuration's."""
+    model, names = config.model, adapter_names(config) if adapters is None else adapters
     return Scheduler(config.scheduler, config.cache, model.max_model_len, model.eos_token_ids, names)
+
+
+def build_engine(config: EngineConfig, executor: Executor) -> Engine:
+    """An engine whose adapters may be changed while it runs."""
+    adapters = adapter_names(config)
+    return Engine(build_scheduler(config, adapters), executor, adapters=adapters)
 
 
 def build_executor(config: EngineConfig, launcher: RankLauncher | None = None) -> Executor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shoal_replica.burst import Burst
 from shoal_replica.errors import EngineDead, Unavailable
 from shoal_replica.executor import Executor
+from shoal_replica.loaded_adapters import LoadedAdapters
 from shoal_replica.prefill_pace import PrefillPace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, Request, TokenDelta
@@ -52,7 +53,8 @@ class Engine:
     step, after each abort, and every ``BEAT_S`` when idle or in a long step, so that they know how old their view is.
     While nothing changes, reports carry the same stats object until it is older than ``heartbeat_s``.
 
-    A step longer than ``step_timeout_s`` counts as failed.
+    A step longer than ``step_timeout_s`` counts as failed. ``adapters`` are the names of those that are loaded, in the
+    set by which the scheduler checks requests.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Engine:
         executor: Executor,
         heartbeat_s: float = HEARTBEAT_S,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        adapters: set[str] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -73,6 +76,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._thread = StepThread(executor, scheduler.lookahead)
+        self.adapters = LoadedAdapters(set() if adapters is None else adapters, executor, self._thread)
         self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._draining = False
@@ -111,6 +115,8 @@ class Engine:
         self._is_changed = True
         finished = asyncio.get_running_loop().create_future()
         self._finished[request.request_id] = finished
+        if request.adapter:
+            self.adapters.use(request.adapter, finished)
         self._idle.clear()
         self._wake.set()
         return finished

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.sampling_params import SamplingParams
 
 
@@ -110,6 +111,14 @@ class Executor(Protocol):
 
     def check_health(self) -> None:
         """Raise if the model can run no more steps. Called between steps."""
+        ...
+
+    def load(self, adapter: AdapterConfig) -> None:
+        """Let steps use an adapter. Called between steps. Raises ConfigError, and then nothing has changed."""
+        ...
+
+    def unload(self, name: str) -> None:
+        """Free an adapter that no sequence uses. Called between steps."""
         ...
 
     def close(self) -> None: ...

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from shoal_replica.build import build_executor, build_scheduler, resolve_config
+from shoal_replica.build import adapter_names, build_executor, build_scheduler, find_adapters, resolve_config
 from shoal_replica.chat_template import Turn
 from shoal_replica.config import ParallelConfig, SchedulerConfig
-from shoal_replica.errors import InvalidArgument
+from shoal_replica.errors import ConfigError, InvalidArgument
 from shoal_replica.executor import StepTiming, TokenLogprobs
 from shoal_replica.grammars import Grammars
 from shoal_replica.request import FinishReason, Request, TokenDelta, check_adapter, check_prompt
@@ -126,7 +126,8 @@ class LLM:
         )
         self.tokenizer = Tokenizer.from_folder(self.config.model.folder)
         self._grammars = Grammars(self.config.model)
-        self._scheduler = build_scheduler(self.config)
+        self._adapters = adapter_names(self.config)
+        self._scheduler = build_scheduler(self.config, self._adapters)
         self._executor = build_executor(self.config)
         self._ids = itertools.count()
         self._subscribers: list[Callable[[StepTiming], None]] = []
@@ -191,6 +192,28 @@ class LLM:
         texts = [self.tokenizer.apply_chat_template(chat, tools, template_options) for chat in chats]
         return self.generate([self.tokenizer.encode(text, add_special_tokens=False) for text in texts], params, adapter)
 
+    def load_adapter(self, name: str, source: str) -> None:
+        """Let prompts ask for one more adapter. A name that has been used before finds its old prefixes cached: give
+        another version another name.
+
+        Args:
+            source: a folder, or a hub id.
+
+        Raises:
+            NotFound, ConfigError: there is no such adapter, it is not of this model, or the name is taken.
+        """
+        if name in self._adapters:
+            raise ConfigError(f"adapters.{name}: is loaded already")
+        (adapter,) = find_adapters({name: source}, self.config.model)
+        self._executor.load(adapter)
+        self._adapters.add(name)
+
+    def unload_adapter(self, name: str) -> None:
+        """Free an adapter. Raises InvalidArgument if it is not loaded."""
+        check_adapter(name, self._adapters)
+        self._adapters.remove(name)
+        self._executor.unload(name)
+
     def subscribe(self, subscriber: Callable[[StepTiming], None]) -> Callable[[], None]:
         """Call ``subscriber`` after every step from now on. Returns a function that unsubscribes it."""
         self._subscribers.append(subscriber)
@@ -216,7 +239,7 @@ class LLM:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
         params.check_vocabulary(self.config.model.vocab_size)
-        check_adapter(adapter, (loaded.name for loaded in self.config.adapters))
+        check_adapter(adapter, self._adapters)
         if params.structured_output is not None:
             self._grammars.check(params.structured_output)
         return Request(

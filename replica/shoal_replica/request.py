@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Collection, Iterable, MutableSequence
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -240,7 +240,7 @@ class FinishRule:
 
     eos_token_ids: frozenset[int]
     max_model_len: int
-    adapters: frozenset[str] = frozenset()
+    adapters: Collection[str] = ()
 
     def check(self, request: Request) -> None:
         """Raise InvalidArgument if the tokens do not fit the model, and Unavailable if its adapter is not loaded: while

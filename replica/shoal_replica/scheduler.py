@@ -36,7 +36,7 @@ class Scheduler:
     Args:
         max_model_len: most tokens per sequence, prompt and output together; must fit the pool.
         eos_token_ids: tokens that end a sequence unless it ignores them.
-        adapters: names of the LoRA adapters that requests may ask for.
+        adapters: names of the LoRA adapters that requests may ask for; whoever gives it may change it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Scheduler:
             raise ValueError("max_model_len does not fit the block pool")
         self.config = config
         self._kv = kv = KVCacheManager(cache_config)
-        self._finish_rule = rule = FinishRule(frozenset(eos_token_ids), max_model_len, frozenset(adapters))
+        self._finish_rule = rule = FinishRule(frozenset(eos_token_ids), max_model_len, adapters)
         self._live = live = LiveSequences()
         self._waiting = waiting = WaitingQueue(config.policy)
         self._running = running = list[Sequence]()  # in rank order: preemption victims come last

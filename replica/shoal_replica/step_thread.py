@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -43,6 +44,10 @@ class StepThread:
     def depart_after(self, flight: Flight, planned: SchedulerOutput) -> Flight:
         """Execute ``planned`` right after ``flight``, if ``Lookahead.confirm`` agrees when that has ended."""
         return Flight(planned, self._thread.submit(self._execute_after, flight.future, planned), is_ahead=True)
+
+    async def run(self, work: Callable[[], None]) -> None:
+        """Do other work of the executor, after the steps submitted before. Raises what it raises."""
+        await asyncio.wrap_future(self._thread.submit(work))
 
     async def stop(self, timeout_s: float) -> bool:
         """Drop steps that have not begun. False if one still runs after ``timeout_s`` and so uses the executor."""

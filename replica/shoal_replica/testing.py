@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.beam_search import BeamSearch, num_candidates
 from shoal_replica.config import CacheConfig, SchedulerConfig
+from shoal_replica.errors import ConfigError
 from shoal_replica.executor import (
     NewSequence,
     SampledToken,
@@ -83,6 +85,18 @@ class FakeExecutor:
         self._tokens: dict[int, list[int]] = {}
         self._tables: dict[int, list[int]] = {}
         self.is_closed = False
+        self.adapters: dict[str, AdapterConfig] = {}
+        self._gone: set[str] = set()  # adapters that have been unloaded
+
+    def load(self, adapter: AdapterConfig) -> None:
+        if adapter.folder == "refuse":
+            raise ConfigError(f"adapters.{adapter.name}: is refused")
+        self._gone.discard(adapter.name)
+        self.adapters[adapter.name] = adapter
+
+    def unload(self, name: str) -> None:
+        del self.adapters[name]
+        self._gone.add(name)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         for seq_id in output.dropped_seq_ids:
@@ -104,6 +118,7 @@ class FakeExecutor:
         return StepResult(tuple(token for s in output.scheduled if (token := self._compute(s)) is not None))
 
     def _compute(self, scheduled: ScheduledSequence) -> SampledToken | None:
+        assert self._sequences[scheduled.seq_id].adapter not in self._gone
         tokens, table = self._tokens[scheduled.seq_id], self._tables[scheduled.seq_id]
         start, end = scheduled.num_computed_tokens, scheduled.num_computed_tokens + scheduled.num_new_tokens
         self._check_read(tokens[:start], table)

@@ -69,7 +69,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
         asyncio.run(_all_connected(grpc_address, settings.scaling.min_replicas))
         folder = ray.folder / "ray"
         addresses = (grpc_address, http_address, ray.dashboard_url)
-        yield LiveCluster(*addresses, settings.name, folder, ADMIN_KEY, collector=collector, adapters=adapters)
+        told = {"collector": collector, "adapters": adapters, "document": document}
+        yield LiveCluster(*addresses, settings.name, folder, ADMIN_KEY, **told)
 
 
 async def _all_connected(address: str, num_replicas: int) -> None:

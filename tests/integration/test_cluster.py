@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,15 +22,18 @@ import jsonschema
 import openai
 import pytest
 from fixtures.live_cluster import LiveCluster, is_idle, num_connected, pid_of, until_cluster
+from fixtures.tiny_adapters import make_adapter
 from fixtures.tool_formats import WEATHER
+from fixtures.waiting import until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import REQUIRED, ToolUse
 from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.commands.deploy import deploy
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall
 from shoal_replica import LLM, SamplingParams
-from shoal_replica.errors import NotFound, ResourceExhausted, ShoalError
+from shoal_replica.errors import NotFound, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.llm import RequestOutput
 from shoal_replica.request import FinishReason
@@ -44,9 +48,12 @@ WHOLE_AGAIN_S = 2.0
 SYSTEM = Message("system", "You answer briefly. " * 12)
 
 
-def call(text: str = "Why is the sea salty?", request_id: str | None = None, **params: object) -> GenerateCall:
+def call(
+    text: str = "Why is the sea salty?", request_id: str | None = None, model: str = "", **params: object
+) -> GenerateCall:
     return GenerateCall(
         request_id=request_id or uuid.uuid4().hex,
+        model=model,
         messages=(SYSTEM, Message("user", text)),
         sampling_params=SamplingParams(**{"max_tokens": 16, "temperature": 0.0, **params}),  # type: ignore[arg-type]
         timeout_s=120,
@@ -178,6 +185,47 @@ async def test_adapters_answer_under_their_names_and_from_caches_of_their_own(cl
     command += ["--temperature", "0", "--max-tokens", "12", "--no-stats", "--address", cluster.grpc_address]
     done = await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == expected[-1].text.strip()
+
+
+async def test_adapters_come_and_go_while_replicas_run(cluster: LiveCluster, tmp_path: Path):
+    def deploy_with(adapters: dict[str, str]) -> None:
+        document = json.loads(json.dumps(cluster.document))
+        document["applications"][0]["deployments"] = [{"name": "Gateway", "user_config": {"adapters": adapters}}]
+        deploy(document, cluster.dashboard_url, lambda progress: None)
+
+    base = LLM(cluster.model, num_blocks=8)
+    base.close()
+    folder = make_adapter(tmp_path / "late", Path(base.config.model.folder), 7, strength=0.1)
+    request = call("Name a fish.", model="late", max_tokens=12)
+    with LLM(cluster.model, dtype="float32", num_threads=1, num_blocks=512) as llm:
+        llm.load_adapter("late", str(folder))
+        turns = [message.turn() for message in request.messages or ()]
+        expected = llm.chat(turns, request.sampling_params, "late")[0].token_ids
+    async with GatewayClient(cluster.grpc_address) as client:
+        with pytest.raises(NotFound, match="'late' is not served here"):
+            await collect(client, request)
+        before = {replica.replica_id for replica in (await client.cluster()).replicas}
+        stream = asyncio.create_task(collect(client, call("Tell a long story.", max_tokens=300, ignore_eos=True)))
+        await asyncio.to_thread(deploy_with, {"late": str(folder)})
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    first = await collect(client, replace(request, request_id=uuid.uuid4().hex))
+                    break
+                except (NotFound, Unavailable):
+                    await asyncio.sleep(0.2)
+        many = [replace(request, request_id=uuid.uuid4().hex) for _ in range(6)]
+        for answer in (first, *await asyncio.gather(*(collect(client, each) for each in many))):
+            assert tokens(answer) == expected
+        assert len(tokens(await stream)) == 300
+        usage = (await stream)[-1].usage
+        assert usage is not None
+        assert usage.num_resumes == 0
+        assert {replica.replica_id for replica in (await client.cluster()).replicas} == before
+    http = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0)
+    assert "late" in [model.id for model in http.models.list()]
+    await asyncio.to_thread(deploy_with, {})
+    await until(lambda: "late" not in [model.id for model in http.models.list()])
 
 
 async def test_structured_answers_match_and_are_those_of_the_offline_engine(cluster: LiveCluster):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fixtures.tiny_adapters import ATTENTION, load_adapted, make_adapter
 from fixtures.tiny_tokenizer import write_tiny_tokenizer
+from fixtures.waiting import until
 from safetensors.torch import load_file, save_file
 from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greedy
 
-from shoal_replica import LLM, SamplingParams
+from shoal_cluster.serve.replica_adapters import ReplicaAdapters, Told, Wanted
+from shoal_replica import LLM, AsyncLLM, SamplingParams
+from shoal_replica.build import resolve_config
 from shoal_replica.errors import ConfigError, InvalidArgument
 
 PROMPTS = make_prompts([1, 5, 16, 17, 40, 63, 130], seed=4)
@@ -158,3 +164,65 @@ def test_an_adapter_that_is_not_loaded_is_refused(tmp_path):
             llm.generate(PROMPTS[:2], GREEDY, ["a"])
         first, second = llm.generate([PROMPTS[0]] * 2, GREEDY, ["a", "b"])
         assert first.token_ids == second.token_ids
+
+
+@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}])
+def test_adapters_that_come_and_go_answer_as_those_loaded_at_the_start(folder, adapters, expected, settings):
+    with LLM(str(folder), num_blocks=64, enable_prefix_caching=False, **settings) as llm:
+        for names in (("everything", "attention"), ("patterns", "everything"), ("one",)):
+            for name in names:
+                llm.load_adapter(name, adapters[name])
+            outputs = llm.generate(PROMPTS * len(names), GREEDY, [name for name in names for _ in PROMPTS])
+            assert [o.token_ids for o in outputs] == [tokens for name in names for tokens in expected[name]]
+            with pytest.raises(ConfigError, match=f"adapters.{names[0]}: is loaded already"):
+                llm.load_adapter(names[0], adapters[names[0]])
+            for name in names:
+                llm.unload_adapter(name)
+            with pytest.raises(InvalidArgument, match=r"adapter: .*none is loaded"):
+                llm.generate(PROMPTS[0], GREEDY, names[0])
+        assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected[""]
+
+
+async def test_a_replica_loads_what_is_wanted_and_frees_what_is_not(folder, adapters, expected, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(adapters["everything"], source)
+    engine = await AsyncLLM.start(resolve_config(str(folder), num_blocks=64))
+    replica = ReplicaAdapters(engine.engine, engine.config, grace_s=0.05)
+
+    def told(**wanted: Any) -> Told:
+        sources = {name: str(path) for name, path in wanted.items()}
+        return msgspec.msgpack.decode(replica.answer(msgspec.msgpack.encode(Wanted(sources))), type=Told)
+
+    async def answers(version: str) -> list[list[int]]:
+        async def one(prompt: list[int]) -> list[int]:
+            stream = engine.generate(tuple(prompt), GREEDY, adapter=version)
+            return [token for delta in [d async for d in stream] for token in delta.token_ids]
+
+        return await asyncio.gather(*map(one, PROMPTS))
+
+    try:
+        assert told(a=source) == Told([], {})
+        await until(lambda: told(a=source).versions)
+        (first,) = told(a=source).versions
+        assert first.startswith("a@")
+        assert await answers(first) == expected["everything"]
+        shutil.rmtree(source)
+        shutil.copytree(adapters["one"], source)
+        assert told(a=f"{source}/").versions == [first]  # another source: the replica looks again
+        await until(lambda: len(told(a=f"{source}/").versions) == 2)
+        (second,) = {*told(a=f"{source}/").versions} - {first}
+        assert await answers(second) == expected["one"]
+        await until(lambda: told(a=f"{source}/").versions == [second])  # after the grace
+        told(a=f"{source}/", b=folder)
+        await until(lambda: "b" in told(a=f"{source}/", b=folder).failures)
+        assert "adapter_config.json" in told(a=f"{source}/", b=folder).failures["b"]
+        assert told() == Told([second], told().failures)
+        told(a=source)  # wanted again before it is freed
+        await asyncio.sleep(0.2)
+        assert told(a=source) == Told([second], {})
+        told()
+        await until(lambda: told().versions == [])
+        assert await answers("") == expected[""]
+    finally:
+        await replica.close()
+        await engine.stop()

@@ -9,7 +9,8 @@ import pytest
 from fixtures.engines import finished, mid_step, running_engine
 from fixtures.waiting import DEADLINE_S, until
 
-from shoal_replica.errors import EngineDead, InvalidArgument, ResourceExhausted, Unavailable
+from shoal_replica.adapter import AdapterConfig
+from shoal_replica.errors import ConfigError, EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason
 from shoal_replica.testing import expected_tokens, make_request
 
@@ -311,3 +312,68 @@ async def test_an_unsubscribed_follower_hears_nothing_more() -> None:
         await finished(engine.add(make_request("two")))
         assert not heard
         assert recorder.reasons["two", 0] is LENGTH
+
+
+def lora(name: str = "a", folder: str = "") -> AdapterConfig:
+    return AdapterConfig(name=name, folder=folder, factors=(), num_values=0)
+
+
+async def test_adapters_come_and_go_between_steps() -> None:
+    async with running_engine() as (engine, executor, recorder):
+        with pytest.raises(Unavailable, match="adapter 'a' is not loaded"):
+            engine.add(make_request("early", adapter="a"))
+        running = engine.add(make_request("plain", max_tokens=40))
+        await mid_step(executor)
+        loading = asyncio.create_task(engine.adapters.load(lora()))
+        await asyncio.sleep(0)
+        assert executor.adapters == {}  # a step runs
+        executor.gate.set()
+        await loading
+        assert executor.adapters == {"a": lora()}
+        adapted = engine.add(make_request("adapted", max_tokens=9, adapter="a"))
+        await mid_step(executor)
+        leaving = asyncio.create_task(engine.adapters.unload("a"))
+        await until(lambda: not engine.adapters.names)
+        with pytest.raises(Unavailable, match="adapter 'a' is not loaded"):
+            engine.add(make_request("late", adapter="a"))
+        assert executor.adapters
+        executor.gate.set()
+        await asyncio.gather(finished(adapted), finished(running), leaving)
+        assert executor.adapters == {}
+        assert recorder.reasons["adapted", 0] is LENGTH
+
+
+async def test_an_adapter_that_cannot_be_loaded_changes_nothing() -> None:
+    async with running_engine() as (engine, executor, _):
+        with pytest.raises(ConfigError, match="is refused"):
+            await engine.adapters.load(lora(folder="refuse"))
+        assert not engine.adapters.names
+        await finished(engine.add(make_request(max_tokens=3)))
+        assert executor.adapters == {}
+
+
+async def test_an_adapter_stays_if_its_leaving_is_cancelled() -> None:
+    async with running_engine() as (engine, executor, _):
+        await engine.adapters.load(lora())
+        adapted = engine.add(make_request("adapted", max_tokens=9, adapter="a"))
+        await mid_step(executor)
+        leaving = asyncio.create_task(engine.adapters.unload("a"))
+        await until(lambda: not engine.adapters.names)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        again = engine.add(make_request("again", max_tokens=2, adapter="a"))
+        executor.gate.set()
+        await asyncio.gather(finished(adapted), finished(again))
+        assert set(executor.adapters) == {"a"}
+
+
+async def test_nobody_waits_for_an_adapter_of_an_engine_that_has_failed() -> None:
+    async with running_engine() as (engine, executor, _):
+        await engine.adapters.load(lora())
+        engine.add(make_request("adapted", max_tokens=9, adapter="a"))
+        await mid_step(executor)
+        leaving = asyncio.create_task(engine.adapters.unload("a"))
+        executor.failure = RuntimeError("fire")
+        executor.gate.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await leaving

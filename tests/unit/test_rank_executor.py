@@ -16,6 +16,7 @@ from fixtures.fake_rank import CULPRIT, DIE, DIE_LAST, FREEZE, LINGER, LINGER_S,
 from fixtures.model_configs import make_model
 from fixtures.waiting import DEADLINE_S, until
 
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, EngineConfig, ParallelConfig
 from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError, EngineDead
@@ -87,6 +88,21 @@ def test_steps_reach_all_ranks_and_one_answers() -> None:
     assert generate(executor, *requests) == expected
     executor.check_health()
     executor.close()
+    executor.close()
+
+
+def test_adapters_are_on_all_ranks_or_on_none() -> None:
+    executor = start(num_ranks=3)
+    odd, good = (AdapterConfig(name="a", folder=folder, factors=(), num_values=0) for folder in ("refuse_one", ""))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"rank {CULPRIT}: its shard is odd"):
+            executor.load(odd)
+    executor.load(good)
+    requests = [make_request("0", range(9), max_tokens=4)]
+    assert generate(executor, *requests) == {"0": expected_tokens(requests[0].prompt_token_ids, 4)}
+    executor.unload("a")
+    with pytest.raises(EngineDead, match="KeyError: 'a'"):
+        executor.unload("a")
     executor.close()
 
 

@@ -65,7 +65,7 @@ def test_a_map_has_a_cell_a_block_or_the_hottest_of_several() -> None:
 
 async def test_a_gateway_asks_a_replica_over_the_feed() -> None:
     async with replica() as one:
-        one.feed._answers = {"heat": one.engine.block_heat}
+        one.feed._answers = {"heat": lambda _: one.engine.block_heat()}
         client = FeedClient("g", one.address, lambda message: None, lambda: None)
         await until(lambda: one.feed._subscribers)
         assert await client.ask("heat", 5.0) == bytes(64)
@@ -78,7 +78,7 @@ async def test_a_gateway_asks_a_replica_over_the_feed() -> None:
 
 async def test_a_question_ends_with_the_feed() -> None:
     async with running_engine() as (engine, _, _):
-        feed = FeedServer(engine, answers={"past": lambda: _die(feed)})
+        feed = FeedServer(engine, answers={"past": lambda _: _die(feed)})
         client = FeedClient("g", await feed.start("127.0.0.1"), lambda message: None, lambda: None)
         await until(lambda: feed._subscribers)
         with pytest.raises(Unavailable, match="broke"):
@@ -95,7 +95,7 @@ def _die(feed: FeedServer) -> bytes:
 
 async def test_the_ledger_asks_the_replica_that_is_named() -> None:
     async with serving("a") as serve:
-        serve.replicas["a"].feed._answers = {"heat": serve.replicas["a"].engine.block_heat}
+        serve.replicas["a"].feed._answers = {"heat": lambda _: serve.replicas["a"].engine.block_heat()}
         await ask(serve, prompt_token_ids=tuple(range(21)))
         await until(lambda: serve.is_idle)
         heat = await serve.ledger.ask("a", "heat")

@@ -393,6 +393,9 @@ class Core:
     def __init__(self, serve: FakeServe) -> None:
         self.serve = serve
 
+    def authenticate(self, authorization: str | None) -> None:
+        """Everybody may call."""
+
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         assert call.token_ids is not None
         request = make_request(call.request_id, call.token_ids)

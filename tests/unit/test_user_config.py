@@ -14,7 +14,8 @@ from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.user_config import UserConfig
 from shoal_replica.errors import ConfigError
 
-CONFIG = ClusterConfig.from_args({"model": "m", "scaling": {"min_replicas": 2, "max_replicas": 4}})
+ARGS = {"model": "m", "adapters": {"lora": "y"}, "scaling": {"min_replicas": 2, "max_replicas": 4}}
+CONFIG = ClusterConfig.from_args(ARGS)
 MISTAKES = [
     ({"routing": {"rule": "roundrobin"}}, "user_config.routing.rule: got 'roundrobin'; must be one of"),
     ({"routing": {"prefil_price": 8}}, "user_config.routing.prefil_price: unknown key"),
@@ -25,6 +26,9 @@ MISTAKES = [
     ({"routingg": {}}, "user_config.routingg: unknown key"),
     ({"scaling": {"max_replica": 4}}, "user_config.scaling.max_replica: unknown key"),
     ({"scaling": {"max_replicas": 1}}, "user_config.scaling.min_replicas: got 2; must be at most max_replicas"),
+    ({"adapters": {"a b": "x"}}, "user_config.adapters.a b"),
+    ({"adapters": {"m": "x"}}, "user_config.adapters.m: is the name of the model, or of an adapter under args"),
+    ({"adapters": {"lora": "x"}}, "user_config.adapters.lora: is the name of the model"),
     ([], "user_config: got []; input should be"),
 ]
 
@@ -48,7 +52,7 @@ def test_mistakes_are_named(user_config: Any, words: str) -> None:
 def test_mistakes_in_a_file_are_found_before_it_is_applied(user_config: Any, words: str, tmp_path: Path) -> None:
     application = {
         "import_path": APP_IMPORT_PATH,
-        "args": {"model": "m", "scaling": {"min_replicas": 2, "max_replicas": 4}},
+        "args": ARGS,
         "deployments": [{"name": "Gateway", "user_config": user_config}],
     }
     path = tmp_path / "serve.yaml"

@@ -50,11 +50,11 @@ GATHER_S = 0.002  # how long promises are collected before the other gateways ar
 class FeedServer:
     """The replica's end of its feeds. Requests belong to the gateway that sent them; when it is gone, they are aborted.
 
-    ``answers`` maps each question that a gateway may ask to a function that makes the answer's body. ``on_submit``
+    ``answers`` maps each question that a gateway may ask to a function from its body to the answer's. ``on_submit``
     takes requests that arrive on the feed, with their gateway's id.
     """
 
-    def __init__(self, engine: Engine, answers: Mapping[str, Callable[[], bytes]] | None = None) -> None:
+    def __init__(self, engine: Engine, answers: Mapping[str, Callable[[bytes], bytes]] | None = None) -> None:
         self._engine = engine
         self._answers = answers or {}
         self.on_submit: Callable[[Request, str], None] = lambda request, gateway_id: None
@@ -164,8 +164,9 @@ class FeedServer:
                 self._num_wished += 1
                 self._tell_others()
             case Ask():
-                answer = self._answers.get(message.question, bytes)
-                subscriber.transport.write(frame(Answer(message.number, answer())))
+                answer = self._answers.get(message.question)
+                body = b"" if answer is None else answer(message.body)
+                subscriber.transport.write(frame(Answer(message.number, body)))
 
     def _forget(self, subscriber: Subscriber) -> None:
         for request_id in tuple(subscriber.request_ids):

@@ -103,7 +103,7 @@ class FeedClient:
         """Tell the replica, and through it the other gateways, everything that this gateway plans to send there."""
         self._send(Wishes(wishes))
 
-    async def ask(self, question: str, timeout_s: float) -> bytes:
+    async def ask(self, question: str, timeout_s: float, body: bytes = b"") -> bytes:
         """The replica's answer to a question.
 
         Raises:
@@ -115,16 +115,16 @@ class FeedClient:
         number = self._num_asked
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Ask(number, question))
+            self._send(Ask(number, question, body))
             async with asyncio.timeout(timeout_s):
-                body: bytes = await answer
+                told: bytes = await answer
         except TimeoutError:
             raise Unavailable(f"the replica did not answer within {timeout_s:g} s") from None
         finally:
             self._asked.pop(number, None)
-        if not body:
+        if not told:
             raise Unavailable(f"the replica cannot answer {question!r}")
-        return body
+        return told
 
     def check_health(self) -> None:
         """Raise RuntimeError if the feed is no longer followed, which only a bug can cause."""

@@ -14,8 +14,9 @@ from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
 
-# What a gateway may ask for: a BlockMap; PastSamples; metric points; that the replica drains and is replaced.
-BLOCKS, PAST, METRICS, DRAIN = "blocks", "past", "metrics", "drain"
+# What a gateway may ask for: a BlockMap; PastSamples; metric points; that the replica drains and is replaced; that it
+# has these adapters.
+BLOCKS, PAST, METRICS, DRAIN, ADAPTERS = "blocks", "past", "metrics", "drain", "adapters"
 SILENCE_S = 5.0
 MAX_FRAME_BYTES = 256 * 2**20  # a snapshot of millions of blocks
 MAX_REQUEST_BYTES = 64 * 2**10  # a longer request travels by Serve's call alone
@@ -103,6 +104,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
     number: int
     question: str
+    body: bytes = b""
 
 
 class Promised(msgspec.Struct, frozen=True, array_like=True):

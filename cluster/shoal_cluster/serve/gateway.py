@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from ray import serve
@@ -51,6 +52,7 @@ from shoal_cluster.serve.scaling_desk import ScalingDesk
 from shoal_cluster.serve.serve_details import serve_details
 from shoal_cluster.serve.serve_gateways import ServeGateways
 from shoal_cluster.serve.serve_placement import ServePlacement
+from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_cluster.user_config import UserConfig
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.config import ModelConfig
@@ -73,13 +75,15 @@ class Gateway:
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         grammars = Grammars(self._model)
         await asyncio.to_thread(grammars.load)
-        self._requests = RequestMaker(self._model, self._tokenizer, grammars, config.adapters)
+        self._requests = RequestMaker(self._model, self._tokenizer, grammars)
         self._access = Access(self._settings.api_secrets, self._settings.admin_secret)
         self._created_s = int(time.time())
         self._is_closing = False
         num_gateways, max_entries = self._settings.num_replicas, self._settings.max_index_entries
         self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), num_gateways, max_entries)
         install(self._ledger)
+        self._adapters = ServedAdapters(self._ledger, tuple(config.adapters))
+        self._adapters_task = asyncio.create_task(self._adapters.run(), name="shoal-adapters")
         self._replicas = replicas
         self._call_delay = CallDelay()
         own = serve.get_replica_context()
@@ -123,6 +127,7 @@ class Gateway:
         """
         told = UserConfig.from_dict(user_config, self._config)
         self._scaling.rebase(self._config.with_scaling(told.scaling).scale_config())
+        self._adapters.want(told.adapters)
         self._ledger.use_rule(told.routing.rule)
         weights = told.routing.weights
         if weights != self._ledger.weights:
@@ -143,11 +148,13 @@ class Gateway:
             timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
             placement_timeout_s = self._settings.placement_timeout_s
             self.check_model(call.model)
-            request, readers, shown = await self._requests.make(call, arrived_s, self._max_model_len())
+            adapter = "" if call.model in ("", self._config.name) else self._adapters.version(call.model)
+            request, readers, shown = await self._requests.make(call, adapter, arrived_s, self._max_model_len())
             if self._ledger.routes.of_call(call.request_id):
                 raise InvalidArgument("request_id", call.request_id, "must not have been used before")
             replica = self._config.replica
             query = RouteQuery.for_request(request, replica.block_size, replica.enable_prefix_caching)
+            query = replace(query, excluded=self._adapters.lacking(adapter)) if adapter else query
             self._scaling.meter.arrive(query.num_prompt_tokens)
             generation = Generation(
                 request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, watch.times, shown
@@ -162,14 +169,14 @@ class Gateway:
         return self._requests.tokenize(prompt, add_special_tokens=add_special_tokens)
 
     def check_model(self, name: str) -> None:
-        served = [self._config.name, *self._config.adapters]
+        served = [self._config.name, *self._adapters.names]
         if name and name not in served:
             known = f"{', '.join(map(repr, served))} {'is' if len(served) == 1 else 'are'}"
             raise NotFound(f"model: {name!r} is not served here; {known}")
 
     def model_card(self, name: str = "") -> ModelCard:
         self.check_model(name)
-        is_adapter = name in self._config.adapters
+        is_adapter = name in self._adapters.names
         return ModelCard(
             name=name or self._config.name,
             max_model_len=self._max_model_len(),
@@ -180,7 +187,7 @@ class Gateway:
             has_chat_template=self._tokenizer.chat_template is not None,
             created_s=self._created_s,
             parent=self._config.name if is_adapter else "",
-            adapters=() if is_adapter else tuple(self._config.adapters),
+            adapters=() if is_adapter else self._adapters.names,
         )
 
     def cluster(self) -> ClusterRow:
@@ -293,7 +300,7 @@ class Gateway:
     def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""
         self._ingress.check_health()
-        for task in (self._watch_task, self._export_task):
+        for task in (self._watch_task, self._export_task, self._adapters_task):
             if task.done():
                 raise RuntimeError(f"the gateway's {task.get_name()} has ended: {task}")
         self._ledger.check_health()
@@ -306,6 +313,7 @@ class Gateway:
             await self._ingress.close(self._observer.drain(self._settings.drain_timeout_s))
             self._watch_task.cancel()
             self._export_task.cancel()
+            self._adapters_task.cancel()
             await self._scaling.close()
             await self._ledger.close()
             if self._tracer is not None:

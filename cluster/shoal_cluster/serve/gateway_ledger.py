@@ -199,7 +199,7 @@ class GatewayLedger:
         if replica_id is not None and (feed := self._feeds.get(replica_id)) is not None:
             feed.abort(request_id, index)
 
-    async def ask(self, replica_id: str, question: str) -> bytes:
+    async def ask(self, replica_id: str, question: str, body: bytes = b"") -> bytes:
         """A replica's answer to one of the feed's questions.
 
         Raises:
@@ -209,7 +209,7 @@ class GatewayLedger:
         feed = self._feeds.get(replica_id)
         if feed is None:
             raise NotFound(f"replica_id: no replica {replica_id!r} is known")
-        return await feed.ask(question, ANSWER_TIMEOUT_S)
+        return await feed.ask(question, ANSWER_TIMEOUT_S, body)
 
     def start_report(self, replica_id: str) -> str:
         """What a member reported at its start; empty for a replica that is no member."""

@@ -222,7 +222,7 @@ class Generation:
             if request.output_token_ids:
                 is_caching = bool(query.block_hashes) or query.num_prompt_tokens < query.block_size
                 query = RouteQuery.for_request(request, query.block_size, is_caching)
-            query = replace(query, request_id=request.request_id, excluded=frozenset(excluded))
+            query = replace(query, request_id=request.request_id, excluded=self._query.excluded.union(excluded))
         times = self._times.start_leg(time.monotonic())
         leg = Leg({i: self._outputs[i] for i in indexes}, times, self._try_take)
         self._ledger.follow(request.request_id, leg.follower)

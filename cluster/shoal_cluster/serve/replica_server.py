@@ -16,18 +16,19 @@ from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_map import encode_block_map
 from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.feed import FeedServer
-from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST
+from shoal_cluster.serve.feed_messages import ADAPTERS, BLOCKS, DRAIN, METRICS, PAST
 from shoal_cluster.serve.logs import set_up_logs
 from shoal_cluster.serve.metrics.gathered import encode_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.outcome import Outcome, Runs
 from shoal_cluster.serve.rank_actors import RayRanks
+from shoal_cluster.serve.replica_adapters import ReplicaAdapters
 from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.request_router import FEED_KEY, REPORT_KEY
-from shoal_replica.build import build_executor, build_scheduler, plan_replica
+from shoal_replica.build import build_engine, build_executor, plan_replica
 from shoal_replica.config import EngineConfig
-from shoal_replica.engine import Engine, StepReport
+from shoal_replica.engine import StepReport
 from shoal_replica.errors import EngineDead, Unavailable
 from shoal_replica.request import Request
 
@@ -53,8 +54,9 @@ class ReplicaServer:
         if settings.num_ranks > 1:
             launcher = RayRanks(settings, ray.util.get_current_placement_group())
         executor = await asyncio.to_thread(build_executor, resolved, launcher)
-        self._engine = Engine(build_scheduler(resolved), executor)
+        self._engine = build_engine(resolved, executor)
         self._engine.start()
+        self._adapters = ReplicaAdapters(self._engine, resolved)
         shape, cache = resolved.model, resolved.cache
         memory = {"weights": shape.weight_bytes, "kv_blocks": cache.num_blocks * shape.block_bytes(cache.block_size)}
         self._metrics = ReplicaMetrics(replica_id, memory)
@@ -64,10 +66,11 @@ class ReplicaServer:
         self._feed = FeedServer(
             self._engine,
             answers={
-                BLOCKS: lambda: encode_block_map(self._engine.block_heat()),
-                PAST: lambda: self._past.encoded(),
-                METRICS: lambda: encode_points(self._metrics.own_points()),
-                DRAIN: self._begin_drain,
+                BLOCKS: lambda _: encode_block_map(self._engine.block_heat()),
+                PAST: lambda _: self._past.encoded(),
+                METRICS: lambda _: encode_points(self._metrics.own_points()),
+                DRAIN: lambda _: self._begin_drain(),
+                ADAPTERS: self._adapters.answer,
             },
         )
         self._runs = Runs(self._engine, self._feed)
@@ -125,5 +128,6 @@ class ReplicaServer:
     async def __del__(self) -> None:
         """Serve awaits this after its own drain."""
         if hasattr(self, "_feed"):
+            await self._adapters.close()
             await self._engine.stop()
             await self._feed.stop()

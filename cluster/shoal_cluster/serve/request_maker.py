@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -65,13 +65,10 @@ def _enforced(params: SamplingParams, structure: StructuredOutput | None) -> Sam
 class RequestMaker:
     """For one model and its adapters."""
 
-    def __init__(
-        self, model: ModelConfig, tokenizer: Tokenizer, grammars: Grammars, adapters: Mapping[str, str]
-    ) -> None:
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._grammars = grammars
-        self._adapters = adapters
         self._chats = Chats(tokenizer, grammars)
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -81,8 +78,12 @@ class RequestMaker:
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._tokenizer.encode(prompt.text or "", add_special_tokens=add_special_tokens)
 
-    async def make(self, call: GenerateCall, arrived_s: float, max_model_len: int) -> Made:
-        """The request for ``call``. Raises InvalidArgument for what cannot be served."""
+    async def make(self, call: GenerateCall, adapter: str, arrived_s: float, max_model_len: int) -> Made:
+        """The request for ``call``. Raises InvalidArgument for what cannot be served.
+
+        Args:
+            adapter: what replicas call the adapter; empty for the model alone.
+        """
         if call.messages is not None and not call.messages:
             raise InvalidArgument("messages", [], "must have at least one message")
         work = partial(self._read, call)
@@ -106,7 +107,7 @@ class RequestMaker:
             priority=call.priority,
             arrival_s=arrived_s,
             cache_salt=call.cache_salt,
-            adapter=call.model if call.model in self._adapters else "",
+            adapter=adapter,
             tenant=call.tenant,
         )
         return Made(request, AnswerReaders(readers), self._chats.shown(call.tools) if readers else frozenset())

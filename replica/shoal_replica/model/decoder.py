@@ -73,6 +73,10 @@ class Decoder(Protocol):
         """
         ...
 
+    def unload(self, name: str) -> None:
+        """Free an adapter, which no later step names."""
+        ...
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks; ``pairs`` are (source, destination), and every source is read as it was before the call."""
         ...
@@ -165,6 +169,9 @@ class TorchDecoder:
     def load(self, adapter: AdapterConfig) -> None:
         self._adapters[adapter.name] = dict(load_adapter(adapter, self._model.config, self._shard, self._device))
 
+    def unload(self, name: str) -> None:
+        del self._adapters[name]
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         metadata = AttentionMetadata(
             query_start_loc=step.query_start_loc,
@@ -245,6 +252,10 @@ class NativeCpuDecoder:
     def load(self, adapter: AdapterConfig) -> None:
         pairs = load_adapter(adapter, self._model, self._shard, torch.device("cpu"))
         self._slots[adapter.name] = self._native.add_adapter(pairs)
+
+    def unload(self, name: str) -> None:
+        self._last = None, (), False  # another may get its slot
+        self._native.remove_adapter(self._slots.pop(name))
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         hidden: Tensor | None = None

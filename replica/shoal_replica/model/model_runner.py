@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.errors import ConfigError
 from shoal_replica.executor import (
     NewSequence,
     SampledToken,
@@ -53,7 +54,7 @@ class ModelRunner:
         self._block_size = cache_config.block_size
         self._decoder = make_decoder(model_config, cache_config, parallel_config, shard, group)
         for adapter in adapters:
-            self._decoder.load(adapter)
+            self.load(adapter)
         self._samples = shard is None or shard.samples
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._grammars = Grammars(model_config)
@@ -67,6 +68,17 @@ class ModelRunner:
     def progress(self) -> int:
         """A number that changes as a step progresses. Another thread may read it, until ``close``."""
         return self._decoder.progress
+
+    def load(self, adapter: AdapterConfig) -> None:
+        """Let sequences use an adapter. Raises ConfigError, and then nothing has changed."""
+        try:
+            self._decoder.load(adapter)
+        except (RuntimeError, MemoryError) as error:  # torch has no memory for it
+            raise ConfigError(f"adapters.{adapter.name}: cannot be loaded: {error}") from None
+
+    def unload(self, name: str) -> None:
+        """Free an adapter that no sequence uses."""
+        self._decoder.unload(name)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step, in the order that ``SchedulerOutput`` specifies."""

@@ -98,6 +98,9 @@ class NpuDecoder:
     def load(self, adapter: AdapterConfig) -> None:
         self._adapters[adapter.name] = dict(load_adapter(adapter, self._model.config, self._shard, self._device))
 
+    def unload(self, name: str) -> None:
+        del self._adapters[name]
+
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         logits = self._launch(step, sample_rows)
         if not self._shard.samples:

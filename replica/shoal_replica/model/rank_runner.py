@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
 from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.memory import available_bytes
@@ -63,6 +64,12 @@ class DistributedRunner:
     @property
     def awaited_rank(self) -> int | None:
         return self._group.awaited_rank
+
+    def load(self, adapter: AdapterConfig) -> None:
+        self._runner.load(adapter)
+
+    def unload(self, name: str) -> None:
+        self._runner.unload(name)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         return self._runner.execute(output)

@@ -11,6 +11,7 @@ from time import monotonic
 
 import msgspec
 
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
 from shoal_replica.executor import SchedulerOutput, StepResult
 
@@ -44,6 +45,18 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     sampled: tuple[tuple[int, int], ...]
 
 
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Load this rank's shard of an adapter. It answers ``Ready`` or ``Refused``."""
+
+    adapter: AdapterConfig
+
+
+class Unload(msgspec.Struct, frozen=True, tag="unload"):
+    """Free an adapter, which no sequence uses. It answers ``Ready``."""
+
+    name: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """No more steps follow."""
 
@@ -59,7 +72,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded and warmed up."""
+    """The model is loaded and warmed up, or what was asked for since is done."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The adapter cannot be loaded; nothing has changed."""
+
+    message: str
 
 
 class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
@@ -97,8 +116,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_secondary: bool
 
 
-ToRank = Setup | Step | Stop
-FromRank = Hello | Ready | Pulse | Done | Failed
+ToRank = Setup | Step | Load | Unload | Stop
+FromRank = Hello | Ready | Refused | Pulse | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

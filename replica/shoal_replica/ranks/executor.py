@@ -6,21 +6,37 @@ import logging
 import secrets
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import NoReturn
 
 from shoal_replica import errors
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
-from shoal_replica.errors import EngineDead, ShoalError
+from shoal_replica.errors import ConfigError, EngineDead, ShoalError
 from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.ranks.blame import stuck_ranks
-from shoal_replica.ranks.channel import Done, Failed, FromRank, RankLink, Ready, Setup, Step, Stop, frame
+from shoal_replica.ranks.channel import (
+    Done,
+    Failed,
+    FromRank,
+    Load,
+    RankLink,
+    Ready,
+    Refused,
+    Setup,
+    Step,
+    Stop,
+    Unload,
+    frame,
+)
 from shoal_replica.ranks.launcher import RankLauncher, RankProcess
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 5.0
+ADAPTER_TIMEOUT_S = 120.0  # to load one
 POLL_S = 0.25  # while ranks start
 LEAST_POLL_S = 0.01
 BLAME_S = 0.5  # when ranks fail because another is lost: how long to wait for that one's own report
@@ -76,6 +92,19 @@ class RankExecutor:
             self._check_silence()
             self._check_progress(output.step, started)
 
+    def load(self, adapter: AdapterConfig) -> None:
+        """Load an adapter on all ranks, or on none. Raises ConfigError, and EngineDead as ``execute`` does."""
+        refusals = self._ask_all(Load(adapter))
+        if not refusals:
+            return
+        loaded = [rank for rank in range(len(self._links)) if rank not in refusals]
+        self._ask_all(Unload(adapter.name), loaded)
+        rank, why = next(iter(refusals.items()))
+        raise ConfigError(f"rank {rank}: {why}")
+
+    def unload(self, name: str) -> None:
+        self._ask_all(Unload(name))
+
     def check_health(self) -> None:
         """Raise EngineDead if a rank has failed. To be called only between steps."""
         self._raise_failure()
@@ -94,6 +123,27 @@ class RankExecutor:
         for process in self._processes:
             process.exit_reason(max(0.0, deadline - monotonic()))
         self._kill_all()
+
+    def _ask_all(self, message: Load | Unload, ranks: Sequence[int] | None = None) -> dict[int, str]:
+        """Have ranks, all by default, do something between steps. Returns why those refuse that do."""
+        self._raise_failure()
+        waiting = set(range(len(self._links)) if ranks is None else ranks)
+        for rank in waiting:
+            with suppress(OSError):  # it is gone: what it sent before is read below
+                self._links[rank].send(frame(message))
+        refusals: dict[int, str] = {}
+        deadline = monotonic() + ADAPTER_TIMEOUT_S
+        while waiting:
+            for rank, answer in self._poll(POLL_S):
+                if isinstance(answer, Refused):
+                    refusals[rank] = answer.message
+                elif not isinstance(answer, Ready):
+                    self._fail(rank, f"sent an unexpected {type(answer).__name__}")
+                waiting.discard(rank)
+            self._check_silence()
+            if waiting and monotonic() > deadline:
+                self._fail(min(waiting), f"did not answer in {ADAPTER_TIMEOUT_S:g} s")
+        return refusals
 
     def _start(self, config: EngineConfig, launcher: RankLauncher, deadline: float) -> None:
         num_ranks, key = config.parallel.num_ranks, secrets.token_hex(16)

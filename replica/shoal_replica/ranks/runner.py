@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
 from shoal_replica.executor import SchedulerOutput, StepResult
 
@@ -54,6 +55,14 @@ class RankRunner(Protocol):
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Compute this rank's part of a step. Raises CollectiveError if another rank did not take part."""
+        ...
+
+    def load(self, adapter: AdapterConfig) -> None:
+        """Let steps use this rank's shard of an adapter. Raises ConfigError, and then nothing has changed."""
+        ...
+
+    def unload(self, name: str) -> None:
+        """Free an adapter that no sequence uses."""
         ...
 
     def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:

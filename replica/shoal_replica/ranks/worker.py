@@ -15,8 +15,21 @@ import threading
 
 import msgspec
 
-from shoal_replica.errors import ShoalError
-from shoal_replica.ranks.channel import Done, EngineLink, Failed, Hello, Pulse, RankAddress, Ready, Setup, Step
+from shoal_replica.errors import ConfigError, ShoalError
+from shoal_replica.ranks.channel import (
+    Done,
+    EngineLink,
+    Failed,
+    Hello,
+    Load,
+    Pulse,
+    RankAddress,
+    Ready,
+    Refused,
+    Setup,
+    Step,
+    Unload,
+)
 from shoal_replica.ranks.runner import CollectiveError, RankRunner, Rendezvous, RunnerFactory
 
 CONNECT_TIMEOUT_S = 30.0
@@ -51,7 +64,7 @@ def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
         heart.runner = runner
         link.send(Ready())
         try:
-            _run_steps(link, runner, heart)
+            _run(link, runner, heart)
         finally:
             heart.stop()  # before closing, as it reads the runner's progress
             runner.close()
@@ -70,15 +83,30 @@ def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
         listener.close()
 
 
-def _run_steps(link: EngineLink, runner: RankRunner, heart: _Heart) -> None:
-    while isinstance(message := link.receive(), Step):
-        heart.begin(message.output.step)
-        if not runner.samples:
-            runner.take_sampled(message.sampled)
-        result = runner.execute(message.output)
-        if runner.samples:
-            link.send(Done(message.output.step, result))
-        heart.is_busy = False
+def _run(link: EngineLink, runner: RankRunner, heart: _Heart) -> None:
+    """Do what the engine asks for, until it asks to stop."""
+    while True:
+        match link.receive():
+            case Step(output, sampled):
+                heart.begin(output.step)
+                if not runner.samples:
+                    runner.take_sampled(sampled)
+                result = runner.execute(output)
+                if runner.samples:
+                    link.send(Done(output.step, result))
+                heart.is_busy = False
+            case Load(adapter):
+                try:
+                    runner.load(adapter)
+                except ConfigError as error:
+                    link.send(Refused(str(error)))
+                else:
+                    link.send(Ready())
+            case Unload(name):
+                runner.unload(name)
+                link.send(Ready())
+            case _:
+                return
 
 
 class _Heart:

@@ -268,13 +268,13 @@ async def test_a_request_carries_its_form_and_each_sequence_has_a_reader(marked:
     assert structure is not None
     assert "args_0" in structure.source
     parts = [(0, "<tool_call>"), (1, "Hi"), (0, '{"name": "get_weather", "arguments": {}}'), (1, "!")]
-    chunks = [made.readers.read(Chunk(index=index, text=text)) for index, text in parts]
+    chunks = [chunk for index, text in parts for chunk in made.readers.read(Chunk(index=index, text=text))]
     assert [chunk.text for chunk in chunks] == ["", "Hi", "", "!"]
     assert [[piece.name for piece in chunk.tool_calls] for chunk in chunks] == [[], [], [WEATHER.name], []]
     plain = await maker(marked).make(call(tools=ToolUse(TOOLS)), "", 0.0, 1000)
     assert plain.request.sampling_params.structured_output is None
     free = await maker(marked).make(call(), "", 0.0, 1000)
-    assert free.readers.read(Chunk(index=0, text="<tool_call>")).text == "<tool_call>"
+    assert [chunk.text for chunk in free.readers.read(Chunk(index=0, text="<tool_call>"))] == ["<tool_call>"]
 
 
 async def test_markers_that_are_special_tokens_are_shown_only_where_they_are_read(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ async def test_markers_that_are_special_tokens_are_shown_only_where_they_are_rea
     token_ids = tokenizer.encode('[TOOL_CALLS]get_weather[CALL_ID]a1[ARGS]{"city": "Ulm"}', add_special_tokens=False)
     assert made.shown <= set(token_ids)
     text, _ = TextStream(tokenizer, shown=made.shown).push(token_ids)
-    (piece,) = made.readers.read(Chunk(index=0, text=text)).tool_calls
+    ((piece,),) = [chunk.tool_calls for chunk in made.readers.read(Chunk(index=0, text=text))]
     assert (piece.name, piece.arguments) == (WEATHER.name, '{"city": "Ulm"}')
     assert (await maker(folder).make(call(), "", 0.0, 1000)).shown == frozenset()
 
@@ -300,11 +300,11 @@ async def test_a_prompt_that_ends_within_reasoning_is_answered_from_there(tmp_pa
     folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path), template)
     for params in ({}, {"structured_output": StructuredOutput.json_object()}):
         made = await maker(folder).make(call(params=params, template_options={"a": ""}), "", 0.0, 1000)
-        chunk = made.readers.read(Chunk(index=0, text="Hm.\n</think>\n\n{}", finish_reason=FinishReason.STOP))
+        (chunk,) = made.readers.read(Chunk(index=0, text="Hm.\n</think>\n\n{}", finish_reason=FinishReason.STOP))
         assert (chunk.reasoning, chunk.text) == ("Hm.", "{}")
     regex = {"structured_output": StructuredOutput(REGEX, "a")}
     made = await maker(folder).make(call(params=regex, template_options={"a": ""}), "", 0.0, 1000)
-    assert made.readers.read(Chunk(index=0, text="a")).text == "a"
+    assert [chunk.text for chunk in made.readers.read(Chunk(index=0, text="a"))] == ["a"]
 
 
 DEEP: dict[str, Any] = {}
@@ -403,7 +403,7 @@ def test_a_models_calls_match_their_schemas(marks: str, mode: str, request: Any)
         reader = AnswerReader(ChatFormat(HERMES, True, False), use)
         calls: dict[int, str] = {}
         shown = forms.tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        for piece in reader.push(shown, is_last=True).calls:
+        for piece in (call for of in reader.push(shown, is_last=True) for call in of.calls):
             assert piece.name == tool.name
             calls[piece.index] = piece.arguments
         is_whole = output.finish_reason is FinishReason.STOP

@@ -199,23 +199,23 @@ def test_only_the_first_call_counts_where_they_may_not_be_parallel() -> None:
 
 def test_a_template_that_takes_one_call_gets_one() -> None:
     reader = AnswerReader(ChatFormat(LLAMA, True, False, parallel=False), ToolUse(TOOLS))
-    piece = reader.push('{"name": "what-time.is_it"}; {"name": "what-time.is_it"}', is_last=True)
+    (piece,) = reader.push('{"name": "what-time.is_it"}; {"name": "what-time.is_it"}', is_last=True)
     assert len(piece.calls) == 1
 
 
 def test_json_is_no_call_where_the_answer_is_json() -> None:
     text = '{"name": "what-time.is_it"}'
     for given, expected in ((text, (text, 0)), (f"<|python_tag|>{text}", ("", 1))):
-        piece = AnswerReader(ChatFormat(LLAMA, True, False), ToolUse(TOOLS), is_json=True).push(given, is_last=True)
+        (piece,) = AnswerReader(ChatFormat(LLAMA, True, False), ToolUse(TOOLS), is_json=True).push(given, is_last=True)
         assert (piece.content, len(piece.calls)) == expected
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
     reader = AnswerReader(ChatFormat(HERMES, True, False), ToolUse(TOOLS))
-    assert not reader.push('<tool_call>\n{"name": "get_wea').calls
-    (piece,) = reader.push('ther", "arguments": {"ci').calls
+    assert not reader.push('<tool_call>\n{"name": "get_wea')
+    ((piece,),) = [of.calls for of in reader.push('ther", "arguments": {"ci')]
     assert (piece.index, piece.name, piece.arguments) == (0, "get_weather", '{"ci')
-    (piece,) = reader.push('ty": 1').calls
+    ((piece,),) = [of.calls for of in reader.push('ty": 1')]
     assert (piece.name, piece.call_id, piece.arguments) == ("", "", 'ty": 1')
 
 
@@ -223,7 +223,15 @@ def test_ids_are_as_mistral_wants_them() -> None:
     ids = set()
     for _ in range(9):
         reader = AnswerReader(ChatFormat(MISTRAL, True, False), ToolUse(TOOLS))
-        (piece,) = reader.push("[TOOL_CALLS]what-time.is_it[ARGS]{}", is_last=True).calls
+        ((piece,),) = [of.calls for of in reader.push("[TOOL_CALLS]what-time.is_it[ARGS]{}", is_last=True)]
         ids.add(piece.call_id)
     assert len(ids) == 9
     assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+
+
+def test_pieces_keep_their_order() -> None:
+    reader = AnswerReader(ChatFormat(HERMES, True, True), ToolUse(TOOLS))
+    one = '<tool_call>{"name": "what-time.is_it", "arguments": {}}</tool_call>'
+    pieces = reader.push(f"<think>Hm.</think>A.{one}B.{one}", is_last=True)
+    told = [(piece.reasoning, piece.content, [call.index for call in piece.calls]) for piece in pieces]
+    assert told == [("Hm.", "A.", [0]), ("", "\nB.", [1])]

@@ -31,27 +31,61 @@ class CallPiece:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """What new text has turned out to be."""
+    """What new text has turned out to be: reasoning, then content, then calls."""
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallPiece, ...] = ()
 
 
+class _Pieces:
+    """What has been told since the last time, in the order in which it was told."""
+
+    def __init__(self) -> None:
+        self._done: list[AnswerPiece] = []
+        self._content = self._reasoning = ""
+        self._calls: list[CallPiece] = []
+
+    def say(self, text: str) -> None:
+        if self._calls:
+            self._close()
+        self._content += text
+
+    def think(self, text: str) -> None:
+        if self._calls or self._content:
+            self._close()
+        self._reasoning += text
+
+    def call(self, piece: CallPiece) -> None:
+        if self._calls and self._calls[-1].index == piece.index:  # at most one piece of each call at a time
+            before = self._calls.pop()
+            piece = replace(before, arguments=before.arguments + piece.arguments)
+        self._calls.append(piece)
+
+    def take(self) -> tuple[AnswerPiece, ...]:
+        self._close()
+        done, self._done = tuple(self._done), []
+        return done
+
+    def _close(self) -> None:
+        if self._content or self._reasoning or self._calls:
+            self._done.append(AnswerPiece(self._content, self._reasoning, tuple(self._calls)))
+        self._content, self._reasoning, self._calls = "", "", []
+
+
 class _Trimmed:
     """Passes text on without the white space at its ends, of which the last is held until more text comes."""
 
-    def __init__(self, *, keeps_start: bool = False) -> None:
+    def __init__(self, tell: Callable[[str], None], *, keeps_start: bool = False) -> None:
+        self._tell = tell
         self._space: list[str] | None = [] if keeps_start else None  # None: what comes first goes
         self._before = ""  # comes between what has been said and what follows
-        self._new: list[str] = []
 
     def push(self, text: str) -> None:
         if self._space is None:
             text = text.lstrip()
         if said := text.rstrip():
-            self._new += [self._before] if self._space is None else self._space
-            self._new.append(said)
+            self._tell((self._before if self._space is None else "".join(self._space)) + said)
             self._space, self._before = [text[len(said) :]], "\n"
         elif self._space is not None:
             self._space.append(text)
@@ -62,12 +96,9 @@ class _Trimmed:
 
     def end(self) -> None:
         """Nothing follows: the space that is held belongs to the text."""
-        self._new += self._space or []
+        if self._space:
+            self._tell("".join(self._space))
         self._space = None
-
-    def take(self) -> str:
-        new, self._new = "".join(self._new), []
-        return new
 
 
 class AnswerReader:
@@ -92,9 +123,9 @@ class AnswerReader:
         self._reasons = chat_format.reasons
         self._bare_openings = (PYTHON_TAG,) if is_json else ("{", "[", PYTHON_TAG)
         self._unread = ""
-        self._content = _Trimmed(keeps_start=True)
-        self._reasoning = _Trimmed()
-        self._pieces: list[CallPiece] = []
+        self._pieces = _Pieces()
+        self._content = _Trimmed(self._pieces.say, keeps_start=True)
+        self._reasoning = _Trimmed(self._pieces.think)
         self._call: JsonCall | XmlCall | None = None
         self._is_told = False  # the call's name has been passed on
         self._num_calls = 0
@@ -106,15 +137,14 @@ class AnswerReader:
         """Whether what comes next belongs to reasoning, as far as is known."""
         return self._read in (self._begin_reasoning, self._reason)
 
-    def push(self, text: str, *, is_last: bool = False) -> AnswerPiece:
-        """Take text, with which the answer ends if it is the last."""
+    def push(self, text: str, *, is_last: bool = False) -> tuple[AnswerPiece, ...]:
+        """Take text, with which the answer ends if it is the last. Returns what it has turned out to be, in order."""
         self._unread += text
         while self._read(is_last):  # until what is left is too little to tell
             pass
         if is_last and not self._num_calls:
             self._content.end()
-        pieces, self._pieces = tuple(self._pieces), []
-        return AnswerPiece(self._content.take(), self._reasoning.take(), pieces)
+        return self._pieces.take()
 
     # What may come next. Each takes from ``_unread`` and returns whether to go on with the rest.
 
@@ -259,12 +289,8 @@ class AnswerReader:
         return name in self._tools or (bool(self._openings) and re.fullmatch(NAME_PATTERN, name) is not None)
 
     def _tell(self, piece: CallPiece) -> None:
-        if piece.index and not self._is_parallel:
-            return
-        if self._pieces and self._pieces[-1].index == piece.index:  # at most one piece of each call at a time
-            before = self._pieces.pop()
-            piece = replace(before, arguments=before.arguments + piece.arguments)
-        self._pieces.append(piece)
+        if self._is_parallel or piece.index == 0:
+            self._pieces.call(piece)
 
     def _give_up(self, raw: str) -> None:
         """No call follows: what looked like one is content."""

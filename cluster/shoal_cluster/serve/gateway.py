@@ -163,7 +163,8 @@ class Gateway:
             async with aclosing(cast("AsyncGenerator[Chunk, None]", generation.chunks(timeout_s))) as chunks:
                 async for chunk in chunks:
                     watch.take(chunk)
-                    yield readers.read(chunk)
+                    for each in readers.read(chunk):
+                        yield each
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
         return self._requests.tokenize(prompt, add_special_tokens=add_special_tokens)

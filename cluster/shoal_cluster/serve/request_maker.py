@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from shoal_cluster.chat.answer_reader import AnswerReader
+from shoal_cluster.chat.answer_reader import AnswerPiece, AnswerReader
 from shoal_cluster.chat.chats import Chats
 from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt
 from shoal_replica.config import ModelConfig
@@ -30,19 +30,34 @@ class AnswerReaders:
         self._readers = readers
         self._num_reasoning_tokens = 0
 
-    def read(self, chunk: Chunk) -> Chunk:
-        """``chunk`` with its text told apart."""
+    def read(self, chunk: Chunk) -> list[Chunk]:
+        """``chunk`` with its text told apart: several, if it has parts in another order than a chunk has."""
         if not self._readers:
-            return chunk
+            return [chunk]
         reader = self._readers[chunk.index]
         was_reasoning = reader.is_reasoning
-        piece = reader.push(chunk.text, is_last=chunk.finish_reason is not None)
+        first, *others = reader.push(chunk.text, is_last=chunk.finish_reason is not None) or (AnswerPiece(),)
         if was_reasoning or reader.is_reasoning:  # the markers' tokens included
             self._num_reasoning_tokens += len(chunk.token_ids)
         usage = chunk.usage
         if usage is not None:
             usage = replace(usage, num_reasoning_tokens=self._num_reasoning_tokens)
-        return replace(chunk, text=piece.content, reasoning=piece.reasoning, tool_calls=piece.calls, usage=usage)
+        chunks = [
+            Chunk(
+                index=chunk.index,
+                text=first.content,
+                reasoning=first.reasoning,
+                tool_calls=first.calls,
+                token_ids=chunk.token_ids,
+                logprobs=chunk.logprobs,
+            )
+        ]
+        for piece in others:
+            chunks.append(
+                Chunk(index=chunk.index, text=piece.content, reasoning=piece.reasoning, tool_calls=piece.calls)
+            )
+        chunks[-1] = replace(chunks[-1], finish_reason=chunk.finish_reason, usage=usage)
+        return chunks
 
 
 class Made(NamedTuple):

@@ -229,7 +229,7 @@ def error_line(error: Any, *section: str) -> str:
         return f"{key}: required"
     if error["type"] == "value_error":  # our own message, which includes the value
         return f"{key}: {error['ctx']['error']}"
-    shown = repr(error["input"])
+    shown = "a secret" if {"api_keys", "admin_key"} & {*error["loc"]} else repr(error["input"])
     if len(shown) > MAX_SHOWN_VALUE:
         shown = shown[: MAX_SHOWN_VALUE - 1] + "…"
     return f"{key}: got {shown}; {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, SecretStr, model_validator
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
 from shoal_cluster.settings import Settings
+from shoal_replica.errors import ConfigError
 
 MAX_PORT = 65_535
 TENANT_PATTERN = r"[\x21-\x7e]{1,64}"
+KEY_PATTERN = r"[\x21-\x7e]+"  # it travels in a header
+ADMIN = "admin"  # the tenant whose key is the admin key
+ADMIN_KEY_VARIABLE, API_KEYS_VARIABLE = "SHOAL_ADMIN_KEY", "SHOAL_API_KEYS"
 
 
 def _address(value: str) -> str:
@@ -23,15 +29,7 @@ def _address(value: str) -> str:
     return value
 
 
-def _key(value: SecretStr) -> SecretStr:
-    if not re.fullmatch(r"[\x21-\x7e]+", value.get_secret_value()):
-        raise ValueError("a key must be printable ASCII without spaces, for it travels in a header")
-    return value
-
-
 Address = Annotated[str, AfterValidator(_address)]
-ApiKey = Annotated[SecretStr, AfterValidator(_key)]
-TenantName = Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]
 
 
 class GatewaySettings(Settings):
@@ -54,20 +52,41 @@ class GatewaySettings(Settings):
     )
     shed_late: bool = Field(False, description="refuse calls whose first token could not come within the objective")
     admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")
-    api_keys: dict[TenantName, ApiKey] = Field(
+    api_keys: dict[str, SecretStr] = Field(
         default_factory=dict, description="by tenant: the keys of which every call needs one; none: everybody may call"
     )
     cors_origins: tuple[str, ...] = Field((), description="origins of pages whose scripts may call: a URL each, or '*'")
+    api_keys_file: Path | None = Field(None, description="more of them, on the gateway's node: lines of tenant=key")
     tls_cert: Path | None = Field(None, description="certificate chain, PEM, on the gateway's node: serve TLS only")
     tls_key: Path | None = Field(None, description="its private key, PEM")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this host can reach it."""
+        hosts = [address.rpartition(":")[0].strip("[]") for address in (self.grpc_address, self.http_address)]
+        return all(host == "localhost" or host == "::1" or host.startswith("127.") for host in hosts)
 
     @property
     def admin_secret(self) -> str | None:
         return None if self.admin_key is None else self.admin_key.get_secret_value()
 
-    @property
     def api_secrets(self) -> dict[str, str]:
-        return {tenant: key.get_secret_value() for tenant, key in self.api_keys.items()}
+        """All API keys, by tenant. Raises ConfigError for a file that cannot be read, or has none."""
+        secrets = {tenant: key.get_secret_value() for tenant, key in self.api_keys.items()}
+        if self.api_keys_file is None:
+            return secrets
+        where = f"gateway.api_keys_file: {self.api_keys_file}"
+        try:
+            lines = self.api_keys_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: cannot be read: {error}") from None
+        pairs = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not pairs:
+            raise ConfigError(f"{where}: has no keys")
+        return checked_keys(where, secrets | parse_keys(where, pairs), self.admin_secret)
+
+    def without_secrets(self) -> Self:
+        return self.model_copy(update={"admin_key": None, "api_keys": {}, "api_keys_file": None})
 
     @model_validator(mode="after")
     def _has_two_ports(self) -> Self:
@@ -83,7 +102,48 @@ class GatewaySettings(Settings):
 
     @model_validator(mode="after")
     def _keys_differ(self) -> Self:
-        keys = [key.get_secret_value() for key in self.api_keys.values()]
-        if len(set(keys)) < len(keys):
-            raise ValueError("api_keys: two tenants have the same key")
+        secrets = {tenant: key.get_secret_value() for tenant, key in self.api_keys.items()}
+        try:
+            checked_keys("api_keys", secrets, self.admin_secret)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return self
+
+
+def checked_keys(where: str, keys: dict[str, str], admin_key: str | None) -> dict[str, str]:
+    """``keys``. Raises ConfigError for keys, or names, that are no good; no key is shown."""
+    for tenant, key in keys.items():
+        if not re.fullmatch(TENANT_PATTERN, tenant) or tenant == ADMIN:
+            raise ConfigError(f"{where}: got the tenant {tenant!r}; must match {TENANT_PATTERN} and not be {ADMIN!r}")
+        if not re.fullmatch(KEY_PATTERN, key):
+            raise ConfigError(f"{where}: the key of {tenant!r} must be printable ASCII without spaces")
+    given = [*keys.values(), *([] if admin_key is None else [admin_key])]
+    if len(set(given)) < len(given):
+        raise ConfigError(f"{where}: two tenants have the same key, or one has the admin key")
+    return keys
+
+
+def parse_keys(where: str, pairs: Sequence[str]) -> dict[str, str]:
+    """API keys by tenant, from texts like "tenant=key". Raises ConfigError."""
+    keys: dict[str, str] = {}
+    for pair in pairs:
+        tenant, _, key = (part.strip() for part in pair.partition("="))
+        if not (tenant and key) or tenant in keys:
+            raise ConfigError(f"{where}: must be tenant=key pairs, each tenant once")
+        keys[tenant] = key
+    return keys
+
+
+def with_keys(args: dict[str, Any]) -> dict[str, Any]:
+    """An application's ``args`` with the keys of this process's environment, so that the YAML need not contain them.
+    Raises ConfigError.
+    """
+    gateway: Any = args.get("gateway", {})
+    found: dict[str, Any] = {}
+    if key := os.environ.get(ADMIN_KEY_VARIABLE):
+        found["admin_key"] = key
+    if keys := os.environ.get(API_KEYS_VARIABLE):
+        found["api_keys"] = parse_keys(API_KEYS_VARIABLE, keys.split(","))
+    if not found or not isinstance(gateway, dict):
+        return args
+    return args | {"gateway": found | gateway}

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization
 from fixtures.fake_core import FakeCore
 from fixtures.fake_gateway import ADMIN_KEY, MODEL, FakeGateway
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -22,11 +23,10 @@ from typer.testing import CliRunner
 
 from shoal_cluster.cli import app
 from shoal_cluster.commands.client import GatewayClient
-from shoal_cluster.commands.gateway_access import GatewayAccess
+from shoal_cluster.commands.gateway_access import GatewayAccess, split_address
 from shoal_cluster.config import ClusterConfig
-from shoal_cluster.gateway_settings import GatewaySettings
+from shoal_cluster.gateway_settings import GatewaySettings, with_keys
 from shoal_cluster.serve.access import Access
-from shoal_cluster.serve.app import with_keys
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.ingress import Ingress
 from shoal_protos import control_pb2, generation_pb2
@@ -75,6 +75,10 @@ async def test_calls_are_made_in_the_name_of_the_keys_tenant() -> None:
         for key, tenant in (("sk-a", "alice"), ("sk-b", "bob"), (ADMIN_KEY, "admin")):
             async with GatewayClient(f"127.0.0.1:{ingress.grpc_port}", GatewayAccess(key)) as client:
                 assert "".join([chunk.text async for chunk in client.generate(call())]) == core.text
+                spoofed = (("authorization", f"bearer {key}"), ("x-tenant", "somebody"))
+                request = generation_pb2.GenerateRequest(text="hi").SerializeToString()
+                channel = client._channel.unary_stream("/shoal.v1.Generation/Generate")
+                assert [raw async for raw in channel(request, metadata=spoofed, timeout=10)]
                 await client.cluster()
                 await client.scaling()
             url = f"http://127.0.0.1:{ingress.http_port}/v1"
@@ -85,22 +89,29 @@ async def test_calls_are_made_in_the_name_of_the_keys_tenant() -> None:
                     user="somebody",
                     extra_headers={"x-tenant": "somebody"},
                 )
-            assert [made.tenant for made in core.calls] == [tenant] * 2
+            assert [made.tenant for made in core.calls] == [tenant] * 3
             core.calls.clear()
 
 
-@pytest.mark.parametrize("header", [None, "Bearer sk-c", "Bearer", "sk-a", "Basic c2stYQ==", "Basic ?", "Bearer é"])
+@pytest.mark.parametrize(
+    "header", [None, "Bearer sk-c", "Bearer", "sk-a", "Basic c2stYQ==", "Basic ?", "Basic é", "Bearer é"]
+)
 async def test_nobody_else_is_let_in(header: str | None) -> None:
     core = FakeGateway(api_keys=KEYS)
     headers = [] if header is None else [(b"authorization", header.encode("latin-1"))]
     async with opened(core) as ingress, httpx.AsyncClient(base_url=f"http://127.0.0.1:{ingress.http_port}") as http:
-        paths = ("/v1/models", "/metrics", "/dashboard", "/dashboard/data", "/docs", "/nowhere", "/dashboard/controls")
+        paths = ("/v1/models", "/healthz/x", "/healthzz", "/metrics", "/docs", "/nowhere")
+        paths += ("/dashboard", "/dashboard/data", "/dashboard/controls")
         answers = [await http.get(path, headers=headers) for path in paths]
         answers += [await http.post(path, json={}, headers=headers) for path in ("/v1/chat/completions", "/v1/models")]
         for answer in answers:
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
-            assert answer.headers["www-authenticate"].startswith("Bearer")
+            challenges = answer.headers.get_list("www-authenticate")
+            assert challenges[0] == "Bearer"
+            # A browser asks for a password; a script of the page, which has sent a key, is not interrupted by that.
+            is_browser = header is None or header.startswith("Basic")
+            assert [c.split()[0] for c in challenges[1:]] == (["Basic"] if is_browser else [])
             assert answer.headers["x-request-id"]
         assert (await http.get("/healthz")).status_code == 200
         metadata = tuple((name.decode(), header or "") for name, _ in headers) if header and header.isascii() else ()
@@ -163,7 +174,7 @@ async def test_tls_serves_both_and_nothing_in_the_clear(certificate: dict[str, P
             assert "".join([chunk.text async for chunk in client.generate(call())]) == core.text
         for name, how in ((address, access), (f"https://{address}", GatewayAccess("sk-a"))):  # not TLS; unknown CA
             async with GatewayClient(name, how) as client:
-                with pytest.raises(Unavailable):
+                with pytest.raises(Unavailable, match="certificate is not one of SHOAL_TLS_CA, or only one of the two"):
                     await client.cluster()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ingress.http_port}") as http:
             with pytest.raises(httpx.HTTPError):
@@ -188,6 +199,12 @@ async def test_the_commands_take_key_and_authority_from_the_environment(
         monkeypatch.setenv("SHOAL_API_KEY", "sk-b")
         for command in (status, top):
             assert "smollm2-135m-instruct" in await asyncio.to_thread(shoal, *command)
+        monkeypatch.setenv("SHOAL_TLS_CA", str(certificate["tls_key"]))
+        for command in (status, top):
+            assert "cannot be read as PEM" in await asyncio.to_thread(shoal, *command)
+        monkeypatch.delenv("SHOAL_TLS_CA")
+        for command in (status, top):
+            assert "SHOAL_TLS_CA" in await asyncio.to_thread(shoal, *command)
         monkeypatch.setenv("SHOAL_TLS_CA", "/nowhere.pem")
         for command in (status, top):
             assert "SHOAL_TLS_CA: /nowhere.pem cannot be read" in await asyncio.to_thread(shoal, *command)
@@ -206,17 +223,24 @@ def test_without_keys_everybody_may_call() -> None:
 @pytest.mark.parametrize(
     ("gateway", "message"),
     [
-        ({"api_keys": {"a": "x y"}}, "gateway.api_keys.a: a key must be printable ASCII"),
-        ({"api_keys": {"a": ""}}, "gateway.api_keys.a: a key must be printable ASCII"),
+        ({"api_keys": {"a": "x y"}}, "api_keys: the key of 'a' must be printable ASCII"),
+        ({"api_keys": {"a": ""}}, "api_keys: the key of 'a' must be printable ASCII"),
         ({"api_keys": {"a": "x", "b": "x"}}, "api_keys: two tenants have the same key"),
-        ({"api_keys": {"a b": "x"}}, "gateway.api_keys.a b"),
+        (
+            {"api_keys": {"a": "x y"[0]}, "admin_key": "x"},
+            "api_keys: two tenants have the same key, or one has the admin",
+        ),
+        ({"api_keys": {"a b": "x"}}, "api_keys: got the tenant 'a b'; must match"),
+        ({"api_keys": {"admin": "x"}}, "api_keys: got the tenant 'admin'"),
+        ({"api_keys": {"a": 123456}}, "gateway.api_keys.a: got a secret; input should be a valid string"),
+        ({"api_keys": "x y"}, "gateway.api_keys: got a secret; input should be"),
         ({"tls_cert": "x"}, "tls_cert and tls_key must be given together"),
     ],
 )
 def test_wrong_settings_are_named_and_keys_are_not_shown(gateway: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         ClusterConfig.from_args({"model": "m", "gateway": gateway})
-    assert "x y" not in str(error.value)
+    assert not re.search("x y|123456", str(error.value))
 
 
 def test_keys_come_from_the_environment_unless_the_yaml_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +249,7 @@ def test_keys_come_from_the_environment_unless_the_yaml_has_some(monkeypatch: py
     made = with_keys({"gateway": {"num_replicas": 2}})["gateway"]
     assert made == {"num_replicas": 2, "api_keys": {"alice": "sk-a=1", "bob": "sk-b"}, "admin_key": "root"}
     assert with_keys({"gateway": {"api_keys": {}}})["gateway"]["api_keys"] == {}
-    for wrong in ("sk-a", "alice=", "=sk-a", "alice=sk-a,"):
+    for wrong in ("sk-a", "alice=", "=sk-a", "alice=sk-a,", "alice=sk-a,alice=sk-b"):
         monkeypatch.setenv("SHOAL_API_KEYS", wrong)
         with pytest.raises(ConfigError, match="SHOAL_API_KEYS: must be tenant=key pairs"):
             with_keys({})
@@ -234,8 +258,61 @@ def test_keys_come_from_the_environment_unless_the_yaml_has_some(monkeypatch: py
     assert with_keys({"model": "m"}) == {"model": "m"}
 
 
+def test_keys_may_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    settings = GatewaySettings.model_validate(FREE | {"api_keys": {"carol": "sk-c"}, "api_keys_file": file})
+    for content, message in (
+        (None, "cannot be read"),
+        ("# none\n\n", "has no keys"),
+        ("alice", "must be tenant=key pairs"),
+        ("alice=sk-c", "two tenants have the same key"),
+        ("admin=x", "got the tenant 'admin'"),
+    ):
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(ConfigError, match=f"gateway.api_keys_file: {file}: {message}"):
+            settings.api_secrets()
+    file.write_text("# ours\nalice = sk-a\n\nbob=sk=b\n")
+    assert settings.api_secrets() == {"carol": "sk-c", "alice": "sk-a", "bob": "sk=b"}
+    assert settings.without_secrets().api_secrets() == {}
+
+
+async def test_an_encrypted_key_is_refused(certificate: dict[str, Path]) -> None:
+    key = serialization.load_pem_private_key(certificate["tls_key"].read_bytes(), None)
+    encryption = serialization.BestAvailableEncryption(b"x")
+    formats = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    certificate["tls_key"].write_bytes(key.private_bytes(*formats, encryption))
+    own = {name: certificate[name] for name in ("tls_cert", "tls_key")}
+    with pytest.raises(ConfigError, match="tls_key: must not be encrypted"):
+        await Ingress.open(FakeGateway(), GatewaySettings.model_validate(FREE | own))
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("ftp://x:1", "address: got 'ftp://x:1'; must be host:port"),
+        ("http://http://x", "address: got"),
+        ("", "address"),
+    ],
+)
+def test_addresses_that_are_none_are_refused(address: str, message: str) -> None:
+    for command in ("status", "top"):
+        result = CliRunner().invoke(app, (command, "--address", address, *(["--once"] if command == "top" else [])))
+        assert message in result.output + str(result.exception)
+
+
+def test_addresses_may_have_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert split_address("HTTPS://h:1/") == ("https://", "h:1")
+    assert split_address("[::1]:1") == ("http://", "[::1]:1")
+    monkeypatch.setenv("SHOAL_API_KEY", "sk\n")
+    with pytest.raises(ConfigError, match="SHOAL_API_KEY: must be printable ASCII"):
+        GatewayAccess.from_environment()
+    assert "sk-secret" not in repr(GatewayAccess("sk-secret"))
+
+
 async def test_a_certificate_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "cert").write_text("no")
+    (tmp_path / "k").write_text("no")
     for name in ("cert", "gone"):
         with pytest.raises(ConfigError, match=f"gateway.tls_cert: {tmp_path / name}"):
             await Ingress.open(FakeGateway(), GatewaySettings(**FREE, tls_cert=tmp_path / name, tls_key=tmp_path / "k"))

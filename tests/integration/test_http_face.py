@@ -20,6 +20,7 @@ from fixtures.tool_formats import WEATHER
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.tool import ToolCall
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.http_api import build_http_app
@@ -31,6 +32,7 @@ from shoal_replica.testing import make_request
 
 MAX_BODY_BYTES = 64 * 1024
 HI = [{"role": "user", "content": "hi"}]
+JSON = {"content-type": "application/json"}
 
 
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -446,6 +448,110 @@ async def test_a_response_goes_on_with_what_was_called(client: openai.AsyncOpenA
     assert call.sampling_params.structured_output == StructuredOutput.json_schema({"type": "object"})
 
 
+async def test_a_response_is_the_same_however_its_chunks_are_merged(
+    client: openai.AsyncOpenAI, core: FakeGateway
+) -> None:
+    text = f'{CALLS} And so on.<tool_call>{{"name": "get_weather", "arguments": {{}}}}</tool_call>'
+    seen = set()
+    for num_merged in range(1, 90):
+        core.text, core.num_merged = text, num_merged
+        async with client.responses.stream(model=MODEL, input="hi", tools=[RESPONSE_TOOL]) as stream:
+            told = await stream.get_final_response()
+        parts = [item.model_dump() for item in told.output]
+        seen.add(str([(p.get("arguments"), [c["text"] for c in p.get("content") or ()]) for p in parts]))
+    assert len(seen) == 1
+    assert "(None, ['\\nAnd so on.'])" in seen.pop()
+
+
+async def test_a_response_that_is_cut_off_says_so(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    core.text = CALLS
+    for num_tokens, kind in ((12, "reasoning"), (30, "message"), (85, "function_call")):
+        asked: Any = {"model": MODEL, "input": "hi", "tools": [RESPONSE_TOOL], "max_output_tokens": num_tokens}
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+        assert events[-1].type == "response.incomplete"
+        told = events[-1].response
+        assert (told.status, told.output[-1].status, told.output[-1].type) == ("incomplete", "incomplete", kind)
+
+
+async def test_logprobs_of_a_response_are_those_of_its_text(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    core.text = "<think>ab</think>\n\nYes é"
+    asked: Any = {"model": MODEL, "input": "hi", "tools": [RESPONSE_TOOL], "include": ["message.output_text.logprobs"]}
+    whole = await client.responses.create(**asked)
+    async with client.responses.stream(**asked) as stream:
+        events = [event async for event in stream]
+    expected = [TOKENIZER.token_bytes(i).decode(errors="replace") for i in TOKENIZER.encode("Yes é")]
+    for told in (whole, events[-1].response):  # type: ignore[union-attr]
+        part = told.output[-1].content[0]
+        assert [bytes(entry.bytes).decode(errors="replace") for entry in part.logprobs] == expected
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert sum(len(event.logprobs) for event in deltas) == len(expected)
+
+
+async def test_a_response_repeats_what_was_asked(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+    told = await client.responses.create(
+        model=MODEL, input="hi", tools=[RESPONSE_TOOL], parallel_tool_calls=False, text=form, tool_choice="auto"
+    )
+    assert told.parallel_tool_calls is False
+    assert [tool.name for tool in told.tools] == [WEATHER.name]  # type: ignore[union-attr]
+    assert told.text is not None
+    assert told.text.format is not None
+    assert told.text.format.model_dump(by_alias=True)["schema"] == {"type": "object"}
+    assert core.calls[-1].tools is not None
+    assert not core.calls[-1].tools.parallel
+
+
+async def test_what_the_assistant_did_before_results_is_one_turn(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    def made(name: str, call_id: str) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}"}
+
+    def thought(**fields: Any) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "rs", "summary": [], **fields}
+
+    def said(text: str) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    core.max_model_len = 2048
+    history: list[Any] = [
+        {"role": "user", "content": "a"},
+        thought(content=[{"type": "reasoning_text", "text": "one"}]),
+        made("f", "1"),
+        thought(summary=[{"type": "summary_text", "text": "two"}]),
+        made("g", "2"),
+        said("\nmore"),
+        {"type": "function_call_output", "call_id": "1", "output": "r1"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "r2"}]},
+        said("b"),
+        said("c"),
+        thought(content=[{"type": "reasoning_text", "text": "lost"}]),
+        {"role": "user", "content": "d"},
+    ]
+    await client.responses.create(model=MODEL, input=history)
+    messages = core.calls[-1].messages
+    assert messages is not None
+    calls = tuple(ToolCall(call_id, name, "{}") for name, call_id in (("f", "1"), ("g", "2")))
+    assert messages == (
+        Message("user", "a"),
+        Message("assistant", "more", calls, reasoning="one\ntwo"),
+        Message("tool", "r1", tool_call_id="1"),
+        Message("tool", "r2", tool_call_id="2"),
+        Message("assistant", "b"),
+        Message("assistant", "c"),
+        Message("user", "d"),
+    )
+
+
+async def test_what_a_response_repeats_is_checked(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    for fields in (
+        '"metadata": {"a": "\\ud800"}',
+        '"tools": [{"type": "function", "name": "f", "parameters": {"a": NaN}}]',
+    ):
+        answer = await http.post(RESPONSES, content=f'{{"input": "hi", {fields}}}'.encode(), headers=JSON)
+        assert answer.status_code == 400, answer.text
+    assert core.calls == []
+
+
 async def test_a_response_that_fails_says_so(http: httpx.AsyncClient, core: FakeGateway) -> None:
     core.error = Unavailable("gone")
     body = {"input": "hi", "stream": True}
@@ -455,6 +561,8 @@ async def test_a_response_that_fails_says_so(http: httpx.AsyncClient, core: Fake
     last = json.loads(told.rstrip().rpartition("data: ")[2])
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "unavailable", "message": "gone"}
+    (item,) = last["response"]["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", core.text[:2])
 
 
 async def test_an_answer_without_calls_is_as_without_tools(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
@@ -623,6 +731,15 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, 400, "tools.0.type", "should be 'function'"),
         (RESPONSES, {"input": [{"type": "item_reference"}]}, 400, "input.0.type", "only messages, function calls"),
         (RESPONSES, {"input": [{"content": "x"}]}, 400, "input.0.role", "must be set"),
+        (RESPONSES, {"input": "hi", "metadata": {"a": 1.5}}, 400, "metadata.a", "valid string"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, 400, "input.0.call_id", "must be set"),
+        (
+            RESPONSES,
+            {"input": "hi", "guided_regex": "a", "text": {"format": {"type": "json_object"}}},
+            400,
+            "text.format",
+            "must be the only field",
+        ),
         (RESPONSES, {"input": [{"role": "user"}]}, 400, "input.0.content", "must be a string"),
         (
             RESPONSES,

@@ -117,7 +117,10 @@ def json_text(where: str, value: Any) -> str:
     """``value`` as JSON. Raises InvalidArgument if it is too deep or too long, or cannot be spelled in UTF-8."""
     if is_deep(value):
         raise InvalidArgument(where, type(value).__name__, f"must be nested at most {MAX_DEPTH} times")
-    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise InvalidArgument(where, None, "must be JSON, which has no NaN and no infinity") from None
     if len(text) > MAX_LENGTH:
         raise InvalidArgument(where, f"{len(text)} characters", f"must have at most {MAX_LENGTH}")
     try:

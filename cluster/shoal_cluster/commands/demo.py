@@ -22,12 +22,13 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
 from shoal_cluster.chat.message import Message
 from shoal_cluster.commands.deploy import arguments_of, deploy, read_config
 from shoal_cluster.commands.gateway_access import TLS, GatewayAccess, http_url
 from shoal_cluster.commands.local_ray import LocalRay
-from shoal_cluster.gateway_settings import GatewaySettings
-from shoal_cluster.serve.admin import ADMIN_KEY_VARIABLE
+from shoal_cluster.config import ClusterConfig
+from shoal_cluster.gateway_settings import ADMIN_KEY_VARIABLE, GatewaySettings, with_keys
 from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.sampling_params import SamplingParams
@@ -71,8 +72,9 @@ def demo(
         signal.signal(stop, lambda number, frame: sys.exit(128 + number))
     console = Console(highlight=False)
     path = config or local_yaml()
-    document, settings = read_config(path)
-    new_key = None if settings.gateway.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) else secrets.token_hex(4)
+    document, _ = read_config(path)
+    settings = ClusterConfig.from_args(with_keys(arguments_of(document) or {}))
+    new_key = None if settings.gateway.admin_key else secrets.token_hex(4)
     if new_key is not None:  # else the dashboard's controls and `shoal tune` would be off
         arguments = arguments_of(document) or {}
         arguments["gateway"] = arguments.get("gateway", {}) | {"admin_key": new_key}
@@ -114,7 +116,7 @@ async def _ask_all(gateway: GatewaySettings, chats: list[Chat], console: Console
 
     access = GatewayAccess.from_environment()
     if access.api_key is None:
-        access = replace(access, api_key=next(iter(gateway.api_secrets.values()), None))
+        access = replace(access, api_key=next(iter(gateway.api_secrets().values()), None))
     async with GatewayClient(_tls(gateway) + gateway.grpc_address, access) as client:
         with Live(_answers(chats), console=console, refresh_per_second=12, transient=False) as live:
             tasks = [asyncio.create_task(_ask(client, chat)) for chat in chats]
@@ -178,17 +180,19 @@ def _tls(gateway: GatewaySettings) -> str:
 def _addresses(gateway: GatewaySettings, chat: Chat, new_key: str | None) -> str:
     grpc_address, http_address = _tls(gateway) + gateway.grpc_address, http_url(_tls(gateway) + gateway.http_address)
     shoal = "shoal" if shutil.which("shoal") else sys.argv[0]  # as the user can call it: `make` does not change PATH
-    tune = f"{shoal} tune --max-replicas 3"
+    grpcurl = "-plaintext" if gateway.tls_cert is None else "-cacert CA.pem"
+    at = "" if grpc_address == DEFAULT_GRPC_ADDRESS else f" --address {grpc_address}"
+    tune = f"{shoal} tune --max-replicas 3{at}"
     controls = (
         f"{ADMIN_KEY_VARIABLE}={new_key} {tune}\n           {new_key} is this demo's admin key" if new_key else tune
     )
     return f"""
-gRPC       {grpc_address}     {shoal} generate "Why is the sky blue?"
+gRPC       {grpc_address}     {shoal} generate "Why is the sky blue?"{at}
                               {shoal} chat   {shoal} status   {shoal} top
-                              grpcurl -plaintext {grpc_address} list
+                              grpcurl {grpcurl} {gateway.grpc_address} list
 HTTP       {http_address}/v1   any OpenAI client
 dashboard  {http_address}/dashboard
-why there  {shoal} explain {chat.request_id}
+why there  {shoal} explain {chat.request_id}{at}
 controls   {controls}
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http
 import http.client
+import ssl
 import time
 import urllib.error
 import urllib.parse
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from shoal_cluster.addresses import DEFAULT_HTTP_ADDRESS
-from shoal_cluster.commands.gateway_access import API_KEY_VARIABLE, GatewayAccess, http_url
+from shoal_cluster.commands.gateway_access import API_KEY_VARIABLE, TLS_CA_VARIABLE, GatewayAccess, http_url
 from shoal_cluster.commands.top_screen import Past, screen
 from shoal_cluster.serve.dashboard.history import FINE_S, Sample
 from shoal_cluster.serve.dashboard.update import Update
@@ -94,7 +95,9 @@ def _get(url: str, access: GatewayAccess) -> bytes:
         if error.code == http.HTTPStatus.UNAUTHORIZED:
             raise Unauthenticated(f"the API key is missing or unknown; put it into {API_KEY_VARIABLE}") from None
         raise Unavailable(f"{url} answers {error.code} {error.reason}: is it a Shoal gateway?") from None
-    except (OSError, http.client.HTTPException, ValueError):
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(getattr(error, "reason", error), ssl.SSLError):
+            raise Unavailable(f"no connection to {url}: {error} ({TLS_CA_VARIABLE} names authorities)") from None
         where = urllib.parse.urlsplit(url)
         raise Unavailable(f"no Shoal gateway at {where.scheme}://{where.netloc}; start one with `make demo`") from None
     return body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,8 +48,12 @@ def tune(
 
 async def _tune(address: str, changes: dict[str, float], reset: bool, admin_key: str | None) -> ScalingRow:
     from shoal_cluster.commands.client import GatewayClient
+    from shoal_cluster.commands.gateway_access import GatewayAccess
 
-    async with GatewayClient(address) as client:
+    access = GatewayAccess.from_environment()
+    if access.api_key is None:
+        access = replace(access, api_key=admin_key)  # which lets in, too
+    async with GatewayClient(address, access) as client:
         if not changes and not reset:
             return await client.scaling()
         return await client.tune(changes, reset=reset, admin_key=admin_key)

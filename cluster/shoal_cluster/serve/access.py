@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 from collections.abc import Mapping
 
-from shoal_cluster.serve.admin import BEARER
+from shoal_cluster.gateway_settings import ADMIN
 from shoal_replica.errors import Unauthenticated
-
-API_KEYS_VARIABLE = "SHOAL_API_KEYS"
-ADMIN = "admin"
-BASIC = "Basic "
 
 
 class Access:
@@ -24,11 +19,10 @@ class Access:
     """
 
     def __init__(self, keys: Mapping[str, str], admin_key: str | None) -> None:
-        tenants = dict(keys)
-        if keys and admin_key is not None:
-            tenants.setdefault(ADMIN, admin_key)
         # By digest: how long a lookup takes says nothing of the keys.
-        self._tenants = {_digest(key): tenant for tenant, key in tenants.items()}
+        self._tenants = {_digest(key): tenant for tenant, key in keys.items()}
+        if keys and admin_key is not None:
+            self._tenants[_digest(admin_key)] = ADMIN
 
     @property
     def is_open(self) -> bool:
@@ -52,13 +46,14 @@ class Access:
 
 def _key_of(authorization: str) -> str:
     """The key, or what a browser's dialog got as password; empty if there is none."""
-    if authorization.startswith(BEARER):
-        return authorization.removeprefix(BEARER)
-    if not authorization.startswith(BASIC):
+    scheme, _, given = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip()
+    if scheme.lower() != "basic":
         return ""
     try:
-        return base64.b64decode(authorization.removeprefix(BASIC), validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
+        return base64.b64decode(given, validate=True).decode().partition(":")[2]
+    except ValueError:  # not base64, not ASCII, or not UTF-8
         return ""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hmac
 
+from shoal_cluster.gateway_settings import ADMIN_KEY_VARIABLE
 from shoal_replica.errors import PermissionDenied
 
-ADMIN_KEY_VARIABLE = "SHOAL_ADMIN_KEY"
 BEARER = "Bearer "
 
 

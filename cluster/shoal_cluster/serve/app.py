@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -13,15 +12,13 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from shoal_cluster.config import ClusterConfig, ReplicaSettings
+from shoal_cluster.gateway_settings import with_keys
 from shoal_cluster.policies.autoscaling_config import MAX_REPLICAS
-from shoal_cluster.serve.access import API_KEYS_VARIABLE
-from shoal_cluster.serve.admin import ADMIN_KEY_VARIABLE
 from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.gateway import Gateway
 from shoal_cluster.serve.rank_actors import DEVICE_RESOURCES, replica_bundles
 from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_cluster.serve.request_router import BlockRouter
-from shoal_replica.errors import ConfigError
 
 # For both deployments and their handles: calls between actors go by gRPC, and a gateway has one event loop, so that its
 # router and the gateway itself share the ledger without locks.
@@ -64,27 +61,8 @@ def build(args: dict[str, Any]) -> Application:
         health_check_period_s=2,
         ray_actor_options=_actor(gateway.num_cpus, gateway.resources),
     )
-    return front.bind(replicas.bind(config), config)
-
-
-def with_keys(args: dict[str, Any]) -> dict[str, Any]:
-    """``args`` with the keys of this process's environment, so that the YAML need not contain them."""
-    gateway: Any = args.get("gateway", {})
-    found: dict[str, Any] = {}
-    if key := os.environ.get(ADMIN_KEY_VARIABLE):
-        found["admin_key"] = key
-    if keys := os.environ.get(API_KEYS_VARIABLE):
-        found["api_keys"] = _api_keys(keys)
-    if not found or not isinstance(gateway, dict):
-        return args
-    return args | {"gateway": found | gateway}
-
-
-def _api_keys(text: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    if not all(tenant and key for tenant, _, key in pairs):
-        raise ConfigError(f"{API_KEYS_VARIABLE}: must be tenant=key pairs, with commas between them")
-    return {tenant.strip(): key.strip() for tenant, _, key in pairs}
+    its = config.model_copy(update={"gateway": config.gateway.without_secrets()})
+    return front.bind(replicas.bind(its), config)
 
 
 def _resources(replica: ReplicaSettings) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -61,6 +62,8 @@ from shoal_replica.grammars import Grammars
 from shoal_replica.request import Request
 from shoal_replica.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+
 
 class Gateway:
     """A Serve deployment that implements GatewayCore and serves it over gRPC and HTTP on its own sockets."""
@@ -76,7 +79,9 @@ class Gateway:
         grammars = Grammars(self._model)
         await asyncio.to_thread(grammars.load)
         self._requests = RequestMaker(self._model, self._tokenizer, grammars)
-        self._access = Access(self._settings.api_secrets, self._settings.admin_secret)
+        self._access = Access(self._settings.api_secrets(), self._settings.admin_secret)
+        if self._access.is_open and not self._settings.is_local:
+            _log.warning("there are no API keys: everybody who reaches this gateway may call it")
         self._created_s = int(time.time())
         self._is_closing = False
         num_gateways, max_entries = self._settings.num_replicas, self._settings.max_index_entries

@@ -12,7 +12,7 @@ from shoal_cluster.serve.http_stream import error_response
 from shoal_replica.errors import Unauthenticated
 
 OPEN_PATHS = frozenset({"/healthz"})  # probes have no keys
-CHALLENGE = 'Bearer, Basic realm="Shoal: any name, and an API key as password"'  # a browser asks for the second
+BEARER, BASIC = "Bearer", 'Basic realm="Shoal: any name, and an API key as password"'  # a browser asks for the second
 
 
 class KeyCheck:
@@ -31,12 +31,15 @@ class KeyCheck:
         if scope["type"] == "http":
             tenant = None
             if scope["path"] not in OPEN_PATHS:
+                given = Headers(scope=scope).get("authorization")
                 try:
-                    tenant = self._core.authenticate(Headers(scope=scope).get("authorization"))
+                    tenant = self._core.authenticate(given)
                 except Unauthenticated as error:
                     self._refuse(scope["path"])
                     response = error_response(error, scope["state"]["request_id"])
-                    response.headers["www-authenticate"] = CHALLENGE
+                    response.headers.append("www-authenticate", BEARER)  # browsers take one challenge from a line
+                    if given is None or given.lower().startswith("basic"):  # else a script of the page has asked
+                        response.headers.append("www-authenticate", BASIC)
                     await response(scope, receive, send)
                     return
             scope["state"]["tenant"] = tenant

@@ -113,8 +113,14 @@ def _credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=_refuse_password)
         pair = settings.tls_key.read_bytes(), settings.tls_cert.read_bytes()
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"gateway.tls_cert: {settings.tls_cert} and {settings.tls_key}: {error}") from None
     return grpc.ssl_server_credentials([pair])
+
+
+def _refuse_password() -> str:
+    """Called for a key that is encrypted: nobody is there to type a password."""
+    raise ConfigError("gateway.tls_key: must not be encrypted")

@@ -21,8 +21,10 @@ RESPONSE_ID, MESSAGE_ID, REASONING_ID, CALL_ID = "resp_", "msg_", "rs_", "fc_"
 class Response:
     """One response as it comes into being. ``take`` returns the events of a chunk; ``body`` is the whole so far."""
 
-    def __init__(self, body: ResponsesRequest, request_id: str, model: str, shape: ChatShape) -> None:
-        self._body = body
+    def __init__(
+        self, body: ResponsesRequest, request_id: str, model: str, shape: ChatShape, *, tells: bool = True
+    ) -> None:
+        self._tells = tells  # whether anybody reads the events
         self._request_id = request_id
         self._shape = shape
         self._head = _head(body, request_id, model)
@@ -53,6 +55,8 @@ class Response:
 
     def take(self, chunk: Chunk) -> bytes:
         """The events that a chunk brings."""
+        if chunk.text and self._items and self._items[-1]["type"] != "message":
+            self._held_logprobs = []  # of what came between
         self._held_logprobs += chunk.logprobs
         events = b""
         if chunk.reasoning:
@@ -74,9 +78,10 @@ class Response:
     def fail(self, error: Exception) -> bytes:
         """The event that ends a stream which has begun."""
         told = report(error, self._request_id)
+        events = self._close("incomplete")
         self._status = "failed"
         self._error = {"code": told.kind.openai_code, "message": told.message}
-        return self._event("response.failed", response=self.body())
+        return events + self._event("response.failed", response=self.body())
 
     def _grow(self, kind: str, text: str) -> bytes:
         events = b"" if self._open is not None and self._open["type"] == kind else self._begin_item(kind)
@@ -154,6 +159,8 @@ class Response:
         return {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        if not self._tells:
+            return b""
         body = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + encode(body) + b"\n\n"
@@ -169,7 +176,7 @@ class ResponsesAnswers:
         self, core: GatewayCore, calls: Sequence[GenerateCall], body: ResponsesRequest, request_id: str, model: str
     ) -> Json:
         """Run the call to its end and return the response."""
-        response = Response(body, request_id, model, self._shape)
+        response = Response(body, request_id, model, self._shape, tells=False)
         async with open_merged_chunks(core, calls) as chunks:
             async for _, chunk in chunks:
                 response.take(chunk)
@@ -192,12 +199,16 @@ class ResponsesAnswers:
                 raise
             yield response.fail(error)
             return
-        yield response.end()
+        yield (b"" if has_begun else response.begin()) + response.end()
 
 
 def _head(body: ResponsesRequest, request_id: str, model: str) -> Json:
     choice = body.tool_choice
-    form = None if body.text is None or body.text.format is None else body.text.format.model_dump(by_alias=True)
+    form: Json = {"type": "text"}
+    if body.text is not None and (told := body.text.format) is not None:
+        form = {"type": told.type}
+        if told.type == "json_schema":
+            form |= {"name": told.name, "schema": told.json_schema, "strict": told.strict}
     return {
         "id": f"{RESPONSE_ID}{request_id}",
         "object": "response",
@@ -211,7 +222,7 @@ def _head(body: ResponsesRequest, request_id: str, model: str) -> Json:
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "store": False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": form or {"type": "text"}},
+        "text": {"format": form},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_p": 1.0 if body.top_p is None else body.top_p,

@@ -21,12 +21,13 @@ from shoal_replica.sampling_params import MAX_LOGPROBS
 from shoal_replica.structured_output import StructuredOutput
 
 LOGPROBS = "message.output_text.logprobs"
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 class Part(Body):
     type: Text
     text: Text = ""
+    refusal: Text = ""
 
 
 class Item(Body):
@@ -39,6 +40,7 @@ class Item(Body):
     name: TextOrNull = ""
     arguments: TextOrNull = ""
     output: Text | list[Part] | None = None
+    summary: list[Part] | None = None  # of reasoning, where that is all there is
 
 
 class _Typed(Body):
@@ -82,7 +84,7 @@ class ResponsesRequest(RequestBody):
     reasoning: Reasoning | None = None
     include: list[Text] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    metadata: Annotated[dict[str, Any], instead_of_null({})] = Field(default_factory=dict)
+    metadata: Annotated[dict[Text, Text], instead_of_null({})] = Field(default_factory=dict)
     chat_template_kwargs: dict[Text, Any] | None = None
     n: Annotated[Any, only(1)] = None
     truncation: Annotated[Any, only("disabled")] = None
@@ -129,8 +131,13 @@ class ResponsesRequest(RequestBody):
 
     def _structured_output(self) -> StructuredOutput | None:
         form = None if self.text is None else self.text.format
+        other = super()._structured_output()
         if form is None or form.type == "text":
-            return super()._structured_output()
+            return other
+        if other is not None:
+            raise InvalidArgument(
+                "text.format", form.type, "must be the only field that says what an answer must match"
+            )
         if form.type == "json_object":
             return StructuredOutput.json_object()
         if form.json_schema is None:
@@ -139,37 +146,52 @@ class ResponsesRequest(RequestBody):
 
 
 def _messages(instructions: str, given: str | list[Item]) -> tuple[Message, ...]:
-    """The items as turns: what the assistant thought, said and called at a time is one turn."""
+    """The items as turns: what the assistant thought, said and called before it got results is one turn, for templates
+    want results right after calls.
+    """
     if isinstance(given, str):
         given = [Item(role="user", content=given)] if given else []
     system = [instructions] if instructions else []
     turns: list[Message] = []
-    thought = ""
+    thoughts: list[str] = []
     for position, item in enumerate(given):
-        where = f"input.{position}"
-        kind = item.type or "message"
+        where, kind = f"input.{position}", item.type or "message"
         if kind == "reasoning":
-            thought = _text(where, item.content) if item.content else ""
-            continue
-        if kind == "function_call_output":
+            thoughts.append(_text(where, item.content or item.summary or ""))
+        elif kind == "function_call_output":
             turns.append(Message("tool", _text(f"{where}.output", item.output), tool_call_id=item.call_id))
-            continue
-        if kind not in ("message", "function_call"):
+            thoughts = []
+        elif kind == "function_call" or (kind == "message" and item.role == "assistant"):
+            turn = _assistant(where, item, "\n".join(thoughts))
+            thoughts = []
+            if turns and turns[-1].role == "assistant" and (turn.tool_calls or turns[-1].tool_calls):
+                turn = _joined(turns.pop(), turn)
+            turns.append(turn)
+        elif kind != "message":
             raise InvalidArgument(f"{where}.type", kind, "only messages, function calls and reasoning are served")
-        role = "assistant" if kind == "function_call" else item.role
-        if not role:
+        elif not item.role:
             raise InvalidArgument(f"{where}.role", None, "must be set")
-        calls = (ToolCall(item.call_id, item.name, item.arguments or "{}"),) if kind == "function_call" else ()
-        content = "" if calls else _text(f"{where}.content", item.content)
-        if role in ("system", "developer") and not turns:
-            system.append(content)
-        elif role == "assistant" and turns and turns[-1].role == "assistant" and calls and not thought:
-            last = turns.pop()
-            turns.append(Message(role, last.content, (*last.tool_calls, *calls), reasoning=last.reasoning))
+        elif item.role in ("system", "developer") and not turns:
+            system.append(_text(f"{where}.content", item.content))
         else:
-            turns.append(Message(role, content, calls, reasoning=thought if role == "assistant" else ""))
-        thought = ""
+            turns.append(Message(item.role, _text(f"{where}.content", item.content)))
+            thoughts = []
     return (*([Message("system", "\n\n".join(system))] if system else []), *turns)
+
+
+def _assistant(where: str, item: Item, thought: str) -> Message:
+    if item.type != "function_call":
+        return Message("assistant", _text(f"{where}.content", item.content), reasoning=thought)
+    for field in ("name", "call_id"):
+        if not getattr(item, field):
+            raise InvalidArgument(f"{where}.{field}", None, "must be set")
+    return Message("assistant", "", (ToolCall(item.call_id, item.name, item.arguments),), reasoning=thought)
+
+
+def _joined(turn: Message, more: Message) -> Message:
+    content = "\n".join(filter(None, (turn.content, more.content.lstrip("\n"))))
+    reasoning = "\n".join(filter(None, (turn.reasoning, more.reasoning)))
+    return Message("assistant", content, (*turn.tool_calls, *more.tool_calls), reasoning=reasoning)
 
 
 def _text(where: str, content: str | list[Part] | None) -> str:
@@ -180,4 +202,4 @@ def _text(where: str, content: str | list[Part] | None) -> str:
     for part in content:
         if part.type not in TEXT_PARTS:
             raise InvalidArgument(where, part.type, "only parts of text are served")
-    return "".join(part.text for part in content)
+    return "".join(part.text or part.refusal for part in content)

@@ -330,3 +330,11 @@ async def test_the_layout_holds_at_every_width_and_text_can_be_read(url: str, sc
             assert await page.evaluate(UNNAMED) == []
             assert await page.evaluate(LOW_CONTRAST) == [], (scheme, width)
         assert watched.errors == []
+
+
+async def test_the_page_opens_with_an_api_key_as_password() -> None:
+    address = free_address()
+    async with serving(FakeCore(api_keys={"alice": "sk-a"}), address):
+        url = f"http://{address}/dashboard"
+        async with browser_page(url, http_credentials={"username": "anybody", "password": "sk-a"}) as watched:
+            await is_live(watched.page)

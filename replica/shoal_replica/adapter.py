@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 NAME_PATTERN = r"^[\w.:/-]{1,128}$"
+VERSION_MARK = "@"  # may follow a name, and then its version; no name has it
 RANK_UNIT = 32  # the native kernels pad ranks to a multiple of it
 PAGE_BYTES = 2 << 20  # and give each adapter huge pages of its own
 
@@ -39,6 +40,16 @@ class AdapterConfig:
     folder: str
     factors: tuple[Factors, ...]
     num_values: int
+
+    @property
+    def title(self) -> str:
+        """The name without its version."""
+        return title(self.name)
+
+
+def title(name: str) -> str:
+    """An adapter's name without its version, as clients know it."""
+    return name.partition(VERSION_MARK)[0]
 
 
 def adapter_bytes(adapters: Iterable[AdapterConfig], value_bytes: int) -> int:

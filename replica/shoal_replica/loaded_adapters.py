@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 from shoal_replica.adapter import AdapterConfig
+from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.executor import Executor
 from shoal_replica.step_thread import StepThread
 
@@ -20,10 +22,17 @@ class LoadedAdapters:
 
     def __init__(self, names: set[str], executor: Executor, thread: StepThread) -> None:
         self.names = names
+        self._held = set(names)  # by the executor
         self._executor = executor
         self._thread = thread
         self._num_used = Counter[str]()
         self._freed = asyncio.Event()
+        self._num_working = 0
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether the executor is at work on one, or is about to: it must not be asked for anything else meanwhile."""
+        return self._num_working > 0
 
     def use(self, name: str, until: asyncio.Future[None]) -> None:
         """A request uses it until that future is done."""
@@ -31,31 +40,51 @@ class LoadedAdapters:
         until.add_done_callback(lambda _: self._release(name))
 
     async def load(self, adapter: AdapterConfig) -> None:
-        """Let requests ask for an adapter. Raises ConfigError, and EngineDead."""
-        await self._thread.run(partial(self._executor.load, adapter))
-        self.names.add(adapter.name)
+        """Let requests ask for an adapter. Raises ConfigError, also where the name is taken, and EngineDead."""
+        if adapter.name in self._held:
+            raise ConfigError(f"adapters.{adapter.title}: is loaded already")
+        self._held.add(adapter.name)
+        try:
+            await self._work(partial(self._executor.load, adapter), lambda: self.names.add(adapter.name))
+        except Exception:
+            self._held.discard(adapter.name)
+            raise
 
     async def unload(self, name: str) -> None:
         """Take no more requests for an adapter, and free it when those there are have ended. Cancelled before that, it
-        stays. Raises EngineDead.
+        stays. Raises NotFound, and EngineDead.
         """
+        if name not in self.names:
+            raise NotFound(f"adapter: {name!r} is not loaded")
         self.names.discard(name)
         try:
-            await self._unused(name)
+            while self._num_used[name]:
+                self._freed.clear()
+                await self._freed.wait()
         except asyncio.CancelledError:
             self.names.add(name)
             raise
-        unloading = asyncio.ensure_future(self._thread.run(partial(self._executor.unload, name)))
-        try:
-            await asyncio.shield(unloading)
-        finally:
-            await asyncio.wait([unloading])
+        await self._work(partial(self._executor.unload, name), lambda: self._held.discard(name))
 
-    async def _unused(self, name: str) -> None:
-        while self._num_used[name]:
-            self._freed.clear()
-            await self._freed.wait()
+    async def _work(self, work: Callable[[], None], then: Callable[[], None]) -> None:
+        """Have it done between steps, and ``then``, even if whoever waits is cancelled meanwhile."""
+        self._num_working += 1
+        working = asyncio.ensure_future(self._thread.run(work))
+
+        def end(done: asyncio.Future[None]) -> None:
+            self._num_working -= 1
+            if not done.cancelled() and done.exception() is None:
+                then()
+
+        working.add_done_callback(end)
+        try:
+            await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait([working])
+            raise
 
     def _release(self, name: str) -> None:
         self._num_used[name] -= 1
+        if not self._num_used[name]:
+            del self._num_used[name]
         self._freed.set()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shoal_replica.adapter import title
 from shoal_replica.errors import InvalidArgument, PromptTooLong, Unavailable
 from shoal_replica.executor import SampledToken, TokenLogprobs
 from shoal_replica.partial_reuse import Tokens
@@ -250,7 +251,7 @@ class FinishRule:
         if num_tokens >= self.max_model_len:
             raise InvalidArgument("prompt", f"{num_tokens} tokens", f"must be under {self.max_model_len}")
         if request.adapter and request.adapter not in self.adapters:
-            raise Unavailable(f"adapter {request.adapter!r} is not loaded here")
+            raise Unavailable(f"adapter {title(request.adapter)!r} is not loaded here")
         if request.output_token_ids and (params.n > 1 or params.is_beam_search):
             raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
 

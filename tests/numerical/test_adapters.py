@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from fixtures.waiting import until
 from safetensors.torch import load_file, save_file
 from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greedy
 
-from shoal_cluster.serve.replica_adapters import ReplicaAdapters, Told, Wanted
+from shoal_cluster.serve.adapter_wishes import Told, Wanted
+from shoal_cluster.serve.replica_adapters import ReplicaAdapters
 from shoal_replica import LLM, AsyncLLM, SamplingParams
-from shoal_replica.build import resolve_config
-from shoal_replica.errors import ConfigError, InvalidArgument
+from shoal_replica.build import find_adapters, resolve_config
+from shoal_replica.config import ParallelConfig
+from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
 
 PROMPTS = make_prompts([1, 5, 16, 17, 40, 63, 130], seed=4)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -187,11 +190,12 @@ async def test_a_replica_loads_what_is_wanted_and_frees_what_is_not(folder, adap
     source = tmp_path / "source"
     shutil.copytree(adapters["everything"], source)
     engine = await AsyncLLM.start(resolve_config(str(folder), num_blocks=64))
-    replica = ReplicaAdapters(engine.engine, engine.config, grace_s=0.05)
+    replica = ReplicaAdapters(engine.engine, engine.config, grace_s=0.3, look_s=0.05)
+    replica.start()
 
-    def told(**wanted: Any) -> Told:
-        sources = {name: str(path) for name, path in wanted.items()}
-        return msgspec.msgpack.decode(replica.answer(msgspec.msgpack.encode(Wanted(sources))), type=Told)
+    def told(*in_use: str, **wanted: Any) -> Told:
+        question = Wanted("g", {name: str(path) for name, path in wanted.items()}, list(in_use))
+        return msgspec.msgpack.decode(replica.answer(msgspec.msgpack.encode(question)), type=Told)
 
     async def answers(version: str) -> list[list[int]]:
         async def one(prompt: list[int]) -> list[int]:
@@ -201,28 +205,64 @@ async def test_a_replica_loads_what_is_wanted_and_frees_what_is_not(folder, adap
         return await asyncio.gather(*map(one, PROMPTS))
 
     try:
-        assert told(a=source) == Told([], {})
-        await until(lambda: told(a=source).versions)
-        (first,) = told(a=source).versions
-        assert first.startswith("a@")
+        assert told(a=source) == Told()
+        await until(lambda: told(a=source).current)
+        first = told(a=source).current["a"]
+        assert (first.partition("@")[0], told(a=source).versions) == ("a", [first])
         assert await answers(first) == expected["everything"]
         shutil.rmtree(source)
-        shutil.copytree(adapters["one"], source)
-        assert told(a=f"{source}/").versions == [first]  # another source: the replica looks again
-        await until(lambda: len(told(a=f"{source}/").versions) == 2)
-        (second,) = {*told(a=f"{source}/").versions} - {first}
-        assert await answers(second) == expected["one"]
-        await until(lambda: told(a=f"{source}/").versions == [second])  # after the grace
-        told(a=f"{source}/", b=folder)
-        await until(lambda: "b" in told(a=f"{source}/", b=folder).failures)
-        assert "adapter_config.json" in told(a=f"{source}/", b=folder).failures["b"]
-        assert told() == Told([second], told().failures)
-        told(a=source)  # wanted again before it is freed
         await asyncio.sleep(0.2)
-        assert told(a=source) == Told([second], {})
+        assert told(a=source).current == {"a": first}  # files that are gone change nothing
+        shutil.copytree(adapters["one"], source)
+        await until(lambda: told(a=source).current != {"a": first})  # it has looked again
+        second = told(a=source).current["a"]
+        assert first in told(a=source).versions  # for its grace
+        assert await answers(second) == expected["one"]
+        await until(lambda: told(a=source).versions == [second])
+        await until(lambda: "adapter_config.json" in told(second, a=source, b=folder).failures.get("b", ""))
+        shutil.copytree(adapters["patterns"], tmp_path / "late")
+        await until(lambda: told(b=tmp_path / "late").current.keys() == {"b"})
+        third = told(second, b=tmp_path / "late").current["b"]
+        await asyncio.sleep(0.5)
+        assert told(second, b=tmp_path / "late").versions == sorted([second, third])  # a call still uses it
+        assert await answers(second) == expected["one"]
+        assert await answers(third) == expected["patterns"]
+        told()
+        await asyncio.sleep(0.1)
+        told(b=tmp_path / "late")  # wanted again before it is freed
+        await asyncio.sleep(0.5)
+        assert told(b=tmp_path / "late") == Told({"b": third}, [third])
         told()
         await until(lambda: told().versions == [])
         assert await answers("") == expected[""]
     finally:
         await replica.close()
+        await engine.stop()
+
+
+async def test_an_adapter_is_loaded_on_idle_ranks_and_a_broken_one_harms_nobody(tmp_path):
+    folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path / "model"))
+    adapter, model = make_adapter(tmp_path / "good", folder, 1), load_oracle(folder)
+    config = resolve_config(str(folder), num_blocks=64, parallel=ParallelConfig(tensor_parallel_size=2))
+    engine = await AsyncLLM.start(config)
+    try:
+        (good,) = find_adapters({"good": str(adapter)}, config.model)
+        gone = replace(good, name="gone", folder=str(tmp_path / "nowhere"))
+        for _ in range(10):  # idle between steps, when the engine looks after its ranks
+            with pytest.raises(ConfigError, match=r"rank .: adapters.gone: cannot be loaded"):
+                await engine.engine.adapters.load(gone)
+            await engine.engine.adapters.load(good)
+            with pytest.raises(ConfigError, match="is loaded already"):
+                await engine.engine.adapters.load(good)
+            await engine.engine.adapters.unload("good")
+            with pytest.raises(NotFound, match="'good' is not loaded"):
+                await engine.engine.adapters.unload("good")
+            await asyncio.sleep(0.05)
+        await engine.engine.adapters.load(good)
+        for name, its_model in (("good", load_adapted(folder, adapter)), ("", model)):
+            for prompt in PROMPTS[:3]:
+                stream = engine.generate(tuple(prompt), GREEDY, adapter=name)
+                tokens = [token for delta in [d async for d in stream] for token in delta.token_ids]
+                assert tokens == oracle_greedy(its_model, prompt, 12)
+    finally:
         await engine.stop()

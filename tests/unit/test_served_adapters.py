@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from fixtures.waiting import until
+from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.serve import served_adapters
+from shoal_cluster.serve.adapter_wishes import FORGET_S, Told, Wanted, Wishes
 from shoal_cluster.serve.journal import Journal
-from shoal_cluster.serve.replica_adapters import Told, Wanted
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import Unavailable
 
@@ -22,20 +22,30 @@ from shoal_replica.errors import Unavailable
 class Ledger:
     """Replicas that answer what they are told to."""
 
+    gateway_id = "g"
+
     def __init__(self, **told: Told | None) -> None:
         self.told = told
         self.journal = Journal()
-        self.asked: list[dict[str, str]] = []
+        self.asked: list[Wanted] = []
 
     @property
     def view(self) -> Any:
         return SimpleNamespace(replica_ids=tuple(self.told))
 
     async def ask(self, replica_id: str, question: str, body: bytes) -> bytes:
-        self.asked.append(msgspec.msgpack.decode(body, type=Wanted).sources)
+        self.asked.append(msgspec.msgpack.decode(body, type=Wanted))
         if (answer := self.told[replica_id]) is None:
             raise Unavailable("its feed is not connected")
         return msgspec.msgpack.encode(answer)
+
+
+def has(*versions: str, **current: str) -> Told:
+    return Told(current, list(versions), {})
+
+
+def fails(**failures: str) -> Told:
+    return Told({}, [], failures)
 
 
 @asynccontextmanager
@@ -54,44 +64,93 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_adapters, "POLL_S", 0.01)
 
 
-def can_ask(adapters: ServedAdapters, name: str) -> bool:
+def version(adapters: ServedAdapters, name: str) -> str:
     try:
-        return bool(adapters.version(name))
+        return adapters.version(name)
     except Unavailable:
-        return False
+        return ""
 
 
-async def test_requests_go_where_the_version_is_that_most_have() -> None:
-    ledger = Ledger(a=Told(["x@1", "x@2"], {}), b=Told(["x@2"], {}), c=Told([], {"x": "no such folder"}), d=None)
+async def test_requests_go_where_the_version_is_that_most_have_as_theirs() -> None:
+    # "1" is the older version: by its letters it would come after "0".
+    ledger = Ledger(
+        a=has("x@1", "x@0", x="x@0"), b=has("x@0", x="x@0"), c=has("x@1", x="x@1"), d=fails(x="no folder"), e=None
+    )
     async with serving(ledger) as adapters:
         assert adapters.names == ("deployed",)
         assert (adapters.version("deployed"), adapters.lacking("deployed")) == ("deployed", frozenset())
         adapters.want({"x": "/x", "y": "/y"})
         assert adapters.names == ("deployed", "x", "y")
-        await until(lambda: can_ask(adapters, "x"))
-        assert (adapters.version("x"), adapters.lacking("x@2")) == ("x@2", frozenset("cd"))
-        assert {frozenset(asked.items()) for asked in ledger.asked} == {frozenset({("x", "/x"), ("y", "/y")})}
+        await until(lambda: version(adapters, "x") == "x@0")
+        assert adapters.lacking("x@0") == frozenset("cde")
+        assert {frozenset(asked.sources.items()) for asked in ledger.asked[-3:]} == {
+            frozenset({("x", "/x"), ("y", "/y")})
+        }
         with pytest.raises(Unavailable, match=r"adapter 'y' is not loaded yet$"):
             adapters.version("y")
-        ledger.told["c"] = Told([], {"y": "is odd"})
+        ledger.told["c"] = fails(y="is odd")
         await until(lambda: any("is odd" in event.text for event in ledger.journal.last(9)))
         with pytest.raises(Unavailable, match="adapter 'y' is not loaded yet: is odd"):
             adapters.version("y")
 
 
-async def test_nobody_is_asked_while_there_is_nothing_to_ask_for() -> None:
-    ledger = Ledger(a=Told(["x@1"], {}))
+async def test_a_replica_that_does_not_answer_keeps_what_it_said_and_holds_up_nobody() -> None:
+    ledger = Ledger(a=has("x@1", x="x@1"), b=None)
     async with serving(ledger) as adapters:
-        await asyncio.sleep(0.05)
-        assert ledger.asked == []
         adapters.want({"x": "/x"})
-        await until(lambda: can_ask(adapters, "x"))
-        adapters.want({})
-        assert adapters.names == ("deployed",)
-        await until(lambda: {} in ledger.asked)
-        ledger.told["a"] = Told([], {})
-        await until(lambda: not can_ask(adapters, "x"))
+        await until(lambda: version(adapters, "x") == "x@1")
+        ledger.told["a"] = None
+        asked = len(ledger.asked)
+        await until(lambda: len(ledger.asked) > asked + 4)
+        assert version(adapters, "x") == "x@1"
+        del ledger.told["a"]
+        await until(lambda: not version(adapters, "x"))
+
+
+async def test_versions_of_open_calls_are_asked_to_be_kept() -> None:
+    ledger = Ledger(a=has("x@1", x="x@1"))
+    async with serving(ledger) as adapters:
+        adapters.want({"x": "/x"})
+        await until(lambda: version(adapters, "x") == "x@1")
+        with adapters.using("x@1"), adapters.using("x@1"), adapters.using(""), adapters.using("deployed"):
+            await until(lambda: ledger.asked[-1].in_use == ["x@1"])
+        await until(lambda: ledger.asked[-1].in_use == [])
+
+
+async def test_a_request_waits_until_some_replica_has_its_version() -> None:
+    ledger = Ledger(a=None)
+    async with serving(ledger) as adapters:
+        adapters.want({"x": "/x"})
+        await adapters.until_somewhere("x@1", 0.05)
+        waiting = asyncio.create_task(adapters.until_somewhere("x@1", DEADLINE_S))
+        ledger.told["a"] = has("x@1", x="x@1")
+        await asyncio.wait_for(waiting, DEADLINE_S)
+        assert adapters.lacking("x@1") == frozenset()
+
+
+async def test_a_replica_is_asked_until_it_has_nothing_that_nobody_wants() -> None:
+    ledger = Ledger(a=has("x@1", x="x@1"), b=has())
+    async with serving(ledger) as adapters:  # as after a restart of the gateway
+        await until(lambda: len(ledger.asked) > 8)
+        assert {len(asked.sources) for asked in ledger.asked} == {0}
+        assert not version(adapters, "x")
+        ledger.told["a"] = has()
         await asyncio.sleep(0.05)
         count = len(ledger.asked)
         await asyncio.sleep(0.05)
         assert len(ledger.asked) == count
+
+
+def test_gateways_may_differ_for_a_while() -> None:
+    now = [0.0]
+    wishes = Wishes(lambda: now[0])
+    assert wishes.take(Wanted("old", {"x": "/1", "y": "/y"}, ["x@1"]))
+    assert wishes.take(Wanted("new", {"x": "/2"}))
+    assert not wishes.take(Wanted("old", {"x": "/1", "y": "/y"}, ["x@1"]))  # repeated: the newer wish still counts
+    assert (wishes.sources(), wishes.in_use()) == ({"x": "/2", "y": "/y"}, {"x@1"})
+    now[0] = FORGET_S / 2
+    wishes.take(Wanted("new", {"x": "/2"}))
+    now[0] = FORGET_S + 1
+    assert (wishes.sources(), wishes.in_use()) == ({"x": "/2"}, set())
+    now[0] = 10 * FORGET_S
+    assert wishes.sources() == {"x": "/2"}  # without any gateway, nothing goes

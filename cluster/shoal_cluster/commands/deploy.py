@@ -56,13 +56,17 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
     if application is None:
         raise ConfigError(f"{path}: no application with import_path {APP_IMPORT_PATH!r}")
     config = ClusterConfig.from_args(application["args"])
+    if config.adapters:  # folders by their whole paths: other processes run in other folders
+        application["args"]["adapters"] = dict(config.adapters)
     deployments = application.get("deployments") or []
     if not isinstance(deployments, list):
         raise ConfigError(f"{path}: deployments: got {deployments!r}; must be a list, each with a name")
     for deployment in deployments:
         is_gateway = isinstance(deployment, dict) and deployment.get("name") == GATEWAY
         if is_gateway and deployment.get("user_config") is not None:
-            UserConfig.from_dict(deployment["user_config"], config)
+            told = UserConfig.from_dict(deployment["user_config"], config)
+            if told.adapters:
+                deployment["user_config"]["adapters"] = dict(told.adapters)
     return document, config
 
 

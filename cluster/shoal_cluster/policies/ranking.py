@@ -33,7 +33,7 @@ class RouteQuery:
     Attributes:
         block_hashes: hashes of the prompt's full blocks.
         num_blocks_needed: blocks that the request needs to start: those of its prompt and of its first token.
-        excluded: replicas that have already refused or lost the request.
+        excluded: replicas that have refused or lost the request already, or lack its adapter.
         decode_steps: steps in which it will decode beside other sequences, as far as they are priced: the tokens that
             it may still generate, at most ``PRICED_STEPS``.
         passed: pairs of a replica's id and the prompt tokens waiting there that this request goes ahead of, because

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, cast
 
 from ray import serve
@@ -159,17 +158,26 @@ class Gateway:
                 raise InvalidArgument("request_id", call.request_id, "must not have been used before")
             replica = self._config.replica
             query = RouteQuery.for_request(request, replica.block_size, replica.enable_prefix_caching)
-            query = replace(query, excluded=self._adapters.lacking(adapter)) if adapter else query
             self._scaling.meter.arrive(query.num_prompt_tokens)
             generation = Generation(
-                request, query, self._ledger, self._place, self._tokenizer, placement_timeout_s, watch.times, shown
+                request,
+                query,
+                self._ledger,
+                self._place,
+                self._tokenizer,
+                placement_timeout_s,
+                watch.times,
+                self._adapters,
+                shown,
             )
             watch.usage, watch.fail = generation.usage, generation.fail
-            async with aclosing(cast("AsyncGenerator[Chunk, None]", generation.chunks(timeout_s))) as chunks:
-                async for chunk in chunks:
-                    watch.take(chunk)
-                    for each in readers.read(chunk):
-                        yield each
+            stream = cast("AsyncGenerator[Chunk, None]", generation.chunks(timeout_s))
+            async with aclosing(stream) as chunks:
+                with self._adapters.using(adapter):
+                    async for chunk in chunks:
+                        watch.take(chunk)
+                        for each in readers.read(chunk):
+                            yield each
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
         return self._requests.tokenize(prompt, add_special_tokens=add_special_tokens)
@@ -307,7 +315,7 @@ class Gateway:
         """Serve replaces the gateway when this raises."""
         self._ingress.check_health()
         for task in (self._watch_task, self._export_task, self._adapters_task):
-            if task.done():
+            if task.done() and not self._is_closing:
                 raise RuntimeError(f"the gateway's {task.get_name()} has ended: {task}")
         self._ledger.check_health()
         self._scaling.check_health()
@@ -316,10 +324,10 @@ class Gateway:
         """Serve awaits this after its own drain: let answers finish, then close."""
         if hasattr(self, "_ingress"):
             self._is_closing = True
+            self._adapters_task.cancel()  # a successor says what is wanted
             await self._ingress.close(self._observer.drain(self._settings.drain_timeout_s))
             self._watch_task.cancel()
             self._export_task.cancel()
-            self._adapters_task.cancel()
             await self._scaling.close()
             await self._ledger.close()
             if self._tracer is not None:

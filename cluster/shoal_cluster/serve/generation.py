@@ -17,6 +17,7 @@ from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost, ReplicaUnheard
 from shoal_cluster.serve.request_id import leg_id
+from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.text_stream import TextStream
@@ -47,8 +48,10 @@ class Generation:
         tokenizer: Tokenizer,
         placement_timeout_s: float,
         times: CallTimes,
+        adapters: ServedAdapters | None = None,
         shown: frozenset[int] = frozenset(),
     ) -> None:
+        self._adapters = adapters
         self._request = request
         self._query = query
         self._ledger = ledger
@@ -196,22 +199,31 @@ class Generation:
             refused |= [refusal]
             if refusal[0] not in self._ledger.view:
                 continue  # Serve has removed the replica: another may come in its place
-            if not self._ledger.can_place(refused.keys() | self._gone):
+            if not self._ledger.can_place(refused.keys() | self._gone | self._lacking()):
                 break
         reason = next(reversed(refused.values()))
         raise ResourceExhausted(f"refused by {len(refused)} replicas: {reason}", retry_after_s=1.0)
 
     async def _excluded(self, refused: dict[str, str]) -> Set[str]:
-        """The replicas that must not get the request: those that refused it and those that are gone. One of the latter
-        may be well, if only its call broke off: where there is no other and it stays for ``GONE_S``, it is tried again.
+        """The replicas that must not get the request: those that refused it, are gone, or lack its adapter. One that is
+        gone may be well, if only its call broke off: where there is no other and it stays for ``GONE_S``, it is tried
+        again.
         """
+        if self._adapters is not None:
+            await self._adapters.until_somewhere(self._request.adapter, self._placement_timeout_s)
         can_place, gone, ends_s = self._ledger.can_place, self._gone, self._loop.time() + GONE_S
-        while gone and not can_place(refused.keys() | gone) and can_place(refused.keys()):
+        while gone and not can_place(refused.keys() | gone | (lacking := self._lacking())):
+            if not can_place(refused.keys() | lacking):
+                break
             if self._loop.time() >= ends_s:
                 gone.clear()
                 break
             await asyncio.sleep(GONE_S / 20)
-        return refused.keys() | gone
+        return refused.keys() | gone | self._lacking()
+
+    def _lacking(self) -> Set[str]:
+        """Replicas that do not have the request's adapter."""
+        return frozenset() if self._adapters is None else self._adapters.lacking(self._request.adapter)
 
     async def _attempt(self, request: Request, indexes: range, excluded: Set[str]) -> tuple[str, str] | None:
         """Place a request once and follow it to its end. Returns (replica, reason) if that replica refused it."""
@@ -222,7 +234,9 @@ class Generation:
             if request.output_token_ids:
                 is_caching = bool(query.block_hashes) or query.num_prompt_tokens < query.block_size
                 query = RouteQuery.for_request(request, query.block_size, is_caching)
-            query = replace(query, request_id=request.request_id, excluded=self._query.excluded.union(excluded))
+            query = replace(query, request_id=request.request_id)
+        if excluded:
+            query = replace(query, excluded=frozenset(excluded))
         times = self._times.start_leg(time.monotonic())
         leg = Leg({i: self._outputs[i] for i in indexes}, times, self._try_take)
         self._ledger.follow(request.request_id, leg.follower)

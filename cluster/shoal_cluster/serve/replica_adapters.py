@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from shoal_cluster.serve.logs import fields
-from shoal_replica.adapter import WEIGHTS_FILE, AdapterConfig, adapter_bytes
+from shoal_cluster.serve.adapter_wishes import Told, Wanted, Wishes
+from shoal_cluster.serve.logs import error_fields, fields
+from shoal_replica.adapter import VERSION_MARK, WEIGHTS_FILE, AdapterConfig, adapter_bytes, title
 from shoal_replica.adapter_folder import CONFIG_FILE
 from shoal_replica.build import find_adapters
 from shoal_replica.config import DTYPE_BYTES, EngineConfig
@@ -20,118 +21,182 @@ from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError, ShoalError
 from shoal_replica.memory import available_bytes
 
-GRACE_S = 10.0
-"""An adapter that nobody wants any more stays so long: gateways hear of it one after the other."""
+LOOK_S = 2.0
+"""How often files are looked at for changes; after failures, the first pause before another try."""
 
-VERSION_MARK = "@"
-"""Between an adapter's name and the digest of its files: no name has it. What is cached belongs to a version."""
+GRACE_S = 10.0
+"""A version that is no longer current stays so long: gateways hear of it one after the other."""
+
+MAX_RETRY_S = 60.0
+CLOSE_S = 5.0
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
+
+Stamp = tuple[tuple[int, int], ...]
+"""Size and time of change of an adapter's files."""
 
 logger = logging.getLogger(__name__)
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """A gateway's question: the adapters that there should be, by name, at these folders or hub ids."""
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """The version of a name that new requests should ask for, and what it was made of."""
 
-    sources: dict[str, str]
-
-
-class Told(msgspec.Struct, frozen=True):
-    """The answer: the versions that requests may ask for, and why others cannot be had, by name."""
-
-    versions: list[str]
-    failures: dict[str, str]
+    version: str
+    source: str
+    folder: Path
+    stamp: Stamp
 
 
 class ReplicaAdapters:
-    """Loads what is wanted, and later frees what no longer is. Must be closed."""
+    """Loads what is wanted, and later frees what no longer is. Must be started, and closed."""
 
-    def __init__(self, engine: Engine, config: EngineConfig, grace_s: float = GRACE_S) -> None:
+    def __init__(self, engine: Engine, config: EngineConfig, grace_s: float = GRACE_S, look_s: float = LOOK_S) -> None:
         self._engine = engine
         self._config = config
         self._grace_s = grace_s
-        self._wanted: dict[str, str] = {}
-        self._current: dict[str, str] = {}  # the version of each name that is wanted and loaded
-        self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._look_s = look_s
+        self._wishes = Wishes()
+        self._current: dict[str, _Loaded] = {}
+        self._idle_since_s: dict[str, float] = {}  # of versions that are not current
         self._failures: dict[str, str] = {}
-        self._work: asyncio.Task[None] | None = None
+        self._retry: dict[str, tuple[float, float]] = {}  # of what has failed: when, and how long to wait the next time
+        self._loading: dict[str, asyncio.Task[None]] = {}  # by name
+        self._leaving: dict[str, asyncio.Task[None]] = {}  # by version
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="shoal-adapters")
 
     def answer(self, question: bytes) -> bytes:
-        """Take note of what is wanted, and tell what there is."""
-        wanted = msgspec.msgpack.decode(question, type=Wanted).sources
-        if wanted != self._wanted:
-            self._wanted = wanted
-            if self._work is None or self._work.done():
-                self._work = asyncio.get_running_loop().create_task(self._follow(), name="shoal-adapters")
-        versions = sorted(name for name in self._engine.adapters.names if VERSION_MARK in name)
-        return msgspec.msgpack.encode(Told(versions, self._failures))
+        """Take note of what a gateway wants, and tell what there is."""
+        if self._wishes.take(msgspec.msgpack.decode(question, type=Wanted)):
+            self._news.set()
+        current = {name: loaded.version for name, loaded in self._current.items()}
+        return msgspec.msgpack.encode(Told(current, sorted(self._versions()), self._failures))
 
     async def close(self) -> None:
         """End what is under way; what is loaded stays."""
-        tasks = [*self._leaving.values(), *([] if self._work is None else [self._work])]
+        tasks = [task for task in (self._task, *self._loading.values(), *self._leaving.values()) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
 
-    async def _follow(self) -> None:
-        """Bring about what is wanted, until that no longer changes."""
-        done: Mapping[str, str] | None = None
-        while done != self._wanted:
-            done = wanted = self._wanted
-            failures: dict[str, str] = {}
-            for name, source in wanted.items():
-                try:
-                    await self._have(name, source)
-                except ShoalError as error:
-                    failures[name] = str(error)
-                    logger.warning("an adapter cannot be loaded", extra=fields(adapter=name, error=str(error)))
-            self._failures = failures
-            kept = {name: version for name, version in self._current.items() if name in wanted}
-            for version in set(self._current.values()) - set(kept.values()):
-                self._leave(version)
-            self._current = kept
+    def _versions(self) -> set[str]:
+        return {name for name in self._engine.adapters.names if VERSION_MARK in name}
 
-    async def _have(self, name: str, source: str) -> None:
-        """Load the adapter, if this version of it is not loaded."""
-        adapter = await asyncio.to_thread(self._find, name, source)
-        before, version = self._current.get(name), adapter.name
-        if (task := self._leaving.pop(version, None)) is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    async def _run(self) -> None:
+        while True:
+            self._news.clear()
+            try:
+                await self._tend()
+            except Exception as error:  # whatever it is, the next look may fare better
+                logger.error("adapters cannot be looked at", extra=fields(**error_fields(error)))
+            is_settled = not (self._current or self._failures or self._loading or self._idle_since_s or self._leaving)
+            try:
+                async with asyncio.timeout(None if is_settled else min(self._look_s, self._grace_s)):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    async def _tend(self) -> None:
+        """Begin to load what is wanted and not current, and to free what has not been for long."""
+        sources = self._wishes.sources()
+        now = time.monotonic()
+        self._failures = {name: why for name, why in self._failures.items() if name in sources}
+        self._retry = {name: at for name, at in self._retry.items() if name in sources}
+        for name in [*self._current]:
+            if name not in sources:
+                del self._current[name]
+        for name, source in sources.items():
+            is_due = now >= self._retry.get(name, (0.0, 0.0))[0]
+            if is_due and name not in self._loading and not await self._is_current(name, source):
+                task = asyncio.get_running_loop().create_task(self._load(name, source), name="shoal-adapter-comes")
+                self._loading[name] = task
+        kept = {loaded.version for loaded in self._current.values()} | self._wishes.in_use()
+        self._idle_since_s = {v: self._idle_since_s.get(v, now) for v in self._versions() - kept}
+        for version, since_s in self._idle_since_s.items():
+            if now - since_s >= self._grace_s and version not in self._leaving:
+                task = asyncio.get_running_loop().create_task(self._free(version), name="shoal-adapter-leaves")
+                self._leaving[version] = task
+        for version in kept & self._leaving.keys():  # wanted again
+            self._leaving[version].cancel()
+
+    async def _is_current(self, name: str, source: str) -> bool:
+        loaded = self._current.get(name)
+        if loaded is None or loaded.source != source:
+            return False
+        return await asyncio.to_thread(_stamp, loaded.folder) in (loaded.stamp, ())  # files that are gone: it stays
+
+    async def _load(self, name: str, source: str) -> None:
+        try:
+            self._current[name] = await self._have(name, source)
+            self._failures.pop(name, None)
+            self._retry.pop(name, None)
+        except Exception as error:  # of whatever kind: the others are to go on
+            told = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
+            if self._failures.get(name) != told:
+                logger.warning("an adapter cannot be loaded", extra=fields(adapter=name, error=told))
+            self._failures[name] = told
+            _, pause_s = self._retry.get(name, (0.0, self._look_s))
+            self._retry[name] = time.monotonic() + pause_s, min(2 * pause_s, MAX_RETRY_S)
+        finally:
+            self._loading.pop(name, None)
+            if name not in self._failures:
+                self._news.set()
+
+    async def _have(self, name: str, source: str) -> _Loaded:
+        """Load the adapter, if this version of it is not loaded. Raises what goes wrong."""
+        adapter, folder, stamp = await asyncio.to_thread(self._find, name, source)
+        version = adapter.name
+        if (leaving := self._leaving.get(version)) is not None:
+            leaving.cancel()
+            await asyncio.wait([leaving])
         if version not in self._engine.adapters.names:
+            await asyncio.to_thread(self._check_memory, adapter)
             await self._engine.adapters.load(adapter)
             logger.info("an adapter is loaded", extra=fields(adapter=version))
-        self._current[name] = version
-        if before is not None and before != version:
-            self._leave(before)
+        if await asyncio.to_thread(_stamp, folder) != stamp:  # it may be of both versions, and is never told
+            raise ConfigError(f"adapters.{name}: its files have changed while they were read")
+        return _Loaded(version, source, folder, stamp)
 
-    def _find(self, name: str, source: str) -> AdapterConfig:
-        """The adapter, under the name of its version. Raises ShoalError."""
+    def _find(self, name: str, source: str) -> tuple[AdapterConfig, Path, Stamp]:
+        """The adapter under the name of its version, where it is, and of when."""
         (adapter,) = find_adapters({name: source}, self._config.model)
+        folder = Path(adapter.folder)
+        stamp = _stamp(folder)
+        return replace(adapter, name=f"{name}{VERSION_MARK}{_digest(folder, stamp)}"), folder, stamp
+
+    def _check_memory(self, adapter: AdapterConfig) -> None:
         num_bytes = adapter_bytes((adapter,), DTYPE_BYTES[self._config.model.dtype])
         if self._config.parallel.device == "cpu" and num_bytes > (free := available_bytes()):
-            raise ConfigError(f"adapters.{name}: takes {num_bytes} bytes of memory, of which {free} are free")
-        return replace(adapter, name=f"{name}{VERSION_MARK}{_digest(Path(adapter.folder))}")
-
-    def _leave(self, version: str) -> None:
-        if version not in self._leaving:
-            task = asyncio.get_running_loop().create_task(self._free(version), name="shoal-adapter-leaves")
-            self._leaving[version] = task
+            raise ConfigError(f"adapters.{adapter.title}: takes {num_bytes} bytes of memory, of which {free} are free")
 
     async def _free(self, version: str) -> None:
-        await asyncio.sleep(self._grace_s)
         try:
             await self._engine.adapters.unload(version)
-        except ShoalError as error:  # the engine has failed, and the replica is about to end
-            logger.warning("an adapter cannot be freed", extra=fields(adapter=version, error=str(error)))
-        else:
             logger.info("an adapter is freed", extra=fields(adapter=version))
-        if self._leaving.get(version) is asyncio.current_task():
-            del self._leaving[version]
+        except ShoalError as error:  # the engine has failed, and the replica is about to end
+            logger.warning("an adapter cannot be freed", extra=fields(adapter=title(version), error=str(error)))
+        finally:
+            self._leaving.pop(version, None)
+            self._idle_since_s.pop(version, None)
 
 
-def _digest(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for file in (CONFIG_FILE, WEIGHTS_FILE):
+def _stamp(folder: Path) -> Stamp:
+    """Empty if a file is missing."""
+    try:
+        stats = [(folder / file).stat() for file in FILES]
+    except OSError:
+        return ()
+    return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+
+
+def _digest(folder: Path, stamp: Stamp) -> str:
+    """Of the files' contents and times: a mixture of two versions never has the name of one that is whole."""
+    digest = hashlib.sha256(repr(stamp).encode())
+    for file in FILES:
         with (folder / file).open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()[:12]

@@ -57,6 +57,7 @@ class ReplicaServer:
         self._engine = build_engine(resolved, executor)
         self._engine.start()
         self._adapters = ReplicaAdapters(self._engine, resolved)
+        self._adapters.start()
         shape, cache = resolved.model, resolved.cache
         memory = {"weights": shape.weight_bytes, "kv_blocks": cache.num_blocks * shape.block_bytes(cache.block_size)}
         self._metrics = ReplicaMetrics(replica_id, memory)

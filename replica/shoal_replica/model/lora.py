@@ -59,7 +59,9 @@ def load_adapter(
                 pair = _stack(parameter.pieces, pairs)
                 name, held = parameter.name.removesuffix(".weight"), [side.to(DTYPES[model.dtype]) for side in pair]
                 if not all(side.isfinite().all() for side in held):
-                    raise ConfigError(f"adapters.{adapter.name}: the factors of {name} are not finite in {model.dtype}")
+                    raise ConfigError(
+                        f"adapters.{adapter.title}: the factors of {name} are not finite in {model.dtype}"
+                    )
                 yield name, LoraPair(*(side.to(device) for side in held))
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal_replica.adapter import AdapterConfig
@@ -73,8 +74,9 @@ class ModelRunner:
         """Let sequences use an adapter. Raises ConfigError, and then nothing has changed."""
         try:
             self._decoder.load(adapter)
-        except (RuntimeError, MemoryError) as error:  # torch has no memory for it
-            raise ConfigError(f"adapters.{adapter.name}: cannot be loaded: {error}") from None
+        except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
+            # No memory for it, no such files on this host, or they have changed since they were checked.
+            raise ConfigError(f"adapters.{adapter.title}: cannot be loaded: {error}") from None
 
     def unload(self, name: str) -> None:
         """Free an adapter that no sequence uses."""

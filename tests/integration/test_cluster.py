@@ -26,6 +26,7 @@ from fixtures.tiny_adapters import make_adapter
 from fixtures.tool_formats import WEATHER
 from fixtures.waiting import until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import REQUIRED, ToolUse
@@ -224,6 +225,17 @@ async def test_adapters_come_and_go_while_replicas_run(cluster: LiveCluster, tmp
         assert {replica.replica_id for replica in (await client.cluster()).replicas} == before
     http = openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0)
     assert "late" in [model.id for model in http.models.list()]
+    async with httpx.AsyncClient() as client:
+        page = (await client.get(f"http://{cluster.http_address}/metrics")).text
+    counted = {
+        sample.labels.get("kind", ""): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if family.name.startswith("shoal_gateway_model_") and sample.labels["model"] == "late"
+    }
+    assert counted[""] >= 7
+    assert counted["output"] == counted[""] * len(expected)
+    assert counted["prompt"] > counted["cached"]
     await asyncio.to_thread(deploy_with, {})
     await until(lambda: "late" not in [model.id for model in http.models.list()])
 

@@ -197,7 +197,7 @@ async def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
 
 
 def make_observer() -> CallObserver:
-    return CallObserver(GatewayMetrics("test", LatencyWindow(LatencyObjective())), Journal())
+    return CallObserver(GatewayMetrics("test", ("tiny",), LatencyWindow(LatencyObjective())), Journal())
 
 
 async def test_calls_that_outlast_the_drain_are_told_why() -> None:

@@ -38,7 +38,7 @@ def _loggers() -> Iterator[None]:
 
 
 def observer() -> CallObserver:
-    metrics = GatewayMetrics("g0", LatencyWindow(LatencyObjective()))
+    metrics = GatewayMetrics("g0", ("tiny",), LatencyWindow(LatencyObjective()))
     return CallObserver(metrics, Journal(), (log_call,))
 
 

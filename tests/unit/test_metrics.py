@@ -26,6 +26,7 @@ from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
 from shoal_cluster.serve.metrics.exposition import render
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics, decision_reason
 from shoal_cluster.serve.metrics.gathered import decode_points, encode_points, replica_points
+from shoal_cluster.serve.metrics.model_tally import MAX_MODELS
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.metrics.tally import Histogram, Point, Tally
 from shoal_cluster.serve.view_tally import ViewQuality
@@ -47,7 +48,7 @@ USAGE = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1, rep
 
 
 def gateway_metrics() -> GatewayMetrics:
-    return GatewayMetrics("g0", LatencyWindow(LatencyObjective(ttft_s=1.0, inter_token_s=0.1)))
+    return GatewayMetrics("g0", ("tiny", "french"), LatencyWindow(LatencyObjective(ttft_s=1.0, inter_token_s=0.1)))
 
 
 def replica_metrics() -> ReplicaMetrics:
@@ -178,6 +179,41 @@ def test_series_are_bounded_whatever_clients_and_replicas_do() -> None:
         if number % 100 == 0:
             assert len(series(metrics.points(living, ViewQuality(), PrefixIndex()))) <= MAX_SERIES_PER_GATEWAY
     assert len(series(replica_metrics().points(STATS))) <= MAX_SERIES_PER_REPLICA
+
+
+def _add_call(metrics: GatewayMetrics, model: str, usage: Usage | None) -> None:
+    outcome = RequestOutcome.INVALID if usage is None else RequestOutcome.FINISHED
+    metrics.add_call(
+        CallRecord(request_id="r", outcome=outcome, time_s=0.0, arrived_s=0.0, ended_s=1.0, model=model, usage=usage)
+    )
+
+
+def test_requests_and_tokens_count_for_the_model_or_adapter_that_served_them() -> None:
+    metrics = gateway_metrics()
+    usage = replace(USAGE, num_prompt_tokens=10, num_cached_tokens=4, num_output_tokens=7)
+    for model, used in (("", usage), ("tiny", USAGE), ("late", usage), ("late", usage), ("anything at all", None)):
+        _add_call(metrics, model, used)
+    points = list(metrics.points((), ViewQuality(), PrefixIndex()))
+    requests = {point.labels[1]: point.value for point in points if point.family is d.MODEL_REQUESTS}
+    assert requests == {"tiny": 2, "french": 0, "late": 2}
+    tokens = {name: [0, 0, 0] for name in requests}
+    for point in points:
+        if point.family is d.MODEL_TOKENS:
+            _, name, kind = point.labels
+            tokens[name][d.TOKEN_KINDS.index(kind)] += point.value
+    assert tokens == {"tiny": [11, 4, 8], "french": [0, 0, 0], "late": [20, 8, 14]}
+
+
+def test_the_name_not_asked_for_the_longest_makes_room() -> None:
+    metrics = gateway_metrics()
+    for number in range(MAX_MODELS):
+        _add_call(metrics, f"adapter-{number}", USAGE)
+        _add_call(metrics, "french", USAGE)
+    points = metrics.points((), ViewQuality(), PrefixIndex())
+    names = [point.labels[1] for point in points if point.family is d.MODEL_REQUESTS]
+    assert len(names) == MAX_MODELS
+    assert {"adapter-0", "tiny"}.isdisjoint(names)
+    assert names[-2:] == [f"adapter-{MAX_MODELS - 1}", "french"]
 
 
 def test_a_label_value_that_is_not_defined_is_refused() -> None:

@@ -116,7 +116,7 @@ class _Core:
         self._ledger = ledger
         self._num_tokens = num_tokens
         self._tokenizer = tokenizer
-        metrics = GatewayMetrics("bench", LatencyWindow(LatencyObjective()))
+        metrics = GatewayMetrics("bench", ("bench",), LatencyWindow(LatencyObjective()))
         self.observer = CallObserver(metrics, ledger.journal)
         self.outcomes: list[asyncio.Future[Outcome]] = []
 

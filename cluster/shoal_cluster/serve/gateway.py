@@ -94,7 +94,9 @@ class Gateway:
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
         objective = LatencyObjective(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
-        self._metrics = GatewayMetrics(self._ledger.gateway_id, LatencyWindow(objective))
+        self._metrics = GatewayMetrics(
+            self._ledger.gateway_id, (config.name, *config.adapters), LatencyWindow(objective)
+        )
         self._ledger.on_decision = self._metrics.add_decision
         self._ledger.recalls.on_stall = self._metrics.add_stall
         self._watch = DeploymentWatch(serve_details, own.app_name, replicas.deployment_name, self._ledger.journal)

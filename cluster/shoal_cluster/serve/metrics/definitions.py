@@ -1,7 +1,7 @@
 """Every metric: its name, type, unit, labels and the process that counts it. Code and docs are checked against this.
 
 A metric is counted once, by its ``source``, which the second word of its name tells. Label values are enumerated here,
-except for the ids of running gateways and replicas: nothing that a client sends becomes a label.
+except for ids of running gateways and replicas and for served names: nothing that a client sends becomes a label.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DecisionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """``values`` are all that it can have; None for an id, which has one value per running process."""
+    """``values`` are all that it can have; None for an id, which has one value per running process, and for names."""
 
     name: str
     values: tuple[str, ...] | None = None
@@ -59,6 +59,8 @@ class Family:
 
 GATEWAY_ID = Label("gateway_id")
 REPLICA_ID = Label("replica_id")
+MODEL = Label("model")
+TOKEN_KINDS = ("prompt", "cached", "output")
 DEVICE, HOST = TIERS = ("device", "host")
 TIER = Label("tier", TIERS)
 STATE = Label("state", ("running", "cached", "free"))
@@ -114,6 +116,21 @@ REQUESTS = _gateway(
 )
 SEQUENCES = _gateway(
     "sequences_total", _C, "sequences", "Sequences finished", Label("reason", (FinishReason.STOP, FinishReason.LENGTH))
+)
+MODEL_REQUESTS = _gateway(
+    "model_requests_total",
+    _C,
+    "requests",
+    "Requests that have ended, by the model or adapter asked for, if they were valid",
+    MODEL,
+)
+MODEL_TOKENS = _gateway(
+    "model_tokens_total",
+    _C,
+    "tokens",
+    "Tokens of these requests: of the prompt, those of them found cached, and generated",
+    MODEL,
+    Label("kind", TOKEN_KINDS),
 )
 WITHIN_OBJECTIVE = _gateway(
     "requests_within_objective_total", _C, "requests", "Finished requests that met the latency objective"
@@ -226,5 +243,6 @@ SCALINGS = _autoscaler(
 )
 
 BY_VIEW = (PLACED_TOKENS, PREDICTED_TOKENS, FOUND_TOKENS, INDEX_EVICTED)  # counted by a gateway's view, not its tally
+BY_MODEL = (MODEL_REQUESTS, MODEL_TOKENS)
 
 FAMILIES: tuple[Family, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Family))

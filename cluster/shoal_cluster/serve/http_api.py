@@ -24,10 +24,11 @@ from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_res
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.openai_answers import ChatShape, ChoiceAnswers, CompletionShape, Json
 from shoal_cluster.serve.openai_chat import ChatRequest
+from shoal_cluster.serve.openai_tools import NamedChoice
 from shoal_cluster.serve.openai_types import CompletionRequest, RequestBody
 from shoal_cluster.serve.request_id import another_id
 from shoal_cluster.serve.responses_answers import ResponsesAnswers
-from shoal_cluster.serve.responses_types import ResponsesRequest
+from shoal_cluster.serve.responses_types import NamedFunction, ResponsesRequest
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import ShoalError
 
@@ -38,6 +39,7 @@ CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/comple
 GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH)
 TENANT_HEADER = "x-tenant"  # takes precedence over the body's `user`; an API key's tenant over both
 KEEP_ALIVE_S = 75  # longer than most load balancers keep idle connections by default: theirs must be closed first
+ALTERNATIVES = {"str", NamedChoice.__name__, NamedFunction.__name__}  # of unions, in the paths of their errors
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
 
 
@@ -189,8 +191,11 @@ def _invalid_body(error: RequestValidationError) -> Response:
     if errors[0]["type"] == "json_invalid":  # its location is an offset in the text
         message = f"body: {errors[0]['msg']}: {errors[0]['ctx']['error']}"
         return _refusal(400, "invalid_request_error", "invalid_value", message, "body")
-    field = _path(errors[0]["loc"])
-    same = [e for e in errors if _path(e["loc"]) == field]  # a union complains once per alternative
+    first = _path(errors[0]["loc"])
+    within = [path for e in errors if (path := _path(e["loc"])) == first or path.startswith(f"{first}.")]
+    # A union complains once per alternative: the one that got furthest was meant, and all that got as far.
+    field = max(within, key=lambda path: path.count("."))
+    same = [e for e in errors if _path(e["loc"]) == field]
     words = (e["msg"].removeprefix("Value error, ") for e in same)
     limits = dict.fromkeys(line[0].lower() + line[1:] for line in words)
     shown = "" if same[0]["type"] == "missing" else f"got {_shown(same[0].get('input'))}; "
@@ -213,14 +218,9 @@ def _refusal(status: int, kind: str, code: str, message: str, field: str | None)
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """``messages.0.content`` from pydantic's location, without the names of a union's alternatives."""
+    """``messages.0.content`` from pydantic's location, without the names of unions' alternatives."""
     parts = [str(part) for part in location[1:]] if location[:1] == ("body",) else [str(part) for part in location]
-    named = []
-    for part in parts:
-        if "[" in part or part == "str":
-            break
-        named.append(part)
-    return ".".join(named) or "body"
+    return ".".join(part for part in parts if "[" not in part and part not in ALTERNATIVES) or "body"
 
 
 def _shown(value: object) -> str:

@@ -188,7 +188,8 @@ def _addresses(gateway: GatewaySettings, chat: Chat, new_key: str | None) -> str
     )
     return f"""
 gRPC       {grpc_address}     {shoal} generate "Why is the sky blue?"{at}
-                              {shoal} chat   {shoal} status   {shoal} top
+                              {shoal} chat   {shoal} status
+                              {shoal} top
                               grpcurl {grpcurl} {gateway.grpc_address} list
 HTTP       {http_address}/v1   any OpenAI client
 dashboard  {http_address}/dashboard

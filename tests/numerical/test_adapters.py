@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greedy
 
 from shoal_cluster.serve.adapter_wishes import Told, Wanted
-from shoal_cluster.serve.replica_adapters import ReplicaAdapters
+from shoal_cluster.serve.replica_adapters import GRACE_S, LOOK_S, ReplicaAdapters
 from shoal_replica import LLM, AsyncLLM, SamplingParams
 from shoal_replica.build import find_adapters, resolve_config
 from shoal_replica.config import ParallelConfig
@@ -186,11 +186,34 @@ def test_adapters_that_come_and_go_answer_as_those_loaded_at_the_start(folder, a
         assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected[""]
 
 
+class Clock:
+    """Stands still, and counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_reads = 0
+
+    def __call__(self) -> float:
+        self.num_reads += 1
+        return self.now_s
+
+    async def passes(self, seconds: float) -> None:
+        """Move on after a whole look, and return after another: the second that begins from now has seen the first."""
+        await self._look()
+        self.now_s += seconds
+        await self._look()
+
+    async def _look(self) -> None:
+        seen = self.num_reads
+        await until(lambda: self.num_reads >= seen + 2)
+
+
 async def test_a_replica_loads_what_is_wanted_and_frees_what_is_not(folder, adapters, expected, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(adapters["everything"], source)
     engine = await AsyncLLM.start(resolve_config(str(folder), num_blocks=64))
-    replica = ReplicaAdapters(engine.engine, engine.config, grace_s=0.3, look_s=0.05)
+    clock = Clock()
+    replica = ReplicaAdapters(engine.engine, engine.config, look_s=0.01, clock=clock)
     replica.start()
 
     def told(*in_use: str, **wanted: Any) -> Told:
@@ -211,29 +234,41 @@ async def test_a_replica_loads_what_is_wanted_and_frees_what_is_not(folder, adap
         assert (first.partition("@")[0], told(a=source).versions) == ("a", [first])
         assert await answers(first) == expected["everything"]
         shutil.rmtree(source)
-        await asyncio.sleep(0.2)
+        await clock.passes(0.0)
         assert told(a=source).current == {"a": first}  # files that are gone change nothing
         shutil.copytree(adapters["one"], source)
         await until(lambda: told(a=source).current != {"a": first})  # it has looked again
         second = told(a=source).current["a"]
-        assert first in told(a=source).versions  # for its grace
+        await clock.passes(GRACE_S - 1.0)
+        assert first in told(a=source).versions
         assert await answers(second) == expected["one"]
+        await clock.passes(1.0)
         await until(lambda: told(a=source).versions == [second])
         await until(lambda: "adapter_config.json" in told(second, a=source, b=folder).failures.get("b", ""))
         shutil.copytree(adapters["patterns"], tmp_path / "late")
-        await until(lambda: told(b=tmp_path / "late").current.keys() == {"b"})
+        await until(lambda: told(b=tmp_path / "late").current.keys() == {"b"})  # at once: it is another source
         third = told(second, b=tmp_path / "late").current["b"]
-        await asyncio.sleep(0.5)
+        await clock.passes(GRACE_S)
         assert told(second, b=tmp_path / "late").versions == sorted([second, third])  # a call still uses it
         assert await answers(second) == expected["one"]
         assert await answers(third) == expected["patterns"]
         told()
-        await asyncio.sleep(0.1)
+        await clock.passes(GRACE_S - 1.0)
         told(b=tmp_path / "late")  # wanted again before it is freed
-        await asyncio.sleep(0.5)
+        await clock.passes(1.0)
+        await until(lambda: told(b=tmp_path / "late") == Told({"b": third}, [third]))
+        await clock.passes(GRACE_S)
         assert told(b=tmp_path / "late") == Told({"b": third}, [third])
         told()
+        await clock.passes(GRACE_S)
         await until(lambda: told().versions == [])
+        (tmp_path / "soon").mkdir()
+        await until(lambda: told(c=tmp_path / "soon").failures)
+        shutil.copytree(adapters["one"], tmp_path / "soon", dirs_exist_ok=True)
+        await clock.passes(LOOK_S - 1.0)
+        assert told(c=tmp_path / "soon").failures
+        await clock.passes(1.0)
+        await until(lambda: told(c=tmp_path / "soon").current.keys() == {"c"})
         assert await answers("") == expected[""]
     finally:
         await replica.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ class Ledger:
         self.told = told
         self.journal = Journal()
         self.asked: list[Wanted] = []
+        self.num_asked = Counter[str]()
 
     @property
     def view(self) -> Any:
@@ -35,9 +37,15 @@ class Ledger:
 
     async def ask(self, replica_id: str, question: str, body: bytes) -> bytes:
         self.asked.append(msgspec.msgpack.decode(body, type=Wanted))
+        self.num_asked[replica_id] += 1
         if (answer := self.told[replica_id]) is None:
             raise Unavailable("its feed is not connected")
         return msgspec.msgpack.encode(answer)
+
+    async def looks(self, replica_id: str) -> None:
+        """Return once a replica was asked at three looks more: what the others said before is known by then."""
+        count = self.num_asked[replica_id]
+        await until(lambda: self.num_asked[replica_id] >= count + 3)
 
 
 def has(*versions: str, **current: str) -> Told:
@@ -134,11 +142,11 @@ async def test_a_replica_is_asked_until_it_has_nothing_that_nobody_wants() -> No
         await until(lambda: len(ledger.asked) > 8)
         assert {len(asked.sources) for asked in ledger.asked} == {0}
         assert not version(adapters, "x")
-        ledger.told["a"] = has()
-        await asyncio.sleep(0.05)
-        count = len(ledger.asked)
-        await asyncio.sleep(0.05)
-        assert len(ledger.asked) == count
+        ledger.told |= {"a": has(), "c": has("y@1", y="y@1")}  # this one is asked at every look
+        await ledger.looks("c")
+        count = ledger.num_asked["a"], ledger.num_asked["b"]
+        await ledger.looks("c")
+        assert (ledger.num_asked["a"], ledger.num_asked["b"]) == count
 
 
 def test_gateways_may_differ_for_a_while() -> None:

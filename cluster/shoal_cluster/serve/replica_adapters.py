@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,18 +49,25 @@ class _Loaded:
 
 
 class ReplicaAdapters:
-    """Loads what is wanted, and later frees what no longer is. Must be started, and closed."""
+    """Loads what is wanted, and later frees what no longer is. Must be started, and closed.
 
-    def __init__(self, engine: Engine, config: EngineConfig, grace_s: float = GRACE_S, look_s: float = LOOK_S) -> None:
+    Args:
+        look_s: seconds between looks.
+        clock: seconds, read once at each look; it tells when a version's grace is over, and a pause after failures.
+    """
+
+    def __init__(
+        self, engine: Engine, config: EngineConfig, look_s: float = LOOK_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine = engine
         self._config = config
-        self._grace_s = grace_s
         self._look_s = look_s
+        self._clock = clock
         self._wishes = Wishes()
         self._current: dict[str, _Loaded] = {}
         self._idle_since_s: dict[str, float] = {}  # of versions that are not current
         self._failures: dict[str, str] = {}
-        self._retry: dict[str, tuple[float, float]] = {}  # of what has failed: when, and how long to wait the next time
+        self._retry: dict[tuple[str, str], tuple[float, float]] = {}  # name and source: when, and the pause after that
         self._loading: dict[str, asyncio.Task[None]] = {}  # by name
         self._leaving: dict[str, asyncio.Task[None]] = {}  # by version
         self._news = asyncio.Event()
@@ -95,7 +103,7 @@ class ReplicaAdapters:
                 logger.error("adapters cannot be looked at", extra=fields(**error_fields(error)))
             is_settled = not (self._current or self._failures or self._loading or self._idle_since_s or self._leaving)
             try:
-                async with asyncio.timeout(None if is_settled else min(self._look_s, self._grace_s)):
+                async with asyncio.timeout(None if is_settled else self._look_s):
                     await self._news.wait()
             except TimeoutError:
                 continue
@@ -103,21 +111,21 @@ class ReplicaAdapters:
     async def _tend(self) -> None:
         """Begin to load what is wanted and not current, and to free what has not been for long."""
         sources = self._wishes.sources()
-        now = time.monotonic()
+        now = self._clock()
         self._failures = {name: why for name, why in self._failures.items() if name in sources}
-        self._retry = {name: at for name, at in self._retry.items() if name in sources}
+        self._retry = {of: at for of, at in self._retry.items() if of in sources.items()}
         for name in [*self._current]:
             if name not in sources:
                 del self._current[name]
         for name, source in sources.items():
-            is_due = now >= self._retry.get(name, (0.0, 0.0))[0]
+            is_due = (name, source) not in self._retry or now >= self._retry[name, source][0]
             if is_due and name not in self._loading and not await self._is_current(name, source):
                 task = asyncio.get_running_loop().create_task(self._load(name, source), name="shoal-adapter-comes")
                 self._loading[name] = task
         kept = {loaded.version for loaded in self._current.values()} | self._wishes.in_use()
         self._idle_since_s = {v: self._idle_since_s.get(v, now) for v in self._versions() - kept}
         for version, since_s in self._idle_since_s.items():
-            if now - since_s >= self._grace_s and version not in self._leaving:
+            if now - since_s >= GRACE_S and version not in self._leaving:
                 task = asyncio.get_running_loop().create_task(self._free(version), name="shoal-adapter-leaves")
                 self._leaving[version] = task
         for version in kept & self._leaving.keys():  # wanted again
@@ -133,14 +141,14 @@ class ReplicaAdapters:
         try:
             self._current[name] = await self._have(name, source)
             self._failures.pop(name, None)
-            self._retry.pop(name, None)
+            self._retry.pop((name, source), None)
         except Exception as error:  # of whatever kind: the others are to go on
             told = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
             if self._failures.get(name) != told:
                 logger.warning("an adapter cannot be loaded", extra=fields(adapter=name, error=told))
             self._failures[name] = told
-            _, pause_s = self._retry.get(name, (0.0, self._look_s))
-            self._retry[name] = time.monotonic() + pause_s, min(2 * pause_s, MAX_RETRY_S)
+            _, pause_s = self._retry.get((name, source), (0.0, LOOK_S))
+            self._retry[name, source] = self._clock() + pause_s, min(2 * pause_s, MAX_RETRY_S)
         finally:
             self._loading.pop(name, None)
             if name not in self._failures:

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "thread_name.h"
+
 #if defined(__linux__) && !defined(MADV_POPULATE_WRITE)
 #define MADV_POPULATE_WRITE 23  // the kernel may support it even if the C library does not define it
 #endif
@@ -23,7 +25,9 @@ constexpr std::chrono::milliseconds kPatience{20};
 }  // namespace
 
 Prefault::Prefault(char* data, int64_t areas, int64_t area_bytes)
-    : data_(data), areas_(areas), area_bytes_(area_bytes), thread_([this] { work(); }) {}
+    : data_(data), areas_(areas), area_bytes_(area_bytes), thread_([this] { work(); }) {
+    name_thread(thread_, "shoal-pages");
+}
 
 Prefault::~Prefault() {
     {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "thread_name.h"
+
 namespace shoal {
 
 namespace {
@@ -33,7 +35,10 @@ void await(const Condition& condition) {
 }  // namespace
 
 Team::Team(int num_threads) : shares_(static_cast<size_t>(num_threads)) {
-    for (int i = 1; i < num_threads; ++i) helpers_.emplace_back([this, i] { help(i); });
+    for (int i = 1; i < num_threads; ++i) {
+        helpers_.emplace_back([this, i] { help(i); });
+        name_thread(helpers_.back(), "shoal-helper");
+    }
 }
 
 Team::~Team() {

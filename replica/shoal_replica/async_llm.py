@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from shoal_replica.bad_words import ban_words
 from shoal_replica.build import build_engine, build_executor
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine, StepReport
@@ -55,6 +56,7 @@ class AsyncLLM:
         """
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        params = ban_words(params, self.tokenizer)
         params.check_vocabulary(self.config.model.vocab_size)
         check_adapter(adapter, self.engine.adapters.names)
         if params.structured_output is not None:

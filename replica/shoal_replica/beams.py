@@ -11,10 +11,17 @@ from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import SampledToken, TokenLogprobs
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.live_sequences import LiveSequences
-from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, StartTimes, TokenDelta
+from shoal_replica.request import (
+    MAX_LOGPROBS_TOLD,
+    FinishReason,
+    FinishRule,
+    Request,
+    Sequence,
+    SequenceStatus,
+    StartTimes,
+    TokenDelta,
+)
 from shoal_replica.scheduling_policy import insert
-
-MAX_LOGPROBS_TOLD = 100_000  # some 2 MB, in one message from the replica
 
 
 class BeamGroup:

@@ -14,6 +14,11 @@ import msgspec
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.sampling_params import SamplingParams
 
+MAX_SCORED_TOKENS = 64
+"""Most prompt tokens of a step whose log-probabilities are found. Each takes a row of logits, a float per token of the
+vocabulary, and so many keep a processor's matrix products busy.
+"""
+
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that the executor does not hold: a new one, or one that resumes after preemption."""
@@ -33,13 +38,15 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     """One sequence's share of a step.
 
     The executor computes tokens ``[num_computed_tokens, num_computed_tokens + num_new_tokens)`` and, only if
-    ``samples`` is set, samples one more token and appends it to its own copy.
+    ``samples`` is set, samples one more token and appends it to its own copy. After each of the first ``num_scored`` it
+    finds the log-probability of the prompt's next token.
     """
 
     seq_id: int
     num_computed_tokens: int
     num_new_tokens: int
     samples: bool
+    num_scored: int = 0
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -85,14 +92,24 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     is_cut: bool = False
 
 
+class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive prompt tokens of a sequence, of which the first comes after token ``after``."""
+
+    seq_id: int
+    after: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token for each scheduled sequence with ``samples``, in the same order.
+    """One sampled token for each scheduled sequence with ``samples``, and what was scored of each with ``num_scored``,
+    in the same order.
 
     ``forward_s``: seconds of the step that the model's forward pass took.
     """
 
     sampled: tuple[SampledToken, ...]
     forward_s: float = 0.0
+    scored: tuple[ScoredTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

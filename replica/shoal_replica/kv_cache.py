@@ -62,12 +62,14 @@ class KVCacheManager:
                 found.append(block_hash if block_id is None else block_id)
         return found
 
-    def match_within(self, block_hashes: Sequence[BlockHash], num_matched: int, tokens: Tokens) -> PartialBlock | None:
+    def match_within(
+        self, block_hashes: Sequence[BlockHash], num_matched: int, tokens: Tokens | None
+    ) -> PartialBlock | None:
         """For a sequence of which ``match`` found ``num_matched`` blocks: the cached block that shares the most leading
         tokens with its next block, if they are worth a copy. The block's content stays valid until the next step
         computes, even if the block is given out.
         """
-        if not len(self._partial):
+        if tokens is None or not len(self._partial):
             return None
         start = num_matched * self.block_size
         words = tokens.words(start, min(start + self.block_size, len(tokens.token_ids) - 1))
@@ -185,12 +187,13 @@ class KVCacheManager:
     def commit(
         self, seq_id: int, block_hashes: Sequence[BlockHash], num_computed_tokens: int, tokens: Tokens | None = None
     ) -> None:
-        """Enter the blocks that the first ``num_computed_tokens`` fill into the prefix cache. If ``tokens`` of the
-        sequence are given, the blocks may also be reused in part.
+        """Enter the blocks that the first ``num_computed_tokens`` fill, as far as they have hashes, into the prefix
+        cache. If ``tokens`` of the sequence are given, the blocks may also be reused in part.
         """
         if not self.is_caching:
             return
-        first, last = self._num_committed[seq_id], num_computed_tokens // self.block_size
+        first = self._num_committed[seq_id]
+        last = min(len(block_hashes), num_computed_tokens // self.block_size)
         table = self._tables[seq_id]
         for index in range(first, last):
             is_new = self.prefix_cache.insert(block_hashes[index], table[index], block_hashes[index] in self.host)

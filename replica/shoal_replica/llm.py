@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
+from shoal_replica.bad_words import ban_words
 from shoal_replica.build import adapter_names, build_executor, build_scheduler, find_adapters, resolve_config
 from shoal_replica.chat_template import Turn
 from shoal_replica.config import ParallelConfig, SchedulerConfig
@@ -37,11 +38,14 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The result for one prompt. ``token_ids``, ``text`` and ``finish_reason`` are those of the first sequence."""
+    """The result for one prompt. ``token_ids``, ``text`` and ``finish_reason`` are those of the first sequence;
+    ``prompt_logprobs``, if asked for, those of the prompt's tokens from the second on.
+    """
 
     prompt_token_ids: tuple[int, ...]
     outputs: list[SequenceOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -238,6 +242,7 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams, adapter: str) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
+        params = ban_words(params, self.tokenizer)
         params.check_vocabulary(self.config.model.vocab_size)
         check_adapter(adapter, self._adapters)
         if params.structured_output is not None:
@@ -285,6 +290,7 @@ class _Collector:
         output = self.result.outputs[delta.index]
         output.token_ids.extend(delta.token_ids)
         output.logprobs.extend(delta.logprobs)
+        self.result.prompt_logprobs.extend(delta.prompt_logprobs)
         output.finish_reason = delta.finish_reason
         self.result.num_cached_tokens = max(self.result.num_cached_tokens, delta.num_cached_tokens)
         text = self._texts[delta.index]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shoal_replica.config import DTYPE_BYTES, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
+from shoal_replica.executor import MAX_SCORED_TOKENS
 from shoal_replica.model.cpu_kernels import choose_kernels
 from shoal_replica.shard import Shard, make_shard
 
@@ -217,6 +218,7 @@ def activation_bytes(model: ModelConfig, shard: Shard, scheduler: SchedulerConfi
         chosen = model.moe.num_experts_per_token
         mlp = max(mlp, chosen * (3 * hidden + 4 * model.moe.intermediate_size))
     step = tokens * size * (stream + max(attention, mlp))
-    # Logits in the model's dtype and in float32; then for sampled rows: scaled, sorted with 8-byte indices, summed.
-    logits = scheduler.max_num_seqs * vocab * (size + 4 + 4 * 4 + 2 * 8)
+    # Logits in the model's dtype and in float32; then for sampled rows: scaled, sorted with 8-byte indices, summed; and
+    # for scored prompt tokens, which the same step may have: their log-probabilities.
+    logits = scheduler.max_num_seqs * vocab * (size + 4 + 4 * 4 + 2 * 8) + MAX_SCORED_TOKENS * vocab * (size + 4 + 4)
     return max(step, logits)

@@ -18,6 +18,8 @@ from shoal_replica.partial_reuse import Tokens
 from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
 from shoal_replica.sampling_params import SamplingParams
 
+MAX_LOGPROBS_TOLD = 100_000  # some 2 MB, in one message from the replica
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended. Every sequence ends with exactly one."""
@@ -82,6 +84,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether its blocks may come from the prefix cache and enter it."""
+        return self.sampling_params.prompt_logprobs is None
+
     def known_token_ids(self) -> MutableSequence[int]:
         """The tokens with which a sequence of this request starts."""
         return [*self.prompt_token_ids, *self.output_token_ids]
@@ -106,6 +113,7 @@ class Sequence:
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens from the second on
     order: int = -1  # its place among those of equal rank: its seq_id, but of a beam that of the request's first
 
     def __post_init__(self) -> None:
@@ -113,7 +121,10 @@ class Sequence:
             self.order = self.seq_id
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> Tokens | None:
+        """As the prefix cache knows them; None if it is not to know them."""
+        if not self.request.is_cached:
+            return None
         return Tokens(self.token_ids, self.request.cache_salt, self.request.adapter)
 
     @property
@@ -161,7 +172,16 @@ class Sequence:
     def extend_hashes(self, block_size: int) -> None:
         """Hash the blocks that ``token_ids`` has filled since the last call."""
         request = self.request
-        extend_block_hashes(self.block_hashes, self.token_ids, block_size, request.cache_salt, request.adapter)
+        if request.is_cached:
+            extend_block_hashes(self.block_hashes, self.token_ids, block_size, request.cache_salt, request.adapter)
+
+    def num_scored(self, start: int, end: int) -> int:
+        """How many of the tokens ``[start, end)``, which are to be computed, are followed by a prompt token whose
+        log-probability is asked for.
+        """
+        if self.request.is_cached or self.index != self.request.index:
+            return 0
+        return max(0, min(end, self.num_prompt_tokens - 1) - start)
 
     def delta(
         self, index: int, token: SampledToken | None, finish_reason: FinishReason | None, now: float = 0.0
@@ -175,6 +195,7 @@ class Sequence:
         is_first = token is not None and position == len(request.output_token_ids) and index == request.index
         if is_first and first_s is not None:
             start = StartTimes(first_s - request.arrival_s, max(0.0, now - first_s))
+        scored = tuple(self.prompt_logprobs) if is_first else ()
         return TokenDelta(
             request_id=request.request_id,
             index=index,
@@ -184,6 +205,7 @@ class Sequence:
             start=start,
             logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
             finish_reason=finish_reason,
+            prompt_logprobs=scored,
         )
 
 
@@ -194,11 +216,11 @@ class StartTimes(NamedTuple):
     prefill_s: float
 
 
-class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one sequence. ``position`` counts the output tokens before these.
 
-    ``start`` is set for the first token of a request at a replica. Of a beam search it comes by itself, without tokens,
-    once the prompt is computed.
+    ``start`` is set for the first token of a request at a replica, and with it come ``prompt_logprobs``, if asked for.
+    Of a beam search it comes by itself, without tokens, once the prompt is computed.
     """
 
     request_id: str
@@ -209,6 +231,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     start: StartTimes | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def pieces(self, size: int) -> list[TokenDelta]:
         """The same in deltas of at most ``size`` tokens; a single one where that is enough."""
@@ -223,6 +246,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
                 start=None if start else self.start,
                 logprobs=self.logprobs[start : start + size],
                 finish_reason=self.finish_reason if start == starts[-1] else None,
+                prompt_logprobs=() if start else self.prompt_logprobs,
             )
             for start in starts
         ]
@@ -244,12 +268,16 @@ class FinishRule:
     adapters: Collection[str] = ()
 
     def check(self, request: Request) -> None:
-        """Raise InvalidArgument if the tokens do not fit the model, and Unavailable if its adapter is not loaded: while
-        replicas are replaced, another may have it.
+        """Raise InvalidArgument if the tokens do not fit the model, or what is told of them a message, and Unavailable
+        if its adapter is not loaded: while replicas are replaced, another may have it.
         """
         params, num_tokens = request.sampling_params, request.num_prompt_tokens + len(request.output_token_ids)
         if num_tokens >= self.max_model_len:
             raise InvalidArgument("prompt", f"{num_tokens} tokens", f"must be under {self.max_model_len}")
+        num_entries = num_tokens * (1 + (params.prompt_logprobs or 0))
+        if params.prompt_logprobs is not None and num_entries > MAX_LOGPROBS_TOLD:
+            limit = f"{num_tokens} tokens would have {num_entries} of them, and at most {MAX_LOGPROBS_TOLD} are sent"
+            raise InvalidArgument("prompt_logprobs", params.prompt_logprobs, limit)
         if request.adapter and request.adapter not in self.adapters:
             raise Unavailable(f"adapter {title(request.adapter)!r} is not loaded here")
         if request.output_token_ids and (params.n > 1 or params.is_beam_search):

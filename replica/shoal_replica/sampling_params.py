@@ -19,6 +19,9 @@ MAX_BEAM_STOPS = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKENS = 8192
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD = 256  # characters
 MAX_LOGIT_BIAS = 100.0
 MAX_SEED = 2**63 - 1
 MAX_INTEGER = 2**63 - 1
@@ -44,6 +47,8 @@ class SamplingParams:
         seed: makes the draw repeatable; None lets the gateway choose one.
         n: how many sequences to generate; of a beam search, how many of the best to return.
         logprobs: None, or how many top log-probabilities to return beside the chosen token's (0 to 20).
+        prompt_logprobs: the same for the tokens of the prompt, from the second on. Such a prompt is computed as a
+            whole: it neither finds its beginning cached nor leaves it to others.
         stop: strings that end the text; the matched string is not part of it.
         stop_token_ids: token ids that end the sequence; the stop token is among its tokens, but not in its text.
         ignore_eos: continue past the model's end-of-sequence tokens.
@@ -52,6 +57,11 @@ class SamplingParams:
         length_penalty: a finished beam is ranked by its log-probability divided by its number of tokens to this power,
             in [-10, 10]; larger favours longer answers.
         logit_bias: pairs of a token id and what is added to its logit, in [-100, 100]; or a mapping of them.
+        allowed_token_ids: if there are any, no other tokens are generated: an answer ends by itself only if an
+            end-of-sequence token is among them.
+        bad_words: texts that are not generated, at the beginning of a word or within it.
+        bad_token_ids: sequences of tokens of which the last is not generated after the others: ``ban_words`` makes
+            these of ``bad_words``.
         structured_output: what the answer must match, or None; it ends when it is complete.
         early_stopping: end a beam search once ``beam_width`` beams have finished, even if others could still be better.
     """
@@ -67,6 +77,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -76,13 +87,17 @@ class SamplingParams:
     structured_output: StructuredOutput | None = None
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "logit_bias"):
+        for name in ("stop", "bad_words"):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, (text,))
+        for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"):
             if type(value := getattr(self, name)) is not tuple:
                 object.__setattr__(self, name, _as_tuple(name, value))
         if self.max_tokens is not None:
@@ -105,8 +120,9 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
         _integer("n", self.n, 1, MAX_N)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _integer(name, count, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidArgument("stop", self.stop, f"must have at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
@@ -114,6 +130,8 @@ class SamplingParams:
                 raise InvalidArgument("stop", text, "must be non-empty strings")
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        if self.allowed_token_ids or self.bad_words or self.bad_token_ids:
+            self._check_choice()
         if self.structured_output is not None and self.ignore_eos:
             raise InvalidArgument("ignore_eos", True, "contradicts structured output, which ends when it is complete")
         if self.structured_output is not None and self.min_tokens:
@@ -143,11 +161,34 @@ class SamplingParams:
                 raise InvalidArgument("logit_bias", pair[0], "must be there once")
             seen.add(pair[0])
 
+    def _check_choice(self) -> None:
+        """Raise InvalidArgument for what may or may not be generated."""
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+            limit = f"must be at most {MAX_ALLOWED_TOKENS}"
+            raise InvalidArgument("allowed_token_ids", f"{len(self.allowed_token_ids)} ids", limit)
+        for token_id in self.allowed_token_ids:
+            _integer("allowed_token_ids", token_id, 0, MAX_TOKEN_ID)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidArgument("bad_words", f"{len(self.bad_words)} words", f"must be at most {MAX_BAD_WORDS}")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD:
+                limit = f"must be texts of 1 to {MAX_BAD_WORD} characters, not of spaces alone"
+                raise InvalidArgument("bad_words", word, limit)
+        for bad in self.bad_token_ids:
+            if not isinstance(bad, tuple) or not bad:
+                raise InvalidArgument("bad_token_ids", bad, "must be non-empty tuples of token ids")
+            for token_id in bad:
+                _integer("bad_token_ids", token_id, 0, MAX_TOKEN_ID)
+
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InvalidArgument if a bias is for a token that a vocabulary of that size does not have."""
-        for token_id, _ in self.logit_bias:
-            if token_id >= vocab_size:
-                raise InvalidArgument("logit_bias", token_id, f"token ids must be in [0, {vocab_size})")
+        """Raise InvalidArgument for a token that a vocabulary of that size does not have."""
+        for name, token_ids in (
+            ("logit_bias", [token_id for token_id, _ in self.logit_bias]),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("bad_token_ids", [token_id for bad in self.bad_token_ids for token_id in bad]),
+        ):
+            if token_ids and max(token_ids) >= vocab_size:
+                raise InvalidArgument(name, max(token_ids), f"token ids must be in [0, {vocab_size})")
 
     def _check_beam_search(self) -> None:
         """Raise InvalidArgument for what a beam search would have to ignore."""
@@ -178,7 +219,8 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether a row's logits are changed before its token is chosen."""
-        return bool(self.has_penalties or self.structured_output or self.logit_bias or self.min_tokens)
+        changed = self.has_penalties or self.structured_output or self.logit_bias or self.min_tokens
+        return bool(changed or self.allowed_token_ids or self.bad_token_ids)
 
     @property
     def takes_likeliest(self) -> bool:
@@ -197,6 +239,10 @@ _NOT_IN_BEAM_SEARCH: dict[str, object] = {
     "structured_output": None,
     "logit_bias": (),
     "min_tokens": 0,
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "bad_token_ids": (),
+    "prompt_logprobs": None,
 }
 
 

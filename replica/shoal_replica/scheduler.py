@@ -99,8 +99,7 @@ class Scheduler:
         """Choose the next step's tokens and allocate blocks for them. None if there is nothing to compute."""
         self.now = now
         behind, level = by_progress(self._running)
-        room = self.config.max_num_seqs - self._num_slots
-        plan, decodes_wait = self._pieces.plan(level, behind, self._waiting, room)
+        plan, decodes_wait = self._pieces.plan(level, behind, self._waiting, self.config.max_num_seqs - self._num_slots)
         if not decodes_wait:
             self._advance_level(plan, level)
         line = WaitingLine(self._waiting, behind, self._kv)
@@ -123,6 +122,9 @@ class Scheduler:
         """Process a step's tokens at ``now``: advance sequences, commit full blocks, end finished sequences."""
         deltas, self.now = list[TokenDelta](), max(self.now, now)
         self._totals.num_steps = output.step
+        for scored in result.scored:
+            if (sequence := self._live.by_id.get(scored.seq_id)) is not None:
+                sequence.prompt_logprobs[scored.after :] = scored.logprobs
         sampled, has_beams = {token.seq_id: token for token in result.sampled}, bool(self._beams)
         for share in output.scheduled:
             sequence = self._live.by_id.get(share.seq_id)
@@ -154,8 +156,7 @@ class Scheduler:
 
         Siblings that have not started end with the sequence that would have started them, and beams all together.
         """
-        deltas: list[TokenDelta] = []
-        own = self._live.of(request_id)
+        deltas, own = list[TokenDelta](), self._live.of(request_id)
         if own and own[0].request.sampling_params.is_beam_search:
             return self._beams.abort(request_id, reason)
         for sequence in [s for s in own if index is None or s.index == index]:
@@ -180,7 +181,7 @@ class Scheduler:
         return self._kv.uncached(block_hashes)
 
     def block_heat(self) -> bytes:
-        """One byte per block; see BlockPool.heat."""
+        """See BlockPool.heat."""
         return self._kv.pool.heat()
 
     def stats(
@@ -248,8 +249,7 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan, line: WaitingLine, before: Sequence | None = None) -> None:
         """Start sequences from the line while budget, slots and blocks last; only those that rank before ``before``."""
         room = self.config.max_num_seqs - self._num_slots - line.num_kept_slots
-        admitted: list[Sequence] = []
-        any_preempted = self._waiting.has_preempted
+        admitted, any_preempted = list[Sequence](), self._waiting.has_preempted
         while line and room > 0 and plan.budget:
             sequence = line.first
             if before is not None and rank(before, self.config.policy) < rank(sequence, self.config.policy):

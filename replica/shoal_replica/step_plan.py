@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
+from shoal_replica.executor import MAX_SCORED_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.host_blocks import Move
 from shoal_replica.kv_cache import BlockTable, TableChange
 from shoal_replica.request import Sequence
@@ -24,6 +24,7 @@ class StepPlan:
         self.budget = budget
         self.num_sequences = self.num_prompt_tokens = self.num_yielding_tokens = 0
         self.has_put_off = False
+        self._num_scored = 0
         self._piece = piece
         self._is_due = is_due
         self._scheduled: dict[int, ScheduledSequence] = {}  # by seq_id
@@ -50,7 +51,17 @@ class StepPlan:
             left = self._piece - (self.num_yielding_tokens if self._is_due else self.num_prompt_tokens)
             self.has_put_off |= left <= 0
             num_left = min(num_left, left)
-        return max(0, min(num_left, self.budget))
+        num_left = max(0, min(num_left, self.budget))
+        if not sequence.request.is_cached:
+            num_left -= self._num_too_many(sequence, num_left)
+        return num_left
+
+    def _num_too_many(self, sequence: Sequence, num_new: int) -> int:
+        """How many of ``num_new`` more tokens of a sequence go beyond those that a step may score."""
+        start = self.planned_end(sequence)
+        num_scored = sequence.num_scored(start, start + num_new)
+        left = MAX_SCORED_TOKENS - self._num_scored
+        return num_new - left if num_scored > left else 0
 
     def compute(self, sequence: Sequence, num_new: int) -> None:
         """Plan ``num_new`` (more) tokens of ``sequence``; it samples if that brings it up to its last token."""
@@ -58,12 +69,16 @@ class StepPlan:
         planned = self._scheduled.get(seq_id)
         self.num_sequences += planned is None
         self.budget -= num_new
+        num_scored = 0
         if num_tokens - start > 1:
             self.num_prompt_tokens += num_new
             self.num_yielding_tokens += num_new * sequence.request.yields
         if planned is not None:
             num_new += planned.num_new_tokens
-        self._scheduled[seq_id] = ScheduledSequence(seq_id, start, num_new, start + num_new == num_tokens)
+        if not sequence.request.is_cached:
+            num_scored = sequence.num_scored(start, start + num_new)
+            self._num_scored += num_scored - (0 if planned is None else planned.num_scored)
+        self._scheduled[seq_id] = ScheduledSequence(seq_id, start, num_new, start + num_new == num_tokens, num_scored)
 
     def introduce(self, sequence: Sequence, block_table: BlockTable, num_candidates: int = 0) -> None:
         """Send the whole sequence, which the executor does not hold."""

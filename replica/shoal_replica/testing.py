@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.beam_search import BeamSearch, num_candidates
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import (
+    MAX_SCORED_TOKENS,
     NewSequence,
     SampledToken,
     ScheduledSequence,
     SchedulerOutput,
+    ScoredTokens,
     StepResult,
     TokenLogprobs,
 )
@@ -45,6 +48,15 @@ def expected_tokens(token_ids: Sequence[int], count: int, index: int = 0) -> lis
     return output
 
 
+def expected_prompt_logprobs(token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """What FakeExecutor scores of a prompt: all its tokens but the first."""
+    state, scored = 0, []
+    for token_id, following in pairwise(token_ids):
+        state = mix(state, token_id)
+        scored.append(_score(state, following, num_top))
+    return scored
+
+
 def expected_beams(request: Request, finish: FinishRule) -> list[list[int]]:
     """The answers of a beam search on FakeExecutor's model, best first, computed without blocks or batches."""
     search, count = BeamSearch(request, finish), num_candidates(request, finish)
@@ -61,9 +73,17 @@ def expected_beams(request: Request, finish: FinishRule) -> list[list[int]]:
 
 def _likeliest(state: int, count: int) -> TokenLogprobs:
     """``count`` tokens of a small vocabulary, with log-probabilities that depend on all tokens before."""
-    scored = sorted(((-(1 + mix(state, token_id) % 4093) / 512, token_id) for token_id in range(count)), reverse=True)
+    scored = sorted(((_logprob(state, token_id), token_id) for token_id in range(count)), reverse=True)
     top = tuple((token_id, logprob) for logprob, token_id in scored)
     return TokenLogprobs(*top[0], top)
+
+
+def _score(state: int, token_id: int, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id, _logprob(state, token_id), _likeliest(state, 1 + num_top).top[:num_top])
+
+
+def _logprob(state: int, token_id: int) -> float:
+    return -(1 + mix(state, token_id) % 4093) / 512
 
 
 def _draw(state: int, index: int) -> int:
@@ -115,7 +135,10 @@ class FakeExecutor:
             self._tables[new.seq_id] = list(new.block_ids)
         for seq_id, first_index, block_ids in output.block_updates:
             self._tables[seq_id][first_index:] = block_ids
-        return StepResult(tuple(token for s in output.scheduled if (token := self._compute(s)) is not None))
+        self._scored: list[ScoredTokens] = []
+        sampled = tuple(token for s in output.scheduled if (token := self._compute(s)) is not None)
+        assert sum(len(scored.logprobs) for scored in self._scored) <= MAX_SCORED_TOKENS
+        return StepResult(sampled, scored=tuple(self._scored))
 
     def _compute(self, scheduled: ScheduledSequence) -> SampledToken | None:
         assert self._sequences[scheduled.seq_id].adapter not in self._gone
@@ -123,9 +146,16 @@ class FakeExecutor:
         start, end = scheduled.num_computed_tokens, scheduled.num_computed_tokens + scheduled.num_new_tokens
         self._check_read(tokens[:start], table)
         state = self._slots[table[(start - 1) // self._block_size]][(start - 1) % self._block_size] if start else 0
+        scored: list[TokenLogprobs] = []
         for position in range(start, end):
             state = mix(state, tokens[position])
+            if position < start + scheduled.num_scored:
+                num_top = self._sequences[scheduled.seq_id].sampling_params.prompt_logprobs
+                assert num_top is not None
+                scored.append(_score(state, tokens[position + 1], num_top))
             self._slots[table[position // self._block_size]][position % self._block_size] = state
+        if scored:
+            self._scored.append(ScoredTokens(scheduled.seq_id, start, tuple(scored)))
         if not scheduled.samples:
             return None
         sequence = self._sequences[scheduled.seq_id]
@@ -167,13 +197,20 @@ def make_request(
     block_hashes: Sequence[BlockHash] = (),
     cache_salt: str = "",
     adapter: str = "",
+    prompt_logprobs: int | None = None,
 ) -> Request:
     """A greedy request that ignores end-of-sequence tokens."""
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(prompt_token_ids),
         sampling_params=SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, n=n, seed=0, ignore_eos=True, beam_width=beam_width
+            max_tokens=max_tokens,
+            temperature=0.0,
+            n=n,
+            seed=0,
+            ignore_eos=True,
+            beam_width=beam_width,
+            prompt_logprobs=prompt_logprobs,
         ),
         output_token_ids=tuple(output_token_ids),
         arrival_s=arrival_s,

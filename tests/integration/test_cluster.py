@@ -129,6 +129,39 @@ async def test_sampling_is_repeatable_by_seed_and_n_sequences_differ(cluster: Li
     assert all(isinstance(e, TokenLogprobs) and len(e.top) == 2 and e.top[0][1] >= e.logprob for e in logprobs)
 
 
+async def test_scores_of_prompts_are_those_of_the_offline_engine(cluster: LiveCluster):
+    """By both protocols; what is cached of the same prompts neither helps nor suffers."""
+    requests = [call(question, max_tokens=4, prompt_logprobs=2) for question in ("Name a fish.", "Name a bird.")]
+    async with GatewayClient(cluster.grpc_address) as client:
+        await collect(client, call("Name a fish.", max_tokens=4))
+        streams = await asyncio.gather(*(collect(client, request) for request in requests))
+        for stream, output in zip(streams, undisturbed(cluster, requests), strict=True):
+            scored = [entry for chunk in stream for entry in chunk.prompt_logprobs]
+            assert [entry.token_id for entry in scored] == list(output.prompt_token_ids[1:])
+            for entry, expected in zip(scored, output.prompt_logprobs, strict=True):
+                assert entry.logprob == pytest.approx(expected.logprob, abs=0.05)
+                assert len(entry.top) == 2
+            assert tokens(stream) == output.token_ids
+            assert stream[-1].usage.num_cached_tokens == 0
+        again = await collect(client, call("Name a fish.", max_tokens=4))
+        assert again[-1].usage.num_cached_tokens > 0
+    async with openai.AsyncOpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused") as http:
+        asked = {"model": cluster.model, "prompt": "The capital of France is Paris", "echo": True, "logprobs": 1}
+        echo = (await http.completions.create(**asked, max_tokens=0)).choices[0]
+        assert echo.text == asked["prompt"]
+        assert "".join(echo.logprobs.tokens) == asked["prompt"]
+        assert echo.logprobs.token_logprobs[0] is None
+        assert echo.logprobs.token_logprobs[-1] > -1.0
+        assert max(echo.logprobs.top_logprobs[-1], key=echo.logprobs.top_logprobs[-1].get) == " Paris"
+        wordless = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+        plain, other = [
+            (await http.chat.completions.create(model=cluster.model, **wordless, max_tokens=12, extra_body=extra))
+            for extra in ({}, {"bad_words": ["Paris"]})
+        ]
+        assert "Paris" in plain.choices[0].message.content
+        assert "Paris" not in other.choices[0].message.content
+
+
 async def test_beams_are_those_of_the_offline_engine(cluster: LiveCluster):
     """Several searches at once, by both protocols; nothing of them is left."""
     params = {"beam_width": 4, "n": 3, "max_tokens": 12, "length_penalty": 0.8}

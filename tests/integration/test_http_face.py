@@ -151,6 +151,78 @@ async def test_completion_logprobs(client: openai.AsyncOpenAI, core: FakeGateway
     assert [list(top) for lp in logprobs for top in lp.top_logprobs] == [["the"], ["n"]]
 
 
+@pytest.mark.parametrize("prompt", ["then", [*TOKENIZER.encode("then", add_special_tokens=False)]])
+async def test_an_echo_begins_with_its_prompt_and_scores_it(
+    client: openai.AsyncOpenAI, core: FakeGateway, prompt: Any
+) -> None:
+    """As evaluation harnesses ask for it: the first token of the prompt has no log-probability."""
+    core.text = "the"
+    answer = await client.completions.create(model=MODEL, prompt=prompt, echo=True, logprobs=1, n=2)
+    for choice in answer.choices:
+        assert choice.text == "thenthe"
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == ["the", "n", "the"]
+        assert choice.logprobs.token_logprobs == [None, -0.5, -0.5]
+        assert choice.logprobs.text_offset == [0, 3, 4]
+        assert [top and list(top) for top in choice.logprobs.top_logprobs or ()] == [None, ["n"], ["the"]]
+    assert core.calls[-1].sampling_params.prompt_logprobs == 1
+    plain = await client.completions.create(model=MODEL, prompt=prompt, echo=True)
+    assert (plain.choices[0].text, plain.choices[0].logprobs) == ("thenthe", None)
+    assert core.calls[-1].sampling_params.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_may_be_all(client: openai.AsyncOpenAI, core: FakeGateway, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": ["ab", "then"], "echo": True, "max_tokens": 0}
+    if stream:
+        texts, usage = {0: "", 1: ""}, None
+        async for event in await client.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        ):
+            usage = event.usage
+            for part in event.choices:
+                texts[part.index] += part.text
+        assert usage is not None
+        assert (list(texts.values()), usage.completion_tokens) == (["ab", "then"], 0)
+        return
+    answer = await client.completions.create(**asked, logprobs=0)
+    assert [choice.text for choice in answer.choices] == ["ab", "then"]
+    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+    assert answer.choices[1].logprobs is not None
+    assert answer.choices[1].logprobs.token_logprobs == [None, -0.5]
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (0, 4)
+
+
+async def test_an_echo_streams_before_the_answer(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    stream = await client.completions.create(model=MODEL, prompt="then ", echo=True, n=2, stream=True)
+    texts: dict[int, list[str]] = {0: [], 1: []}
+    async for event in stream:
+        for part in event.choices:
+            texts[part.index].append(part.text)
+    for parts in texts.values():
+        assert parts[0].startswith("then ")
+        assert "".join(parts) == "then " + core.text
+
+
+async def test_prompt_logprobs_are_told_as_vllm_tells_them(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    _, n = TOKENIZER.encode("then", add_special_tokens=False)
+    body = {"prompt": "then", "prompt_logprobs": 2, "echo": True, "logprobs": 1, "n": 2}
+    answer = (await http.post("/v1/completions", json=body)).json()
+    entry = {"logprob": -0.5, "rank": 1, "decoded_token": "n"}
+    other = {"logprob": -1.5, "rank": 2, "decoded_token": TOKENIZER.token_bytes(n + 1).decode()}
+    for choice in answer["choices"]:
+        assert choice["prompt_logprobs"] == [None, {str(n): entry, str(n + 1): other}]
+        assert [top and len(top) for top in choice["logprobs"]["top_logprobs"][:2]] == [None, 1]
+    assert core.calls[-1].sampling_params.prompt_logprobs == 2
+    whole = (await http.post("/v1/chat/completions", json={"messages": HI, "prompt_logprobs": 0})).json()
+    assert whole["prompt_logprobs"][0] is None
+    assert [each["rank"] for told in whole["prompt_logprobs"][1:] for each in told.values()] == [None] * (
+        whole["usage"]["prompt_tokens"] - 1
+    )
+    assert "prompt_logprobs" not in whole["choices"][0]
+
+
 @pytest.mark.parametrize(
     ("prompt", "asked"),
     [
@@ -239,6 +311,14 @@ async def test_a_huge_max_tokens_is_no_limit_and_fits_the_feed(http: httpx.Async
     assert submit.request.sampling_params == call.sampling_params
 
 
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}])
+async def test_scores_of_a_prompt_are_not_streamed(http: httpx.AsyncClient, asked: dict[str, Any]) -> None:
+    answer = await http.post("/v1/completions", json={"prompt": "x", "stream": True} | asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "stream"
+    assert "whole answer only" in answer.json()["error"]["message"]
+
+
 async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
     await client.chat.completions.create(
         model=MODEL,
@@ -257,6 +337,8 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
             "repetition_penalty": 1.5,
             "ignore_eos": True,
             "stop_token_ids": [3, 4],
+            "allowed_token_ids": [5, 3],
+            "bad_words": ["ugly", "bad word"],
             "min_tokens": 2,
             "priority": -1,
             "cache_salt": "s",
@@ -278,6 +360,7 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
     )
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.5)
     assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (5, 0.125, True, (3, 4))
+    assert (params.allowed_token_ids, params.bad_words) == ((5, 3), ("ugly", "bad word"))
     assert (params.min_tokens, params.logit_bias) == (2, ((5, -100.0), (17, 2.5)))
     assert (call.priority, call.tenant, call.cache_salt) == (-1, "t", "s")
 
@@ -822,15 +905,20 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "at most max_tokens, 8"),
         (CHAT, {"messages": HI, "logit_bias": {"a": 1}}, 400, "logit_bias", "its keys must be token ids"),
         (CHAT, {"messages": HI, "logit_bias": {"3": 200}}, 400, "logit_bias", "[-100, 100]"),
-        (CHAT, {"messages": HI, "allowed_token_ids": [1]}, 400, "allowed_token_ids", "not supported"),
+        (CHAT, {"messages": HI, "allowed_token_ids": []}, 400, "allowed_token_ids", "must not be empty"),
+        (CHAT, {"messages": HI, "allowed_token_ids": [-1]}, 400, "allowed_token_ids", "at least 0"),
+        (CHAT, {"messages": HI, "bad_words": [" "]}, 400, "bad_words", "not of spaces alone"),
+        (CHAT, {"messages": HI, "bad_words": ["a"] * 257}, 400, "bad_words", "must be at most 256"),
         (CHAT, {"messages": HI, "skip_special_tokens": False}, 400, "skip_special_tokens", "only True"),
-        (COMPLETION, {"prompt": "x", "prompt_logprobs": 0}, 400, "prompt_logprobs", "not supported"),
+        (COMPLETION, {"prompt": "x", "prompt_logprobs": -1}, 400, "prompt_logprobs", "at least 0 and at most 20"),
+        (COMPLETION, {"prompt": "x", "prompt_logprobs": 1, "beam_width": 2}, 400, "prompt_logprobs", "a beam search"),
+        (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
+        (CHAT, {"messages": HI, "echo": True}, 400, "echo", "not supported"),
         (COMPLETION, {"prompt": ""}, 400, "prompt", "at least one token"),
         (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
         (COMPLETION, {}, 400, "prompt", "must be a string"),
         (COMPLETION, {"prompt": ["a", 1]}, 400, "prompt", "must be a string"),
         (COMPLETION, {"prompt": ["a"] * 129}, 400, "prompt", "at most 128"),
-        (COMPLETION, {"prompt": "x", "echo": True}, 400, "echo", "not supported"),
         (COMPLETION, {"prompt": "x", "logprobs": 21}, 400, "logprobs", "at most 20"),
         (COMPLETION, {"prompt": "x", "best_of": 2}, 400, "best_of", "not supported"),
         (CHAT, {"messages": HI, "use_beam_search": True}, 400, "use_beam_search", "at least two beams"),

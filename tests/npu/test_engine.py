@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,10 @@ from simulated_npu import graphs
 from tiny_models import SHAPE, make_checkpoint
 
 from shoal_kernels import npu
-from shoal_replica import LLM, SamplingParams
+from shoal_replica import LLM, SamplingParams, step_plan
 from shoal_replica.checkpoint import DEMO_MODEL
 from shoal_replica.errors import ConfigError
+from shoal_replica.executor import SchedulerOutput
 from shoal_replica.memory_plan import GRAPH_BYTES, WORKSPACE_BYTES
 from shoal_replica.model import npu_decoder
 from shoal_replica.model.npu_decoder import NpuDecoder
@@ -154,6 +156,29 @@ def test_beams_share_and_copy_blocks() -> None:
         before = graphs.state.num_replays
         assert [[o.token_ids for o in output.outputs] for output in llm.generate(prompts, params)] == expected
         assert graphs.state.num_replays > before
+
+
+def test_prompts_are_scored_as_on_the_cpu(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a step of one token for each sequence that is not a graph's: prompts begin in it, and one is scored."""
+    prompts = [[*range(3, 23)], [40], [50], [60], [*range(40, 200)]]
+    scored = replace(GREEDY, logprobs=None, prompt_logprobs=2)
+    params = [scored, *[replace(scored, prompt_logprobs=None)] * 3, scored]
+    with LLM(str(llama), dtype="float32", num_blocks=64, max_num_seqs=4) as llm:
+        expected = [output.prompt_logprobs for output in llm.generate(prompts, params)]
+    monkeypatch.setattr(step_plan, "MAX_SCORED_TOKENS", 1)
+    with LLM(str(llama), device="npu", num_blocks=32, max_num_seqs=4, graph_sizes=[4]) as llm:
+        steps: list[SchedulerOutput] = []
+        llm.subscribe(lambda timing: steps.append(timing.output))
+        outputs = llm.generate(prompts, params)
+    first = steps[0].scheduled
+    assert [(s.num_new_tokens, s.num_scored, s.samples) for s in first] == [(1, 1, False), *[(1, 0, True)] * 3]
+    pairs = [p for o, other in zip(outputs, expected, strict=True) for p in zip(o.prompt_logprobs, other, strict=True)]
+    assert len(pairs) == 19 + 159
+    assert [a.token_id for a, _ in pairs] == [b.token_id for _, b in pairs]
+    for one in (lambda each: each.logprob, lambda each: each.top[0][1], lambda each: each.top[1][1]):
+        differences = [abs(one(a) - one(b)) for a, b in pairs]
+        assert max(differences) < 0.6  # bfloat16 beside float32
+        assert sum(differences) < 0.1 * len(pairs)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
-"""Biases and minimum lengths on a real engine: the tokens are those of transformers with the same settings."""
+"""Biases, minimum lengths, allowed and bad tokens on a real engine: the tokens are those of transformers with the same
+settings.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,53 @@ def test_biases_are_added_to_logits(folder, llm):
     assert llm.generate([PROMPTS[2]], only)[0].token_ids == [7, 7, 7]
 
 
+def test_only_allowed_tokens_are_generated(folder, llm):
+    allowed = (9, 5, 200, 201, 77)
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, allowed_token_ids=allowed)
+    settings = {"max_new_tokens": 12, "eos_token_id": None, "prefix_allowed_tokens_fn": lambda *_: list(allowed)}
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, greedy), strict=True):
+        assert output.token_ids == expected(folder, prompt, **settings)
+    drawn = SamplingParams(max_tokens=40, seed=2, temperature=5.0, allowed_token_ids=(*allowed, EOS_TOKEN_ID))
+    outputs = llm.generate(PROMPTS, replace(drawn, n=4))
+    generated = {token_id for output in outputs for each in output.outputs for token_id in each.token_ids}
+    assert generated == {*allowed, EOS_TOKEN_ID}
+    assert all(each.finish_reason is FinishReason.STOP for output in outputs for each in output.outputs)
+
+
+def test_bad_sequences_of_tokens_are_not_completed(folder, llm):
+    """The likeliest tokens are bad, one after the other, alone and after others."""
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompt, bad = PROMPTS[2], list[list[int]]()
+    for length in (1, 2, 3, 5):
+        (output,) = llm.generate([prompt], replace(greedy, bad_token_ids=tuple(map(tuple, bad))))
+        bad.append(output.token_ids[4 : 4 + length])
+    settings = {"max_new_tokens": 12, "eos_token_id": None, "bad_words_ids": bad}
+    (output,) = llm.generate([prompt], replace(greedy, bad_token_ids=tuple(map(tuple, bad))))
+    assert output.token_ids == expected(folder, prompt, **settings)
+
+
+def test_bad_words_are_not_generated(llm):
+    allowed = tuple(llm.tokenizer.encode("a b c", add_special_tokens=False))
+    asked = SamplingParams(max_tokens=40, seed=2, temperature=9.0, ignore_eos=True, allowed_token_ids=allowed)
+    (free,) = llm.generate([PROMPTS[1]], asked)
+    assert {"a", "b"} < set(free.text)
+    (output,) = llm.generate([PROMPTS[1]], replace(asked, bad_words=("b", " ac")))
+    assert "b" not in output.text
+    assert "a" in output.text
+    assert "ac" not in output.text
+
+
+def test_where_every_token_is_forbidden_the_answer_is_cut(llm):
+    asked = SamplingParams(max_tokens=9, temperature=0.0, allowed_token_ids=(7,), bad_token_ids=((7, 7, 7),))
+    plain = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    cut, other = llm.generate(PROMPTS[1:3], [asked, plain])
+    assert cut.token_ids[:2] == [7, 7]
+    assert (len(cut.token_ids), cut.finish_reason) == (3, FinishReason.LENGTH)
+    assert other.token_ids == llm.generate(PROMPTS[2:3], plain)[0].token_ids
+    never = replace(asked, bad_token_ids=(), allowed_token_ids=(EOS_TOKEN_ID,), min_tokens=4)
+    assert llm.generate(PROMPTS[1:2], never)[0].finish_reason is FinishReason.LENGTH
+
+
 def test_others_in_the_batch_do_not_notice(llm):
     plain = SamplingParams(max_tokens=10, temperature=0.7, seed=3, ignore_eos=True)
     greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -103,6 +153,15 @@ def test_stop_strings_count_after_min_tokens(llm):
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias: got '1025 tokens'; must have at most 1024"),
         ({"logit_bias": {3: 1.0}, "beam_width": 2}, "logit_bias: got .* is not supported in a beam search"),
         ({"min_tokens": 3, "beam_width": 2}, "min_tokens: got 3; is not supported in a beam search"),
+        ({"allowed_token_ids": (320,)}, r"allowed_token_ids: got 320; token ids must be in \[0, 320\)"),
+        ({"allowed_token_ids": (3, "x")}, "allowed_token_ids: got 'x'; must be an integer"),
+        ({"allowed_token_ids": tuple(range(8193))}, "allowed_token_ids: got '8193 ids'; must be at most 8192"),
+        ({"allowed_token_ids": (3,), "beam_width": 2}, "allowed_token_ids: got .* is not supported in a beam search"),
+        ({"bad_words": ("",)}, "bad_words: got ''; must be texts of 1 to 256 characters"),
+        ({"bad_words": "x" * 257}, "bad_words: got .*; must be texts of 1 to 256 characters"),
+        ({"bad_words": ["a"] * 257}, "bad_words: got '257 words'; must be at most 256"),
+        ({"bad_token_ids": ((),)}, r"bad_token_ids: got \(\); must be non-empty tuples"),
+        ({"bad_token_ids": ((1, 320),)}, r"bad_token_ids: got 320; token ids must be in \[0, 320\)"),
     ],
     ids=str,
 )

@@ -72,6 +72,7 @@ sampling_params = (
         seed=st.none() | st.integers(0, MAX_SEED),
         n=st.integers(1, 128),
         logprobs=st.none() | st.integers(0, 20),
+        prompt_logprobs=st.none() | st.integers(0, 20),
         stop=st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
         stop_token_ids=token_ids,
         ignore_eos=st.booleans(),
@@ -80,6 +81,8 @@ sampling_params = (
         SamplingParams,
         min_tokens=st.integers(0, 16),
         logit_bias=st.dictionaries(token_id, st.floats(-100, 100), max_size=4),
+        allowed_token_ids=token_ids,
+        bad_words=st.lists(st.text(min_size=1, max_size=4).filter(str.strip), max_size=3).map(tuple),
     )
     | st.builds(
         SamplingParams,
@@ -149,6 +152,7 @@ chunks = st.builds(
     usage=st.none() | usages,
     reasoning=text,
     tool_calls=st.lists(st.builds(CallPiece, count, text, text, text), max_size=2).map(tuple),
+    prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
 )
 cards = st.builds(
     ModelCard,

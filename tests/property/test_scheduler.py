@@ -5,18 +5,31 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal_replica import step_plan
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason, FinishRule
-from shoal_replica.testing import expected_beams, expected_tokens, make_request, make_scheduler
+from shoal_replica.testing import (
+    expected_beams,
+    expected_prompt_logprobs,
+    expected_tokens,
+    make_request,
+    make_scheduler,
+)
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+MAX_SCORED = 7  # in a step: less than a prompt has
+scores = st.none() | st.integers(0, 2)
 events = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), prompts, st.integers(1, 12), st.integers(1, 3), st.integers(0, 2), st.booleans()),
+        st.tuples(
+            st.just("add"), prompts, st.integers(1, 12), st.integers(1, 3), st.integers(0, 2), st.booleans(), scores
+        ),
         st.tuples(st.just("beams"), prompts, st.integers(1, 12), st.integers(2, 4), st.booleans()),
         st.tuples(st.just("resume"), prompts, st.integers(1, 11), st.integers(0, 2)),
         st.tuples(st.just("abort"), st.integers(0, 30), st.none() | st.integers(0, 2), st.booleans()),
@@ -26,6 +39,7 @@ events = st.lists(
 )
 
 
+@mock.patch.object(step_plan, "MAX_SCORED_TOKENS", MAX_SCORED)
 @settings(max_examples=150)
 @given(
     events=events,
@@ -55,6 +69,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
     resumed: dict[str, list[int]] = {}  # tokens that another replica has already sampled
     streams: dict[tuple[str, int], list[int]] = defaultdict(list)
     reasons: dict[tuple[str, int], FinishReason] = {}
+    told: dict[str, list[TokenLogprobs]] = {}
     mirror: set[bytes] = set()
 
     def take(deltas):
@@ -63,6 +78,10 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
             assert key not in reasons, "nothing follows a finish reason"
             assert delta.position == len(resumed.get(delta.request_id, ())) + len(streams[key])
             streams[key].extend(delta.token_ids)
+            if delta.prompt_logprobs:
+                assert not told.get(delta.request_id), "they are told once"
+                told[delta.request_id] = list(delta.prompt_logprobs)
+                assert delta.num_cached_tokens == 0
             if delta.finish_reason is not None:
                 reasons[key] = delta.finish_reason
         stored, removed = scheduler.take_block_events()
@@ -93,6 +112,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
             scheduler.lookahead.note_told(output)
         assert 0 < output.num_tokens <= max_num_batched_tokens
         assert len(output.scheduled) <= max_num_seqs
+        assert sum(share.num_scored for share in output.scheduled) <= MAX_SCORED
         following = scheduler.lookahead.plan(planned) if looks_ahead else None
         if aborted is not None and aborted[1] is None:
             take(scheduler.abort(*aborted))
@@ -105,7 +125,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
 
     for number, event in enumerate(events):
         if event[0] == "add":
-            _, prompt, max_tokens, n, priority, yields = event
+            _, prompt, max_tokens, n, priority, yields, prompt_logprobs = event
             request = make_request(
                 f"r{number}",
                 prompt,
@@ -115,6 +135,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
                 arrival_s=float(number),
                 due_s=float(number % 3),
                 yields=yields,
+                prompt_logprobs=prompt_logprobs,
             )
             requests[request.request_id] = request
             scheduler.add(request)
@@ -166,6 +187,10 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
             assert tokens == wanted[: len(tokens)]
             if reasons[other_id, index] is FinishReason.LENGTH:
                 assert tokens == wanted
+        is_scored = params.prompt_logprobs is not None and bool(streams[request_id, 0])
+        assert told.get(request_id, []) == (
+            expected_prompt_logprobs(request.prompt_token_ids, params.prompt_logprobs) if is_scored else []
+        )
         if params.is_beam_search:
             beams = expected_beams(request, FinishRule(frozenset(), 43))
             for index in range(params.n):

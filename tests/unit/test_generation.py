@@ -17,7 +17,7 @@ from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishRule, Request, TokenDelta
-from shoal_replica.testing import expected_beams, expected_tokens, make_request
+from shoal_replica.testing import expected_beams, expected_prompt_logprobs, expected_tokens, make_request
 
 PROMPT = tuple(range(10, 31))
 
@@ -387,6 +387,61 @@ async def test_a_beam_search_comes_in_messages_that_a_client_can_take(monkeypatc
     assert answer.tokens == expected_beams(asked, FinishRule(frozenset(), 10**6))
     assert answer.texts == [text_of(tokens) for tokens in answer.tokens]
     assert answer.reasons == ["length", "length"]
+
+
+@pytest.mark.parametrize("merged", [5, 256])
+async def test_a_scored_prompt_comes_in_messages_that_a_client_can_take(
+    monkeypatch: pytest.MonkeyPatch, merged: int
+) -> None:
+    monkeypatch.setattr(generation, "MAX_MERGED", merged)
+    async with serving("a", "b") as serve:
+        await ask(serve, "before", prompt_token_ids=PROMPT)
+        answer, sizes = Answer(2), list[int]()
+        asked = make_request("call", PROMPT, max_tokens=3, n=2, prompt_logprobs=2)
+        async with streaming(serve.generation(asked)) as chunks:
+            async for chunk in chunks:
+                answer.take(chunk)
+                sizes.append(len(chunk.prompt_logprobs))
+        assert answer.usage.num_cached_tokens == 0
+        (record,) = serve.ledger.routes.of_call("call")
+        assert record.query.block_hashes == ()
+        latency = serve.latency.summary(time.monotonic())
+        assert latency.ttft is not None
+        assert latency.ttft.num == 2
+    assert answer.prompt_logprobs == expected_prompt_logprobs(PROMPT, 2)
+    assert [size for size in sizes if size] == ([5, 5, 5, 5] if merged == 5 else [20])
+    assert answer.tokens == [expected_tokens(PROMPT, 3, index) for index in range(2)]
+
+
+@pytest.mark.parametrize("num_read", [0, 5])
+async def test_a_scored_prompt_is_told_once_although_its_replica_is_lost(num_read: int) -> None:
+    """Before its first token, and after some."""
+    async with serving("a", "b") as serve:
+        answer = Answer(2)
+        asked = make_request("call", PROMPT, max_tokens=30, n=2, prompt_logprobs=1)
+        if not num_read:
+            for made in serve.replicas.values():
+                made.executor.gate.clear()
+        async with streaming(serve.generation(asked)) as chunks:
+            reading = asyncio.create_task(anext(chunks))
+            for _ in range(num_read):
+                answer.take(await reading)
+                reading = asyncio.create_task(anext(chunks))
+            await until(lambda: bool(serve.placements))
+            name = serve.taken_by("call")
+            lost = serve.replicas[name]
+            lost.executor.gate.clear()
+            await until(lambda: lost.executor.is_held)
+            await _crash(serve, name)
+            for made in (lost, *serve.replicas.values()):
+                made.executor.gate.set()
+            answer.take(await reading)
+            async for chunk in chunks:
+                answer.take(chunk)
+    assert answer.prompt_logprobs == expected_prompt_logprobs(PROMPT, 1)
+    assert answer.tokens == [expected_tokens(PROMPT, 30, index) for index in range(2)]
+    told = [placement.request.sampling_params.prompt_logprobs for placement in serve.placements]
+    assert told == ([1, None, None] if num_read else [1, 1])
 
 
 async def test_a_loss_on_the_way_by_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from fixtures.tiny_tokenizer import tiny_tokenizer
+from fixtures.tiny_tokenizer import BOS, tiny_tokenizer
 
-from shoal_cluster.serve.openai_answers import CompletionShape
+from shoal_cluster.serve.openai_echo import Echo
+from shoal_cluster.serve.openai_shapes import CompletionShape
 from shoal_replica.executor import TokenLogprobs
 
 TOKENIZER = tiny_tokenizer()
 SHAPE = CompletionShape(TOKENIZER.token_bytes)
+
+
+def test_special_tokens_before_an_echo_have_no_width() -> None:
+    prompt = TOKENIZER.encode("then", add_special_tokens=False)
+    bos = TOKENIZER.token_id(BOS)
+    assert bos is not None
+    echo = Echo("then", (bos, *prompt), is_all=False)
+    body = SHAPE.echoed(echo, [TokenLogprobs(i, -1.0) for i in prompt], [TokenLogprobs(prompt[0], -2.0)])
+    assert body["tokens"] == [BOS, "the", "n", "the"]
+    assert body["text_offset"] == [0, 0, 3, 4]
+    assert body["token_logprobs"] == [None, -1.0, -1.0, -2.0]
 
 
 def test_offsets_count_characters_however_tokens_cut_them() -> None:

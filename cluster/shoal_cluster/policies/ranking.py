@@ -52,12 +52,14 @@ class RouteQuery:
     @classmethod
     def for_request(cls, request: Request, block_size: int, is_caching: bool = True) -> RouteQuery:
         """The query that places ``request``. Tokens that another replica has generated count as prompt. There are no
-        block hashes unless the replicas cache prefixes (``is_caching``).
+        block hashes unless the replicas cache prefixes (``is_caching``), and this one's too.
         """
         token_ids, separation = request.known_token_ids(), (request.cache_salt, request.adapter)
         return cls(
             request_id=request.request_id,
-            block_hashes=tuple(hash_blocks(token_ids, block_size, *separation)) if is_caching else (),
+            block_hashes=tuple(hash_blocks(token_ids, block_size, *separation))
+            if is_caching and request.is_cached
+            else (),
             num_prompt_tokens=len(token_ids),
             num_blocks_needed=-(-(len(token_ids) + 1) // block_size),
             block_size=block_size,

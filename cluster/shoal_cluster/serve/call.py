@@ -94,7 +94,8 @@ class Chunk:
     """New text and tokens of one sequence. Text lags behind tokens at an unfinished character or possible stop string.
     An answer to messages has its reasoning and tool calls, if any, apart from its text.
 
-    ``finish_reason`` comes with a sequence's last chunk; ``usage`` with the request's last chunk.
+    ``finish_reason`` comes with a sequence's last chunk; ``usage`` with the request's last chunk. ``prompt_logprobs``,
+    if asked for, come before the first token of sequence 0 or with it.
     """
 
     index: int
@@ -105,6 +106,7 @@ class Chunk:
     usage: Usage | None = None
     reasoning: str = ""
     tool_calls: tuple[CallPiece, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ _SCALARS = (  # the fields of SamplingParams that are `optional` in the proto, u
     "seed",
     "n",
     "logprobs",
+    "prompt_logprobs",
     "ignore_eos",
     "beam_width",
     "length_penalty",
@@ -134,6 +135,8 @@ def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
         max_tokens=params.max_tokens,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=params.bad_words,
         logit_bias=dict(params.logit_bias),
         structured_output=None if structure is None else pb.StructuredOutput(**{structure.kind: structure.source}),
         **{name: getattr(params, name) for name in _SCALARS},
@@ -153,6 +156,7 @@ def chunk_to_proto(chunk: Chunk) -> pb.GenerateResponse:
             pb.ToolCallPiece(index=piece.index, id=piece.call_id, name=piece.name, arguments=piece.arguments)
             for piece in chunk.tool_calls
         ],
+        prompt_logprobs=[_logprobs_to_proto(logprobs) for logprobs in chunk.prompt_logprobs],
     )
 
 
@@ -168,6 +172,7 @@ def chunk_from_proto(response: pb.GenerateResponse) -> Chunk:
         tool_calls=tuple(
             CallPiece(piece.index, piece.arguments, piece.id, piece.name) for piece in response.tool_calls
         ),
+        prompt_logprobs=tuple(_logprobs_from_proto(logprobs) for logprobs in response.prompt_logprobs),
     )
 
 

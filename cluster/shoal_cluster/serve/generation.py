@@ -134,10 +134,10 @@ class Generation:
         """
         first = self._chunks.popleft()
         chunks = [first]
-        num_tokens = len(first.token_ids)
+        num_tokens = len(first.token_ids) + len(first.prompt_logprobs)
         while self._chunks and self._chunks[0].index == first.index and num_tokens < MAX_MERGED:
             chunks.append(self._chunks.popleft())
-            num_tokens += len(chunks[-1].token_ids)
+            num_tokens += len(chunks[-1].token_ids) + len(chunks[-1].prompt_logprobs)
         if len(chunks) == 1:
             return first
         return Chunk(
@@ -146,6 +146,7 @@ class Generation:
             token_ids=tuple([token_id for chunk in chunks for token_id in chunk.token_ids]),
             logprobs=tuple([logprobs for chunk in chunks for logprobs in chunk.logprobs]),
             finish_reason=chunks[-1].finish_reason,
+            prompt_logprobs=tuple([logprobs for chunk in chunks for logprobs in chunk.prompt_logprobs]),
         )
 
     @property
@@ -265,7 +266,7 @@ class Generation:
                 continue
             alone = replace(
                 request,
-                sampling_params=replace(request.sampling_params, n=1),
+                sampling_params=replace(request.sampling_params, n=1, prompt_logprobs=None),
                 output_token_ids=tuple(output.token_ids),
                 index=index,
             )
@@ -296,6 +297,9 @@ class Generation:
         now = time.monotonic()
         leg.take(delta.start, now)
         self._times.take(delta.index, len(delta.token_ids), now, delta.start is not None)
+        for start in range(0, len(delta.prompt_logprobs), MAX_MERGED):
+            piece_of_prompt = delta.prompt_logprobs[start : start + MAX_MERGED]
+            self._chunks.append(Chunk(index=delta.index, prompt_logprobs=piece_of_prompt))
         for piece in delta.pieces(MAX_MERGED):
             self._pass_on(output, piece)
 

@@ -22,8 +22,9 @@ from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.http_access import KeyCheck
 from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_response, until_disconnect
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
-from shoal_cluster.serve.openai_answers import ChatShape, ChoiceAnswers, CompletionShape, Json
+from shoal_cluster.serve.openai_answers import ChoiceAnswers
 from shoal_cluster.serve.openai_chat import ChatRequest
+from shoal_cluster.serve.openai_shapes import ChatShape, CompletionShape, Json
 from shoal_cluster.serve.openai_tools import NamedChoice
 from shoal_cluster.serve.openai_types import CompletionRequest, RequestBody
 from shoal_cluster.serve.request_id import another_id

@@ -1,9 +1,10 @@
 """The request bodies of OpenAI's API, and the calls that they become.
 
 The bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extra fields (top_k, min_p, repetition_penalty,
-ignore_eos, min_tokens, stop_token_ids, use_beam_search, length_penalty, structured_outputs, priority, cache_salt) and
-two of our own for beam search (beam_width, early_stopping). Unknown fields are ignored, and null counts as absent. What
-would change the answer in OpenAI's and vLLM's APIs but is not supported here is refused.
+ignore_eos, min_tokens, stop_token_ids, allowed_token_ids, bad_words, prompt_logprobs, use_beam_search, length_penalty,
+structured_outputs, priority, cache_salt) and two of our own for beam search (beam_width, early_stopping). Unknown
+fields are ignored, and null counts as absent. What would change the answer in OpenAI's and vLLM's APIs but is not
+supported here is refused.
 """
 
 from __future__ import annotations
@@ -75,12 +76,11 @@ class RequestBody(Body):
     structural_tag: Unsupported = None
     logit_bias: dict[Text, float] | None = None
     min_tokens: int | None = None
-    # Not supported: OpenAI's, then vLLM's.
-    allowed_token_ids: Unsupported = None
-    bad_words: Unsupported = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[Text] | None = None
+    prompt_logprobs: int | None = None
     truncate_prompt_tokens: Unsupported = None
     include_stop_str_in_output: Unsupported = None
-    prompt_logprobs: Annotated[Any, only()] = None  # 0 asks for some, too
     skip_special_tokens: Annotated[Any, only(True)] = None
 
     @abstractmethod
@@ -93,16 +93,26 @@ class RequestBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def echoes(self) -> bool:
+        """Whether the answer's text begins with the prompt."""
+        return False
+
+    @property
     def num_sequences(self) -> int:
         """Sequences per prompt."""
         return 1 if self.n is None else self.n
 
     def sampling_params(
-        self, max_tokens: int | None, logprobs: int | None, best_of: int | None = None
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        best_of: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """Raises InvalidArgument for a field outside its limits.
 
         Args:
+            prompt_logprobs: how many at least, if any.
             best_of: the number of beams, where `use_beam_search` asks for some and `beam_width` does not say how many.
                 Without either there are as many as are returned, as with vLLM.
         """
@@ -121,18 +131,30 @@ class RequestBody(Body):
             "early_stopping": self.early_stopping,
             "min_tokens": self.min_tokens,
         }
+        counts = [count for count in (self.prompt_logprobs, prompt_logprobs) if count is not None]
         present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
+        params = SamplingParams(
             max_tokens=max_tokens,
             seed=None if self.seed == -1 else self.seed,  # vLLM also spells "any" this way
             logprobs=logprobs,
+            prompt_logprobs=max(counts, default=None),
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=self._allowed_token_ids(),
+            bad_words=tuple(self.bad_words or ()),
             structured_output=self._structured_output(),
             logit_bias=tuple((_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()),
             **present,
         )
+        if counts and self.stream:
+            raise InvalidArgument("stream", True, "log-probabilities of the prompt come in a whole answer only")
+        return params
+
+    def _allowed_token_ids(self) -> tuple[int, ...]:
+        if self.allowed_token_ids == []:
+            raise InvalidArgument("allowed_token_ids", [], "must not be empty: nothing could be generated")
+        return tuple(self.allowed_token_ids or ())
 
     def _structured_output(self) -> StructuredOutput | None:
         """What the answer must match, from whichever field says so. Raises InvalidArgument if several do."""
@@ -171,14 +193,20 @@ class CompletionRequest(RequestBody):
 
     prompt: Any = None
     logprobs: int | None = None
-    echo: Unsupported = None
+    echo: bool | None = None
     suffix: Unsupported = None
     best_of: int | None = None
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """One call per prompt. Raises InvalidArgument."""
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        params = self.sampling_params(max_tokens, self.logprobs, self.best_of)
+        if self.echo and max_tokens == 0:
+            max_tokens = 1  # which is not told
+        params = self.sampling_params(max_tokens, self.logprobs, self.best_of, self.logprobs if self.echo else None)
         prompts = _prompts(self.prompt)
         return [
             GenerateCall(

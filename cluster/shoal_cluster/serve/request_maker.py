@@ -11,6 +11,7 @@ from typing import NamedTuple
 from shoal_cluster.chat.answer_reader import AnswerPiece, AnswerReader
 from shoal_cluster.chat.chats import Chats
 from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt
+from shoal_replica.bad_words import ban_words
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
@@ -50,6 +51,7 @@ class AnswerReaders:
                 tool_calls=first.calls,
                 token_ids=chunk.token_ids,
                 logprobs=chunk.logprobs,
+                prompt_logprobs=chunk.prompt_logprobs,
             )
         ]
         for piece in others:
@@ -105,6 +107,7 @@ class RequestMaker:
         prompt, token_ids = await asyncio.to_thread(work) if call.length > LONG_TEXT else work()
         params, field = call.sampling_params, "prompt" if call.messages is None else "messages"
         check_prompt(token_ids, max_model_len, self._model.vocab_size, field)
+        params = ban_words(params, self._tokenizer)
         params.check_vocabulary(self._model.vocab_size)
         if (answer := params.structured_output) is not None:
             await asyncio.to_thread(self._grammars.check, answer)

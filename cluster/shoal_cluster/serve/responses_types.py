@@ -89,6 +89,7 @@ class ResponsesRequest(RequestBody):
     n: Annotated[Any, only(1)] = None
     truncation: Annotated[Any, only("disabled")] = None
     response_format: Unsupported = None
+    prompt_logprobs: Annotated[Any, only()] = None  # 0 asks for some, too
     previous_response_id: Unsupported = None
     conversation: Unsupported = None
     background: Unsupported = None

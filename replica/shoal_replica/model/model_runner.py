@@ -18,7 +18,9 @@ from shoal_replica.executor import (
     SampledToken,
     ScheduledSequence,
     SchedulerOutput,
+    ScoredTokens,
     StepResult,
+    TokenLogprobs,
 )
 from shoal_replica.grammars import Grammars
 from shoal_replica.model.decoder import make_decoder
@@ -102,7 +104,10 @@ class ModelRunner:
         if not output.scheduled:
             return StepResult(())
         logits = self._compute(self._sequences, output.scheduled)
-        return self._sample(output.scheduled, logits) if self._samples else StepResult(())
+        if not self._samples:
+            return StepResult(())
+        scored = self._score(output.scheduled, logits)
+        return StepResult(self._sample(output.scheduled, logits), self._forward_s, scored)
 
     def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:
         """On a rank that does not sample: append the last step's tokens, pairs of (sequence, token).
@@ -131,25 +136,49 @@ class ModelRunner:
             self._compute(sequences, (ScheduledSequence(0, computed, new, True),))
 
     def _compute(self, sequences: SequenceTable, scheduled: tuple[ScheduledSequence, ...]) -> Tensor:
-        """Logits of the scheduled sequences that sample, float32 [num_samples, vocab_size]; none if maxima suffice."""
+        """Logits of the scheduled sequences that sample, then of the tokens that are scored, float32 [their number,
+        vocab_size]; none if maxima suffice.
+        """
         ordered = sequences.by_adapter(scheduled)
         step = sequences.arrays(ordered)
         ends = step.query_start_loc[1:]
         if ordered is not scheduled:
             end_of = {s.seq_id: end for s, end in zip(ordered, ends, strict=True)}
             ends = [end_of[s.seq_id] for s in scheduled]
-        sample_rows = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
-        is_greedy = all(sequences[s.seq_id].takes_likeliest for s in scheduled if s.samples)
+        rows = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
+        wants_maxima_alone = all(sequences[s.seq_id].takes_likeliest for s in scheduled if s.samples)
+        for share, end in zip(scheduled, ends, strict=True):
+            if share.num_scored:
+                wants_maxima_alone = False
+                first = end - share.num_new_tokens
+                rows += range(first, first + share.num_scored)
         started = time.perf_counter()
-        logits = self._decoder.compute(step, sample_rows, is_greedy)
+        logits = self._decoder.compute(step, rows, wants_maxima_alone)
         self._forward_s = time.perf_counter() - started
         return logits
 
-    def _sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> StepResult:
-        """Choose and append a token for each scheduled sequence that samples."""
+    def _score(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> tuple[ScoredTokens, ...]:
+        """The log-probabilities of prompt tokens, from the last rows of ``logits``."""
+        row, scored = sum(s.samples for s in scheduled), list[ScoredTokens]()
+        for share in scheduled:
+            if not share.num_scored:
+                continue
+            rows, after = range(row, row := row + share.num_scored), share.num_computed_tokens
+            following = self._sequences.token_ids(share.seq_id)[after + 1 :][: len(rows)].tolist()
+            num_top = self._sequences[share.seq_id].sampling_params.prompt_logprobs or 0
+            found = self._decoder.row_operators.log_probabilities(logits, rows, following, [num_top] * len(rows))
+            logprobs = (TokenLogprobs(token_id, *each) for token_id, each in zip(following, found, strict=True))
+            scored.append(ScoredTokens(share.seq_id, after, tuple(logprobs)))
+        return tuple(scored)
+
+    def _sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> tuple[SampledToken, ...]:
+        """Choose and append a token for each scheduled sequence that samples, from the first rows of ``logits``."""
         shares = [s for s in scheduled if s.samples]
         held = [self._held(s) for s in shares]
-        maxima = self._decoder.maxima
+        if len(logits) > len(shares):
+            logits, maxima = logits[: len(shares)], None
+        else:
+            maxima = self._decoder.maxima
         if maxima is not None and all(h.takes_likeliest for h in held):  # more would show in a small model's step
             sampled = tuple(map(SampledToken, [s.seq_id for s in shares], likeliest(maxima)))
         else:
@@ -161,7 +190,7 @@ class ModelRunner:
         for h, token in zip(held, sampled, strict=True):
             if not h.num_candidates:  # else the scheduler chooses one
                 self._sequences.append(token.seq_id, token.token_id)
-        return StepResult(sampled, self._forward_s)
+        return sampled
 
     def _held(self, scheduled: ScheduledSequence) -> HeldSequence:
         """The held state of a sequence that samples."""

@@ -111,7 +111,7 @@ class NpuDecoder:
     def _launch(self, step: StepArrays, sample_rows: Sequence[int]) -> Tensor:
         num_seqs = len(step.seq_lens)
         adapters = step_adapters(step.adapters or (), step.query_start_loc, self._adapters)
-        if adapters is None and len(step.input_ids) == num_seqs == len(sample_rows):
+        if adapters is None and len(step.input_ids) == num_seqs and list(sample_rows) == list(range(num_seqs)):
             # If graphs of sizes in between are missing: at most as much padding as a block has slots.
             sizes = [size for size in self._graphs if num_seqs <= size <= num_seqs + self._block_size]
             size = min(sizes, default=0)

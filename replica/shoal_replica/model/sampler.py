@@ -59,8 +59,8 @@ class Sample:
 
 
 class Sampler:
-    """Chooses tokens: penalties and biases, then what ``min_tokens`` and structured answers allow, then temperature,
-    then min-p, top-k and top-p, then one draw.
+    """Chooses tokens: penalties and biases, then what ``min_tokens``, allowed and bad tokens and structured answers
+    leave, then temperature, then min-p, top-k and top-p, then one draw.
 
     A row's draw takes one uniform number, a function of (seed, index, position) alone, and inverts the cumulative
     distribution in token-id order, so it does not depend on batch, step or replica. Greedy rows take the likeliest
@@ -80,11 +80,13 @@ class Sampler:
         self._grammars = grammars
         self._matchers: dict[int, Matcher] = {}
         self._counts: dict[int, TokenCounts] = {}
+        self._allowed: dict[int, Tensor] = {}
 
     def forget(self, seq_id: int) -> None:
         """Drop what is known of a sequence; it is counted and matched anew if it comes back."""
         self._counts.pop(seq_id, None)
         self._matchers.pop(seq_id, None)
+        self._allowed.pop(seq_id, None)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplerRow], maxima: RowMaxima | None = None) -> list[Sample]:
@@ -140,7 +142,37 @@ class Sampler:
         if len(row.token_ids) - row.num_prompt_tokens < params.min_tokens:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
             logits[_on(logits, [end for end in ends if end < len(logits)], torch.int64)] = -torch.inf
-        return params.structured_output is None or self._restrict(logits, row, params.structured_output)
+        if params.allowed_token_ids or params.bad_token_ids:
+            self._choose(logits, row)
+        if params.structured_output is not None and not self._restrict(logits, row, params.structured_output):
+            return False
+        if (params.allowed_token_ids or params.bad_token_ids) and logits.max() == -torch.inf:
+            self._leave_ends(logits)
+            return False
+        return True
+
+    def _choose(self, logits: Tensor, row: SamplerRow) -> None:
+        """Leave only allowed tokens, in place, and none that completes a bad sequence of generated tokens."""
+        params, generated = row.params, row.token_ids[row.num_prompt_tokens :]
+        if params.allowed_token_ids:
+            if (allowed := self._allowed.get(row.seq_id)) is None:
+                allowed = self._allowed[row.seq_id] = _on(logits, params.allowed_token_ids, torch.int64)
+            kept = logits[allowed]
+            logits.fill_(-torch.inf)
+            logits[allowed] = kept
+        bad = []
+        for *before, last in params.bad_token_ids:
+            if len(before) <= len(generated) and generated[len(generated) - len(before) :].tolist() == before:
+                bad.append(last)
+        if bad:
+            logits[_on(logits, bad, torch.int64)] = -torch.inf
+
+    def _leave_ends(self, logits: Tensor) -> None:
+        """Leave only the tokens that end a sequence, in place."""
+        ends = _on(logits, self._eos_token_ids or (0,), torch.int64)
+        kept = logits[ends].nan_to_num()
+        logits.fill_(-torch.inf)
+        logits[ends] = kept
 
     def _restrict(self, logits: Tensor, row: SamplerRow, structure: StructuredOutput) -> bool:
         """Leave only the tokens that a structured answer allows, in place; where there are none, those that end it, and
@@ -152,10 +184,7 @@ class Sampler:
             matcher = self._matchers[row.seq_id] = self._grammars.begin(structure)
         allowed = matcher.allowed(row.token_ids[row.num_prompt_tokens :])
         if allowed is None:
-            ends = _on(logits, self._eos_token_ids, torch.int64)
-            kept = logits[ends].nan_to_num()
-            logits.fill_(-torch.inf)
-            logits[ends] = kept
+            self._leave_ends(logits)
             return False
         logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
         return True

@@ -1,0 +1,33 @@
+"""A completion's prompt, told before its answer: OpenAI's `echo`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from shoal_cluster.serve.call import GatewayCore, GenerateCall, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt of one call.
+
+    Attributes:
+        token_ids: its tokens, if log-probabilities are asked for; else none.
+        is_all: whether nothing is wanted but the prompt.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    is_all: bool
+
+    @classmethod
+    async def of(cls, core: GatewayCore, call: GenerateCall, is_all: bool) -> Echo:
+        """Raises InvalidArgument."""
+        text, token_ids = call.text, call.token_ids or ()
+        if text is None:
+            spelled = await asyncio.to_thread(lambda: b"".join(map(core.token_bytes, token_ids)))
+            text = spelled.decode(errors="replace")
+        elif call.sampling_params.prompt_logprobs is not None:
+            token_ids = await asyncio.to_thread(core.tokenize, Prompt(text), add_special_tokens=True)
+        return cls(text, token_ids if call.sampling_params.prompt_logprobs is not None else (), is_all)

@@ -113,7 +113,8 @@ async def test_nobody_else_is_let_in(header: str | None) -> None:
             is_browser = header is None or header.startswith("Basic")
             assert [c.split()[0] for c in challenges[1:]] == (["Basic"] if is_browser else [])
             assert answer.headers["x-request-id"]
-        assert (await http.get("/healthz")).status_code == 200
+        assert (await http.get("/healthz")).status_code == (await http.get("/health")).status_code == 200
+        assert (await http.post("/tokenize", json={"prompt": "x"}, headers=headers)).status_code == 401
         metadata = tuple((name.decode(), header or "") for name, _ in headers) if header and header.isascii() else ()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ingress.grpc_port}") as channel:
             for name, request in RPCS:

@@ -15,7 +15,8 @@ import openai
 import pytest
 import pytest_asyncio
 import uvicorn
-from fixtures.fake_gateway import ADAPTER, MODEL, TOKENIZER, FakeGateway
+from fixtures.fake_gateway import ADAPTER, MAX_MODEL_LEN, MODEL, TOKENIZER, FakeGateway
+from fixtures.tiny_tokenizer import BOS
 from fixtures.tool_formats import WEATHER
 from fixtures.waiting import DEADLINE_S, until
 
@@ -317,6 +318,43 @@ async def test_scores_of_a_prompt_are_not_streamed(http: httpx.AsyncClient, aske
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "stream"
     assert "whole answer only" in answer.json()["error"]["message"]
+
+
+async def test_texts_become_tokens_and_come_back(http: httpx.AsyncClient) -> None:
+    text = f"then {BOS}👧"
+    told = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True, "model": MODEL})).json()
+    assert told["tokens"] == list(TOKENIZER.encode(text))
+    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), MAX_MODEL_LEN)
+    assert told["token_strs"][:3] == ["the", "n", " "]
+    assert (await http.post("/detokenize", json={"tokens": told["tokens"]})).json() == {"prompt": text}
+    chat = (await http.post("/tokenize", json={"messages": HI, "add_special_tokens": None})).json()
+    back = await http.post("/detokenize", json={"tokens": chat["tokens"]})
+    assert back.json() == {"prompt": TOKENIZER.apply_chat_template(HI)}
+    assert chat["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"),
+    [
+        ("/tokenize", {}, 400, "prompt", "one of prompt and messages"),
+        ("/tokenize", {"prompt": "x", "messages": HI}, 400, "prompt", "one of prompt and messages"),
+        ("/tokenize", {"messages": []}, 400, "messages", "at least one message"),
+        ("/tokenize", {"prompt": "\ud800"}, 400, "prompt", "lone surrogates"),
+        ("/tokenize", {"prompt": ["x"]}, 400, "prompt", "valid string"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, 404, None, "not served here"),
+        ("/detokenize", {}, 400, "tokens", "field required"),
+        ("/detokenize", {"tokens": ["x"]}, 400, "tokens.0", "valid integer"),
+        ("/detokenize", {"tokens": [1, -1]}, 400, "tokens", "must be in [0, "),
+        ("/detokenize", {"tokens": [10**30]}, 400, "tokens", "must be in [0, "),
+    ],
+)
+async def test_tokens_that_cannot_be_told(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str | None, words: str
+) -> None:
+    answer = await http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+    assert words in answer.json()["error"]["message"]
 
 
 async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
@@ -1060,9 +1098,9 @@ async def test_models_and_health(client: openai.AsyncOpenAI, http: httpx.AsyncCl
     adapter = (await http.get(f"/v1/models/{ADAPTER}")).json()
     assert (adapter["id"], adapter["parent"]) == (ADAPTER, MODEL)
     assert (await client.models.retrieve(MODEL)).created == 1700000000
-    assert (await http.get("/healthz")).status_code == 200
+    assert (await http.get("/healthz")).status_code == (await http.get("/health")).status_code == 200
     core.ready = False
-    assert (await http.get("/healthz")).status_code == 503
+    assert (await http.get("/healthz")).status_code == (await http.get("/health")).status_code == 503
 
 
 async def test_metrics(http: httpx.AsyncClient) -> None:

@@ -208,6 +208,10 @@ class GatewayCore(Protocol):
         """The tokens that a prompt becomes; ``add_special_tokens`` is for texts."""
         ...
 
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        ...
+
     def check_model(self, name: str) -> None:
         """Raise NotFound unless ``name`` is empty, the served model or one of its adapters."""
         ...

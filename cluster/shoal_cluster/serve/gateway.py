@@ -184,6 +184,9 @@ class Gateway:
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
         return self._requests.tokenize(prompt, add_special_tokens=add_special_tokens)
 
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def check_model(self, name: str) -> None:
         served = [self._config.name, *self._adapters.names]
         if name and name not in served:

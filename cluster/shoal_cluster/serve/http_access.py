@@ -11,7 +11,7 @@ from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.http_stream import error_response
 from shoal_replica.errors import Unauthenticated
 
-OPEN_PATHS = frozenset({"/healthz"})  # probes have no keys
+OPEN_PATHS = frozenset({"/healthz", "/health"})  # probes have no keys
 BEARER, BASIC = "Bearer", 'Basic realm="Shoal: any name, and an API key as password"'  # a browser asks for the second
 
 

@@ -21,6 +21,7 @@ from shoal_cluster.serve.call import GatewayCore, GenerateCall, ModelCard
 from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.http_access import KeyCheck
 from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_response, until_disconnect
+from shoal_cluster.serve.http_tokens import tokens_router
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.openai_answers import ChoiceAnswers
 from shoal_cluster.serve.openai_chat import ChatRequest
@@ -93,6 +94,7 @@ def build_http_app(
     app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.include_router(dashboard_router(core))
+    app.include_router(tokens_router(core))
     shape = ChatShape(core.token_bytes)
     chats, completions = ChoiceAnswers(shape), ChoiceAnswers(CompletionShape(core.token_bytes))
     responses = ResponsesAnswers(shape)
@@ -122,6 +124,7 @@ def build_http_app(
             return error_response(error, request.state.request_id)
 
     @app.get("/healthz")
+    @app.get("/health", include_in_schema=False)  # vLLM's, which probes written for it ask for
     async def health() -> Response:
         ready = core.is_ready()
         return JSONResponse({"status": "ok" if ready else "no replica is ready"}, status_code=200 if ready else 503)

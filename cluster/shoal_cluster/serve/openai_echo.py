@@ -26,8 +26,7 @@ class Echo:
         """Raises InvalidArgument."""
         text, token_ids = call.text, call.token_ids or ()
         if text is None:
-            spelled = await asyncio.to_thread(lambda: b"".join(map(core.token_bytes, token_ids)))
-            text = spelled.decode(errors="replace")
+            text = await asyncio.to_thread(core.detokenize, token_ids)
         elif call.sampling_params.prompt_logprobs is not None:
             token_ids = await asyncio.to_thread(core.tokenize, Prompt(text), add_special_tokens=True)
         return cls(text, token_ids if call.sampling_params.prompt_logprobs is not None else (), is_all)

@@ -14,11 +14,14 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 320
@@ -47,6 +50,22 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# As of a context of 64 made four times as long; the divisors are the same for short and long sequences, because
+# transformers goes by each sequence's length.
+YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.5],
+    "long_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.5],
+}
 LINEAR_ROPE: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 NINE_HEADS: dict[str, Any] = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -60,6 +79,12 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=32),
     "qwen3-moe": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1]),
+    "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2, head_dim=16),
+    "phi3": lambda: Phi3Config(**SHAPE, sliding_window=SLIDING_WINDOW),
+    "phi3-longrope": lambda: Phi3Config(
+        **SHAPE, rope_parameters=LONG_ROPE, original_max_position_embeddings=64, tie_word_embeddings=True
+    ),
+    "smollm3": lambda: SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1], rope_parameters=YARN_ROPE),
     "qwen3-moe-plain": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False),
 }
 

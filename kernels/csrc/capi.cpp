@@ -67,6 +67,10 @@ int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin) {
     return guarded([&] { decoder->set_rotary(cos_sin); });
 }
 
+int shoal_decoder_leave_unrotated(ShoalDecoder* decoder, int32_t layer) {
+    return guarded([&] { decoder->leave_unrotated(layer); });
+}
+
 int shoal_decoder_add_adapter(ShoalDecoder* decoder) {
     int slot = -1;
     guarded([&] { slot = decoder->add_adapter(); });

@@ -147,6 +147,13 @@ void Decoder::set_rotary(const float* cos_sin) {
     cos_sin_.assign(cos_sin, cos_sin + static_cast<int64_t>(shape_.max_positions) * shape_.head_size);
 }
 
+void Decoder::leave_unrotated(int layer) {
+    if (layer < 0 || layer >= shape_.num_layers) throw std::invalid_argument("layer");
+    layers_[static_cast<size_t>(layer)].is_rotated = false;
+    unrotated_.assign(static_cast<size_t>(shape_.head_size), 0.0f);
+    std::fill_n(unrotated_.begin(), shape_.head_size / 2, 1.0f);
+}
+
 void Decoder::list_first_read() {
     int64_t left = kFirstRead;
     for (const Layer& layer : layers_)

@@ -40,6 +40,7 @@ private:
 struct Layer {
     std::vector<float> input_norm, post_norm, query_norm, key_norm;
     Linear qkv, output, gate_up, down;
+    bool is_rotated = true;
 };
 
 // Another rank did not take part in an exchange: the step has no result.
@@ -57,6 +58,8 @@ public:
     // The same for a matrix of integers, in a bf16 decoder.
     void set_integers(ShoalParameter parameter, int layer, const Integers& integers, int64_t count);
     void set_rotary(const float* cos_sin);
+    // Queries and keys of a layer are not rotated. Throws std::invalid_argument if there is no such layer.
+    void leave_unrotated(int layer);
     // A new adapter, which adds to nothing yet. Returns its slot, which is that of a removed one if there is any.
     int add_adapter();
     // What an adapter adds to a projection, as factors in the decoder's dtype: down [rank][inputs], up [outputs][rank].
@@ -175,7 +178,8 @@ private:
     Pool pool_;
     Arena arena_;
     std::vector<Layer> layers_;
-    std::vector<float> final_norm_, cos_sin_;
+    std::vector<float> final_norm_, cos_sin_, unrotated_;  // unrotated_: the row of cos_sin_ for angles of 0
+    std::vector<int64_t> no_positions_;                    // zeros, one for each of a step's tokens
     Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
     Screen screen_;
     int unscreened_steps_ = 0;  // steps still to run without a screen, because the last screen was of little use

@@ -77,6 +77,7 @@ SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t paramete
                                          const uint8_t* values, const uint16_t* scales, const uint16_t* minimums,
                                          int64_t count);
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
+SHOAL_API int shoal_decoder_leave_unrotated(ShoalDecoder* decoder, int32_t layer); /* its queries and keys */
 /* A new adapter, which adds to nothing yet. Returns its slot. */
 SHOAL_API int shoal_decoder_add_adapter(ShoalDecoder* decoder);
 /* What an adapter adds to a projection (QKV, OUTPUT, GATE_UP or DOWN) of a layer: to y = x W^T it adds

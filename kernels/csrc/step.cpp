@@ -38,6 +38,8 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     sampled_.reserve(samples * shape_.hidden_size);
     sampled_attended_.reserve(samples * attended_stride_ / pack);
     partials_.reserve(int64_t{plan_.num_partials()} * (heads / shape_.num_kv_heads) * (size + 2));
+    if (!unrotated_.empty() && static_cast<int64_t>(no_positions_.size()) < tokens)
+        no_positions_.resize(static_cast<size_t>(tokens));
     if (static_cast<int64_t>(maxima_.size()) < 2 * samples * team_.size()) maxima_.resize(2 * samples * team_.size());
     const int64_t integers = has_integers_ ? std::max(tokens, samples) : screens_ ? samples : 0;
     integers_.reserve(integers * widest_inputs() / 2);
@@ -76,7 +78,9 @@ void Decoder::read_ahead(Team::Member& member, const Linear& linear, int rows) {
 RotaryCall Decoder::rotary_call(const ShoalStep& step, int index) const {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const auto norm = [](const std::vector<float>& w) { return w.empty() ? nullptr : w.data(); };
-    return {qkv_.data(), queries_.data(), pool_.layer(index), step.positions, step.slots, cos_sin_.data(),
+    const auto* positions = layer.is_rotated ? step.positions : no_positions_.data();
+    const auto* cos_sin = layer.is_rotated ? cos_sin_.data() : unrotated_.data();
+    return {qkv_.data(), queries_.data(), pool_.layer(index), positions, step.slots, cos_sin,
             norm(layer.query_norm), norm(layer.key_norm), shape_.rms_norm_eps, step.num_tokens, shape_.num_heads,
             shape_.num_kv_heads, shape_.head_size, shape_.block_size};
 }

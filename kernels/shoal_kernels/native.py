@@ -96,6 +96,8 @@ class NativeDecoder:
         if table.shape != (shape.max_positions, shape.head_size):
             raise ValueError(f"cos_sin: got shape {tuple(table.shape)}")
         self._check(library().shoal_decoder_set_rotary(self._handle, table.data_ptr()))
+        for layer in shape.unrotated_layers:
+            self._check(library().shoal_decoder_leave_unrotated(self._handle, layer - shape.first_layer))
 
     @property
     def kernels(self) -> str:

@@ -70,6 +70,7 @@ def _load() -> ctypes.CDLL | None:
             [pointer, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64],
         ),
         ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
+        ("shoal_decoder_leave_unrotated", ctypes.c_int, [pointer, ctypes.c_int32]),
         ("shoal_decoder_add_adapter", ctypes.c_int, [pointer]),
         ("shoal_decoder_set_factors", ctypes.c_int, [pointer, *[ctypes.c_int32] * 4, pointer, pointer]),
         ("shoal_decoder_remove_adapter", ctypes.c_int, [pointer, ctypes.c_int32]),

@@ -20,6 +20,8 @@ class DecoderShape:
         dtype: of weights, activations and KV.
         vocab_size, hidden_size: those of the whole model; other sizes and counts are the shard's.
         first_layer: index of the shard's first layer in the whole model.
+        unrotated_layers: those of the shard's layers, by their index in the whole model, whose queries and keys are not
+            rotated.
         vocab: rows of embedding and head that the shard holds; None means all.
     """
 
@@ -39,6 +41,7 @@ class DecoderShape:
     num_blocks: int
     num_threads: int
     first_layer: int = 0
+    unrotated_layers: tuple[int, ...] = ()
     vocab: range | None = None
     is_first_stage: bool = True
     is_last_stage: bool = True

@@ -18,7 +18,6 @@ from shoal_replica.model.parameters import parameters
 from shoal_replica.shard import whole_shard
 
 CONFIG_FILE = "adapter_config.json"
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_RANK = 512
 MAX_ALPHA = 1e6
 DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -57,9 +56,10 @@ def read_adapter(name: str, folder: str | Path, model: ModelConfig) -> AdapterCo
     for tensor in shapes:
         match = FACTOR.fullmatch(tensor)
         if match is None or match["module"] not in sizes:
+            adapted = dict.fromkeys(module.rpartition(".")[2] for module in sizes)
             raise ConfigError(
                 f"adapters.{name}: tensor {tensor!r} adapts nothing that can be adapted here: "
-                f"{', '.join(ADAPTED)} of the model's {model.num_layers} layers"
+                f"{', '.join(adapted)} of the model's {model.num_layers} layers"
             )
         pair = sides.setdefault(match["module"], {})
         if (other := pair.setdefault(match["side"], tensor)) != tensor:
@@ -119,7 +119,7 @@ def _products(model: ModelConfig) -> list[tuple[tuple[str, ...], int, int]]:
     """The packed products that can be adapted: their projections, and their numbers of outputs and inputs."""
     found: list[tuple[tuple[str, ...], int, int]] = []
     for parameter in parameters(model, whole_shard(model)):
-        modules = tuple(piece.name.removesuffix(".weight") for piece in parameter.pieces)
+        modules = tuple(dict.fromkeys(piece.name.removesuffix(".weight") for piece in parameter.pieces))
         if parameter.name.endswith("_proj.weight") and ".experts." not in parameter.name:
             num_out, num_in = parameter.shape
             found.append((modules, num_out, num_in))

@@ -11,14 +11,8 @@ from typing import Any
 
 from shoal_replica.adapter import AdapterConfig, adapter_bytes
 from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.model_family import MoeConfig, family_fields, read_rope, size
 
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Bits per weight of the layers' projections. Each group of 32 weights also has a scale and, with 4 bits, a minimum.
 LAYER_BITS = {"none": None, "int8": 8, "int4": 4}
@@ -29,51 +23,13 @@ SCHEDULING_POLICIES = ("fcfs", "priority", "deadline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
-    """The mixture of experts that replaces the MLP in some layers.
-
-    ``renormalize`` makes the weights of a token's chosen experts add up to 1. ``layers`` lists the layers with experts.
-    """
-
-    num_experts: int
-    num_experts_per_token: int
-    intermediate_size: int
-    renormalize: bool
-    layers: tuple[int, ...]
-
-    @classmethod
-    def from_raw(cls, raw: dict[str, Any]) -> MoeConfig | None:
-        """Read from a Qwen3-MoE ``config.json``; None if every layer is dense.
-
-        Raises:
-            ConfigError: a size is missing or impossible.
-        """
-        num_experts = _size(raw, "num_experts" if "num_experts" in raw else "num_local_experts")
-        num_per_token = _size(raw, "num_experts_per_tok")
-        if num_per_token > num_experts:
-            raise ConfigError(
-                f"model: num_experts_per_tok in config.json is {num_per_token}; must be at most {num_experts}"
-            )
-        step, dense = int(raw.get("decoder_sparse_step") or 1), set(raw.get("mlp_only_layers") or ())
-        num_layers = _size(raw, "num_hidden_layers")
-        layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
-        if not layers:
-            return None
-        return cls(
-            num_experts=num_experts,
-            num_experts_per_token=num_per_token,
-            intermediate_size=_size(raw, "moe_intermediate_size"),
-            renormalize=bool(raw.get("norm_topk_prob", False)),
-            layers=layers,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder, read from a Hugging Face ``config.json``.
 
     ``dtype`` applies to weights, activations and the KV cache. ``max_model_len`` counts prompt and generated tokens.
     ``quantization``, a key of LAYER_BITS, rounds weights when they are loaded; activations and KV keep the dtype.
+    ``rotary_size`` is how much of a head is rotated, None for all; queries and keys of ``unrotated_layers`` are not. If
+    ``has_packed_projections``, checkpoints have queries, keys and values in one tensor, and gates and ups.
     """
 
     folder: str
@@ -93,12 +49,15 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     sliding_window: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
+    qk_norm: bool = False
     moe: MoeConfig | None = None
     quantization: str = "none"
+    rotary_size: int | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    has_packed_projections: bool = False
 
     @classmethod
     def from_folder(
@@ -117,10 +76,7 @@ class ModelConfig:
         if raw is None:
             raise NotFound(f"model: {str(folder)!r} holds no config.json")
         architecture = (raw.get("architectures") or ["?"])[0]
-        if architecture not in SUPPORTED_ARCHITECTURES:
-            raise ConfigError(
-                f"model: architecture {architecture!r} is not one of {', '.join(SUPPORTED_ARCHITECTURES)}"
-            )
+        family = family_fields(architecture, raw)
         if raw.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"model: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
         if dtype == "auto":
@@ -130,14 +86,11 @@ class ModelConfig:
             raise ConfigError(f"dtype: got {dtype!r}; must be 'auto' or one of {', '.join(DTYPE_BYTES)}")
         if quantization not in LAYER_BITS:
             raise ConfigError(f"quantization: got {quantization!r}; must be one of {', '.join(LAYER_BITS)}")
-        limit = int(raw.get("max_position_embeddings") or 2048)
+        rope = read_rope(architecture, raw)
+        limit = max(int(raw.get("max_position_embeddings") or 2048), rope.num_positions)
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ConfigError(f"max_model_len: got {max_model_len}; the model allows 1 to {limit}")
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type not in ("default", "linear", "llama3"):
-            raise ConfigError(f"model: rope type {rope_type!r} is not one of default, linear, llama3")
-        num_heads = _size(raw, "num_attention_heads")
+        num_heads = size(raw, "num_attention_heads")
         num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(f"model: {num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
@@ -145,30 +98,28 @@ class ModelConfig:
         uses_window = raw.get("use_sliding_window", not is_qwen)
         if uses_window and raw.get("sliding_window") and is_qwen:
             raise ConfigError("model: use_sliding_window mixes window and full layers, which is not supported")
+        head_size = int(raw.get("head_dim") or size(raw, "hidden_size") // num_heads)
         return cls(
             folder=str(path),
             architecture=architecture,
-            vocab_size=_size(raw, "vocab_size"),
-            hidden_size=_size(raw, "hidden_size"),
-            intermediate_size=_size(raw, "intermediate_size"),
-            num_layers=_size(raw, "num_hidden_layers"),
+            vocab_size=size(raw, "vocab_size"),
+            hidden_size=size(raw, "hidden_size"),
+            intermediate_size=size(raw, "intermediate_size"),
+            num_layers=size(raw, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_size=int(raw.get("head_dim") or _size(raw, "hidden_size") // num_heads),
+            head_size=head_size,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
-            rope_scaling=dict(rope) if rope_type != "default" else None,
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            rotary_size=rope.size_of(head_size),
             max_model_len=max_model_len or limit,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=architecture == "Qwen2ForCausalLM" or bool(raw.get("attention_bias", False)),
-            output_bias=bool(raw.get("attention_bias", False)) and architecture != "Qwen2ForCausalLM",
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            qk_norm=architecture.startswith("Qwen3"),
             sliding_window=int(raw["sliding_window"]) if uses_window and raw.get("sliding_window") else None,
             eos_token_ids=_eos_token_ids(path, raw),
             dtype=dtype,
-            moe=MoeConfig.from_raw(raw) if architecture == "Qwen3MoeForCausalLM" else None,
             quantization=quantization,
+            **family,
         )
 
     @property
@@ -320,13 +271,6 @@ def _at_least(field_name: str, value: int, low: int) -> None:
 def _at_most(field_name: str, value: int, high: int, what: str) -> None:
     if value > high:
         raise ConfigError(f"{field_name}: got {value}; must be at most {high}, the model's number of {what}")
-
-
-def _size(raw: dict[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"model: {key} in config.json is {value!r}; must be an integer of at least 1")
-    return value
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

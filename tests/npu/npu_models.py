@@ -13,7 +13,7 @@ from typing import Any
 import tiny_models
 import torch
 from fixtures.tiny_tokenizer import write_tiny_tokenizer
-from transformers import LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 
 from shoal_replica import LLM, SamplingParams
 from shoal_replica.llm import RequestOutput
@@ -30,6 +30,8 @@ FAMILIES = {
     "llama": lambda: LlamaConfig(**SHAPE, head_dim=128, tie_word_embeddings=True),
     "llama-padded": lambda: LlamaConfig(**SHAPE, head_dim=64),  # a head size that is not packed
     "mistral": lambda: MistralConfig(**SHAPE, head_dim=128, sliding_window=100),
+    "phi3": lambda: Phi3Config(**SHAPE, head_dim=128, sliding_window=100, partial_rotary_factor=0.75),
+    "smollm3": lambda: SmolLM3Config(**SHAPE, head_dim=128, no_rope_layers=[1, 0]),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=128),
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SHAPE, head_dim=128, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True

@@ -20,8 +20,9 @@ from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greed
 from shoal_cluster.serve.adapter_wishes import Told, Wanted
 from shoal_cluster.serve.replica_adapters import GRACE_S, LOOK_S, ReplicaAdapters
 from shoal_replica import LLM, AsyncLLM, SamplingParams
+from shoal_replica.adapter_folder import read_adapter
 from shoal_replica.build import find_adapters, resolve_config
-from shoal_replica.config import ParallelConfig
+from shoal_replica.config import ModelConfig, ParallelConfig
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
 
 PROMPTS = make_prompts([1, 5, 16, 17, 40, 63, 130], seed=4)
@@ -129,6 +130,25 @@ def test_attention_of_a_mixture_of_experts_can_be_adapted(tmp_path):
         outputs = llm.generate(PROMPTS, GREEDY, "a")
     model = load_adapted(folder, path)
     assert [o.token_ids for o in outputs] == [oracle_greedy(model, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)], ids=["whole", "tensor", "pipeline"])
+def test_packed_projections_are_adapted_as_they_are_stored(tmp_path, sizes):
+    """One pair for queries, keys and values, whose rows are put in another order, and one for gates and ups."""
+    folder = write_tiny_tokenizer(make_checkpoint("phi3-longrope", tmp_path / "model"))
+    targets = [["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ["qkv_proj"], ["gate_up_proj"]]
+    paths = [make_adapter(tmp_path / str(i), folder, i, target_modules=names) for i, names in enumerate(targets)]
+    adapters = {path.name: str(path) for path in paths}
+    ranks = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), sizes, strict=True))
+    with LLM(str(folder), num_blocks=256, **ranks, adapters=adapters) as llm:
+        outputs = llm.generate(PROMPTS * 3, GREEDY, [path.name for path in paths for _ in PROMPTS])
+    models = [load_adapted(folder, path) for path in paths]
+    assert [o.token_ids for o in outputs] == [
+        oracle_greedy(model, prompt, 12) for model in models for prompt in PROMPTS
+    ]
+    other = make_adapter(tmp_path / "other", make_checkpoint("llama", tmp_path / "llama"), 0)
+    with pytest.raises(ConfigError, match=r"adapts nothing .*here: qkv_proj, o_proj, gate_up_proj, down_proj of"):
+        read_adapter("other", other, ModelConfig.from_folder(folder))
 
 
 @pytest.mark.parametrize("block_size", [16, 8])  # native kernels, torch's operators

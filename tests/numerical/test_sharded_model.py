@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,9 @@ def test_a_rank_reads_only_its_part(
         read.clear()
         shard = make_shard(config, parallel, rank)
         load_weights(config, torch.device("cpu"), shard)
-        wanted = {
-            piece.name: len(piece.rows) * (len(piece.columns) if piece.columns is not None else 1)
-            for parameter in parameters(config, shard)
-            for piece in parameter.pieces
-        }
+        wanted = Counter[str]()
+        for piece in [piece for parameter in parameters(config, shard) for piece in parameter.pieces]:
+            wanted[piece.name] += len(piece.rows) * (len(piece.columns) if piece.columns is not None else 1)
         assert read == wanted
         assert sum(read.values()) < 0.8 * config.num_parameters
 

@@ -99,9 +99,39 @@ class TestModelConfig:
         )
         mistral = ModelConfig.from_folder(write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=128))
         assert mistral.sliding_window == 128
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+        mixtral = ModelConfig.from_folder(write(tmp_path, architectures=["MixtralForCausalLM"], **experts))
+        assert mixtral.moe is not None
+        assert (mixtral.moe.renormalize, mixtral.moe.intermediate_size, mixtral.moe.layers) == (True, 128, (0, 1))
+        assert (mixtral.moe.stored_in, mixtral.moe.projections) == ("block_sparse_moe", ("w1", "w3", "w2"))
+        phi = ModelConfig.from_folder(write(tmp_path, architectures=["Phi3ForCausalLM"], partial_rotary_factor=0.75))
+        assert (phi.has_packed_projections, phi.rotary_size, phi.head_size) == (True, 12, 16)
+        assert not any((phi.qkv_bias, phi.output_bias, phi.mlp_bias, phi.qk_norm))
+        smol = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 9}
+        assert ModelConfig.from_folder(write(tmp_path, **smol)).unrotated_layers == (3, 7)
+        smol["no_rope_layers"] = [0, 1, 1, 1, 1, 1, 1, 1, 0]
+        assert ModelConfig.from_folder(write(tmp_path, **smol)).unrotated_layers == (0, 8)
+
+    def test_yarn_says_for_which_length_it_is(self, tmp_path: Path) -> None:
+        """Qwen's instructions add it to the config, and leave the length there as it was."""
+        scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+        asked = write(tmp_path, max_position_embeddings=40960, rope_scaling=scaled)
+        assert ModelConfig.from_folder(asked).max_model_len == 131072
+        scaled.pop("original_max_position_embeddings")
+        asked = write(tmp_path, max_position_embeddings=1000, rope_scaling=scaled)
+        assert ModelConfig.from_folder(asked).max_model_len == 4000
+
+    def test_longrope_takes_its_factor_from_the_lengths(self, tmp_path: Path) -> None:
+        scaled = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        lengths = {"max_position_embeddings": 1024, "original_max_position_embeddings": 128}
+        model = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaled, **lengths))
+        assert model.rope_scaling is not None
+        assert (model.rope_scaling["rope_type"], model.rope_scaling["factor"]) == ("longrope", 8.0)
+        assert model.max_model_len == 1024
 
     def test_rope_of_either_spelling(self, tmp_path: Path) -> None:
-        scaled = {"rope_type": "llama3", "factor": 8.0}
+        scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaled["original_max_position_embeddings"] = 64
         old = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaled))
         assert (old.rope_scaling, old.rope_theta) == (scaled, 50000.0)
         parameters = scaled | {"rope_theta": 7.0}
@@ -132,7 +162,27 @@ class TestModelConfig:
             ({"architectures": None}, "architecture '?' is not one of"),
             ({"architectures": []}, "architecture '?' is not one of"),
             ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-            ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not one of"),
+            ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not one of"),
+            ({"rope_scaling": {"type": "yarn"}}, "factor of rope type 'yarn' is None; must be a number above 0"),
+            ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor of rope type 'linear' is 0"),
+            ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor of rope type 'llama3' is None"),
+            (
+                {"rope_scaling": {"type": "su", "original_max_position_embeddings": 64, "short_factor": [1.0] * 8}},
+                "long_factor in config.json must be a list of 8 numbers above 0",
+            ),
+            (
+                {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.2},
+                "partial_rotary_factor in config.json rotates 3 of a head's 16",
+            ),
+            (
+                {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 5},
+                "num_experts_per_tok in config.json is 5; must be at most 4",
+            ),
+            ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers in config.json is [1]"),
+            (
+                {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
+                "use_sliding_window",
+            ),
             ({"vocab_size": None}, "vocab_size in config.json is None; must be an integer of at least 1"),
             ({"hidden_size": "64"}, "hidden_size in config.json is '64'"),
             ({"hidden_size": None, "head_dim": None}, "hidden_size in config.json is None"),

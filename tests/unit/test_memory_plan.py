@@ -11,7 +11,6 @@ from shoal_kernels import native_library
 from shoal_replica.config import (
     CacheConfig,
     ModelConfig,
-    MoeConfig,
     ParallelConfig,
     SchedulerConfig,
     default_graph_sizes,
@@ -19,6 +18,7 @@ from shoal_replica.config import (
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_advice import host_changes, npu_changes
 from shoal_replica.memory_plan import GIB, MemoryPlan, plan_host, plan_memory, shard_weight_bytes
+from shoal_replica.model_family import MoeConfig
 from shoal_replica.shard import make_shard, whole_shard
 
 EIGHT_B = make_model(

@@ -19,12 +19,12 @@ from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.memory_plan import EXCHANGE_BYTES
 from shoal_replica.model.cpu_kernels import choose_kernels
-from shoal_replica.model.layers import rotary_cache
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.lora import LoraPair, load_adapter, step_adapters
 from shoal_replica.model.npu_memory import open_device
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
 from shoal_replica.model.quantization import quantize, widen
+from shoal_replica.model.rotary import rotary_cache
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, stream_weights
 from shoal_replica.ranks.runner import CollectiveError
@@ -318,6 +318,7 @@ def _native_shape(model: ModelConfig, cache: CacheConfig, parallel: ParallelConf
         num_blocks=cache.num_blocks + cache.num_host_blocks,
         num_threads=parallel.num_threads,
         first_layer=shard.layers.start,
+        unrotated_layers=tuple(layer for layer in model.unrotated_layers if layer in shard.layers),
         vocab=shard.vocab,
         is_first_stage=shard.is_first_stage,
         is_last_stage=shard.is_last_stage,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +9,10 @@ from torch import Tensor
 
 from shoal_kernels import ops
 from shoal_kernels.metadata import AttentionMetadata
-from shoal_replica.config import ModelConfig, MoeConfig
+from shoal_replica.config import ModelConfig
 from shoal_replica.model.lora import StepAdapters
 from shoal_replica.model.parallel_group import ParallelGroup
+from shoal_replica.model_family import MoeConfig
 from shoal_replica.shard import Shard
 
 Weights = dict[str, Tensor]
@@ -66,9 +66,13 @@ class RowParallelLinear(Linear):
 
 
 class Attention:
-    """Grouped-query attention with rotary embeddings over a rank's heads; Qwen3 also norms each query and key head."""
+    """Grouped-query attention with rotary embeddings over a rank's heads; Qwen3 also norms each query and key head, and
+    some layers of SmolLM3 know no positions.
+    """
 
-    def __init__(self, config: ModelConfig, shard: Shard, group: ParallelGroup, weights: Weights, prefix: str) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, group: ParallelGroup, weights: Weights, layer: int) -> None:
+        prefix = f"layers.{layer}."
+        self.is_rotated = layer not in config.unrotated_layers
         self.qkv_proj = Linear(weights, f"{prefix}qkv_proj")
         self.o_proj = RowParallelLinear(weights, f"{prefix}o_proj", group)
         self.q_norm = weights.get(f"{prefix}q_norm.weight")
@@ -87,7 +91,10 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q = ops.rms_norm(q, self.q_norm, self.eps)
             k = ops.rms_norm(k, self.k_norm, self.eps)
-        q, k = ops.rotary_embedding(step.positions, q, k, step.cos_sin_cache)
+        if self.is_rotated:
+            q, k = ops.rotary_embedding(step.positions, q, k, step.cos_sin_cache)
+        else:
+            q, k = q.contiguous(), k.contiguous()
         ops.write_kv(k, v, *cache, step.attention.slot_mapping)
         out = ops.paged_attention(q, *cache, step.attention, self.scale, self.sliding_window)
         return self.o_proj(out.view(num_tokens, -1), step.adapters)
@@ -129,7 +136,7 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, shard: Shard, group: ParallelGroup, weights: Weights, layer: int) -> None:
         prefix = f"layers.{layer}."
         self.input_norm = weights[f"{prefix}input_layernorm.weight"]
-        self.attention = Attention(config, shard, group, weights, prefix)
+        self.attention = Attention(config, shard, group, weights, layer)
         self.post_attention_norm = weights[f"{prefix}post_attention_layernorm.weight"]
         moe = config.moe
         self.mlp: Mlp | Experts
@@ -150,34 +157,3 @@ class DecoderLayer:
         x = self.attention(x, cache, step)
         x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
         return self.mlp(x, step.adapters), residual
-
-
-def rotary_cache(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Cosines, then sines, of every position's angles: [max_model_len, head_size], computed in float32."""
-    positions = torch.arange(config.max_model_len, dtype=torch.float32)
-    angles = torch.outer(positions, rotary_frequencies(config))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
-
-
-def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position for each pair, float32 [head_size / 2]: Su et al. 2021, with the config's scaling."""
-    exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    factor = float(scaling["factor"])
-    if scaling.get("rope_type", scaling.get("type")) == "linear":
-        return frequencies / factor
-    return _llama3_frequencies(frequencies, factor, scaling)
-
-
-def _llama3_frequencies(frequencies: Tensor, factor: float, scaling: dict[str, float]) -> Tensor:
-    """Llama 3.1: long wavelengths' frequencies are divided by ``factor``, short ones' kept, others interpolated."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    context = scaling["original_max_position_embeddings"]
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (context / wavelengths - low) / (high - low)
-    between = (1 - smooth) * frequencies / factor + smooth * frequencies
-    scaled = torch.where(wavelengths > context / low, frequencies / factor, between)
-    return torch.where(wavelengths < context / high, frequencies, scaled)

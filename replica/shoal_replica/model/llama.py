@@ -1,4 +1,4 @@
-"""The Llama-family decoder (Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE, by config): whole, or one rank's shard."""
+"""The Llama-family decoder (see ``model_family`` for the others, by config): whole, or one rank's shard."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch.nn import functional
 from shoal_kernels import ops
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.config import ModelConfig
-from shoal_replica.model.layers import DecoderLayer, LayerCache, StepInputs, Weights, rotary_cache
+from shoal_replica.model.layers import DecoderLayer, LayerCache, StepInputs, Weights
 from shoal_replica.model.lora import StepAdapters
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
+from shoal_replica.model.rotary import rotary_cache
 from shoal_replica.shard import Shard, whole_shard
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -39,24 +40,12 @@ def load_adapter(
     Raises:
         ConfigError: a factor is NaN or infinite, which would end the engine with the first request.
     """
-    factors = {f.module: f for f in adapter.factors}
+    factors = {f"{f.module}.weight": f for f in adapter.factors}
     with safe_open(Path(adapter.folder) / WEIGHTS_FILE, framework="pt") as file:
-
-        def read(piece: Piece, own: Factors) -> LoraPair:
-            columns = piece.columns
-            assert columns is not None
-            down = file.get_slice(own.down)[:, columns.start : columns.stop]
-            up = file.get_slice(own.up)[piece.rows.start : piece.rows.stop]
-            return LoraPair(down.float(), up.float() * own.scale)
-
         for parameter in parameters(model, shard):
-            modules = [piece.name.removesuffix(".weight") for piece in parameter.pieces]
-            pairs = [
-                read(piece, factors[module]) if module in factors and piece.columns is not None else None
-                for piece, module in zip(parameter.pieces, modules, strict=True)
-            ]
-            if any(pairs):
-                pair = _stack(parameter.pieces, pairs)
+            own = {piece.name: factors[piece.name] for piece in parameter.pieces if piece.name in factors}
+            if own:
+                pair = _stack(file, parameter.pieces, own)
                 name, held = parameter.name.removesuffix(".weight"), [side.to(DTYPES[model.dtype]) for side in pair]
                 if not all(side.isfinite().all() for side in held):
                     raise ConfigError(
@@ -65,17 +54,25 @@ def load_adapter(
                 yield name, LoraPair(*(side.to(device) for side in held))
 
 
-def _stack(pieces: Sequence[Piece], pairs: Sequence[LoraPair | None]) -> LoraPair:
-    """One pair for projections that share a product: each has ranks of its own, with zeros for the others' outputs."""
-    down = torch.cat([pair.down for pair in pairs if pair is not None])
-    up = torch.zeros(sum(len(piece.rows) for piece in pieces), len(down))
-    row = rank = 0
-    for piece, pair in zip(pieces, pairs, strict=True):
-        if pair is not None:
-            up[row : row + len(piece.rows), rank : rank + len(pair.down)] = pair.up
-            rank += len(pair.down)
+def _stack(file: Any, pieces: Sequence[Piece], factors: Mapping[str, Factors]) -> LoraPair:
+    """One pair for projections that share a product: each has ranks of its own, with zeros for the others' outputs.
+
+    Args:
+        file: the adapter's open weights.
+        factors: by the names of stored tensors, those of the pieces that are adapted.
+    """
+    columns = pieces[0].columns
+    assert columns is not None
+    downs = {name: file.get_slice(own.down)[:, columns.start : columns.stop].float() for name, own in factors.items()}
+    ends = list(accumulate(len(down) for down in downs.values()))
+    ranks = {name: slice(end - len(down), end) for (name, down), end in zip(downs.items(), ends, strict=True)}
+    up, row = torch.zeros(sum(len(piece.rows) for piece in pieces), ends[-1]), 0
+    for piece in pieces:
+        if (own := factors.get(piece.name)) is not None:
+            rows = file.get_slice(own.up)[piece.rows.start : piece.rows.stop]
+            up[row : row + len(piece.rows), ranks[piece.name]] = rows.float() * own.scale
         row += len(piece.rows)
-    return LoraPair(down, up)
+    return LoraPair(torch.cat(list(downs.values())), up)
 
 
 class StepAdapters:

@@ -37,20 +37,20 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A stored projection [out_size, in_size] and a rank's part of it: ``rows`` of a column-parallel projection, or
-    ``columns`` of a row-parallel one, whose bias is added on one rank only."""
+    """A stored projection [out_size, in_size] and a rank's part of it: ``rows`` of a column-parallel projection, in the
+    order in which they are packed, or ``columns`` of a row-parallel one, whose bias is added on one rank only."""
 
     stored: str
     out_size: int
     in_size: int
-    rows: range
+    rows: tuple[range, ...]
     columns: range
 
-    def weight(self) -> Piece:
-        return Piece(f"{self.stored}.weight", (self.out_size, self.in_size), self.rows, self.columns)
+    def weight(self) -> Iterator[Piece]:
+        return (Piece(f"{self.stored}.weight", (self.out_size, self.in_size), rows, self.columns) for rows in self.rows)
 
-    def bias(self) -> Piece:
-        return Piece(f"{self.stored}.bias", (self.out_size,), self.rows, None)
+    def bias(self) -> Iterator[Piece]:
+        return (Piece(f"{self.stored}.bias", (self.out_size,), rows, None) for rows in self.rows)
 
 
 def parameters(config: ModelConfig, shard: Shard) -> Iterator[Parameter]:
@@ -78,28 +78,59 @@ def _attention(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parame
     if config.qk_norm:
         for norm in ("q_norm", "k_norm"):
             yield _vector(f"{prefix}{norm}.weight", f"{stored}self_attn.{norm}.weight", head)
-    query = range(shard.heads.start * head, shard.heads.stop * head)
-    kv = range(shard.kv_heads.start * head, shard.kv_heads.stop * head)
     num_q, num_kv = config.num_heads * head, config.num_kv_heads * head
-    everything = range(hidden)
-    projections = (
-        _Linear(f"{stored}self_attn.q_proj", num_q, hidden, query, everything),
-        _Linear(f"{stored}self_attn.k_proj", num_kv, hidden, kv, everything),
-        _Linear(f"{stored}self_attn.v_proj", num_kv, hidden, kv, everything),
-    )
+    query, everything = range(shard.heads.start * head, shard.heads.stop * head), range(hidden)
+    if config.has_packed_projections:
+        first_key, first_value, num_rows = num_q, num_q + num_kv, num_q + 2 * num_kv
+        rows = (
+            *_rotated_rows(config, shard.heads, 0),
+            *_rotated_rows(config, shard.kv_heads, first_key),
+            *_head_rows(config, shard.kv_heads, first_value),
+        )
+        projections: tuple[_Linear, ...] = (_Linear(f"{stored}self_attn.qkv_proj", num_rows, hidden, rows, everything),)
+    else:
+        keys, values = _rotated_rows(config, shard.kv_heads), _head_rows(config, shard.kv_heads)
+        projections = (
+            _Linear(f"{stored}self_attn.q_proj", num_q, hidden, _rotated_rows(config, shard.heads), everything),
+            _Linear(f"{stored}self_attn.k_proj", num_kv, hidden, keys, everything),
+            _Linear(f"{stored}self_attn.v_proj", num_kv, hidden, values, everything),
+        )
     yield from _packed(f"{prefix}qkv_proj", projections, config.qkv_bias)
-    out = _Linear(f"{stored}self_attn.o_proj", hidden, num_q, everything, query)
+    out = _Linear(f"{stored}self_attn.o_proj", hidden, num_q, (everything,), query)
     yield from _packed(f"{prefix}o_proj", (out,), config.output_bias and shard.tensor_rank == 0)
+
+
+def _head_rows(config: ModelConfig, heads: range, first: int = 0) -> tuple[range, ...]:
+    """The rows of ``heads`` in a projection whose heads begin at row ``first``."""
+    return (range(first + heads.start * config.head_size, first + heads.stop * config.head_size),)
+
+
+def _rotated_rows(config: ModelConfig, heads: range, first: int = 0) -> tuple[range, ...]:
+    """The same of queries or keys, in the order in which they are rotated: number i of a head together with number
+    head_size / 2 + i. Where only the first ``rotary_size`` are rotated, which checkpoints have paired among themselves,
+    the rest goes between their halves, and behind them. Products of queries and keys are the same in any order.
+    """
+    if config.rotary_size is None:
+        return _head_rows(config, heads, first)
+    half, end = config.rotary_size // 2, config.rotary_size
+    middle = (end + config.head_size) // 2
+    parts = (range(half), range(end, middle), range(half, end), range(middle, config.head_size))
+    starts = [first + head * config.head_size for head in heads]
+    return tuple(range(start + part.start, start + part.stop) for start in starts for part in parts)
 
 
 def _mlp(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix, stored = f"layers.{layer}.", f"model.layers.{layer}.mlp."
-    gate_up = tuple(
-        _Linear(f"{stored}{name}", inner, hidden, shard.mlp, range(hidden)) for name in ("gate_proj", "up_proj")
-    )
+    if config.has_packed_projections:
+        rows = (shard.mlp, range(inner + shard.mlp.start, inner + shard.mlp.stop))
+        gate_up: tuple[_Linear, ...] = (_Linear(f"{stored}gate_up_proj", 2 * inner, hidden, rows, range(hidden)),)
+    else:
+        gate_up = tuple(
+            _Linear(f"{stored}{name}", inner, hidden, (shard.mlp,), range(hidden)) for name in ("gate_proj", "up_proj")
+        )
     yield from _packed(f"{prefix}gate_up_proj", gate_up, config.mlp_bias)
-    down = _Linear(f"{stored}down_proj", hidden, inner, range(hidden), shard.mlp)
+    down = _Linear(f"{stored}down_proj", hidden, inner, (range(hidden),), shard.mlp)
     yield from _packed(f"{prefix}down_proj", (down,), config.mlp_bias and shard.tensor_rank == 0)
 
 
@@ -107,17 +138,17 @@ def _experts(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Paramete
     """The whole router; then of this rank's experts all gate and up projections, expert by expert, then all downs."""
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
-    prefix, stored = f"layers.{layer}.", f"model.layers.{layer}.mlp."
-    inner = moe.intermediate_size
-    router = _Linear(f"{stored}gate", moe.num_experts, hidden, range(moe.num_experts), range(hidden))
+    prefix, stored = f"layers.{layer}.", f"model.layers.{layer}.{moe.stored_in}."
+    inner, (gate, up, down_name) = moe.intermediate_size, moe.projections
+    router = _Linear(f"{stored}gate", moe.num_experts, hidden, (range(moe.num_experts),), range(hidden))
     yield from _packed(f"{prefix}router", (router,), False)
     gate_up = tuple(
-        _Linear(f"{stored}experts.{expert}.{name}", inner, hidden, range(inner), range(hidden))
+        _Linear(f"{stored}experts.{expert}.{name}", inner, hidden, (range(inner),), range(hidden))
         for expert in shard.experts
-        for name in ("gate_proj", "up_proj")
+        for name in (gate, up)
     )
     down = tuple(
-        _Linear(f"{stored}experts.{expert}.down_proj", hidden, inner, range(hidden), range(inner))
+        _Linear(f"{stored}experts.{expert}.{down_name}", hidden, inner, (range(hidden),), range(inner))
         for expert in shard.experts
     )
     yield from _packed(f"{prefix}experts.gate_up_proj", gate_up, False)
@@ -125,9 +156,9 @@ def _experts(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Paramete
 
 
 def _packed(name: str, linears: tuple[_Linear, ...], has_bias: bool) -> Iterator[Parameter]:
-    yield Parameter(f"{name}.weight", tuple(linear.weight() for linear in linears))
+    yield Parameter(f"{name}.weight", tuple(piece for linear in linears for piece in linear.weight()))
     if has_bias:
-        yield Parameter(f"{name}.bias", tuple(linear.bias() for linear in linears))
+        yield Parameter(f"{name}.bias", tuple(piece for linear in linears for piece in linear.bias()))
 
 
 def _vector(name: str, stored: str, size: int) -> Parameter:

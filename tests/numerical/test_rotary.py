@@ -1,0 +1,55 @@
+"""Angles of rotary embeddings: those of transformers, for every scaling, and at lengths that need it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, SHAPE, YARN_ROPE
+from transformers import LlamaConfig, Phi3Config, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+from shoal_replica.config import ModelConfig
+from shoal_replica.model.rotary import rotary_cache
+
+LONG = LONG_ROPE | {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.3, 2.0, 5.0, 11.0, 29.0]}
+YARNS: list[dict[str, Any]] = [
+    {},
+    {"attention_factor": 0.7},
+    {"beta_fast": 8, "beta_slow": 2},
+    {"mscale": 0.9, "mscale_all_dim": 0.4},
+    {"truncate": False},
+    {"factor": 1.0},
+]
+
+
+def tables(config: PretrainedConfig, folder: Path, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours, and that of transformers for a sequence that is as long as the model allows."""
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(folder)
+    model = ModelConfig.from_folder(folder, max_model_len=length)
+    kind = Phi3RotaryEmbedding if isinstance(config, Phi3Config) else LlamaRotaryEmbedding
+    positions = torch.arange(model.max_model_len)[None]
+    cos, sin = (part[0] for part in kind(config)(torch.zeros(1), positions))
+    half = cos.shape[1] // 2
+    return rotary_cache(model, torch.float32, torch.device("cpu")), torch.cat((cos[:, :half], sin[:, :half]), dim=1)
+
+
+@pytest.mark.parametrize("scaling", [None, LINEAR_ROPE, LLAMA3_ROPE, *(YARN_ROPE | more for more in YARNS)], ids=str)
+def test_scalings(tmp_path: Path, scaling: dict[str, Any] | None) -> None:
+    ours, theirs = tables(LlamaConfig(**SHAPE, rope_parameters=scaling), tmp_path)
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [64, 65, None])
+def test_long_contexts_have_divisors_of_their_own(tmp_path: Path, length: int | None) -> None:
+    """Of 16 numbers in a head 12 are rotated; the last two pairs keep the angle 0."""
+    config = Phi3Config(**SHAPE, rope_parameters=dict(LONG), original_max_position_embeddings=64)
+    ours, theirs = tables(config, tmp_path, length)
+    cos, rest, sin, still = ours.split((6, 2, 6, 2), dim=1)
+    torch.testing.assert_close(torch.cat((cos, sin), dim=1), theirs, atol=2e-5, rtol=1e-5)
+    assert torch.equal(rest, torch.ones_like(rest))
+    assert torch.equal(still, torch.zeros_like(still))

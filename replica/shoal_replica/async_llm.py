@@ -16,7 +16,8 @@ from shoal_replica.engine import Engine, StepReport
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
 from shoal_replica.llm import with_seed
-from shoal_replica.request import FinishReason, Request, TokenDelta, check_adapter, check_prompt
+from shoal_replica.request import FinishReason, Request, TokenDelta
+from shoal_replica.request_checks import check_adapter, check_prompt
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer

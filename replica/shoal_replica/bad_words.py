@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from shoal_replica.sampling_params import SamplingParams
@@ -14,11 +15,14 @@ def ban_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """
     if not params.bad_words:
         return params
-    bad = dict.fromkeys(params.bad_token_ids)
-    for word in params.bad_words:
+    bad = dict.fromkeys((*params.bad_token_ids, *_spellings(params.bad_words, tokenizer)))
+    return replace(params, bad_words=(), bad_token_ids=tuple(bad))
+
+
+def _spellings(words: Iterable[str], tokenizer: Tokenizer) -> Iterable[tuple[int, ...]]:
+    for word in words:
         word = word.lstrip()
         within, at_beginning = (tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
-        bad[within] = None
+        yield within
         if at_beginning[:1] != within[:1] and len(at_beginning) == len(within):  # else the space is a token of its own
-            bad[at_beginning] = None
-    return replace(params, bad_words=(), bad_token_ids=tuple(token_ids for token_ids in bad if token_ids))
+            yield at_beginning

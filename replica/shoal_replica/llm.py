@@ -17,7 +17,8 @@ from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, InvalidArgument
 from shoal_replica.executor import StepTiming, TokenLogprobs
 from shoal_replica.grammars import Grammars
-from shoal_replica.request import FinishReason, Request, TokenDelta, check_adapter, check_prompt
+from shoal_replica.request import FinishReason, Request, TokenDelta
+from shoal_replica.request_checks import check_adapter, check_prompt
 from shoal_replica.sampling_params import MAX_SEED, SamplingParams
 from shoal_replica.stats import ReplicaStats
 from shoal_replica.text_stream import TextStream

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, MutableSequence
+from collections.abc import Collection, MutableSequence
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -12,13 +12,12 @@ from typing import NamedTuple
 import msgspec
 
 from shoal_replica.adapter import title
-from shoal_replica.errors import InvalidArgument, PromptTooLong, Unavailable
+from shoal_replica.errors import InvalidArgument, Unavailable
 from shoal_replica.executor import SampledToken, TokenLogprobs
 from shoal_replica.partial_reuse import Tokens
 from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
+from shoal_replica.request_checks import check_scores
 from shoal_replica.sampling_params import SamplingParams
-
-MAX_LOGPROBS_TOLD = 100_000  # some 2 MB, in one message from the replica
 
 
 class FinishReason(StrEnum):
@@ -85,9 +84,14 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for."""
+        return self.sampling_params.prompt_logprobs is not None
+
+    @property
     def is_cached(self) -> bool:
         """Whether its blocks may come from the prefix cache and enter it."""
-        return self.sampling_params.prompt_logprobs is None
+        return not self.is_scored  # what is found there cannot be scored
 
     def known_token_ids(self) -> MutableSequence[int]:
         """The tokens with which a sequence of this request starts."""
@@ -179,8 +183,8 @@ class Sequence:
         """How many of the tokens ``[start, end)``, which are to be computed, are followed by a prompt token whose
         log-probability is asked for.
         """
-        if self.request.is_cached or self.index != self.request.index:
-            return 0
+        if not self.request.is_scored or self.index != self.request.index or self.num_output_tokens:
+            return 0  # with the first token it has been told
         return max(0, min(end, self.num_prompt_tokens - 1) - start)
 
     def delta(
@@ -196,6 +200,8 @@ class Sequence:
         if is_first and first_s is not None:
             start = StartTimes(first_s - request.arrival_s, max(0.0, now - first_s))
         scored = tuple(self.prompt_logprobs) if is_first else ()
+        if scored:
+            self.prompt_logprobs = []  # they are told once
         return TokenDelta(
             request_id=request.request_id,
             index=index,
@@ -274,10 +280,7 @@ class FinishRule:
         params, num_tokens = request.sampling_params, request.num_prompt_tokens + len(request.output_token_ids)
         if num_tokens >= self.max_model_len:
             raise InvalidArgument("prompt", f"{num_tokens} tokens", f"must be under {self.max_model_len}")
-        num_entries = num_tokens * (1 + (params.prompt_logprobs or 0))
-        if params.prompt_logprobs is not None and num_entries > MAX_LOGPROBS_TOLD:
-            limit = f"{num_tokens} tokens would have {num_entries} of them, and at most {MAX_LOGPROBS_TOLD} are sent"
-            raise InvalidArgument("prompt_logprobs", params.prompt_logprobs, limit)
+        check_scores(params, request.num_prompt_tokens)
         if request.adapter and request.adapter not in self.adapters:
             raise Unavailable(f"adapter {title(request.adapter)!r} is not loaded here")
         if request.output_token_ids and (params.n > 1 or params.is_beam_search):
@@ -304,24 +307,3 @@ class FinishRule:
         if num_tokens >= self.max_model_len:
             return FinishReason.LENGTH
         return None
-
-
-def check_adapter(name: str, loaded: Iterable[str]) -> None:
-    """Raise InvalidArgument if ``name`` is neither empty nor one of the ``loaded`` adapters."""
-    known = sorted(loaded)
-    if name and name not in known:
-        raise InvalidArgument("adapter", name, f"must be one of {', '.join(known)}" if known else "none is loaded")
-
-
-def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int, field: str = "prompt") -> None:
-    """Raise InvalidArgument, naming the ``field`` that the prompt came in, if it is empty or has token ids outside the
-    vocabulary, and PromptTooLong if it leaves no room for one more token.
-    """
-    if not prompt_token_ids:
-        raise InvalidArgument(field, "", "must have at least one token")
-    if len(prompt_token_ids) >= max_model_len:
-        limit = f"must be at most {max_model_len - 1} tokens, which leaves one to generate"
-        raise PromptTooLong(field, f"{len(prompt_token_ids)} tokens", limit)
-    low, high = min(prompt_token_ids), max(prompt_token_ids)
-    if low < 0 or high >= vocab_size:
-        raise InvalidArgument(field, low if low < 0 else high, f"token ids must be in [0, {vocab_size})")

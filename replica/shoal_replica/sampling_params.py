@@ -21,7 +21,7 @@ MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKENS = 8192
 MAX_BAD_WORDS = 256
-MAX_BAD_WORD = 256  # characters
+MAX_BAD_CHARACTERS = 4096  # of all bad words together
 MAX_LOGIT_BIAS = 100.0
 MAX_SEED = 2**63 - 1
 MAX_INTEGER = 2**63 - 1
@@ -47,8 +47,8 @@ class SamplingParams:
         seed: makes the draw repeatable; None lets the gateway choose one.
         n: how many sequences to generate; of a beam search, how many of the best to return.
         logprobs: None, or how many top log-probabilities to return beside the chosen token's (0 to 20).
-        prompt_logprobs: the same for the tokens of the prompt, from the second on. Such a prompt is computed as a
-            whole: it neither finds its beginning cached nor leaves it to others.
+        prompt_logprobs: the same for the tokens of the prompt, from the second on. All of such a prompt is computed: it
+            neither finds its beginning cached nor leaves it to others.
         stop: strings that end the text; the matched string is not part of it.
         stop_token_ids: token ids that end the sequence; the stop token is among its tokens, but not in its text.
         ignore_eos: continue past the model's end-of-sequence tokens.
@@ -58,7 +58,8 @@ class SamplingParams:
             in [-10, 10]; larger favours longer answers.
         logit_bias: pairs of a token id and what is added to its logit, in [-100, 100]; or a mapping of them.
         allowed_token_ids: if there are any, no other tokens are generated: an answer ends by itself only if an
-            end-of-sequence token is among them.
+            end-of-sequence token is among them. One that has no token left to go on with ends there, for its length,
+            with an end-of-sequence token.
         bad_words: texts that are not generated, at the beginning of a word or within it.
         bad_token_ids: sequences of tokens of which the last is not generated after the others: ``ban_words`` makes
             these of ``bad_words``.
@@ -171,9 +172,11 @@ class SamplingParams:
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise InvalidArgument("bad_words", f"{len(self.bad_words)} words", f"must be at most {MAX_BAD_WORDS}")
         for word in self.bad_words:
-            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD:
-                limit = f"must be texts of 1 to {MAX_BAD_WORD} characters, not of spaces alone"
-                raise InvalidArgument("bad_words", word, limit)
+            if not isinstance(word, str) or not word.strip():
+                raise InvalidArgument("bad_words", word, "must be texts, not of spaces alone")
+        if (length := sum(map(len, self.bad_words))) > MAX_BAD_CHARACTERS:
+            limit = f"must have at most {MAX_BAD_CHARACTERS} together"
+            raise InvalidArgument("bad_words", f"{length} characters", limit)
         for bad in self.bad_token_ids:
             if not isinstance(bad, tuple) or not bad:
                 raise InvalidArgument("bad_token_ids", bad, "must be non-empty tuples of token ids")
@@ -220,7 +223,12 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether a row's logits are changed before its token is chosen."""
         changed = self.has_penalties or self.structured_output or self.logit_bias or self.min_tokens
-        return bool(changed or self.allowed_token_ids or self.bad_token_ids)
+        return bool(changed or self.restricts_choice)
+
+    @property
+    def restricts_choice(self) -> bool:
+        """Whether some tokens are not allowed, or may complete what must not be there."""
+        return bool(self.allowed_token_ids or self.bad_token_ids)
 
     @property
     def takes_likeliest(self) -> bool:

@@ -257,11 +257,11 @@ class Scheduler:
             if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
                 break  # blocks are short: start no new sequence until the preempted ones are back
             num_slots = sequence.request.sampling_params.beam_width
-            if num_slots > room and plan.share(sequence):  # one that yields keeps no others waiting
+            if num_slots > room and plan.share(sequence):  # one that gets no tokens keeps no others waiting
                 break
             line.pass_first()
             if plan.share(sequence) == 0:
-                continue  # it yields
+                continue  # it yields, or the step scores no more
             room -= num_slots
             matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
             if self._waits_for_another(plan, line, sequence, len(matched)):

@@ -52,16 +52,19 @@ class StepPlan:
             self.has_put_off |= left <= 0
             num_left = min(num_left, left)
         num_left = max(0, min(num_left, self.budget))
-        if not sequence.request.is_cached:
+        if sequence.request.is_scored:
             num_left -= self._num_too_many(sequence, num_left)
         return num_left
 
     def _num_too_many(self, sequence: Sequence, num_new: int) -> int:
-        """How many of ``num_new`` more tokens of a sequence go beyond those that a step may score."""
-        start = self.planned_end(sequence)
-        num_scored = sequence.num_scored(start, start + num_new)
-        left = MAX_SCORED_TOKENS - self._num_scored
-        return num_new - left if num_scored > left else 0
+        """How many of ``num_new`` more tokens of a sequence go beyond those that a step may score. Prompts that yield
+        leave half of these to others.
+        """
+        start, most = self.planned_end(sequence), MAX_SCORED_TOKENS
+        if sequence.request.yields:
+            most = max(1, most // 2)
+        left = max(0, most - self._num_scored)
+        return num_new - left if sequence.num_scored(start, start + num_new) > left else 0
 
     def compute(self, sequence: Sequence, num_new: int) -> None:
         """Plan ``num_new`` (more) tokens of ``sequence``; it samples if that brings it up to its last token."""
@@ -69,15 +72,13 @@ class StepPlan:
         planned = self._scheduled.get(seq_id)
         self.num_sequences += planned is None
         self.budget -= num_new
-        num_scored = 0
         if num_tokens - start > 1:
             self.num_prompt_tokens += num_new
             self.num_yielding_tokens += num_new * sequence.request.yields
         if planned is not None:
             num_new += planned.num_new_tokens
-        if not sequence.request.is_cached:
-            num_scored = sequence.num_scored(start, start + num_new)
-            self._num_scored += num_scored - (0 if planned is None else planned.num_scored)
+        num_scored = sequence.num_scored(start, start + num_new)
+        self._num_scored += num_scored - (0 if planned is None else planned.num_scored)
         self._scheduled[seq_id] = ScheduledSequence(seq_id, start, num_new, start + num_new == num_tokens, num_scored)
 
     def introduce(self, sequence: Sequence, block_table: BlockTable, num_candidates: int = 0) -> None:

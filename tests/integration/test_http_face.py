@@ -22,6 +22,7 @@ from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import ToolCall
+from shoal_cluster.serve import openai_answers
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.http_api import build_http_app
@@ -186,6 +187,7 @@ async def test_an_echo_may_be_all(client: openai.AsyncOpenAI, core: FakeGateway,
         assert usage is not None
         assert (list(texts.values()), usage.completion_tokens) == (["ab", "then"], 0)
         return
+    core.text = "H"  # which would end by itself
     answer = await client.completions.create(**asked, logprobs=0)
     assert [choice.text for choice in answer.choices] == ["ab", "then"]
     assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
@@ -193,6 +195,28 @@ async def test_an_echo_may_be_all(client: openai.AsyncOpenAI, core: FakeGateway,
     assert answer.choices[1].logprobs.token_logprobs == [None, -0.5]
     assert answer.usage is not None
     assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (0, 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [[-5], [2**40], [1] * 200, ""])
+async def test_only_prompts_that_are_served_are_echoed(http: httpx.AsyncClient, prompt: Any, stream: bool) -> None:
+    answer = await http.post("/v1/completions", json={"prompt": prompt, "echo": True, "stream": stream})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+
+
+async def test_what_cannot_be_scored_names_what_the_body_asked_for(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for asked, param in (({"echo": True, "logprobs": 1}, "logprobs"), ({"prompt_logprobs": 1}, "prompt_logprobs")):
+        answer = await http.post("/v1/completions", json={"prompt": "then", "beam_width": 2} | asked)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    monkeypatch.setattr(openai_answers, "MAX_TOLD", 8)
+    body: dict[str, Any] = {"prompt": ["then", "then"], "echo": True, "logprobs": 1, "n": 2}  # 2 x 2 x 2 numbers
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    answer = await http.post("/v1/completions", json=body | {"prompt": ["then"] * 3})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert "must be at most 8; ask for fewer at once" in answer.json()["error"]["message"]
 
 
 async def test_an_echo_streams_before_the_answer(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
@@ -222,6 +246,10 @@ async def test_prompt_logprobs_are_told_as_vllm_tells_them(http: httpx.AsyncClie
         whole["usage"]["prompt_tokens"] - 1
     )
     assert "prompt_logprobs" not in whole["choices"][0]
+    with_tools = {"messages": HI, "prompt_logprobs": 0, "tools": [TOOL], "max_tokens": 0, "max_completion_tokens": 5}
+    other = (await http.post("/v1/chat/completions", json=with_tools)).json()
+    assert len(other["prompt_logprobs"]) == other["usage"]["prompt_tokens"]
+    assert other["usage"]["completion_tokens"] == 5
 
 
 @pytest.mark.parametrize(
@@ -947,6 +975,7 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "allowed_token_ids": [-1]}, 400, "allowed_token_ids", "at least 0"),
         (CHAT, {"messages": HI, "bad_words": [" "]}, 400, "bad_words", "not of spaces alone"),
         (CHAT, {"messages": HI, "bad_words": ["a"] * 257}, 400, "bad_words", "must be at most 256"),
+        (CHAT, {"messages": HI, "bad_words": ["a" * 99] * 42}, 400, "bad_words", "must have at most 4096 together"),
         (CHAT, {"messages": HI, "skip_special_tokens": False}, 400, "skip_special_tokens", "only True"),
         (COMPLETION, {"prompt": "x", "prompt_logprobs": -1}, 400, "prompt_logprobs", "at least 0 and at most 20"),
         (COMPLETION, {"prompt": "x", "prompt_logprobs": 1, "beam_width": 2}, 400, "prompt_logprobs", "a beam search"),

@@ -96,6 +96,15 @@ def test_bad_sequences_of_tokens_are_not_completed(folder, llm):
     assert output.token_ids == expected(folder, prompt, **settings)
 
 
+def test_bad_sequences_begin_in_the_answer(llm):
+    """What the prompt ends with does not count."""
+    greedy = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    (plain,) = llm.generate([PROMPTS[2]], greedy)
+    bad = ((PROMPTS[2][-1], plain.token_ids[0]), (*PROMPTS[2][-2:], plain.token_ids[0]))
+    (output,) = llm.generate([PROMPTS[2]], replace(greedy, bad_token_ids=bad))
+    assert output.token_ids == plain.token_ids
+
+
 def test_bad_words_are_not_generated(llm):
     allowed = tuple(llm.tokenizer.encode("a b c", add_special_tokens=False))
     asked = SamplingParams(max_tokens=40, seed=2, temperature=9.0, ignore_eos=True, allowed_token_ids=allowed)
@@ -157,8 +166,8 @@ def test_stop_strings_count_after_min_tokens(llm):
         ({"allowed_token_ids": (3, "x")}, "allowed_token_ids: got 'x'; must be an integer"),
         ({"allowed_token_ids": tuple(range(8193))}, "allowed_token_ids: got '8193 ids'; must be at most 8192"),
         ({"allowed_token_ids": (3,), "beam_width": 2}, "allowed_token_ids: got .* is not supported in a beam search"),
-        ({"bad_words": ("",)}, "bad_words: got ''; must be texts of 1 to 256 characters"),
-        ({"bad_words": "x" * 257}, "bad_words: got .*; must be texts of 1 to 256 characters"),
+        ({"bad_words": ("",)}, "bad_words: got ''; must be texts, not of spaces alone"),
+        ({"bad_words": "x" * 4097}, "bad_words: got '4097 characters'; must have at most 4096 together"),
         ({"bad_words": ["a"] * 257}, "bad_words: got '257 words'; must be at most 256"),
         ({"bad_token_ids": ((),)}, r"bad_token_ids: got \(\); must be non-empty tuples"),
         ({"bad_token_ids": ((1, 320),)}, r"bad_token_ids: got 320; token ids must be in \[0, 320\)"),

@@ -249,3 +249,19 @@ def test_broken_logits_raise(bad: float, params: SamplingParams) -> None:
 
 def test_no_rows_no_samples() -> None:
     assert Sampler().sample(torch.empty(0, VOCAB_SIZE), []) == []
+
+
+def test_an_answer_without_a_token_left_ends_by_one_that_the_model_has() -> None:
+    """Checkpoints name end-of-sequence tokens beyond the vocabulary of the model's rows, or none."""
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(9,), bad_token_ids=((9,),))
+    for ends, token_id in (((10**6, 7), 7), ((10**6,), 0), ((), 0)):
+        (sample,) = Sampler(eos_token_ids=ends).sample(LOGITS[None], [make_row(params)])
+        assert (sample.token_id, sample.is_cut) == (token_id, True)
+
+
+def test_a_sequence_that_comes_back_under_a_number_has_its_own_choice() -> None:
+    sampler = Sampler()
+    for token_id in (9, 4):
+        row = make_row(SamplingParams(temperature=0.0, allowed_token_ids=(token_id,)), seq_id=3)
+        assert [sampler.sample(LOGITS[None], [row])[0].token_id for _ in range(2)] == [token_id] * 2
+        sampler.forget(3)

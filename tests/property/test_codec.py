@@ -82,6 +82,7 @@ sampling_params = (
         min_tokens=st.integers(0, 16),
         logit_bias=st.dictionaries(token_id, st.floats(-100, 100), max_size=4),
         allowed_token_ids=token_ids,
+        bad_token_ids=st.lists(token_ids.filter(bool), max_size=2).map(tuple),
         bad_words=st.lists(st.text(min_size=1, max_size=4).filter(str.strip), max_size=3).map(tuple),
     )
     | st.builds(

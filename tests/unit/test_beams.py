@@ -12,7 +12,8 @@ from shoal_replica.config import CacheConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import SampledToken, StepResult
 from shoal_replica.kv_cache import KVCacheManager
-from shoal_replica.request import MAX_LOGPROBS_TOLD, FinishReason, FinishRule, StartTimes
+from shoal_replica.request import FinishReason, FinishRule, StartTimes
+from shoal_replica.request_checks import MAX_LOGPROBS_TOLD
 from shoal_replica.testing import expected_beams, make_request, make_scheduler
 
 

@@ -17,10 +17,10 @@ def test_special_tokens_before_an_echo_have_no_width() -> None:
     bos = TOKENIZER.token_id(BOS)
     assert bos is not None
     echo = Echo("then", (bos, *prompt), is_all=False)
-    body = SHAPE.echoed(echo, [TokenLogprobs(i, -1.0) for i in prompt], [TokenLogprobs(prompt[0], -2.0)])
-    assert body["tokens"] == [BOS, "the", "n", "the"]
-    assert body["text_offset"] == [0, 0, 3, 4]
-    assert body["token_logprobs"] == [None, -1.0, -1.0, -2.0]
+    body, offset = SHAPE.prompt_logprobs(echo, [TokenLogprobs(i, -1.0) for i in prompt])
+    assert body["tokens"] == [BOS, "the", "n"]
+    assert (body["text_offset"], offset) == ([0, 0, 3], 4)
+    assert body["token_logprobs"] == [None, -1.0, -1.0]
 
 
 def test_offsets_count_characters_however_tokens_cut_them() -> None:

@@ -26,6 +26,7 @@ def test_nothing_is_known_before_a_step_of_prompts() -> None:
     assert pace.told(0.0) == UNKNOWN_PACE
     pace.take([chunk(1, 500)] * 100, 0, 0.1, 0.0)
     pace.take([chunk(63)], 0, 0.1, 0.0)
+    pace.take([ScheduledSequence(0, 0, FULL, False, 64)], 0, 0.1, 0.0)  # most of it may be logits
     assert pace.told(0.0) == UNKNOWN_PACE
 
 

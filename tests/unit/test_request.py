@@ -9,7 +9,8 @@ import pytest
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import SampledToken, TokenLogprobs
 from shoal_replica.prefix_cache import hash_blocks
-from shoal_replica.request import TRANSITIONS, FinishReason, Sequence, SequenceStatus, check_prompt
+from shoal_replica.request import TRANSITIONS, FinishReason, Sequence, SequenceStatus
+from shoal_replica.request_checks import check_prompt
 from shoal_replica.testing import make_request
 
 

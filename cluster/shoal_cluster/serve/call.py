@@ -71,7 +71,8 @@ class GenerateCall:
         """What was given, in characters of text that would take as long to tokenise."""
         turns = sum(turn.length + TURN_LENGTH for turn in self.messages or ())
         tools = 0 if self.tools is None else self.tools.length
-        return len(self.text or "") + turns + tools + len(repr(self.template_options))
+        bad_words = sum(len(word) + TURN_LENGTH for word in self.sampling_params.bad_words)
+        return len(self.text or "") + turns + tools + len(repr(self.template_options)) + bad_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

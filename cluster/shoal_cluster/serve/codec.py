@@ -121,6 +121,8 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
 def sampling_params_from_proto(params: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidArgument for a field outside its limits."""
     given: dict[str, Any] = {"max_tokens": None, **{field.name: value for field, value in params.ListFields()}}
+    if params.bad_token_ids:
+        given["bad_token_ids"] = tuple(tuple(token_ids.ids) for token_ids in params.bad_token_ids)
     if params.HasField("structured_output"):
         form = params.structured_output.WhichOneof("form")
         if form is None:
@@ -137,6 +139,7 @@ def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         allowed_token_ids=params.allowed_token_ids,
         bad_words=params.bad_words,
+        bad_token_ids=[pb.TokenIds(ids=token_ids) for token_ids in params.bad_token_ids],
         logit_bias=dict(params.logit_bias),
         structured_output=None if structure is None else pb.StructuredOutput(**{structure.kind: structure.source}),
         **{name: getattr(params, name) for name in _SCALARS},

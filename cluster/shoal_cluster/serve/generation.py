@@ -137,7 +137,7 @@ class Generation:
         num_tokens = len(first.token_ids) + len(first.prompt_logprobs)
         while self._chunks and self._chunks[0].index == first.index and num_tokens < MAX_MERGED:
             chunks.append(self._chunks.popleft())
-            num_tokens += len(chunks[-1].token_ids) + len(chunks[-1].prompt_logprobs)
+            num_tokens += len(chunks[-1].token_ids)
         if len(chunks) == 1:
             return first
         return Chunk(
@@ -233,7 +233,8 @@ class Generation:
         if self._num_legs > 1:
             request = replace(request, request_id=leg_id(self._request.request_id, self._num_legs))
             if request.output_token_ids:
-                is_caching = bool(query.block_hashes) or query.num_prompt_tokens < query.block_size
+                is_short = query.num_prompt_tokens < query.block_size
+                is_caching = bool(query.block_hashes) or is_short or self._request.is_scored
                 query = RouteQuery.for_request(request, query.block_size, is_caching)
             query = replace(query, request_id=request.request_id)
         if excluded:

@@ -23,7 +23,7 @@ from shoal_cluster.serve.http_access import KeyCheck
 from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_response, until_disconnect
 from shoal_cluster.serve.http_tokens import tokens_router
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
-from shoal_cluster.serve.openai_answers import ChoiceAnswers
+from shoal_cluster.serve.openai_answers import ChoiceAnswers, encode
 from shoal_cluster.serve.openai_chat import ChatRequest
 from shoal_cluster.serve.openai_shapes import ChatShape, CompletionShape, Json
 from shoal_cluster.serve.openai_tools import NamedChoice
@@ -164,17 +164,17 @@ async def _answer(core: GatewayCore, body: B, request: Request, answers: Answers
         calls = [replace(call, trace=trace, tenant=call.tenant if tenant is None else tenant) for call in calls]
     except ShoalError as error:
         core.refuse_unread()
-        return error_response(error, request_id)
+        return error_response(body.in_its_words(error), request_id)
     try:
         model = core.model_card(body.model).name
         if body.stream:
             return EventStream(answers.events(core, calls, body, request_id, model), request_id)
         answer = answers.whole(core, calls, body, request_id, model)
-        return JSONResponse(await until_disconnect(request.receive, answer))
+        return Response(encode(await until_disconnect(request.receive, answer)), media_type="application/json")
     except ClientDisconnect:
         raise
     except Exception as error:
-        return error_response(error, request_id)
+        return error_response(body.in_its_words(error), request_id)
 
 
 def _model_body(card: ModelCard) -> dict[str, Any]:

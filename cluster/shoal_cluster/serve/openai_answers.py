@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +14,15 @@ from shoal_cluster.serve.chunks import open_merged_chunks
 from shoal_cluster.serve.openai_echo import Echo
 from shoal_cluster.serve.openai_shapes import AnswerShape, Choice, CompletionShape, Json, prompt_logprobs_body
 from shoal_cluster.serve.openai_types import RequestBody
+from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
+from shoal_replica.request import FinishReason
+from shoal_replica.sampling_params import SamplingParams
 
 _encoder = msgspec.json.Encoder()
 
 DONE = b"data: [DONE]\n\n"
+MAX_TOLD = 300_000  # log-probabilities of prompts in an answer: some 20 MB, and most of a second's work
 
 
 def _cut(tokens: Sequence[TokenLogprobs], num_top: int) -> list[TokenLogprobs]:
@@ -54,37 +59,65 @@ class ChoiceAnswers:
     async def whole(
         self, core: GatewayCore, calls: Sequence[GenerateCall], body: RequestBody, request_id: str, model: str
     ) -> Json:
-        """Run ``calls`` to their end and return one body. Choices are numbered prompt by prompt."""
-        shape, params = self._shape, calls[0].sampling_params
+        """Run ``calls`` to their end and return one body. Choices are numbered prompt by prompt.
+
+        Raises:
+            InvalidArgument: the prompts have more log-probabilities than one answer may hold.
+        """
+        params, num_told = calls[0].sampling_params, 0
         choices = [Choice() for _ in range(params.n * len(calls))]
-        echoes = await _echoes(core, calls, body)
-        usage = _UsageSum(body.max_tokens == 0)
+        usage = _UsageSum(body.is_all_prompt)
         async with open_merged_chunks(core, calls) as chunks:
             async for number, chunk in chunks:
                 choices[number * params.n + chunk.index].add(chunk)
                 if chunk.usage is not None:
                     usage.usages.append(chunk.usage)
-        bodies = []
-        for index, choice in enumerate(choices):
-            choice.prompt_logprobs = choices[index - index % params.n].prompt_logprobs  # siblings share a prompt
-            bodies.append(self._choice(index, choice, params.logprobs, echoes[index // params.n] if echoes else None))
-        whole = _head(shape.whole_object, shape, request_id, model) | {"choices": bodies, "usage": usage.body()}
+                num_told += len(chunk.prompt_logprobs) * (1 + (params.prompt_logprobs or 0)) * params.n
+                if num_told > MAX_TOLD:
+                    limit = f"their log-probabilities in all choices must be at most {MAX_TOLD}; ask for fewer at once"
+                    raise InvalidArgument("prompt", f"{len(calls)} prompts", limit)
+        echoes = [await Echo.of(core, call, body.is_all_prompt) for call in calls] if body.echoes else []
+        whole = _head(self._shape.whole_object, self._shape, request_id, model)
+        if params.prompt_logprobs is None:
+            whole["choices"] = self._choices(choices, params, echoes)
+        else:  # takes a while
+            whole["choices"] = await asyncio.to_thread(self._choices, choices, params, echoes)
         if body.prompt_logprobs is not None:
-            for place, choice in zip(bodies if shape.tells_prompt_by_choice else [whole], choices, strict=False):
-                place["prompt_logprobs"] = prompt_logprobs_body(shape, choice.prompt_logprobs, body.prompt_logprobs)
-        return whole
+            scored = [choice.prompt_logprobs for choice in choices[:: params.n]]  # siblings share a prompt
+            await asyncio.to_thread(self._tell_prompts, whole, scored, params.n, body.prompt_logprobs)
+        return whole | {"usage": usage.body()}
 
-    def _choice(self, index: int, choice: Choice, num_top: int | None, echo: Echo | None) -> Json:
-        """One choice of a whole answer."""
-        shape, logprobs = self._shape, None
-        if echo is not None:
-            choice = replace(choice, text=[echo.text] if echo.is_all else [echo.text, *choice.text])
-        if num_top is not None and echo is not None and isinstance(shape, CompletionShape):
-            answer = [] if echo.is_all else choice.logprobs
-            logprobs = shape.echoed(echo, _cut(choice.prompt_logprobs, num_top), answer)
-        elif num_top is not None:
-            logprobs, _ = shape.logprobs(choice.logprobs, 0)
-        return shape.whole(index, choice, logprobs)
+    def _choices(self, choices: Sequence[Choice], params: SamplingParams, echoes: Sequence[Echo]) -> list[Json]:
+        """The choices of a whole answer."""
+        shape, bodies = self._shape, list[Json]()
+        prompt: tuple[Json, int] | None = None
+        for index, choice in enumerate(choices):
+            logprobs = None
+            if params.logprobs is not None:
+                logprobs, _ = shape.logprobs(choice.logprobs, 0)
+            if echoes:
+                echo = echoes[index // params.n]
+                answer = Choice() if echo.is_all else choice
+                choice = replace(choice, text=[echo.text, *answer.text])
+                if echo.is_all:
+                    choice.finish_reason = FinishReason.LENGTH
+                if params.logprobs is not None and isinstance(shape, CompletionShape):
+                    if index % params.n == 0:  # its siblings share it
+                        prompt = shape.prompt_logprobs(echo, _cut(choice.prompt_logprobs, params.logprobs))
+                    assert prompt is not None
+                    own, _ = shape.logprobs(answer.logprobs, prompt[1])
+                    logprobs = {name: [*prompt[0][name], *told] for name, told in own.items()}
+            bodies.append(shape.whole(index, choice, logprobs))
+        return bodies
+
+    def _tell_prompts(self, whole: Json, scored: Sequence[Sequence[TokenLogprobs]], n: int, num_top: int) -> None:
+        """Add the log-probabilities of the prompts, of which each has ``n`` choices, in vLLM's form."""
+        told = [prompt_logprobs_body(self._shape, tokens, num_top) for tokens in scored]
+        if not self._shape.tells_prompt_by_choice:
+            whole["prompt_logprobs"] = told[0]
+            return
+        for index, choice in enumerate(whole["choices"]):
+            choice["prompt_logprobs"] = told[index // n]
 
     async def events(
         self, core: GatewayCore, calls: Sequence[GenerateCall], body: RequestBody, request_id: str, model: str
@@ -96,13 +129,15 @@ class ChoiceAnswers:
             head["usage"] = None
         offsets: dict[int, int] = {}
         have_called: set[int] = set()
-        echoes = await _echoes(core, calls, body)
-        usage = _UsageSum(body.max_tokens == 0)
+        echoes: dict[int, Echo] = {}
+        usage = _UsageSum(body.is_all_prompt)
         async with open_merged_chunks(core, calls) as chunks:
             async for number, chunk in chunks:
                 index = number * params.n + chunk.index
                 events = b""
-                if echoes:
+                if body.echoes:
+                    if number not in echoes:
+                        echoes[number] = await Echo.of(core, calls[number], body.is_all_prompt)
                     chunk = _after_prompt(chunk, echoes[number], is_first=index not in offsets)
                 if index not in offsets:
                     offsets[index] = 0
@@ -123,15 +158,11 @@ class ChoiceAnswers:
         yield (event(head | {"choices": [], "usage": usage.body()}) if include_usage else b"") + DONE
 
 
-async def _echoes(core: GatewayCore, calls: Sequence[GenerateCall], body: RequestBody) -> list[Echo]:
-    """What the answer to each call begins with; nothing if answers do not tell their prompts."""
-    return [await Echo.of(core, call, body.max_tokens == 0) for call in calls] if body.echoes else []
-
-
 def _after_prompt(chunk: Chunk, echo: Echo, is_first: bool) -> Chunk:
     """A chunk of a stream that begins with its prompt."""
     if echo.is_all:
-        chunk = replace(chunk, text="", logprobs=())
+        reason = None if chunk.finish_reason is None else FinishReason.LENGTH
+        chunk = replace(chunk, text="", logprobs=(), finish_reason=reason)
     return replace(chunk, text=echo.text + chunk.text) if is_first else chunk
 
 

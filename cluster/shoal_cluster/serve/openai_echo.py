@@ -23,7 +23,7 @@ class Echo:
 
     @classmethod
     async def of(cls, core: GatewayCore, call: GenerateCall, is_all: bool) -> Echo:
-        """Raises InvalidArgument."""
+        """Of a call that has been accepted: its tokens exist."""
         text, token_ids = call.text, call.token_ids or ()
         if text is None:
             text = await asyncio.to_thread(core.detokenize, token_ids)

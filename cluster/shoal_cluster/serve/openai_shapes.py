@@ -129,15 +129,15 @@ class CompletionShape:
         }
         return body, offset
 
-    def echoed(self, echo: Echo, prompt: Sequence[TokenLogprobs], answer: Sequence[TokenLogprobs]) -> Json:
-        """The log-probabilities of a text that begins with its prompt; the first token has none. Special tokens that
-        the tokenizer has put before the text begin where it begins.
+    def prompt_logprobs(self, echo: Echo, tokens: Sequence[TokenLogprobs]) -> tuple[Json, int]:
+        """``logprobs`` of an echoed prompt, whose first token has none. Special tokens that the tokenizer has put
+        before the text begin where it begins.
         """
-        known = [TokenLogprobs(echo.token_ids[0], 0.0), *prompt]
+        known = [TokenLogprobs(echo.token_ids[0], 0.0), *tokens]
         _, width = self.logprobs(known, 0)
-        body, _ = self.logprobs([*known, *answer], len(echo.text) - width)
+        body, offset = self.logprobs(known, len(echo.text) - width)
         body["token_logprobs"][0] = body["top_logprobs"][0] = None
-        return body
+        return body, offset
 
 
 AnswerShape = ChatShape | CompletionShape

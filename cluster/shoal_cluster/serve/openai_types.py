@@ -98,6 +98,15 @@ class RequestBody(Body):
         return False
 
     @property
+    def is_all_prompt(self) -> bool:
+        """Whether an answer that begins with its prompt ends with it, too."""
+        return False
+
+    def in_its_words(self, error: Exception) -> Exception:
+        """``error`` with the field that the body has for it."""
+        return error
+
+    @property
     def num_sequences(self) -> int:
         """Sequences per prompt."""
         return 1 if self.n is None else self.n
@@ -201,10 +210,19 @@ class CompletionRequest(RequestBody):
     def echoes(self) -> bool:
         return bool(self.echo)
 
+    @property
+    def is_all_prompt(self) -> bool:
+        return self.echoes and self.max_tokens == 0
+
+    def in_its_words(self, error: Exception) -> Exception:
+        if isinstance(error, InvalidArgument) and error.field == "prompt_logprobs" and self.prompt_logprobs is None:
+            return InvalidArgument.retold("logprobs", f"logprobs, with echo: {error}")
+        return error
+
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """One call per prompt. Raises InvalidArgument."""
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        if self.echo and max_tokens == 0:
+        if self.is_all_prompt:
             max_tokens = 1  # which is not told
         params = self.sampling_params(max_tokens, self.logprobs, self.best_of, self.logprobs if self.echo else None)
         prompts = _prompts(self.prompt)

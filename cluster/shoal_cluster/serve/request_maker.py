@@ -16,7 +16,8 @@ from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
 from shoal_replica.llm import with_seed
-from shoal_replica.request import Request, check_prompt
+from shoal_replica.request import Request
+from shoal_replica.request_checks import check_prompt, check_scores
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import FIELD, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
@@ -104,11 +105,10 @@ class RequestMaker:
         if call.messages is not None and not call.messages:
             raise InvalidArgument("messages", [], "must have at least one message")
         work = partial(self._read, call)
-        prompt, token_ids = await asyncio.to_thread(work) if call.length > LONG_TEXT else work()
-        params, field = call.sampling_params, "prompt" if call.messages is None else "messages"
+        prompt, token_ids, params = await asyncio.to_thread(work) if call.length > LONG_TEXT else work()
+        field = "prompt" if call.messages is None else "messages"
         check_prompt(token_ids, max_model_len, self._model.vocab_size, field)
-        params = ban_words(params, self._tokenizer)
-        params.check_vocabulary(self._model.vocab_size)
+        check_scores(params, len(token_ids))
         if (answer := params.structured_output) is not None:
             await asyncio.to_thread(self._grammars.check, answer)
         readers: list[AnswerReader] = []
@@ -130,9 +130,12 @@ class RequestMaker:
         )
         return Made(request, AnswerReaders(readers), self._chats.shown(call.tools) if readers else frozenset())
 
-    def _read(self, call: GenerateCall) -> tuple[str, tuple[int, ...]]:
-        """The prompt, as text where it is a chat, and its tokens."""
+    def _read(self, call: GenerateCall) -> tuple[str, tuple[int, ...], SamplingParams]:
+        """The prompt, as text where it is a chat, and its tokens; and the parameters, in tokens as well."""
+        params = ban_words(call.sampling_params, self._tokenizer)
+        params.check_vocabulary(self._model.vocab_size)
         if call.messages is not None:
             prompt = self._chats.prompt(call.messages, call.tools, call.template_options)
-            return prompt, self._tokenizer.encode(prompt, add_special_tokens=False)
-        return "", self._tokenizer.encode(call.text or "") if call.token_ids is None else call.token_ids
+            return prompt, self._tokenizer.encode(prompt, add_special_tokens=False), params
+        token_ids = self._tokenizer.encode(call.text or "") if call.token_ids is None else call.token_ids
+        return "", token_ids, params

@@ -18,6 +18,7 @@ from shoal_kernels.draws import Draw, RowOperators
 from shoal_kernels.native_buffers import RowMaxima
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.grammars import Grammars, Matcher
+from shoal_replica.model.token_choice import TokenChoice
 from shoal_replica.model.token_counts import TokenCounts
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import StructuredOutput
@@ -80,13 +81,13 @@ class Sampler:
         self._grammars = grammars
         self._matchers: dict[int, Matcher] = {}
         self._counts: dict[int, TokenCounts] = {}
-        self._allowed: dict[int, Tensor] = {}
+        self._choices: dict[int, TokenChoice] = {}
 
     def forget(self, seq_id: int) -> None:
         """Drop what is known of a sequence; it is counted and matched anew if it comes back."""
         self._counts.pop(seq_id, None)
         self._matchers.pop(seq_id, None)
-        self._allowed.pop(seq_id, None)
+        self._choices.pop(seq_id, None)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplerRow], maxima: RowMaxima | None = None) -> list[Sample]:
@@ -142,34 +143,22 @@ class Sampler:
         if len(row.token_ids) - row.num_prompt_tokens < params.min_tokens:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
             logits[_on(logits, [end for end in ends if end < len(logits)], torch.int64)] = -torch.inf
-        if params.allowed_token_ids or params.bad_token_ids:
-            self._choose(logits, row)
+        if params.restricts_choice:
+            choice = self._choices.get(row.seq_id)
+            if choice is None:
+                choice = self._choices[row.seq_id] = TokenChoice(params, logits.device)
+            choice.restrict(logits, row.token_ids[row.num_prompt_tokens :])
         if params.structured_output is not None and not self._restrict(logits, row, params.structured_output):
             return False
-        if (params.allowed_token_ids or params.bad_token_ids) and logits.max() == -torch.inf:
+        if params.restricts_choice and logits.max() == -torch.inf:
             self._leave_ends(logits)
             return False
         return True
 
-    def _choose(self, logits: Tensor, row: SamplerRow) -> None:
-        """Leave only allowed tokens, in place, and none that completes a bad sequence of generated tokens."""
-        params, generated = row.params, row.token_ids[row.num_prompt_tokens :]
-        if params.allowed_token_ids:
-            if (allowed := self._allowed.get(row.seq_id)) is None:
-                allowed = self._allowed[row.seq_id] = _on(logits, params.allowed_token_ids, torch.int64)
-            kept = logits[allowed]
-            logits.fill_(-torch.inf)
-            logits[allowed] = kept
-        bad = []
-        for *before, last in params.bad_token_ids:
-            if len(before) <= len(generated) and generated[len(generated) - len(before) :].tolist() == before:
-                bad.append(last)
-        if bad:
-            logits[_on(logits, bad, torch.int64)] = -torch.inf
-
     def _leave_ends(self, logits: Tensor) -> None:
         """Leave only the tokens that end a sequence, in place."""
-        ends = _on(logits, self._eos_token_ids or (0,), torch.int64)
+        known = [end for end in self._eos_token_ids if end < len(logits)]
+        ends = _on(logits, known or [0], torch.int64)
         kept = logits[ends].nan_to_num()
         logits.fill_(-torch.inf)
         logits[ends] = kept

@@ -56,6 +56,7 @@ class AsyncLLM:
             InvalidArgument, ResourceExhausted, EngineDead, Unavailable.
         """
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        token_ids = params.truncate(token_ids, self.config.model.max_model_len)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
         params = ban_words(params, self.tokenizer)
         params.check_vocabulary(self.config.model.vocab_size)
@@ -71,11 +72,7 @@ class AsyncLLM:
         )
         if request.request_id in self._queues:
             raise InvalidArgument("request_id", request.request_id, "must not be that of a running request")
-        texts = (
-            [TextStream(self.tokenizer, params.stop, token_ids, min_tokens=params.min_tokens) for _ in range(params.n)]
-            if params.stop
-            else []
-        )
+        texts = [TextStream.of(self.tokenizer, params, token_ids) for _ in range(params.n)] if params.stop else []
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._queues[request.request_id] = queue
         try:
@@ -87,7 +84,7 @@ class AsyncLLM:
                     continue  # generated after its stop string
                 if delta.finish_reason is FinishReason.ERROR:
                     self.engine.check_health()
-                if texts and texts[delta.index].push(delta.text_token_ids)[1]:
+                if texts and texts[delta.index].take(delta)[1]:
                     delta = msgspec.structs.replace(delta, finish_reason=FinishReason.STOP)
                     self.engine.abort(request.request_id, delta.index)
                 if delta.finish_reason is not None:

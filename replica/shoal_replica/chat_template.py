@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
 import jinja2
@@ -18,6 +19,15 @@ from shoal_replica.errors import ConfigError, InvalidArgument
 
 Turn = Mapping[str, Any]
 """A message as templates read it: ``role``, ``content``, and what a turn with tools has besides."""
+
+
+class PromptEnd(StrEnum):
+    """How the prompt of a chat ends."""
+
+    ANSWER = "answer"  # with the beginning of the assistant's turn
+    CLOSED = "closed"  # with the end of the last message
+    CONTINUED = "continued"  # within the last message, which the model goes on with
+
 
 MAX_LENGTH = 2**25  # characters of a prompt
 MAX_INDENT = 8
@@ -48,21 +58,22 @@ class ChatTemplate:
         messages: Sequence[Turn],
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
+        end: PromptEnd = PromptEnd.ANSWER,
     ) -> str:
-        """The prompt for the assistant's next turn after ``messages``.
+        """The prompt for the assistant's next turn after ``messages``, or as ``end`` says.
 
         Args:
             tools: definitions of the tools that the model may call, as OpenAI's API has them.
             options: the template's own variables, such as ``enable_thinking``.
 
         Raises:
-            InvalidArgument: the template refuses the messages, for instance an order of roles it does not know, or an
-                option is not a client's to set.
+            InvalidArgument: the template refuses the messages, for instance an order of roles it does not know; an
+                option is not a client's to set; or there is no last message to continue.
         """
         if reserved := RESERVED & (options or {}).keys():
             raise InvalidArgument("chat_template_kwargs", sorted(reserved), "cannot be set by a request")
         template = self._for_tools if tools else self._template
-        given = {**(options or {}), "add_generation_prompt": True, **self._special_tokens}
+        given = {**(options or {}), "add_generation_prompt": end is PromptEnd.ANSWER, **self._special_tokens}
         given["messages"] = [dict(turn) for turn in messages]
         if tools:
             given["tools"] = [dict(tool) for tool in tools]
@@ -78,7 +89,21 @@ class ChatTemplate:
         except Exception as error:  # whatever a template does with what it is given
             roles = [turn["role"] for turn in messages]
             raise InvalidArgument("messages", roles, f"the model's chat template refuses them: {error}") from None
-        return "".join(parts)
+        text = "".join(parts)
+        return _cut_after(text, messages) if end is PromptEnd.CONTINUED else text
+
+
+def _cut_after(text: str, messages: Sequence[Turn]) -> str:
+    """``text`` up to the end of the last message's content, as the template shows it: some strip it."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or not (bare := content.strip()):
+        raise InvalidArgument("continue_final_message", True, "the last message has no text to go on with")
+    start = text.rfind(bare)
+    if start < 0:
+        limit = "the model's chat template does not show the last message as it is"
+        raise InvalidArgument("continue_final_message", True, limit)
+    whole = content.lstrip()
+    return text[: start + len(whole if text.startswith(whole, start) else bare)]
 
 
 class _GenerationTag(Extension):

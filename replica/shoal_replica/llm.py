@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal_replica.bad_words import ban_words
 from shoal_replica.build import adapter_names, build_executor, build_scheduler, find_adapters, resolve_config
-from shoal_replica.chat_template import Turn
+from shoal_replica.chat_template import PromptEnd, Turn
 from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, InvalidArgument
 from shoal_replica.executor import StepTiming, TokenLogprobs
@@ -181,6 +181,7 @@ class LLM:
         adapter: str | Sequence[str] = "",
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
+        end: PromptEnd = PromptEnd.ANSWER,
     ) -> list[RequestOutput]:
         """``generate`` for prompts that the model's chat template makes of messages.
 
@@ -188,13 +189,14 @@ class LLM:
             messages: one chat, or several: turns with at least ``role`` and ``content``.
             tools: definitions of tools, as OpenAI's API has them, for the template to show.
             template_options: the template's own variables, such as ``enable_thinking``.
+            end: how the prompts end.
 
         Raises:
             InvalidArgument: as by ``generate``; or the model has no chat template, or it refuses the messages.
         """
         one = [turn for turn in messages if isinstance(turn, Mapping)]
         chats = [one] if one else [list(chat) for chat in messages if not isinstance(chat, Mapping)]
-        texts = [self.tokenizer.apply_chat_template(chat, tools, template_options) for chat in chats]
+        texts = [self.tokenizer.apply_chat_template(chat, tools, template_options, end) for chat in chats]
         return self.generate([self.tokenizer.encode(text, add_special_tokens=False) for text in texts], params, adapter)
 
     def load_adapter(self, name: str, source: str) -> None:
@@ -242,6 +244,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, adapter: str) -> Request:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        token_ids = params.truncate(token_ids, self.config.model.max_model_len)
         check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
         params = ban_words(params, self.tokenizer)
         params.check_vocabulary(self.config.model.vocab_size)
@@ -281,10 +284,8 @@ class _Collector:
         params = request.sampling_params
         self.result = RequestOutput(tuple(request.prompt_token_ids), [SequenceOutput() for _ in range(params.n)])
         self._has_stop = bool(params.stop)
-        self._texts = [
-            TextStream(tokenizer, params.stop, request.prompt_token_ids, min_tokens=params.min_tokens)
-            for _ in range(params.n)
-        ]
+        self._keeps_stop = params.include_stop_str_in_output
+        self._texts = [TextStream.of(tokenizer, params, request.prompt_token_ids) for _ in range(params.n)]
 
     def take(self, delta: TokenDelta) -> bool:
         """Add a delta. True if its text has just completed a stop string, so that the sequence should be aborted."""
@@ -298,13 +299,13 @@ class _Collector:
         if self._has_stop:
             return self._follow(output, text, delta)
         if delta.finish_reason is not None:
-            ended_by_token = len(delta.token_ids) - len(delta.text_token_ids)
+            ended_by_token = len(delta.token_ids) - len(delta.text_token_ids(self._keeps_stop))
             output.text = text.push(output.token_ids[: len(output.token_ids) - ended_by_token])[0] + text.finish()
         return False
 
     @staticmethod
     def _follow(output: SequenceOutput, text: TextStream, delta: TokenDelta) -> bool:
-        new_text, stopped = text.push(delta.text_token_ids)
+        new_text, stopped = text.take(delta)
         output.text += new_text
         if delta.finish_reason is not None:
             output.text += text.finish()

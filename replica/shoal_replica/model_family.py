@@ -14,7 +14,7 @@ _ROPE_NUMBERS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("original_max_position_embeddings",),
+    "longrope": ("factor", "original_max_position_embeddings"),
 }
 
 
@@ -96,14 +96,13 @@ def read_rope(architecture: str, raw: dict[str, Any]) -> Rope:
         return Rope(theta, None, share)
     length = int(raw.get("max_position_embeddings") or 2048)
     rope |= {"rope_type": kind}
-    original = raw.get("original_max_position_embeddings")
-    if original is not None:
-        rope.setdefault("original_max_position_embeddings", original)
-    if kind == "longrope":
-        # Of these models the lengths tell the factor.
-        rope["factor"] = length / float(rope.get("original_max_position_embeddings") or length)
-    elif kind == "yarn" and "original_max_position_embeddings" not in rope:
-        rope["original_max_position_embeddings"] = length  # as Qwen's instructions leave it
+    if kind in ("yarn", "longrope"):  # what they may leave out, as transformers fills it in
+        if (original := raw.get("original_max_position_embeddings")) is not None:
+            rope["original_max_position_embeddings"] = original
+        original = rope.setdefault("original_max_position_embeddings", length)
+        is_left_out = rope["factor"] is None if "factor" in rope else kind == "longrope"
+        if is_left_out and isinstance(original, int | float) and original > 0:
+            rope["factor"] = length / original
     for name in _ROPE_NUMBERS[kind]:
         if not isinstance(rope.get(name), int | float) or isinstance(rope[name], bool) or rope[name] <= 0:
             raise ConfigError(f"model: {name} of rope type {kind!r} is {rope.get(name)!r}; must be a number above 0")

@@ -257,10 +257,12 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             for start in starts
         ]
 
-    @property
-    def text_token_ids(self) -> tuple[int, ...]:
-        """The tokens whose text is part of the answer: all but an end-of-sequence or stop token that ends it."""
-        return self.token_ids[:-1] if self.finish_reason is FinishReason.STOP else self.token_ids
+    def text_token_ids(self, includes_stop: bool = False) -> tuple[int, ...]:
+        """The tokens whose text is part of the answer: all but an end-of-sequence or stop token that ends it, unless
+        that is asked for.
+        """
+        is_ended = self.finish_reason is FinishReason.STOP and not includes_stop
+        return self.token_ids[:-1] if is_ended else self.token_ids
 
 
 @dataclass(frozen=True, slots=True)

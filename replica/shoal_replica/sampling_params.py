@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.field_checks import as_tuple, check_integer, check_number
 from shoal_replica.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
@@ -64,6 +63,10 @@ class SamplingParams:
         bad_token_ids: sequences of tokens of which the last is not generated after the others: ``ban_words`` makes
             these of ``bad_words``.
         structured_output: what the answer must match, or None; it ends when it is complete.
+        include_stop_str_in_output: the text of what ended the answer, a stop string or token, is part of it.
+        skip_special_tokens: special tokens have no text.
+        truncate_prompt_tokens: of a prompt only so many tokens are used, the last ones; -1 for as many as there is room
+            for. None refuses prompts that are too long.
         early_stopping: end a beam search once ``beam_width`` beams have finished, even if others could still be better.
     """
 
@@ -91,6 +94,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.logit_bias, Mapping):
@@ -100,37 +106,39 @@ class SamplingParams:
                 object.__setattr__(self, name, (text,))
         for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"):
             if type(value := getattr(self, name)) is not tuple:
-                object.__setattr__(self, name, _as_tuple(name, value))
+                object.__setattr__(self, name, as_tuple(name, value))
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
+            check_integer("max_tokens", self.max_tokens, 1, None)
             if self.max_tokens > MAX_INTEGER:
                 object.__setattr__(self, "max_tokens", MAX_INTEGER)
-        _integer("min_tokens", self.min_tokens, 0, MAX_INTEGER)
+        check_integer("min_tokens", self.min_tokens, 0, MAX_INTEGER)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgument("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
         if self.logit_bias:
             self._check_logit_bias()
             object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
-        _number("temperature", self.temperature, 0.0, LARGEST, "must be a finite number of at least 0")
-        _integer("top_k", self.top_k, 0, MAX_TOP_K)
-        _number("top_p", self.top_p, SMALLEST, 1.0, "must be in (0, 1]")
-        _number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
-        _number("repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST, "must be above 0")
+        check_number("temperature", self.temperature, 0.0, LARGEST, "must be a finite number of at least 0")
+        check_integer("top_k", self.top_k, 0, MAX_TOP_K)
+        check_number("top_p", self.top_p, SMALLEST, 1.0, "must be in (0, 1]")
+        check_number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
+        check_number("repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST, "must be above 0")
         if self.seed is not None:
-            _integer("seed", self.seed, 0, MAX_SEED)
-        _integer("n", self.n, 1, MAX_N)
+            check_integer("seed", self.seed, 0, MAX_SEED)
+        check_integer("n", self.n, 1, MAX_N)
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
-                _integer(name, count, 0, MAX_LOGPROBS)
+                check_integer(name, count, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidArgument("stop", self.stop, f"must have at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", text, "must be non-empty strings")
         for token_id in self.stop_token_ids:
-            _integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+            check_integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        if self.truncate_prompt_tokens not in (None, -1):
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_INTEGER)
         if self.allowed_token_ids or self.bad_words or self.bad_token_ids:
             self._check_choice()
         if self.structured_output is not None and self.ignore_eos:
@@ -139,9 +147,9 @@ class SamplingParams:
             raise InvalidArgument(
                 "min_tokens", self.min_tokens, "contradicts structured output, which ends when it is complete"
             )
-        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         low, high = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
-        _number("length_penalty", self.length_penalty, low, high, f"must be in [{low:g}, {high:g}]")
+        check_number("length_penalty", self.length_penalty, low, high, f"must be in [{low:g}, {high:g}]")
         if self.beam_width > 1:
             self._check_beam_search()
         elif self.length_penalty != 1.0 or self.early_stopping:
@@ -156,8 +164,8 @@ class SamplingParams:
         for pair in self.logit_bias:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise InvalidArgument("logit_bias", pair, "must be pairs of a token id and a number")
-            _integer("logit_bias", pair[0], 0, MAX_TOKEN_ID)
-            _number("logit_bias", pair[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "must be in [-100, 100]")
+            check_integer("logit_bias", pair[0], 0, MAX_TOKEN_ID)
+            check_number("logit_bias", pair[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "must be in [-100, 100]")
             if pair[0] in seen:
                 raise InvalidArgument("logit_bias", pair[0], "must be there once")
             seen.add(pair[0])
@@ -168,7 +176,7 @@ class SamplingParams:
             limit = f"must be at most {MAX_ALLOWED_TOKENS}"
             raise InvalidArgument("allowed_token_ids", f"{len(self.allowed_token_ids)} ids", limit)
         for token_id in self.allowed_token_ids:
-            _integer("allowed_token_ids", token_id, 0, MAX_TOKEN_ID)
+            check_integer("allowed_token_ids", token_id, 0, MAX_TOKEN_ID)
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise InvalidArgument("bad_words", f"{len(self.bad_words)} words", f"must be at most {MAX_BAD_WORDS}")
         for word in self.bad_words:
@@ -181,7 +189,7 @@ class SamplingParams:
             if not isinstance(bad, tuple) or not bad:
                 raise InvalidArgument("bad_token_ids", bad, "must be non-empty tuples of token ids")
             for token_id in bad:
-                _integer("bad_token_ids", token_id, 0, MAX_TOKEN_ID)
+                check_integer("bad_token_ids", token_id, 0, MAX_TOKEN_ID)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidArgument for a token that a vocabulary of that size does not have."""
@@ -205,6 +213,13 @@ class SamplingParams:
         for name, off in _NOT_IN_BEAM_SEARCH.items():
             if (value := getattr(self, name)) != off:
                 raise InvalidArgument(name, value, "is not supported in a beam search; leave it out")
+
+    def truncate(self, prompt_token_ids: tuple[int, ...], max_model_len: int) -> tuple[int, ...]:
+        """What is used of a prompt."""
+        if self.truncate_prompt_tokens is None:
+            return prompt_token_ids
+        most = max_model_len - 1 if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return prompt_token_ids[-most:]
 
     @property
     def is_beam_search(self) -> bool:
@@ -252,35 +267,3 @@ _NOT_IN_BEAM_SEARCH: dict[str, object] = {
     "bad_token_ids": (),
     "prompt_logprobs": None,
 }
-
-
-def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """``value`` as a tuple; None is empty."""
-    if value is None:
-        return ()
-    if not isinstance(value, Iterable):
-        raise InvalidArgument(name, value, "must be a list")
-    return tuple(value)
-
-
-def _integer(field: str, value: object, low: int, high: int | None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        upper = "" if high is None else f" and at most {high}"
-        raise InvalidArgument(field, value, f"must be an integer of at least {low}{upper}")
-
-
-def _number(field: str, value: object, low: float, high: float, limit: str) -> None:
-    """Raise InvalidArgument unless ``low <= value <= high``; NaN never is."""
-    number = value if type(value) is float else _real(value)
-    if not low <= number <= high:
-        raise InvalidArgument(field, value, limit)
-
-
-def _real(value: object) -> float:
-    """``value`` as a float; NaN if it is not a number, or too large for a float."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan

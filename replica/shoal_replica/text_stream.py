@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal_replica.detokenizer import IncrementalDetokenizer
+from shoal_replica.request import TokenDelta
+from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.tokenizer import Tokenizer
 
 
@@ -36,17 +38,18 @@ class _StopMatcher:
 class StopChecker:
     """Passes text on until the first stop string is complete, holding back any end of it that may begin one.
 
-    The first is the one that ends earliest; of several that end together, the longest. Amortised constant work per
-    character and stop string.
+    The first is the one that ends earliest; of several that end together, the longest. It is part of the text if
+    ``keeps``. Amortised constant work per character and stop string.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], keeps: bool = False) -> None:
+        self._keeps = keeps
         self._matchers = [_StopMatcher(text) for text in stop]
         self._held = ""
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text that is now certain to precede any stop string; empty after a stop."""
+        """The text that is now certain to precede any stop string, or to be one that is kept; empty after a stop."""
         if self.stopped:
             return ""
         if not self._matchers:
@@ -57,7 +60,8 @@ class StopChecker:
                 self.stopped = True
                 before = self._held + text[:end]
                 self._held = ""
-                return before[: len(before) - max(len(matcher.stop) for matcher in complete)]
+                stop = max(len(matcher.stop) for matcher in complete)
+                return before if self._keeps else before[: len(before) - stop]
         known = self._held + text
         num_sure = len(known) - max(matcher.num_matched for matcher in self._matchers)
         self._held = known[num_sure:]
@@ -73,8 +77,9 @@ class TextStream:
     """The visible text of one sequence, as its tokens arrive.
 
     However the tokens are split into pushes, the returned texts add up to the same: the decoded tokens up to the first
-    stop string. ``context`` holds the prompt's tokens, as in ``IncrementalDetokenizer``, ``shown`` the special tokens
-    that are text. Stop strings count only in the text of tokens after the first ``min_tokens``.
+    stop string, which is part of them if ``includes_stop``. ``context`` holds the prompt's tokens, as in
+    ``IncrementalDetokenizer``, ``shown`` the special tokens that are text. Stop strings count only in the text of
+    tokens after the first ``min_tokens``.
     """
 
     def __init__(
@@ -85,12 +90,37 @@ class TextStream:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         shown: frozenset[int] = frozenset(),
+        includes_stop: bool = False,
     ) -> None:
         self._min_tokens = min_tokens
+        self._includes_stop = includes_stop
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context, shown)
-        self._checker = StopChecker(stop)
+        self._checker = StopChecker(stop, includes_stop)
         self._has_stop = bool(stop)
         self._num_tokens = 0
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        shown: frozenset[int] = frozenset(),
+    ) -> TextStream:
+        """The text of a sequence with these parameters."""
+        return cls(
+            tokenizer,
+            params.stop,
+            prompt_token_ids,
+            params.skip_special_tokens,
+            params.min_tokens,
+            shown,
+            params.include_stop_str_in_output,
+        )
+
+    def take(self, delta: TokenDelta) -> tuple[str, bool]:
+        """``push`` the tokens of a delta whose text is part of the answer."""
+        return self.push(delta.text_token_ids(self._includes_stop))
 
     @property
     def num_tokens(self) -> int:

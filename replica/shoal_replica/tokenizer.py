@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
-from shoal_replica.chat_template import ChatTemplate, Turn
+from shoal_replica.chat_template import ChatTemplate, PromptEnd, Turn
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
 
 
@@ -116,6 +116,7 @@ class Tokenizer:
         messages: Sequence[Turn],
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
+        end: PromptEnd = PromptEnd.ANSWER,
     ) -> str:
         """The prompt text for the assistant's next turn after ``messages``; see ``ChatTemplate.render``.
 
@@ -125,7 +126,7 @@ class Tokenizer:
         if self._chat_template is None:
             roles = [turn["role"] for turn in messages]
             raise InvalidArgument("messages", roles, "the model has no chat template")
-        return self._chat_template.render(messages, tools, options)
+        return self._chat_template.render(messages, tools, options, end)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.http_api import build_http_app
 from shoal_cluster.serve.trace_context import TraceContext
+from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import StructuredOutput
@@ -359,6 +360,19 @@ async def test_texts_become_tokens_and_come_back(http: httpx.AsyncClient) -> Non
     back = await http.post("/detokenize", json={"tokens": chat["tokens"]})
     assert back.json() == {"prompt": TOKENIZER.apply_chat_template(HI)}
     assert chat["token_strs"] is None
+    for asked, end in (
+        ({"add_generation_prompt": False}, PromptEnd.CLOSED),
+        ({"continue_final_message": True, "add_generation_prompt": False}, PromptEnd.CONTINUED),
+    ):
+        other = (await http.post("/tokenize", json={"messages": HI} | asked)).json()
+        assert TOKENIZER.decode(other["tokens"], False) == TOKENIZER.apply_chat_template(HI, end=end)
+
+
+async def test_of_a_prompt_that_is_cut_the_rest_is_echoed(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    cut: Any = {"truncate_prompt_tokens": 2}
+    for prompt in ("in then", list(TOKENIZER.encode("in then"))):
+        answer = await client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=0, extra_body=cut)
+        assert answer.choices[0].text == " then"
 
 
 @pytest.mark.parametrize(
@@ -405,6 +419,10 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
             "stop_token_ids": [3, 4],
             "allowed_token_ids": [5, 3],
             "bad_words": ["ugly", "bad word"],
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "truncate_prompt_tokens": 9,
+            "continue_final_message": True,
             "min_tokens": 2,
             "priority": -1,
             "cache_salt": "s",
@@ -427,6 +445,8 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.5)
     assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (5, 0.125, True, (3, 4))
     assert (params.allowed_token_ids, params.bad_words) == ((5, 3), ("ugly", "bad word"))
+    assert (params.include_stop_str_in_output, params.skip_special_tokens) == (True, False)
+    assert (params.truncate_prompt_tokens, call.prompt_end) == (9, PromptEnd.CONTINUED)
     assert (params.min_tokens, params.logit_bias) == (2, ((5, -100.0), (17, 2.5)))
     assert (call.priority, call.tenant, call.cache_salt) == (-1, "t", "s")
 
@@ -966,7 +986,14 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice", "needs tools"),
         (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, 400, "modalities", "only ['text']"),
         (CHAT, {"messages": HI, "chat_template_kwargs": [1]}, 400, "chat_template_kwargs", "valid dictionary"),
-        (CHAT, {"messages": HI, "add_generation_prompt": False}, 400, "add_generation_prompt", "only True"),
+        (
+            CHAT,
+            {"messages": HI, "continue_final_message": True, "add_generation_prompt": True},
+            400,
+            "continue_final_message",
+            "contradicts add_generation_prompt",
+        ),
+        (CHAT, {"messages": HI, "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", "at least 1"),
         (CHAT, {"messages": HI, "guided_json": {}, "min_tokens": 5}, 400, "min_tokens", "contradicts structured"),
         (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "at most max_tokens, 8"),
         (CHAT, {"messages": HI, "logit_bias": {"a": 1}}, 400, "logit_bias", "its keys must be token ids"),
@@ -976,7 +1003,6 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "bad_words": [" "]}, 400, "bad_words", "not of spaces alone"),
         (CHAT, {"messages": HI, "bad_words": ["a"] * 257}, 400, "bad_words", "must be at most 256"),
         (CHAT, {"messages": HI, "bad_words": ["a" * 99] * 42}, 400, "bad_words", "must have at most 4096 together"),
-        (CHAT, {"messages": HI, "skip_special_tokens": False}, 400, "skip_special_tokens", "only True"),
         (COMPLETION, {"prompt": "x", "prompt_logprobs": -1}, 400, "prompt_logprobs", "at least 0 and at most 20"),
         (COMPLETION, {"prompt": "x", "prompt_logprobs": 1, "beam_width": 2}, 400, "prompt_logprobs", "a beam search"),
         (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "at least 1"),

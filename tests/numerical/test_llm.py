@@ -97,6 +97,39 @@ def test_chats_are_their_templates_prompts(tiny):
             llm.chat([{"role": "tool", "content": "x"}])
 
 
+def test_prompts_are_cut_at_their_beginning(tiny):
+    (prompt,) = make_prompts([300], seed=2)
+    with LLM(str(tiny), num_blocks=64) as llm:
+        limit = llm.config.model.max_model_len
+        for asked, count in ((5, 5), (-1, limit - 1), (1000, 300)):
+            cut = replace(GREEDY, max_tokens=1, truncate_prompt_tokens=asked)
+            if count >= limit:
+                with pytest.raises(InvalidArgument, match="prompt"):
+                    llm.generate([prompt], cut)
+                continue
+            (output,) = llm.generate([prompt], cut)
+            assert output.prompt_token_ids == tuple(prompt[-count:])
+            assert output.token_ids == llm.generate([prompt[-count:]], replace(GREEDY, max_tokens=1))[0].token_ids
+
+
+def test_what_ends_an_answer_may_be_part_of_it(tiny):
+    letters = dict.fromkeys(llm_letters := (40, 41, 42), 100.0)
+    with LLM(str(tiny), num_blocks=64) as llm:
+        asked = SamplingParams(max_tokens=12, seed=3, ignore_eos=True, logit_bias=letters)
+        whole = llm.generate([[5, 6]], asked)[0]
+        assert set(whole.token_ids) <= set(llm_letters)
+        stop = whole.text[3:5]
+        end = whole.text.index(stop)
+        for includes, text in ((False, whole.text[:end]), (True, whole.text[: end + len(stop)])):
+            cut = replace(asked, stop=(stop,), include_stop_str_in_output=includes)
+            assert llm.generate([[5, 6]], cut)[0].text == text
+        first = whole.token_ids[0]
+        for includes, text in ((False, ""), (True, llm.tokenizer.decode([first]))):
+            cut = replace(asked, stop_token_ids=(first,), include_stop_str_in_output=includes)
+            output = llm.generate([[5, 6]], cut)[0]
+            assert (output.text, output.token_ids) == (text, [first])
+
+
 def test_bad_prompts_are_refused_before_anything_runs(tiny):
     with LLM(str(tiny), num_blocks=8) as llm:
         for prompt in ("", [], [5] * 128, [10**6], [-1]):

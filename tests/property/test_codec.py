@@ -30,6 +30,7 @@ from shoal_cluster.serve.call import (
 )
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_protos import control_pb2, generation_pb2
+from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
@@ -73,6 +74,9 @@ sampling_params = (
         n=st.integers(1, 128),
         logprobs=st.none() | st.integers(0, 20),
         prompt_logprobs=st.none() | st.integers(0, 20),
+        include_stop_str_in_output=st.booleans(),
+        skip_special_tokens=st.booleans(),
+        truncate_prompt_tokens=st.none() | st.just(-1) | st.integers(1, 2**40),
         stop=st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
         stop_token_ids=token_ids,
         ignore_eos=st.booleans(),
@@ -118,6 +122,7 @@ prompts: st.SearchStrategy[dict[str, Any]] = st.one_of(
             "messages": st.lists(messages, max_size=3).map(tuple),
             "tools": st.none() | tool_uses,
             "template_options": json_objects,
+            "prompt_end": st.sampled_from(PromptEnd),
         }
     ),
 )

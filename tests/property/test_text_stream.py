@@ -34,20 +34,22 @@ def cut(data: st.DataObject, items: Sequence[int] | str) -> list[Sequence[int] |
     return [items[a:b] for a, b in zip([0, *places], [*places, len(items)], strict=True)]
 
 
-def until_stop(text: str, stop: tuple[str, ...]) -> str:
+def until_stop(text: str, stop: tuple[str, ...], keeps: bool = False) -> str:
     """The dumb oracle: try every end, and at it the longest stop string first."""
     for end in range(1, len(text) + 1):
         for candidate in sorted(stop, key=len, reverse=True):
             if text[:end].endswith(candidate):
-                return text[: end - len(candidate)]
+                return text[: end if keeps else end - len(candidate)]
     return text
 
 
-@given(st.data(), tokens, stops)
-def test_stream_equals_decoding_at_once(data: st.DataObject, token_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
-    stream = TextStream(TOKENIZER, stop)
+@given(st.data(), tokens, stops, st.booleans())
+def test_stream_equals_decoding_at_once(
+    data: st.DataObject, token_ids: tuple[int, ...], stop: tuple[str, ...], keeps: bool
+) -> None:
+    stream = TextStream(TOKENIZER, stop, includes_stop=keeps)
     text = "".join(stream.push(piece)[0] for piece in cut(data, token_ids)) + stream.finish()
-    assert text == until_stop(TOKENIZER.decode(token_ids), stop)
+    assert text == until_stop(TOKENIZER.decode(token_ids), stop, keeps)
 
 
 def spelled(token_ids: Sequence[int]) -> str:

@@ -128,6 +128,10 @@ class TestModelConfig:
         assert model.rope_scaling is not None
         assert (model.rope_scaling["rope_type"], model.rope_scaling["factor"]) == ("longrope", 8.0)
         assert model.max_model_len == 1024
+        scaled["factor"] = 3.0  # unless it is given
+        model = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaled, **lengths))
+        assert model.rope_scaling is not None
+        assert model.rope_scaling["factor"] == 3.0
 
     def test_rope_of_either_spelling(self, tmp_path: Path) -> None:
         scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fixtures.tiny_tokenizer import tiny_tokenizer
+from fixtures.tiny_tokenizer import EOS, tiny_tokenizer
 
+from shoal_replica.request import FinishReason, TokenDelta
+from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.text_stream import StopChecker, TextStream
 
 TOKENIZER = tiny_tokenizer()
@@ -26,6 +28,32 @@ TOKENIZER = tiny_tokenizer()
 def test_stop_checker(stop: tuple[str, ...], pieces: list[str], emitted: list[str]) -> None:
     checker = StopChecker(stop)
     assert [checker.push(piece) for piece in pieces] == emitted
+
+
+def test_a_stop_that_is_part_of_the_text() -> None:
+    """The longest of those that end together, as far as it was held back; nothing after it."""
+    for stop, pieces, emitted in (
+        (("END",), ["abE", "NDxyz", "more"], ["ab", "END", ""]),
+        (("bc", "abc"), ["xabcd"], ["xabc"]),
+        (("zz",), ["az", "b"], ["a", "zb"]),
+    ):
+        checker = StopChecker(stop, keeps=True)
+        assert [checker.push(piece) for piece in pieces] == emitted
+    ended = TokenDelta(
+        request_id="", index=0, position=0, token_ids=(5, 6), num_cached_tokens=0, finish_reason=FinishReason.STOP
+    )
+    for is_included, count in ((False, 1), (True, 2)):
+        params = SamplingParams(stop="the", include_stop_str_in_output=is_included)
+        stream = TextStream.of(TOKENIZER, params, ())
+        assert stream.take(ended) == (TOKENIZER.decode((5, 6)[:count]), False)
+        assert stream.push(TOKENIZER.encode(" in the end")) == (" in the" if is_included else " in ", True)
+
+
+def test_special_tokens_are_text_if_asked_for() -> None:
+    token_ids = TOKENIZER.encode(f"a{EOS}b")
+    for skips, text in ((True, "ab"), (False, f"a{EOS}b")):
+        stream = TextStream.of(TOKENIZER, SamplingParams(skip_special_tokens=skips), ())
+        assert stream.push(token_ids)[0] + stream.finish() == text
 
 
 def test_nothing_comes_after_a_stop() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import tokenizers
-from fixtures.tiny_tokenizer import BOS, EOS, tiny_tokenizer, write_tiny_tokenizer
+from fixtures.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, tiny_tokenizer, write_tiny_tokenizer
 
-from shoal_replica.chat_template import RESERVED
+from shoal_replica.chat_template import RESERVED, PromptEnd, Turn
 from shoal_replica.detokenizer import IncrementalDetokenizer
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
 from shoal_replica.tokenizer import Tokenizer
@@ -74,6 +74,24 @@ def test_chat_template_renders_as_transformers_does(tokenizer: Tokenizer) -> Non
         [{"role": "system", "content": "Be brief <&>."}, {"role": "user", "content": "Hi"}]
     )
     assert text == f"<s><|system|>\nBe brief <&>.{EOS}\n<|user|>\nHi{EOS}\n<|assistant|>\n"
+
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Well, I "}]
+
+
+@pytest.mark.parametrize(
+    ("turns", "template", "words"),
+    [
+        ([CHAT[0], {"role": "assistant", "content": " "}], CHAT_TEMPLATE, "has no text to go on with"),
+        ([CHAT[0], {"role": "assistant"}], "{{ messages[0].content }}", "has no text to go on with"),
+        ([], "{{ 1 }}", "has no text to go on with"),
+        (CHAT, "{{ messages[-1].content | upper }}", "does not show the last message as it is"),
+    ],
+)
+def test_a_message_that_cannot_be_continued(tmp_path: Path, turns: list[Turn], template: str, words: str) -> None:
+    tokenizer = Tokenizer.from_folder(write_tiny_tokenizer(tmp_path, chat_template=template))
+    with pytest.raises(InvalidArgument, match=f"continue_final_message: .*{words}"):
+        tokenizer.apply_chat_template(turns, end=PromptEnd.CONTINUED)
 
 
 def test_template_refusal_names_the_messages(tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from shoal_cluster.chat.chat_format import END_OF_THINK, THINK, ChatFormat
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import MAX_DEPTH, REQUIRED, ToolUse, is_deep, json_text
 from shoal_cluster.chat.tool_prompt import turns_with_tools
+from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.structured_output import FIELD, JSON_SCHEMA, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
@@ -38,7 +39,11 @@ class Chats:
         self._knows_developers = template is not None and DEVELOPER in template.source
 
     def prompt(
-        self, messages: Sequence[Message], use: ToolUse | None = None, options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        use: ToolUse | None = None,
+        options: Mapping[str, Any] | None = None,
+        end: PromptEnd = PromptEnd.ANSWER,
     ) -> str:
         """The text that the model goes on after. Raises InvalidArgument as ``Tokenizer.apply_chat_template`` does."""
         json_text("chat_template_kwargs", dict(options or {}))
@@ -49,8 +54,8 @@ class Chats:
             turns = [message.turn() for message in messages]
             if any(is_deep(turn.get("tool_calls")) for turn in turns):
                 raise InvalidArgument("messages", "tool_calls", f"arguments must be nested at most {MAX_DEPTH} times")
-            return self._tokenizer.apply_chat_template(turns, [tool.definition() for tool in tools], options)
-        return self._tokenizer.apply_chat_template(turns_with_tools(messages, tools), (), options)
+            return self._tokenizer.apply_chat_template(turns, [tool.definition() for tool in tools], options, end)
+        return self._tokenizer.apply_chat_template(turns_with_tools(messages, tools), (), options, end)
 
     def structure(self, prompt: str, use: ToolUse | None, answer: StructuredOutput | None) -> StructuredOutput | None:
         """What the text after ``prompt`` must match, if it must be ``answer`` where it does not call tools.

@@ -21,6 +21,7 @@ from shoal_cluster.serve.latency_window import LatencySummary
 from shoal_cluster.serve.replica_past import PastSample
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_cluster.serve.view_tally import ViewQuality
+from shoal_replica.chat_template import PromptEnd
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
@@ -42,14 +43,15 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     tools: ToolUse | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    end: PromptEnd = PromptEnd.ANSWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
     """What a client asked for, before tokenisation. Exactly one of ``text``, ``token_ids`` and ``messages`` is given.
 
-    ``timeout_s`` counts from the arrival at the gateway; None means the gateway's own limit. ``tools`` and
-    ``template_options``, variables of the chat template, go with ``messages``.
+    ``timeout_s`` counts from the arrival at the gateway; None means the gateway's own limit. ``tools``,
+    ``template_options``, variables of the chat template, and ``prompt_end`` go with ``messages``.
     """
 
     request_id: str
@@ -60,6 +62,7 @@ class GenerateCall:
     messages: tuple[Message, ...] | None = None
     tools: ToolUse | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    prompt_end: PromptEnd = PromptEnd.ANSWER
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""

@@ -10,19 +10,29 @@ from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse
 from shoal_cluster.serve.call import Prompt
 from shoal_protos import generation_pb2 as pb
+from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 
 _MODES_BACK = {AUTO: pb.TOOL_MODE_AUTO, NONE: pb.TOOL_MODE_NONE, REQUIRED: pb.TOOL_MODE_REQUIRED}
+_ENDS_BACK = {
+    PromptEnd.ANSWER: pb.PROMPT_END_UNSPECIFIED,
+    PromptEnd.CLOSED: pb.PROMPT_END_CLOSED,
+    PromptEnd.CONTINUED: pb.PROMPT_END_CONTINUED,
+}
+_ENDS = {number: end for end, number in _ENDS_BACK.items()} | {pb.PROMPT_END_ANSWER: PromptEnd.ANSWER}
 _MODES = {number: mode for mode, number in _MODES_BACK.items()} | {pb.TOOL_MODE_UNSPECIFIED: AUTO}
 
 
 def prompt_from_proto(chat: pb.ChatMessages) -> Prompt:
-    """Raises InvalidArgument for tools, or options of the template, that are malformed."""
+    """Raises InvalidArgument for tools, options of the template, or an end that are malformed."""
+    if chat.prompt_end not in _ENDS:
+        raise InvalidArgument("prompt_end", chat.prompt_end, "must be a PromptEnd")
+    end = _ENDS[chat.prompt_end]
     messages = tuple(_message_from_proto(message) for message in chat.messages)
     options = _json_object("template_options", chat.template_options) if chat.template_options else {}
     choice = chat.WhichOneof("tool_choice")
     if not (chat.tools or choice):
-        return Prompt(messages=messages, template_options=options)
+        return Prompt(messages=messages, template_options=options, end=end)
     is_named = choice == "tool_name"
     if is_named and not chat.tool_name:
         raise InvalidArgument("tool_name", "", "must name a tool")
@@ -34,11 +44,14 @@ def prompt_from_proto(chat: pb.ChatMessages) -> Prompt:
         named=chat.tool_name,
         parallel=not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls,
     )
-    return Prompt(messages=messages, tools=use, template_options=options)
+    return Prompt(messages=messages, tools=use, template_options=options, end=end)
 
 
-def messages_to_proto(messages: Sequence[Message], use: ToolUse | None, options: Mapping[str, Any]) -> pb.ChatMessages:
-    chat = pb.ChatMessages(messages=[_message_to_proto(message) for message in messages])
+def messages_to_proto(
+    messages: Sequence[Message], use: ToolUse | None, options: Mapping[str, Any], end: PromptEnd
+) -> pb.ChatMessages:
+    told = [_message_to_proto(message) for message in messages]
+    chat = pb.ChatMessages(messages=told, prompt_end=_ENDS_BACK[end])
     if options:
         chat.template_options = json.dumps(options)
     if use is not None:

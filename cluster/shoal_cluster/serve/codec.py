@@ -44,6 +44,9 @@ _SCALARS = (  # the fields of SamplingParams that are `optional` in the proto, u
     "length_penalty",
     "early_stopping",
     "min_tokens",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
 )
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -91,6 +94,7 @@ def call_from_proto(
         messages=chat.messages,
         tools=chat.tools,
         template_options=chat.template_options,
+        prompt_end=chat.end,
         priority=request.priority,
         tenant=request.tenant if tenant is None else tenant,
         cache_salt=request.cache_salt,
@@ -114,7 +118,7 @@ def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
     if call.token_ids is not None:
         request.token_ids.CopyFrom(pb.TokenIds(ids=call.token_ids))
     if call.messages is not None:
-        request.messages.CopyFrom(messages_to_proto(call.messages, call.tools, call.template_options))
+        request.messages.CopyFrom(messages_to_proto(call.messages, call.tools, call.template_options, call.prompt_end))
     return request
 
 

@@ -60,8 +60,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         params = request.sampling_params
         self._outputs = [
-            Output(TextStream(tokenizer, params.stop, request.prompt_token_ids, True, params.min_tokens, shown))
-            for _ in range(params.n)
+            Output(TextStream.of(tokenizer, params, request.prompt_token_ids, shown)) for _ in range(params.n)
         ]
         self._times = times
         self._num_cached_tokens = 0
@@ -307,7 +306,7 @@ class Generation:
     def _pass_on(self, output: Output, delta: TokenDelta) -> None:
         """Make a chunk of a delta."""
         output.token_ids.extend(delta.token_ids)
-        text, stopped = output.text_stream.push(delta.text_token_ids)
+        text, stopped = output.text_stream.take(delta)
         finish_reason = FinishReason.STOP if stopped else delta.finish_reason
         if stopped and delta.finish_reason is None:
             self._ledger.abort(delta.request_id, delta.index)

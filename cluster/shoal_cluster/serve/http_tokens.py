@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse
 
 from shoal_cluster.serve.call import GatewayCore, Prompt
 from shoal_cluster.serve.http_stream import error_response
-from shoal_cluster.serve.openai_chat import ChatTurn
-from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null, only
+from shoal_cluster.serve.openai_chat import ChatTurn, prompt_end
+from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null
 from shoal_cluster.serve.openai_shapes import token_text
 from shoal_cluster.serve.openai_tools import ToolBody, tool_use
 from shoal_replica.errors import InvalidArgument
@@ -27,8 +27,8 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[Text, Any] | None = None
     add_special_tokens: Annotated[bool, instead_of_null(True)] = True  # of a text: templates write their own
     return_token_strs: Annotated[bool, instead_of_null(False)] = False
-    add_generation_prompt: Annotated[Any, only(True)] = None
-    continue_final_message: Unsupported = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template: Unsupported = None
 
     def to_prompt(self) -> Prompt:
@@ -40,7 +40,8 @@ class TokenizeBody(Body):
         if not self.messages:
             raise InvalidArgument("messages", [], "must have at least one message")
         messages = tuple(turn.to_message(position) for position, turn in enumerate(self.messages))
-        return Prompt(None, messages, tool_use(self.tools, None, None), self.chat_template_kwargs or {})
+        end = prompt_end(self.add_generation_prompt, self.continue_final_message)
+        return Prompt(None, messages, tool_use(self.tools, None, None), self.chat_template_kwargs or {}, end)
 
 
 class DetokenizeBody(Body):

@@ -11,6 +11,7 @@ from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, only
 from shoal_cluster.serve.openai_tools import CallBody, ToolBody, ToolChoice, tool_use
 from shoal_cluster.serve.openai_types import RequestBody
+from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS
 
@@ -54,6 +55,15 @@ class ChatTurn(Body):
         return "".join(part.text for part in self.content)
 
 
+def prompt_end(adds_generation_prompt: bool | None, continues_final_message: bool | None) -> PromptEnd:
+    """Raises InvalidArgument if both are asked for."""
+    if continues_final_message and adds_generation_prompt:
+        raise InvalidArgument("continue_final_message", True, "contradicts add_generation_prompt")
+    if continues_final_message:
+        return PromptEnd.CONTINUED
+    return PromptEnd.CLOSED if adds_generation_prompt is False else PromptEnd.ANSWER
+
+
 class ChatRequest(RequestBody):
     """`POST /v1/chat/completions`."""
 
@@ -72,8 +82,8 @@ class ChatRequest(RequestBody):
     chat_template: Unsupported = None
     documents: Unsupported = None
     echo: Unsupported = None
-    continue_final_message: Unsupported = None
-    add_generation_prompt: Annotated[Any, only(True)] = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """The body's only call, in a list. Raises InvalidArgument."""
@@ -89,6 +99,7 @@ class ChatRequest(RequestBody):
             messages=tuple(turn.to_message(position) for position, turn in enumerate(self.messages)),
             tools=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls),
             template_options=self.chat_template_kwargs or {},
+            prompt_end=prompt_end(self.add_generation_prompt, self.continue_final_message),
             priority=self.priority,
             tenant=self.user,
             cache_salt=self.cache_salt,

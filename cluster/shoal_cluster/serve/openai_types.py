@@ -1,10 +1,10 @@
 """The request bodies of OpenAI's API, and the calls that they become.
 
 The bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extra fields (top_k, min_p, repetition_penalty,
-ignore_eos, min_tokens, stop_token_ids, allowed_token_ids, bad_words, prompt_logprobs, use_beam_search, length_penalty,
-structured_outputs, priority, cache_salt) and two of our own for beam search (beam_width, early_stopping). Unknown
-fields are ignored, and null counts as absent. What would change the answer in OpenAI's and vLLM's APIs but is not
-supported here is refused.
+ignore_eos, min_tokens, stop_token_ids, include_stop_str_in_output, skip_special_tokens, allowed_token_ids, bad_words,
+prompt_logprobs, truncate_prompt_tokens, use_beam_search, length_penalty, structured_outputs, priority, cache_salt) and
+two of our own for beam search (beam_width, early_stopping). Unknown fields are ignored, and null counts as absent. What
+would change the answer in OpenAI's and vLLM's APIs but is not supported here is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from shoal_cluster.serve.openai_fields import (
     TextOrNull,
     Unsupported,
     instead_of_null,
-    only,
     unicode_text,
 )
 from shoal_cluster.serve.openai_structures import ResponseFormat, StructuredOutputs
@@ -79,9 +78,9 @@ class RequestBody(Body):
     allowed_token_ids: list[int] | None = None
     bad_words: list[Text] | None = None
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: Unsupported = None
-    include_stop_str_in_output: Unsupported = None
-    skip_special_tokens: Annotated[Any, only(True)] = None
+    truncate_prompt_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
 
     @abstractmethod
     def to_calls(self, request_id: str) -> list[GenerateCall]:
@@ -139,6 +138,9 @@ class RequestBody(Body):
             "length_penalty": self.length_penalty,
             "early_stopping": self.early_stopping,
             "min_tokens": self.min_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
         }
         counts = [count for count in (self.prompt_logprobs, prompt_logprobs) if count is not None]
         present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

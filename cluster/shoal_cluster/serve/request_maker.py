@@ -92,7 +92,7 @@ class RequestMaker:
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
         """See GatewayCore. Raises InvalidArgument."""
         if prompt.messages is not None:
-            text = self._chats.prompt(prompt.messages, prompt.tools, prompt.template_options)
+            text = self._chats.prompt(prompt.messages, prompt.tools, prompt.template_options, prompt.end)
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._tokenizer.encode(prompt.text or "", add_special_tokens=add_special_tokens)
 
@@ -104,7 +104,7 @@ class RequestMaker:
         """
         if call.messages is not None and not call.messages:
             raise InvalidArgument("messages", [], "must have at least one message")
-        work = partial(self._read, call)
+        work = partial(self._read, call, max_model_len)
         prompt, token_ids, params = await asyncio.to_thread(work) if call.length > LONG_TEXT else work()
         field = "prompt" if call.messages is None else "messages"
         check_prompt(token_ids, max_model_len, self._model.vocab_size, field)
@@ -130,12 +130,14 @@ class RequestMaker:
         )
         return Made(request, AnswerReaders(readers), self._chats.shown(call.tools) if readers else frozenset())
 
-    def _read(self, call: GenerateCall) -> tuple[str, tuple[int, ...], SamplingParams]:
+    def _read(self, call: GenerateCall, max_model_len: int) -> tuple[str, tuple[int, ...], SamplingParams]:
         """The prompt, as text where it is a chat, and its tokens; and the parameters, in tokens as well."""
         params = ban_words(call.sampling_params, self._tokenizer)
         params.check_vocabulary(self._model.vocab_size)
         if call.messages is not None:
-            prompt = self._chats.prompt(call.messages, call.tools, call.template_options)
-            return prompt, self._tokenizer.encode(prompt, add_special_tokens=False), params
-        token_ids = self._tokenizer.encode(call.text or "") if call.token_ids is None else call.token_ids
-        return "", token_ids, params
+            prompt = self._chats.prompt(call.messages, call.tools, call.template_options, call.prompt_end)
+            token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        else:
+            prompt = ""
+            token_ids = self._tokenizer.encode(call.text or "") if call.token_ids is None else call.token_ids
+        return prompt, params.truncate(token_ids, max_model_len), params

@@ -1,0 +1,31 @@
+"""How the prompts of chats end: as with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, raw_tiny_tokenizer, write_tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from shoal_replica.chat_template import PromptEnd
+from shoal_replica.tokenizer import Tokenizer
+
+
+@pytest.mark.parametrize("content", [" Well, I ", "Hi", "a\n", "x"])
+@pytest.mark.parametrize("filtered", ["", " | trim"])
+def test_prompts_end_as_with_transformers(tmp_path: Path, content: str, filtered: str) -> None:
+    """Also by a template that strips what it is given, and for a text that comes twice."""
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    template = CHAT_TEMPLATE.replace("message['content']", f"message['content']{filtered}")
+    ours = Tokenizer.from_folder(write_tiny_tokenizer(tmp_path, chat_template=template))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=raw_tiny_tokenizer(), bos_token=BOS, eos_token=EOS)
+    asked: dict[PromptEnd, dict[str, bool]] = {
+        PromptEnd.ANSWER: {"add_generation_prompt": True},
+        PromptEnd.CLOSED: {},
+        PromptEnd.CONTINUED: {"continue_final_message": True},
+    }
+    for end, options in asked.items():
+        expected = theirs.apply_chat_template(turns, chat_template=template, tokenize=False, **options)
+        assert ours.apply_chat_template(turns, end=end) == expected

@@ -119,8 +119,10 @@ class Sequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens from the second on
     order: int = -1  # its place among those of equal rank: its seq_id, but of a beam that of the request's first
+    is_scored: bool = field(init=False)  # whether it is the sequence of its request whose prompt is scored
 
     def __post_init__(self) -> None:
+        self.is_scored = self.request.is_scored and self.index == self.request.index
         if self.order < 0:
             self.order = self.seq_id
 
@@ -183,7 +185,7 @@ class Sequence:
         """How many of the tokens ``[start, end)``, which are to be computed, are followed by a prompt token whose
         log-probability is asked for.
         """
-        if not self.request.is_scored or self.index != self.request.index or self.num_output_tokens:
+        if not self.is_scored or self.num_output_tokens:
             return 0  # with the first token it has been told
         return max(0, min(end, self.num_prompt_tokens - 1) - start)
 

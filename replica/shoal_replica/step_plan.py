@@ -52,7 +52,7 @@ class StepPlan:
             self.has_put_off |= left <= 0
             num_left = min(num_left, left)
         num_left = max(0, min(num_left, self.budget))
-        if sequence.request.is_scored:
+        if sequence.is_scored:
             num_left -= self._num_too_many(sequence, num_left)
         return num_left
 
@@ -77,8 +77,10 @@ class StepPlan:
             self.num_yielding_tokens += num_new * sequence.request.yields
         if planned is not None:
             num_new += planned.num_new_tokens
-        num_scored = sequence.num_scored(start, start + num_new)
-        self._num_scored += num_scored - (0 if planned is None else planned.num_scored)
+        num_scored = 0
+        if sequence.is_scored:
+            num_scored = sequence.num_scored(start, start + num_new)
+            self._num_scored += num_scored - (0 if planned is None else planned.num_scored)
         self._scheduled[seq_id] = ScheduledSequence(seq_id, start, num_new, start + num_new == num_tokens, num_scored)
 
     def introduce(self, sequence: Sequence, block_table: BlockTable, num_candidates: int = 0) -> None:

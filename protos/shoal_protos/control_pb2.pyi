@@ -11,7 +11,7 @@ class ListReplicasRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "replicas", "blocks", "num_requests", "num_active", "num_shed", "num_failed", "num_resumes", "recent_ttft_s", "quality")
+    __slots__ = ("model", "replicas", "blocks", "num_requests", "num_active", "num_shed", "num_failed", "num_resumes", "recent_ttft_s", "quality", "models")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class Cluster(_message.Message):
     NUM_RESUMES_FIELD_NUMBER: _ClassVar[int]
     RECENT_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     QUALITY_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     model: str
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
     blocks: BlockLedger
@@ -32,7 +33,24 @@ class Cluster(_message.Message):
     num_resumes: int
     recent_ttft_s: _containers.RepeatedScalarFieldContainer[float]
     quality: ViewQuality
-    def __init__(self, model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_active: _Optional[int] = ..., num_shed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_resumes: _Optional[int] = ..., recent_ttft_s: _Optional[_Iterable[float]] = ..., quality: _Optional[_Union[ViewQuality, _Mapping]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelUse]
+    def __init__(self, model: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., num_requests: _Optional[int] = ..., num_active: _Optional[int] = ..., num_shed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_resumes: _Optional[int] = ..., recent_ttft_s: _Optional[_Iterable[float]] = ..., quality: _Optional[_Union[ViewQuality, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelUse, _Mapping]]] = ...) -> None: ...
+
+class ModelUse(_message.Message):
+    __slots__ = ("name", "num_replicas", "num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_replicas: int
+    num_requests: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    def __init__(self, name: _Optional[str] = ..., num_replicas: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
 
 class ViewQuality(_message.Message):
     __slots__ = ("num_requests", "num_prompt_tokens", "num_predicted_tokens", "num_cached_tokens", "age_p50_s", "age_p99_s")

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from fixtures.fake_gateway import ADMIN_KEY, START_REPORT, FakeGateway
+from fixtures.fake_gateway import ADAPTER, ADMIN_KEY, MODEL, START_REPORT, FakeGateway
 from fixtures.live_cluster import free_address
 from typer.testing import CliRunner
 
@@ -85,6 +85,14 @@ def test_status_shows_ledgers_and_sums(address: str) -> None:
     assert lines["r0"][1:9] == ["ready", "30", "20", "70", "100", "30%", "3", "2"]
     assert lines["r1"][1:3] == ["lost", "-"]
     assert lines["cluster"][1:7] == ["30", "20", "70", "100", "30%", "3"]
+
+
+def test_status_shows_what_is_asked_for(address: str) -> None:
+    rows = CliRunner().invoke(app, ["status", "--address", address], env=WIDE).output.splitlines()
+    assert [row.split() for row in rows if row.split()[:1] in ([MODEL], [ADAPTER])][-2:] == [
+        [MODEL, "2", "5", "40", "25%", "12"],
+        [ADAPTER, "1", "4", "30", "0%", "9"],
+    ]
 
 
 def test_status_shows_what_memory_went_to(address: str) -> None:

@@ -64,6 +64,12 @@ async def test_what_the_page_shows_is_what_the_cluster_says(core: FakeCore, url:
         assert f"p99 {latency.ttft.p99_s * 1000:.0f} ms" in await texts(page, "#strip dd.notes span")
         assert tiles["Queue"] == str(sum(stats.num_waiting for stats in spoken))
         assert tiles["Within objective"] == f"{latency.num_met / latency.num_requests:.1%}"
+        rows = await texts(page, "#model-rows tbody tr")
+        assert rows == [
+            "smollm2-135m-instruct 5 of 5 700 310K 29% 42",
+            "support 5 of 5 30 2,000 0% 7",
+            "acme/a-rather-long-name-of-an-adapter-that-nobody-has-yet 0 of 5 0 0 – 0",
+        ]
         for row in cluster.replicas:
             card = page.get_by_role("article", name=row.replica_id)
             stats = row.stats

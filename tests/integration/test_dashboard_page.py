@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -24,7 +24,7 @@ from fixtures.waiting import DEADLINE_S, until
 from msgspec import structs
 
 from shoal_cluster.policies.routing import RouteRecord
-from shoal_cluster.serve.call import ClusterRow, ReplicaRow
+from shoal_cluster.serve.call import ClusterRow, ModelRow, ReplicaRow
 from shoal_cluster.serve.dashboard.broadcast import Broadcast
 from shoal_cluster.serve.dashboard.page import FOLDER, STATIC, UPDATE_PERIOD_S
 from shoal_cluster.serve.dashboard.roster import roster
@@ -164,6 +164,19 @@ async def test_an_update_says_what_the_core_says(http: httpx.AsyncClient, core: 
     records = core.recent_routes(8)
     assert [r["request_id"] for r in update["routes"]] == [r.query.request_id for r in records]
     assert [r["replica_id"] for r in update["routes"]] == [r.decision.ranked[0] for r in records]
+    assert update["models"] == [[*astuple(row)] for row in cluster.models]
+
+
+class ManyAdapters(FakeCore):
+    def cluster(self) -> ClusterRow:
+        rows = tuple(ModelRow(f"adapter-{i:02}", 1, i) for i in range(40))
+        return replace(CLUSTER, models=(ModelRow("model", 4), *rows))
+
+
+def test_of_many_adapters_those_that_are_asked_for_most_are_shown() -> None:
+    told = json.loads(DashboardState(ManyAdapters()).update())
+    assert [row[0] for row in told["models"]] == ["model", *(f"adapter-{i:02}" for i in range(39, 24, -1))]
+    assert told["num_models_left_out"] == 25
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from shoal_cluster.serve.call import (
     ClusterRow,
     GenerateCall,
     ModelCard,
+    ModelRow,
     ReplicaRow,
     ScalingRow,
     Usage,
@@ -210,6 +211,7 @@ clusters = st.builds(
     num_failed=count,
     num_resumes=count,
     recent_ttft_s=st.lists(amount, max_size=3).map(tuple),
+    models=st.lists(st.builds(ModelRow, text, count, count, count, count, count), max_size=2).map(tuple),
     quality=st.builds(
         ViewQuality,
         num_requests=count,

@@ -15,7 +15,10 @@ from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.serve import served_adapters
 from shoal_cluster.serve.adapter_wishes import FORGET_S, Told, Wanted, Wishes
+from shoal_cluster.serve.call import ModelRow, Usage
 from shoal_cluster.serve.journal import Journal
+from shoal_cluster.serve.metrics.model_tally import ModelTally
+from shoal_cluster.serve.model_rows import model_rows
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import Unavailable
 
@@ -91,6 +94,16 @@ async def test_requests_go_where_the_version_is_that_most_have_as_theirs() -> No
         assert adapters.names == ("deployed", "x", "y")
         await until(lambda: version(adapters, "x") == "x@0")
         assert adapters.lacking("x@0") == frozenset("cde")
+        assert [adapters.num_replicas(name) for name in ("", "deployed", "x", "y")] == [5, 5, 2, 0]
+        tally = ModelTally("g", ["m", "deployed"])
+        usage = Usage(num_prompt_tokens=9, num_cached_tokens=4, num_output_tokens=2, replica_id="a", ttft_s=0.1)
+        tally.add("x", usage)
+        assert model_rows("m", adapters, tally) == (
+            ModelRow("m", 5),
+            ModelRow("deployed", 5),
+            ModelRow("x", 2, 1, 9, 4, 2),
+            ModelRow("y", 0),
+        )
         assert {frozenset(asked.sources.items()) for asked in ledger.asked[-3:]} == {
             frozenset({("x", "/x"), ("y", "/y")})
         }

@@ -14,6 +14,7 @@ from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
 from shoal_replica.errors import Unavailable
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
     from shoal_cluster.serve.call import ClusterRow, ReplicaRow
@@ -41,7 +42,7 @@ def status(
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(_table(cluster))
+    console.print(_shown(cluster))
     if replicas:
         for row in cluster.replicas:
             console.print(f"{row.replica_id}  {row.start_report or 'has not said'}", soft_wrap=True, markup=False)
@@ -60,12 +61,12 @@ async def _watch(address: str) -> None:
     from shoal_cluster.commands.client import GatewayClient
 
     async with GatewayClient(address) as client:
-        shown: Table | str = _table(await client.cluster())
+        shown: RenderableType = _shown(await client.cluster())
         with Live(shown, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(WATCH_PERIOD_S)
                 try:
-                    shown = _table(await client.cluster())
+                    shown = _shown(await client.cluster())
                 except Unavailable as error:  # the gateway may be being replaced
                     shown = f"{error}; trying again"
                 live.update(shown, refresh=True)
@@ -81,6 +82,28 @@ def _as_json(cluster: ClusterRow) -> dict[str, Any]:
         if row.stats is not None:
             replica["stats"]["utilization"] = row.stats.utilization
     return body
+
+
+def _shown(cluster: ClusterRow) -> RenderableType:
+    """The replicas; and, where there are adapters, what is asked for."""
+    from rich.console import Group
+
+    return Group(_table(cluster), _models(cluster)) if len(cluster.models) > 1 else _table(cluster)
+
+
+def _models(cluster: ClusterRow) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, padding=0, pad_edge=False)
+    table.add_column("model, adapters")
+    for name in ("replicas", "requests", "prompt tokens", "cached", "output tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in cluster.models:
+        hits = f"{row.num_cached_tokens / row.num_prompt_tokens:.0%}" if row.num_prompt_tokens else "-"
+        counts = (row.num_replicas, row.num_requests, row.num_prompt_tokens, hits, row.num_output_tokens)
+        table.add_row(row.name, *map(str, counts))
+    return table
 
 
 def _table(cluster: ClusterRow) -> Table:

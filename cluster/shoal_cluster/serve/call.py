@@ -166,10 +166,22 @@ class ReplicaRow:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """The model, or one of its adapters: how many replicas have it, and the requests and tokens of this gateway."""
+
+    name: str
+    num_replicas: int
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRow:
     """The replicas, and this gateway's totals. ``latency`` is what its clients saw lately, ``quality`` how accurate its
-    view was; ``devices`` describes those of each replica.
+    view was; ``devices`` describes those of each replica, ``models`` begins with the model itself.
     """
 
     model: str
@@ -183,6 +195,7 @@ class ClusterRow:
     latency: LatencySummary | None = None
     devices: str = ""
     quality: ViewQuality = field(default_factory=ViewQuality)
+    models: tuple[ModelRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

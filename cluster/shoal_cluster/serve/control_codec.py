@@ -13,7 +13,7 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.memory import Recollection
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights, Rule
 from shoal_cluster.policies.view import ReplicaView
-from shoal_cluster.serve.call import ClusterRow, ReplicaRow
+from shoal_cluster.serve.call import ClusterRow, ModelRow, ReplicaRow
 from shoal_cluster.serve.ledger import BlockLedger, sum_blocks
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_protos import control_pb2 as pb
@@ -74,6 +74,7 @@ def cluster_to_proto(cluster: ClusterRow) -> pb.Cluster:
         num_resumes=cluster.num_resumes,
         recent_ttft_s=cluster.recent_ttft_s,
         quality=pb.ViewQuality(**asdict(cluster.quality)),
+        models=[pb.ModelUse(**asdict(row)) for row in cluster.models],
     )
 
 
@@ -88,6 +89,7 @@ def cluster_from_proto(cluster: pb.Cluster) -> ClusterRow:
         num_resumes=cluster.num_resumes,
         recent_ttft_s=tuple(cluster.recent_ttft_s),
         quality=ViewQuality(**{field.name: getattr(cluster.quality, field.name) for field in fields(ViewQuality)}),
+        models=tuple(ModelRow(**{f.name: getattr(row, f.name) for f in fields(ModelRow)}) for row in cluster.models),
     )
 
 

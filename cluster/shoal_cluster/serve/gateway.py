@@ -43,6 +43,7 @@ from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.metrics.gathered import replica_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.tally import Point
+from shoal_cluster.serve.model_rows import model_rows
 from shoal_cluster.serve.ray_store import RayStore
 from shoal_cluster.serve.replica_past import PastSample, decode_past
 from shoal_cluster.serve.request_id import is_later_leg
@@ -223,6 +224,7 @@ class Gateway:
             latency=metrics.window.summary(time.monotonic()),
             devices=self._config.replica.devices,
             quality=self._ledger.tally.quality(),
+            models=model_rows(self._config.name, self._adapters, metrics.by_model),
         )
 
     def _rows(self) -> tuple[ReplicaRow, ...]:

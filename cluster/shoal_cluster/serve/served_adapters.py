@@ -65,6 +65,11 @@ class ServedAdapters:
             raise Unavailable(f"adapter {name!r} is not loaded yet" + (f": {why}" if why else ""))
         return version
 
+    def num_replicas(self, name: str) -> int:
+        """How many replicas have an adapter of that name; "" is the model alone."""
+        version = name if not name or name in self._deployed else self._current.get(name)
+        return 0 if version is None else len(self._ledger.view.replica_ids) - len(self.lacking(version))
+
     @contextmanager
     def using(self, version: str) -> Iterator[None]:
         """Meanwhile, replicas that have a version are asked to keep it."""

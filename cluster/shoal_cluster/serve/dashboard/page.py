@@ -46,6 +46,7 @@ STATIC = (
     "routes.js",
     "charts.js",
     "marks.js",
+    "models.js",
     "events.js",
     "log.js",
     "dialog.js",

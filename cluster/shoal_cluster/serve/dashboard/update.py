@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal_cluster.policies.routing import RouteRecord
-from shoal_cluster.serve.call import ClusterRow
+from shoal_cluster.serve.call import ClusterRow, ModelRow
 from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.meter import Rates
 from shoal_cluster.serve.dashboard.roster import Card
@@ -23,6 +23,8 @@ MAX_NODE_CHARS = 12
 NUM_ROUTES = 8
 NUM_EVENTS = 6
 NUM_MARKS = 2
+NUM_MODELS = 16
+MAX_NAME_CHARS = 64
 
 
 class Blocks(msgspec.Struct, frozen=True):
@@ -88,8 +90,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 class Update(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the page shows, except the past. Rates are None until they are known.
 
-    ``events`` and ``scaling.marks`` are the newest few, oldest first: a page that has missed some sees a gap in the
-    numbers and asks for the rest.
+    ``models`` has a row for the model and for those adapters that are asked for most: name, replicas that have it,
+    requests, and tokens of prompts, cached and generated. ``events`` and ``scaling.marks`` are the newest few, oldest
+    first: a page that has missed some sees a gap in the numbers and asks for the rest.
     """
 
     time_s: float
@@ -112,6 +115,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     replica_columns: tuple[str, ...]
     replicas: tuple[Replica, ...]
     num_replicas_left_out: int
+    models: tuple[tuple[str, int, int, int, int, int], ...]
+    num_models_left_out: int
     routes: tuple[Route, ...]
     scaling: Scaling
     events: tuple[Event, ...]
@@ -161,6 +166,8 @@ def build_update(
         replica_columns=Replica.__struct_fields__,
         replicas=tuple(_replica(card, rates, shares.get(card.row.replica_id), tally.num_decisions) for card in cards),
         num_replicas_left_out=0,
+        models=_models(cluster.models),
+        num_models_left_out=max(0, len(cluster.models) - NUM_MODELS),
         routes=tuple(_route(record) for record in routes[:NUM_ROUTES]),
         scaling=scaling,
         events=tuple(events),
@@ -219,6 +226,22 @@ def _replica(card: Card, rates: Rates | None, share: Share | None, num_decisions
         step_ms=round(stats.step_s * 1000, 2) if stats is not None else 0.0,
         routed=round(share.num_decisions / num_decisions, 4) if share is not None else 0.0,
         route_hits=round(hits, 4),
+    )
+
+
+def _models(rows: Sequence[ModelRow]) -> tuple[tuple[str, int, int, int, int, int], ...]:
+    adapters = sorted(rows[1:], key=lambda row: (-row.num_requests, row.name))
+    kept = [*rows[:1], *adapters][:NUM_MODELS]
+    return tuple(
+        (
+            row.name[:MAX_NAME_CHARS],
+            row.num_replicas,
+            row.num_requests,
+            row.num_prompt_tokens,
+            row.num_cached_tokens,
+            row.num_output_tokens,
+        )
+        for row in kept
     )
 
 

@@ -30,7 +30,7 @@ class GatewayMetrics:
     def __init__(self, gateway_id: str, names: Sequence[str], window: LatencyWindow) -> None:
         own = (f for f in d.FAMILIES if f.source is d.Source.GATEWAY and f not in (*d.BY_VIEW, *d.BY_MODEL))
         self.tally = Tally(own, gateway_id)
-        self._by_model = ModelTally(gateway_id, names)
+        self.by_model = ModelTally(gateway_id, names)
         self.window = window
         self.num_active = 0
         self._gateway_id = gateway_id
@@ -87,7 +87,7 @@ class GatewayMetrics:
             self.tally.inc(d.SEQUENCES, reason)
         if record.usage is not None:
             self.tally.inc(d.RESUMES, by=record.usage.num_resumes)
-            self._by_model.add(record.model, record.usage)  # what is not served has none
+            self.by_model.add(record.model, record.usage)  # what is not served has none
         if record.legs and (routed_s := record.legs[0].routed_s) is not None:
             self.tally.histogram(d.PLACEMENT).observe(routed_s - record.arrived_s)
 
@@ -101,7 +101,7 @@ class GatewayMetrics:
         """The gateway's own series, including those of its view of the replicas."""
         own = (self._gateway_id,)
         yield from self.tally.points()
-        yield from self._by_model.points()
+        yield from self.by_model.points()
         yield Point(d.PLACED_TOKENS, own, quality.num_prompt_tokens)
         yield Point(d.PREDICTED_TOKENS, own, quality.num_predicted_tokens)
         yield Point(d.FOUND_TOKENS, own, quality.num_cached_tokens)

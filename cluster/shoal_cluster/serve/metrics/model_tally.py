@@ -32,6 +32,11 @@ class ModelTally:
         if len(self._usages) > MAX_MODELS:
             del self._usages[next(iter(self._usages))]
 
+    def counts(self, name: str) -> tuple[int, int, int, int]:
+        """Requests, and tokens of prompts, found cached of these, and generated."""
+        num_requests, *tokens = self._usages.get(name, (0, 0, 0, 0))
+        return (num_requests, *tokens)  # type: ignore[return-value]
+
     def points(self) -> Iterator[Point]:
         for name, (num_requests, *tokens) in self._usages.items():
             yield Point(d.MODEL_REQUESTS, (self._gateway_id, name), num_requests)

@@ -31,6 +31,8 @@ class PromptEnd(StrEnum):
 
 MAX_LENGTH = 2**25  # characters of a prompt
 MAX_INDENT = 8
+CONTINUED_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Put at the end of a message that is continued, to find the place; some templates strip the space."""
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token"})
 """Variables of a template that are not a client's to set."""
@@ -70,6 +72,12 @@ class ChatTemplate:
             InvalidArgument: the template refuses the messages, for instance an order of roles it does not know; an
                 option is not a client's to set; or there is no last message to continue.
         """
+        try:
+            end = PromptEnd(end)
+        except ValueError:
+            raise InvalidArgument("end", end, f"must be one of {', '.join(PromptEnd)}") from None
+        if end is PromptEnd.CONTINUED:
+            messages = _marked(messages)
         if reserved := RESERVED & (options or {}).keys():
             raise InvalidArgument("chat_template_kwargs", sorted(reserved), "cannot be set by a request")
         template = self._for_tools if tools else self._template
@@ -90,20 +98,24 @@ class ChatTemplate:
             roles = [turn["role"] for turn in messages]
             raise InvalidArgument("messages", roles, f"the model's chat template refuses them: {error}") from None
         text = "".join(parts)
-        return _cut_after(text, messages) if end is PromptEnd.CONTINUED else text
+        return _cut(text) if end is PromptEnd.CONTINUED else text
 
 
-def _cut_after(text: str, messages: Sequence[Turn]) -> str:
-    """``text`` up to the end of the last message's content, as the template shows it: some strip it."""
+def _marked(messages: Sequence[Turn]) -> list[Turn]:
+    """The messages, of which the last ends with a mark."""
     content = messages[-1].get("content") if messages else None
-    if not isinstance(content, str) or not (bare := content.strip()):
+    if not isinstance(content, str):
         raise InvalidArgument("continue_final_message", True, "the last message has no text to go on with")
-    start = text.rfind(bare)
-    if start < 0:
+    return [*messages[:-1], {**messages[-1], "content": content + CONTINUED_HERE}]
+
+
+def _cut(text: str) -> str:
+    """``text`` up to the mark; where the template strips what it is given, also without the spaces before."""
+    place = text.rfind(CONTINUED_HERE.strip())
+    if place < 0:
         limit = "the model's chat template does not show the last message as it is"
         raise InvalidArgument("continue_final_message", True, limit)
-    whole = content.lstrip()
-    return text[: start + len(whole if text.startswith(whole, start) else bare)]
+    return text[:place] if text.startswith(CONTINUED_HERE, place) else text[:place].rstrip()
 
 
 class _GenerationTag(Extension):

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal_replica.adapter import AdapterConfig, adapter_bytes
+from shoal_replica.config_fields import number, size
 from shoal_replica.errors import ConfigError, NotFound
-from shoal_replica.model_family import MoeConfig, family_fields, read_rope, size
+from shoal_replica.model_family import MoeConfig, family_fields, rotated_share
+from shoal_replica.rope import read_rope
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Bits per weight of the layers' projections. Each group of 32 weights also has a scale and, with 4 bits, a minimum.
@@ -75,7 +77,8 @@ class ModelConfig:
         raw = _read_json(path / "config.json")
         if raw is None:
             raise NotFound(f"model: {str(folder)!r} holds no config.json")
-        architecture = (raw.get("architectures") or ["?"])[0]
+        named = raw.get("architectures")
+        architecture = str(named[0]) if isinstance(named, list) and named else "?"
         family = family_fields(architecture, raw)
         if raw.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"model: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
@@ -86,19 +89,14 @@ class ModelConfig:
             raise ConfigError(f"dtype: got {dtype!r}; must be 'auto' or one of {', '.join(DTYPE_BYTES)}")
         if quantization not in LAYER_BITS:
             raise ConfigError(f"quantization: got {quantization!r}; must be one of {', '.join(LAYER_BITS)}")
-        rope = read_rope(architecture, raw)
-        limit = max(int(raw.get("max_position_embeddings") or 2048), rope.num_positions)
-        if max_model_len is not None and not 1 <= max_model_len <= limit:
-            raise ConfigError(f"max_model_len: got {max_model_len}; the model allows 1 to {limit}")
         num_heads = size(raw, "num_attention_heads")
-        num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
+        num_kv_heads = size(raw, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(f"model: {num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
-        is_qwen = architecture.startswith("Qwen")
-        uses_window = raw.get("use_sliding_window", not is_qwen)
-        if uses_window and raw.get("sliding_window") and is_qwen:
-            raise ConfigError("model: use_sliding_window mixes window and full layers, which is not supported")
-        head_size = int(raw.get("head_dim") or size(raw, "hidden_size") // num_heads)
+        head_size = size(raw, "head_dim") if raw.get("head_dim") else size(raw, "hidden_size") // num_heads
+        rope = read_rope(raw, head_size, rotated_share(architecture, raw), max_model_len)
+        if max_model_len is not None and not 1 <= max_model_len <= rope.max_model_len:
+            raise ConfigError(f"max_model_len: got {max_model_len}; the model allows 1 to {rope.max_model_len}")
         return cls(
             folder=str(path),
             architecture=architecture,
@@ -109,13 +107,12 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
             rope_theta=rope.theta,
             rope_scaling=rope.scaling,
-            rotary_size=rope.size_of(head_size),
-            max_model_len=max_model_len or limit,
+            rotary_size=rope.size,
+            max_model_len=max_model_len or rope.max_model_len,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            sliding_window=int(raw["sliding_window"]) if uses_window and raw.get("sliding_window") else None,
             eos_token_ids=_eos_token_ids(path, raw),
             dtype=dtype,
             quantization=quantization,
@@ -127,8 +124,9 @@ class ModelConfig:
         """Number of the decoder's weights; tied embeddings count once."""
         d, h = self.hidden_size, self.head_size
         attention = d * h * (2 * self.num_heads + 2 * self.num_kv_heads)
+        attention += (self.num_heads + 2 * self.num_kv_heads) * h * self.qkv_bias + d * self.output_bias
         norms = 2 * d + (2 * h if self.qk_norm else 0)
-        mlp = 3 * d * self.intermediate_size
+        mlp = 3 * d * self.intermediate_size + (2 * self.intermediate_size + d) * self.mlp_bias
         mlps = self.num_layers * mlp
         if self.moe is not None:
             experts = self.moe.num_experts * (d + 3 * d * self.moe.intermediate_size)
@@ -291,4 +289,7 @@ def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    listed = eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
+        raise ConfigError(f"model: eos_token_id is {eos!r}; must be a token id, or a list of them")
+    return tuple(listed)

@@ -6,16 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shoal_replica.config_fields import fields_of, number, size
 from shoal_replica.errors import ConfigError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-# What each type needs besides its name.
-_ROPE_NUMBERS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("factor", "original_max_position_embeddings"),
-}
+NAME_OF_SHARE = "partial_rotary_factor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,40 +29,6 @@ class MoeConfig:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embeddings (Su et al. 2021): the base, how frequencies are scaled (see ``rotary_frequencies``; None for
-    not at all), and the share of each head that is rotated.
-    """
-
-    theta: float
-    scaling: dict[str, Any] | None
-    share: float
-
-    @property
-    def num_positions(self) -> int:
-        """Positions that the scaling is made for; 0 where the model's length says it."""
-        if self.scaling is None or self.scaling["rope_type"] != "yarn":
-            return 0
-        return int(self.scaling["factor"] * self.scaling["original_max_position_embeddings"])
-
-    def size_of(self, head_size: int) -> int | None:
-        """How much of a head is rotated; None for all of it. Raises ConfigError if it cannot be cut so."""
-        rotated = int(head_size * self.share)
-        if not 0 < rotated <= head_size or rotated % 2 or head_size % 2:
-            raise ConfigError(f"model: partial_rotary_factor in config.json rotates {rotated} of a head's {head_size}")
-        if self.scaling is not None and self.scaling["rope_type"] == "longrope":
-            for name in ("short_factor", "long_factor"):
-                _check_divisors(name, self.scaling.get(name), rotated // 2)
-        return None if rotated == head_size else rotated
-
-
-def _check_divisors(name: str, divisors: object, count: int) -> None:
-    numbers = divisors if isinstance(divisors, list) else []
-    if len(numbers) != count or not all(isinstance(each, int | float) and each > 0 for each in numbers):
-        raise ConfigError(f"model: {name} in config.json must be a list of {count} numbers above 0")
-
-
 def family_fields(architecture: str, raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of ModelConfig in which the architecture, or its config, departs from the first Llama.
 
@@ -78,60 +38,50 @@ def family_fields(architecture: str, raw: dict[str, Any]) -> dict[str, Any]:
     if architecture not in _FAMILIES:
         raise ConfigError(f"model: architecture {architecture!r} is not one of {', '.join(_FAMILIES)}")
     has_bias = bool(raw.get("attention_bias", False))
-    shared = {"qkv_bias": has_bias, "output_bias": has_bias, "mlp_bias": bool(raw.get("mlp_bias", False))}
+    shared = {
+        "qkv_bias": has_bias,
+        "output_bias": has_bias,
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "sliding_window": None,
+    }
     return shared | _FAMILIES[architecture](raw)
 
 
-def read_rope(architecture: str, raw: dict[str, Any]) -> Rope:
-    """Raises ConfigError: the type is not known, or lacks one of its numbers."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = "longrope" if rope.get("type") == "su" else rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"model: rope type {kind!r} is not one of {', '.join(ROPE_TYPES)}")
-    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    share = 1.0
-    if architecture == "Phi3ForCausalLM":
-        share = float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
-    if kind == "default":
-        return Rope(theta, None, share)
-    length = int(raw.get("max_position_embeddings") or 2048)
-    rope |= {"rope_type": kind}
-    if kind in ("yarn", "longrope"):  # what they may leave out, as transformers fills it in
-        if (original := raw.get("original_max_position_embeddings")) is not None:
-            rope["original_max_position_embeddings"] = original
-        original = rope.setdefault("original_max_position_embeddings", length)
-        is_left_out = rope["factor"] is None if "factor" in rope else kind == "longrope"
-        if is_left_out and isinstance(original, int | float) and original > 0:
-            rope["factor"] = length / original
-    for name in _ROPE_NUMBERS[kind]:
-        if not isinstance(rope.get(name), int | float) or isinstance(rope[name], bool) or rope[name] <= 0:
-            raise ConfigError(f"model: {name} of rope type {kind!r} is {rope.get(name)!r}; must be a number above 0")
-    return Rope(theta, rope, share)
+def _window(raw: dict[str, Any], is_default: bool = True) -> int | None:
+    """The window of all layers."""
+    is_used = raw.get("use_sliding_window", is_default)
+    return size(raw, "sliding_window") if is_used and raw.get("sliding_window") else None
 
 
-def size(raw: dict[str, Any], key: str) -> int:
-    """A size in config.json. Raises ConfigError unless it is an integer of at least 1."""
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"model: {key} in config.json is {value!r}; must be an integer of at least 1")
-    return value
-
-
-def _llama(raw: dict[str, Any]) -> dict[str, Any]:
+def _no_window(raw: dict[str, Any]) -> dict[str, Any]:
+    """For families that use it in some layers only, if they are told to."""
+    if _window(raw, is_default=False):
+        raise ConfigError("model: use_sliding_window mixes window and full layers, which is not supported")
     return {}
 
 
+def rotated_share(architecture: str, raw: dict[str, Any]) -> float:
+    """How much of each head is rotated."""
+    if architecture != "Phi3ForCausalLM":
+        return 1.0
+    return number(fields_of(raw, "rope_parameters"), NAME_OF_SHARE, number(raw, NAME_OF_SHARE, 1.0))
+
+
+def _llama(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": _window(raw)}
+
+
 def _qwen2(raw: dict[str, Any]) -> dict[str, Any]:
-    return {"qkv_bias": True, "output_bias": False}
+    return {"qkv_bias": True, "output_bias": False} | _no_window(raw)
 
 
 def _qwen3(raw: dict[str, Any]) -> dict[str, Any]:
-    return {"qk_norm": True}
+    return {"qk_norm": True} | _no_window(raw)
 
 
 def _qwen3_moe(raw: dict[str, Any]) -> dict[str, Any]:
     num_experts = size(raw, "num_experts" if "num_experts" in raw else "num_local_experts")
-    step, dense = int(raw.get("decoder_sparse_step") or 1), set(raw.get("mlp_only_layers") or ())
+    step, dense = size(raw, "decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
     layers = tuple(i for i in range(size(raw, "num_hidden_layers")) if i not in dense and (i + 1) % step == 0)
     moe = MoeConfig(
         num_experts=num_experts,
@@ -140,7 +90,7 @@ def _qwen3_moe(raw: dict[str, Any]) -> dict[str, Any]:
         renormalize=bool(raw.get("norm_topk_prob", False)),
         layers=layers,
     )
-    return {"qk_norm": True, "moe": moe if layers else None}
+    return {"qk_norm": True, "moe": moe if layers else None} | _no_window(raw)
 
 
 def _mixtral(raw: dict[str, Any]) -> dict[str, Any]:
@@ -154,23 +104,21 @@ def _mixtral(raw: dict[str, Any]) -> dict[str, Any]:
         stored_in="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     )
-    return {"moe": moe}
+    return {"moe": moe, "sliding_window": _window(raw)}
 
 
 def _phi3(raw: dict[str, Any]) -> dict[str, Any]:
-    return {"has_packed_projections": True}
+    return {"has_packed_projections": True, "sliding_window": _window(raw)}
 
 
 def _smollm3(raw: dict[str, Any]) -> dict[str, Any]:
-    if raw.get("use_sliding_window") and raw.get("sliding_window"):
-        raise ConfigError("model: use_sliding_window mixes window and full layers, which is not supported")
     num_layers, rotated = size(raw, "num_hidden_layers"), raw.get("no_rope_layers")
     if rotated is None:  # despite its name, it has a 1 for each layer with rotary embeddings
-        interval = int(raw.get("no_rope_layer_interval") or 4)
+        interval = size(raw, "no_rope_layer_interval", 4)
         rotated = [int((i + 1) % interval != 0) for i in range(num_layers)]
     if not isinstance(rotated, list) or len(rotated) < num_layers:
         raise ConfigError(f"model: no_rope_layers in config.json is {rotated!r}; must be a list of {num_layers}")
-    return {"unrotated_layers": tuple(i for i in range(num_layers) if not rotated[i])}
+    return {"unrotated_layers": tuple(i for i in range(num_layers) if not rotated[i])} | _no_window(raw)
 
 
 def _num_per_token(raw: dict[str, Any], num_experts: int) -> int:

@@ -48,7 +48,7 @@ class SamplingParams:
         logprobs: None, or how many top log-probabilities to return beside the chosen token's (0 to 20).
         prompt_logprobs: the same for the tokens of the prompt, from the second on. All of such a prompt is computed: it
             neither finds its beginning cached nor leaves it to others.
-        stop: strings that end the text; the matched string is not part of it.
+        stop: strings that end the text; the matched string is not part of it, unless ``include_stop_str_in_output``.
         stop_token_ids: token ids that end the sequence; the stop token is among its tokens, but not in its text.
         ignore_eos: continue past the model's end-of-sequence tokens.
         beam_width: above 1, beam search with so many beams instead of draws: see ``BeamSearch``. It takes neither
@@ -65,8 +65,8 @@ class SamplingParams:
         structured_output: what the answer must match, or None; it ends when it is complete.
         include_stop_str_in_output: the text of what ended the answer, a stop string or token, is part of it.
         skip_special_tokens: special tokens have no text.
-        truncate_prompt_tokens: of a prompt only so many tokens are used, the last ones; -1 for as many as there is room
-            for. None refuses prompts that are too long.
+        truncate_prompt_tokens: of a prompt only so many tokens are used, the last ones; -1 for as many as leave room
+            for ``max_tokens``, or for one where that is None. None refuses prompts that are too long.
         early_stopping: end a beam search once ``beam_width`` beams have finished, even if others could still be better.
     """
 
@@ -215,10 +215,14 @@ class SamplingParams:
                 raise InvalidArgument(name, value, "is not supported in a beam search; leave it out")
 
     def truncate(self, prompt_token_ids: tuple[int, ...], max_model_len: int) -> tuple[int, ...]:
-        """What is used of a prompt."""
-        if self.truncate_prompt_tokens is None:
+        """What is used of a prompt. Raises InvalidArgument if more is asked for than a model takes."""
+        most = self.truncate_prompt_tokens
+        if most is None:
             return prompt_token_ids
-        most = max_model_len - 1 if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, max_model_len - (self.max_tokens or 1))
+        if most >= max_model_len:
+            raise InvalidArgument("truncate_prompt_tokens", most, f"must be under {max_model_len}, the model's length")
         return prompt_token_ids[-most:]
 
     @property

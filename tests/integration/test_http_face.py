@@ -373,6 +373,9 @@ async def test_of_a_prompt_that_is_cut_the_rest_is_echoed(client: openai.AsyncOp
     for prompt in ("in then", list(TOKENIZER.encode("in then"))):
         answer = await client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=0, extra_body=cut)
         assert answer.choices[0].text == " then"
+    cut["truncate_prompt_tokens"] = 100
+    answer = await client.completions.create(model=MODEL, prompt=f"{BOS}in", echo=True, max_tokens=0, extra_body=cut)
+    assert answer.choices[0].text == f"{BOS}in", "nothing of it was cut"
 
 
 @pytest.mark.parametrize(
@@ -994,6 +997,9 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
             "contradicts add_generation_prompt",
         ),
         (CHAT, {"messages": HI, "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", "at least 1"),
+        (CHAT, {"messages": HI, "truncate_prompt_tokens": 128}, 400, "truncate_prompt_tokens", "must be under 128"),
+        (CHAT, {"messages": HI, "add_special_tokens": True}, 400, "add_special_tokens", "only False"),
+        (COMPLETION, {"prompt": "x", "add_special_tokens": False}, 400, "add_special_tokens", "only True"),
         (CHAT, {"messages": HI, "guided_json": {}, "min_tokens": 5}, 400, "min_tokens", "contradicts structured"),
         (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "at most max_tokens, 8"),
         (CHAT, {"messages": HI, "logit_bias": {"a": 1}}, 400, "logit_bias", "its keys must be token ids"),

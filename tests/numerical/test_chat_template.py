@@ -12,13 +12,19 @@ from transformers import PreTrainedTokenizerFast
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.tokenizer import Tokenizer
 
+IM_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
-@pytest.mark.parametrize("content", [" Well, I ", "Hi", "a\n", "x"])
+
+@pytest.mark.parametrize("content", [" Well, I ", "Hi", "a\n", "x", "<", "/s", "end", "", " "])
 @pytest.mark.parametrize("filtered", ["", " | trim"])
-def test_prompts_end_as_with_transformers(tmp_path: Path, content: str, filtered: str) -> None:
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, IM_TEMPLATE], ids=["tiny", "im"])
+def test_prompts_end_as_with_transformers(tmp_path: Path, template: str, content: str, filtered: str) -> None:
     """Also by a template that strips what it is given, and for a text that comes twice."""
     turns: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
-    template = CHAT_TEMPLATE.replace("message['content']", f"message['content']{filtered}")
+    template = template.replace("message['content']", f"message['content']{filtered}")
     ours = Tokenizer.from_folder(write_tiny_tokenizer(tmp_path, chat_template=template))
     theirs = PreTrainedTokenizerFast(tokenizer_object=raw_tiny_tokenizer(), bos_token=BOS, eos_token=EOS)
     asked: dict[PromptEnd, dict[str, bool]] = {

@@ -101,15 +101,17 @@ def test_prompts_are_cut_at_their_beginning(tiny):
     (prompt,) = make_prompts([300], seed=2)
     with LLM(str(tiny), num_blocks=64) as llm:
         limit = llm.config.model.max_model_len
-        for asked, count in ((5, 5), (-1, limit - 1), (1000, 300)):
-            cut = replace(GREEDY, max_tokens=1, truncate_prompt_tokens=asked)
-            if count >= limit:
-                with pytest.raises(InvalidArgument, match="prompt"):
-                    llm.generate([prompt], cut)
-                continue
-            (output,) = llm.generate([prompt], cut)
+        for asked, max_tokens, count in (
+            (5, 1, 5), (limit - 1, 1, limit - 1),
+            (-1, 1, limit - 1), (-1, 50, limit - 50), (-1, None, limit - 1), (-1, 999, 1),
+        ):  # fmt: skip
+            params = replace(GREEDY, max_tokens=max_tokens)
+            (output,) = llm.generate([prompt], replace(params, truncate_prompt_tokens=asked))
             assert output.prompt_token_ids == tuple(prompt[-count:])
-            assert output.token_ids == llm.generate([prompt[-count:]], replace(GREEDY, max_tokens=1))[0].token_ids
+            assert output.token_ids == llm.generate([prompt[-count:]], params)[0].token_ids
+            assert len(output.token_ids) == min(max_tokens or 1, limit - count)
+        with pytest.raises(InvalidArgument, match=f"truncate_prompt_tokens: got {limit}; must be under {limit}"):
+            llm.generate([prompt], replace(GREEDY, truncate_prompt_tokens=limit))
 
 
 def test_what_ends_an_answer_may_be_part_of_it(tiny):

@@ -44,6 +44,15 @@ def test_scalings(tmp_path: Path, scaling: dict[str, Any] | None) -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 
+def test_the_factor_of_a_distilled_model_counts(tmp_path: Path) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B: queries and keys keep their lengths. transformers ignores ``attn_factor``."""
+    ours, theirs = tables(
+        LlamaConfig(**SHAPE, rope_parameters=YARN_ROPE | {"attn_factor": 0.8782488562869419}), tmp_path
+    )
+    torch.testing.assert_close(ours, theirs * 0.8782488562869419, atol=2e-5, rtol=1e-5)
+    assert float(ours[:, 0].square().add(ours[:, 8].square()).mean()) == pytest.approx(1.0, abs=1e-4)
+
+
 @pytest.mark.parametrize("length", [64, 65, None])
 def test_long_contexts_have_divisors_of_their_own(tmp_path: Path, length: int | None) -> None:
     """Of 16 numbers in a head 12 are rotated; the last two pairs keep the angle 0."""

@@ -190,7 +190,7 @@ def test_schemas_are_enforced_whatever_they_say_besides(folder: Path) -> None:
     tool = Tool(
         "f", "%json", {"properties": {k: v | said for k, v in properties.items()}, "required": ["title"]} | said
     )
-    structure = forms.chats.structure("", ToolUse((tool,), REQUIRED), None)
+    structure = forms.chats.structure(ToolUse((tool,), REQUIRED), None)
     assert structure is not None
     right = {"title": "a", "default": "%json"}
     assert forms.accepts(structure, spell(HERMES, [("f", right)]))
@@ -201,7 +201,7 @@ def test_schemas_are_enforced_whatever_they_say_besides(folder: Path) -> None:
 
 def test_as_many_tools_as_are_allowed_can_be_enforced(folder: Path) -> None:
     tools = tuple(Tool(f"tool_{i}", "What it does. " * 20, WEATHER.parameters, strict=True) for i in range(MAX_TOOLS))
-    assert Forms(folder).chats.structure("", ToolUse(tools), None) is not None
+    assert Forms(folder).chats.structure(ToolUse(tools), None) is not None
 
 
 @pytest.mark.parametrize("marks", ["folder", "marked"])
@@ -371,8 +371,8 @@ def test_what_a_schema_asks_for_and_nobody_can_enforce_is_refused_by_name(folder
     large = Tool("large", parameters={"type": "object", "properties": {"a": {"type": "number", "multipleOf": 99991}}})
     for tool, why in ((odd, "uniqueItems"), (large, "multipleOf")):
         with pytest.raises(InvalidArgument, match=f"tools: got '{tool.name}'; .*{why}"):
-            Forms(folder).chats.structure("", ToolUse((WEATHER, tool, CLOCK), REQUIRED), None)
-        assert Forms(folder).chats.structure("", ToolUse((tool,)), None) is None
+            Forms(folder).chats.structure(ToolUse((WEATHER, tool, CLOCK), REQUIRED), None)
+        assert Forms(folder).chats.structure(ToolUse((tool,)), None) is None
 
 
 @pytest.mark.parametrize("marks", ["folder", "marked"])

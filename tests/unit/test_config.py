@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class TestModelConfig:
         model = ModelConfig.from_folder(write(tmp_path))
         layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64
         assert model.num_parameters == 1000 * 64 + 2 * layer + 64
+        biases = ModelConfig.from_folder(write(tmp_path, attention_bias=True, mlp_bias=True))
+        assert biases.num_parameters - model.num_parameters == 2 * (64 + 2 * 32 + 64 + 2 * 128 + 64)
         assert model.weight_bytes == 2 * model.num_parameters
         assert replace(model, dtype="float32").weight_bytes == 4 * model.num_parameters
         assert replace(model, tie_word_embeddings=False).num_parameters == model.num_parameters + 1000 * 64
@@ -109,6 +112,8 @@ class TestModelConfig:
         assert not any((phi.qkv_bias, phi.output_bias, phi.mlp_bias, phi.qk_norm))
         smol = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 9}
         assert ModelConfig.from_folder(write(tmp_path, **smol)).unrotated_layers == (3, 7)
+        smol["sliding_window"] = 64  # which it uses only if it says so
+        assert ModelConfig.from_folder(write(tmp_path, **smol)).sliding_window is None
         smol["no_rope_layers"] = [0, 1, 1, 1, 1, 1, 1, 1, 0]
         assert ModelConfig.from_folder(write(tmp_path, **smol)).unrotated_layers == (0, 8)
 
@@ -121,6 +126,14 @@ class TestModelConfig:
         asked = write(tmp_path, max_position_embeddings=1000, rope_scaling=scaled)
         assert ModelConfig.from_folder(asked).max_model_len == 4000
 
+    def test_a_pool_changes_no_angles(self, tmp_path: Path) -> None:
+        """It may lower the length, but replicas with other pools must go on with the same keys."""
+        scaled = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        lengths = {"max_position_embeddings": 1024, "original_max_position_embeddings": 128}
+        model = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaled, **lengths))
+        engine = EngineConfig(model=model, cache=CacheConfig(num_blocks=4, block_size=16))
+        assert (engine.model.max_model_len, engine.model.rope_scaling) == (64, model.rope_scaling)
+
     def test_longrope_takes_its_factor_from_the_lengths(self, tmp_path: Path) -> None:
         scaled = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
         lengths = {"max_position_embeddings": 1024, "original_max_position_embeddings": 128}
@@ -128,6 +141,13 @@ class TestModelConfig:
         assert model.rope_scaling is not None
         assert (model.rope_scaling["rope_type"], model.rope_scaling["factor"]) == ("longrope", 8.0)
         assert model.max_model_len == 1024
+        assert model.rope_scaling["divisors"] == [2.0] * 8
+        short = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaled, **lengths), max_model_len=128)
+        assert short.rope_scaling is not None
+        assert short.rope_scaling["divisors"] == [1.0] * 8
+        for name in ({"type": "su"}, {"rope_type": "su"}, {"type": "yarn"}):  # as the first checkpoints have it
+            named = {key: value for key, value in scaled.items() if key != "type"} | name
+            assert ModelConfig.from_folder(write(tmp_path, rope_scaling=named, **lengths)) == model
         scaled["factor"] = 3.0  # unless it is given
         model = ModelConfig.from_folder(write(tmp_path, rope_scaling=scaled, **lengths))
         assert model.rope_scaling is not None
@@ -140,7 +160,11 @@ class TestModelConfig:
         assert (old.rope_scaling, old.rope_theta) == (scaled, 50000.0)
         parameters = scaled | {"rope_theta": 7.0}
         new = ModelConfig.from_folder(write(tmp_path, rope_parameters=parameters, rope_theta=None))
-        assert (new.rope_scaling, new.rope_theta) == (parameters, 7.0)
+        assert (new.rope_scaling, new.rope_theta) == (scaled, 7.0)
+        del scaled["original_max_position_embeddings"]  # transformers takes the model's length for it
+        assert ModelConfig.from_folder(write(tmp_path, rope_scaling=scaled)).rope_scaling == scaled | {
+            "original_max_position_embeddings": 512
+        }
 
     def test_a_shorter_length_may_be_asked_for(self, tmp_path: Path) -> None:
         assert ModelConfig.from_folder(write(tmp_path), max_model_len=100).max_model_len == 100
@@ -167,9 +191,15 @@ class TestModelConfig:
             ({"architectures": []}, "architecture '?' is not one of"),
             ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
             ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not one of"),
-            ({"rope_scaling": {"type": "yarn"}}, "factor of rope type 'yarn' is None; must be a number above 0"),
-            ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor of rope type 'linear' is 0"),
-            ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor of rope type 'llama3' is None"),
+            (
+                {"rope_scaling": {"type": "yarn"}},
+                "factor of rope type 'yarn' in config.json is None; must be a number above 0",
+            ),
+            ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor of rope type 'linear' in config.json is 0"),
+            (
+                {"rope_scaling": {"type": "llama3", "factor": 8.0}},
+                "low_freq_factor of rope type 'llama3' in config.json is None",
+            ),
             (
                 {"rope_scaling": {"type": "su", "original_max_position_embeddings": 64, "short_factor": [1.0] * 8}},
                 "long_factor in config.json must be a list of 8 numbers above 0",
@@ -187,6 +217,27 @@ class TestModelConfig:
                 {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
                 "use_sliding_window",
             ),
+            ({"architectures": "LlamaForCausalLM"}, "architecture '?' is not one of"),
+            ({"rope_scaling": "yarn"}, "rope_scaling in config.json is 'yarn'; must be an object"),
+            ({"rope_parameters": [1]}, "rope_parameters in config.json is [1]; must be an object"),
+            ({"rope_theta": "x"}, "rope_theta in config.json is 'x'; must be a number above 0"),
+            ({"rope_theta": -1.0}, "rope_theta in config.json is -1.0; must be a number above 0"),
+            (
+                {"rope_scaling": {"type": "linear", "factor": math.nan}},
+                "factor of rope type 'linear' in config.json is nan",
+            ),
+            (
+                {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "12"}},
+                "beta_fast of rope type 'yarn' in config.json is '12'; must be a number above 0",
+            ),
+            (
+                {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": math.inf}},
+                "original_max_position_embeddings in config.json is inf; must be a number above 0",
+            ),
+            ({"rms_norm_eps": [1]}, "rms_norm_eps in config.json is [1]; must be a number above 0"),
+            ({"max_position_embeddings": "x"}, "max_position_embeddings in config.json is 'x'"),
+            ({"head_dim": "16"}, "head_dim in config.json is '16'; must be an integer of at least 1"),
+            ({"eos_token_id": "x"}, "eos_token_id is 'x'; must be a token id, or a list of them"),
             ({"vocab_size": None}, "vocab_size in config.json is None; must be an integer of at least 1"),
             ({"hidden_size": "64"}, "hidden_size in config.json is '64'"),
             ({"hidden_size": None, "head_dim": None}, "hidden_size in config.json is None"),

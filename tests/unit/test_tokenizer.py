@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from fixtures.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, tiny_tokenizer, write_tiny_tokenizer
+from fixtures.tiny_tokenizer import BOS, EOS, tiny_tokenizer, write_tiny_tokenizer
 
 from shoal_replica.chat_template import RESERVED, PromptEnd, Turn
 from shoal_replica.detokenizer import IncrementalDetokenizer
@@ -82,16 +82,24 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " We
 @pytest.mark.parametrize(
     ("turns", "template", "words"),
     [
-        ([CHAT[0], {"role": "assistant", "content": " "}], CHAT_TEMPLATE, "has no text to go on with"),
         ([CHAT[0], {"role": "assistant"}], "{{ messages[0].content }}", "has no text to go on with"),
         ([], "{{ 1 }}", "has no text to go on with"),
-        (CHAT, "{{ messages[-1].content | upper }}", "does not show the last message as it is"),
+        (CHAT, "{{ messages[-1].content | lower }}", "does not show the last message as it is"),
+        (CHAT, "{{ messages[0].content }}", "does not show the last message as it is"),
     ],
 )
 def test_a_message_that_cannot_be_continued(tmp_path: Path, turns: list[Turn], template: str, words: str) -> None:
     tokenizer = Tokenizer.from_folder(write_tiny_tokenizer(tmp_path, chat_template=template))
     with pytest.raises(InvalidArgument, match=f"continue_final_message: .*{words}"):
         tokenizer.apply_chat_template(turns, end=PromptEnd.CONTINUED)
+
+
+def test_how_a_prompt_ends_may_be_a_word(tokenizer: Tokenizer) -> None:
+    for end in PromptEnd:
+        text = tokenizer.apply_chat_template(CHAT, end=end.value)  # type: ignore[arg-type]
+        assert text == tokenizer.apply_chat_template(CHAT, end=end)
+    with pytest.raises(InvalidArgument, match="end: got 'open'; must be one of answer, closed, continued"):
+        tokenizer.apply_chat_template(CHAT, end="open")  # type: ignore[arg-type]
 
 
 def test_template_refusal_names_the_messages(tokenizer: Tokenizer) -> None:

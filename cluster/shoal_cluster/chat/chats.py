@@ -18,6 +18,7 @@ from shoal_replica.structured_output import FIELD, JSON_SCHEMA, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
 
 SYSTEM, DEVELOPER = "system", "developer"  # OpenAI's newer name, which few templates know
+ASSISTANT = "assistant"
 
 
 class Forms(Protocol):
@@ -57,15 +58,29 @@ class Chats:
             return self._tokenizer.apply_chat_template(turns, [tool.definition() for tool in tools], options, end)
         return self._tokenizer.apply_chat_template(turns_with_tools(messages, tools), (), options, end)
 
-    def structure(self, prompt: str, use: ToolUse | None, answer: StructuredOutput | None) -> StructuredOutput | None:
-        """What the text after ``prompt`` must match, if it must be ``answer`` where it does not call tools.
+    def is_reasoning(self, prompt: str, messages: Sequence[Message], end: PromptEnd) -> bool:
+        """Whether the text after the prompt of these messages begins with reasoning: because the template has begun it,
+        or the message that is continued.
+        """
+        if not self._format.reasons or end is PromptEnd.CLOSED:
+            return False
+        if end is PromptEnd.ANSWER:
+            return prompt.rstrip().endswith(THINK)
+        said = messages[-1].content if messages[-1].role == ASSISTANT else ""
+        return said.rfind(THINK) > said.rfind(END_OF_THINK)
+
+    def structure(
+        self, use: ToolUse | None, answer: StructuredOutput | None, *, is_reasoning: bool = False
+    ) -> StructuredOutput | None:
+        """What the text after a prompt must match, if it must be ``answer`` where it does not call tools. It may begin
+        with reasoning.
 
         Raises:
             InvalidArgument: a tool's schema is not supported, or ``answer`` cannot be had together with tools.
         """
         told = answer if _may_answer(use) else None
         try:
-            structure = self._grammar(prompt, use, told)
+            structure = self._grammar(use, told, is_reasoning=is_reasoning)
             if structure is not None and structure is not answer:
                 self._forms.check(structure)
         except InvalidArgument as error:
@@ -74,13 +89,15 @@ class Chats:
             raise self._blame(use, error) from None
         return structure
 
-    def reader(self, prompt: str, use: ToolUse | None, answer: StructuredOutput | None) -> AnswerReader | None:
-        """A reader for one sequence after ``prompt``; None if its text is all content."""
+    def reader(
+        self, use: ToolUse | None, answer: StructuredOutput | None, *, is_reasoning: bool = False
+    ) -> AnswerReader | None:
+        """A reader for one sequence, which may begin with reasoning; None if its text is all content."""
         has_reasoning = self._format.reasons and (answer is None or answer.kind == JSON_SCHEMA)
         if not (_has_tools(use) or has_reasoning):
             return None
         return AnswerReader(
-            self._format, use, is_reasoning=self._is_reasoning(prompt), is_json=answer is not None and _may_answer(use)
+            self._format, use, is_reasoning=is_reasoning, is_json=answer is not None and _may_answer(use)
         )
 
     def shown(self, use: ToolUse | None) -> frozenset[int]:
@@ -88,23 +105,21 @@ class Chats:
         markers = (THINK, END_OF_THINK) if self._format.reasons else ()
         return self._tokenizer.special_ids((*markers, *(self._format.call_markers if _has_tools(use) else ())))
 
-    def _grammar(self, prompt: str, use: ToolUse | None, answer: StructuredOutput | None) -> StructuredOutput | None:
-        is_reasoning = self._is_reasoning(prompt)
+    def _grammar(
+        self, use: ToolUse | None, answer: StructuredOutput | None, *, is_reasoning: bool = False
+    ) -> StructuredOutput | None:
         return answer_grammar(self._format, use, self._special_id, answer=answer, is_reasoning=is_reasoning)
 
     def _blame(self, use: ToolUse, error: InvalidArgument) -> InvalidArgument:
         """The error that names the first tool which alone would be refused, or all if it takes several."""
         for tool in use.callable:
             try:
-                structure = self._grammar("", replace(use, tools=(tool,)), None)
+                structure = self._grammar(replace(use, tools=(tool,)), None)
                 if structure is not None:
                     self._forms.check(structure)
             except InvalidArgument as alone:
                 return InvalidArgument("tools", tool.name, alone.limit)
         return InvalidArgument("tools", f"{len(use.callable)} tools", error.limit)
-
-    def _is_reasoning(self, prompt: str) -> bool:
-        return self._format.reasons and prompt.rstrip().endswith(THINK)
 
     def _special_id(self, text: str) -> int | None:
         token_id = self._tokenizer.token_id(text)

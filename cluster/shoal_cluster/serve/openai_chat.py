@@ -82,6 +82,7 @@ class ChatRequest(RequestBody):
     chat_template: Unsupported = None
     documents: Unsupported = None
     echo: Unsupported = None
+    add_special_tokens: Annotated[Any, only(False)] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 

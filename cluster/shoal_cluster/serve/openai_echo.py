@@ -24,11 +24,11 @@ class Echo:
     @classmethod
     async def of(cls, core: GatewayCore, call: GenerateCall, is_all: bool) -> Echo:
         """Of a call that has been accepted: its tokens exist."""
-        text, token_ids, params = call.text, call.token_ids or (), call.sampling_params
-        is_cut = params.truncate_prompt_tokens is not None
-        if text is not None and (is_cut or params.prompt_logprobs is not None):
-            token_ids = await asyncio.to_thread(core.tokenize, Prompt(text), add_special_tokens=True)
-        token_ids = params.truncate(token_ids, core.model_card().max_model_len)
-        if text is None or is_cut:
+        text, whole, params = call.text, call.token_ids or (), call.sampling_params
+        may_be_cut, is_scored = params.truncate_prompt_tokens is not None, params.prompt_logprobs is not None
+        if text is not None and (may_be_cut or is_scored):
+            whole = await asyncio.to_thread(core.tokenize, Prompt(text), add_special_tokens=True)
+        token_ids = params.truncate(whole, core.model_card().max_model_len)
+        if text is None or len(token_ids) < len(whole):
             text = await asyncio.to_thread(core.detokenize, token_ids)
-        return cls(text, token_ids if params.prompt_logprobs is not None else (), is_all)
+        return cls(text, token_ids if is_scored else (), is_all)

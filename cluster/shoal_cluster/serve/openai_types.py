@@ -22,6 +22,7 @@ from shoal_cluster.serve.openai_fields import (
     TextOrNull,
     Unsupported,
     instead_of_null,
+    only,
     unicode_text,
 )
 from shoal_cluster.serve.openai_structures import ResponseFormat, StructuredOutputs
@@ -205,6 +206,7 @@ class CompletionRequest(RequestBody):
     prompt: Any = None
     logprobs: int | None = None
     echo: bool | None = None
+    add_special_tokens: Annotated[Any, only(True)] = None
     suffix: Unsupported = None
     best_of: int | None = None
 

@@ -104,8 +104,8 @@ class RequestMaker:
         """
         if call.messages is not None and not call.messages:
             raise InvalidArgument("messages", [], "must have at least one message")
-        work = partial(self._read, call, max_model_len)
-        prompt, token_ids, params = await asyncio.to_thread(work) if call.length > LONG_TEXT else work()
+        read = partial(self._read, call, max_model_len)
+        prompt, token_ids, params = await asyncio.to_thread(read) if call.length > LONG_TEXT else read()
         field = "prompt" if call.messages is None else "messages"
         check_prompt(token_ids, max_model_len, self._model.vocab_size, field)
         check_scores(params, len(token_ids))
@@ -113,10 +113,12 @@ class RequestMaker:
             await asyncio.to_thread(self._grammars.check, answer)
         readers: list[AnswerReader] = []
         if call.messages is not None:
+            is_reasoning = self._chats.is_reasoning(prompt, call.messages, call.prompt_end)
             if call.tools is not None or answer is not None:
-                structure = await asyncio.to_thread(self._chats.structure, prompt, call.tools, answer)
+                work = partial(self._chats.structure, call.tools, answer, is_reasoning=is_reasoning)
+                structure = await asyncio.to_thread(work)
                 params = params if structure is answer else _enforced(params, structure)
-            found = [self._chats.reader(prompt, call.tools, answer) for _ in range(params.n)]
+            found = [self._chats.reader(call.tools, answer, is_reasoning=is_reasoning) for _ in range(params.n)]
             readers = [reader for reader in found if reader is not None]
         request = Request(
             request_id=call.request_id,

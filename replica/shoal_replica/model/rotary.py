@@ -38,7 +38,8 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
         case "yarn":
             return _yarn_frequencies(frequencies, size, config.rope_theta, scaling)
         case "longrope":
-            return _longrope_frequencies(frequencies, config.max_model_len, scaling)
+            # LongRoPE (Ding et al. 2024): each pair has a divisor of its own.
+            return frequencies / torch.tensor(scaling["divisors"], dtype=torch.float32)
         case kind:
             raise ValueError(f"rope type {kind!r}")
 
@@ -63,23 +64,14 @@ def _yarn_frequencies(frequencies: Tensor, size: int, theta: float, scaling: dic
     def pair_that_turns(times: float) -> float:
         return size * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    fast = pair_that_turns(scaling.get("beta_fast") or 32)
-    slow = pair_that_turns(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
+    fast = pair_that_turns(scaling.get("beta_fast", 32))
+    slow = pair_that_turns(scaling.get("beta_slow", 1))
+    if scaling["truncate"]:
         fast, slow = math.floor(fast), math.ceil(slow)
     fast, slow = max(fast, 0), min(slow, size - 1)
     ramp = (torch.arange(size // 2, dtype=torch.float32) - fast) / (slow - fast or 0.001)
     divided = ramp.clamp(0, 1)
     return frequencies / float(scaling["factor"]) * divided + frequencies * (1 - divided)
-
-
-def _longrope_frequencies(frequencies: Tensor, max_model_len: int, scaling: dict[str, Any]) -> Tensor:
-    """LongRoPE (Ding et al. 2024): each pair has a divisor of its own; those for long contexts hold as soon as the
-    configured length needs them, whatever a sequence's, so that keys are the same in every sequence.
-    """
-    is_long = max_model_len > scaling["original_max_position_embeddings"]
-    divisors = torch.tensor(scaling["long_factor" if is_long else "short_factor"], dtype=torch.float32)
-    return frequencies / divisors
 
 
 def _attention_factor(scaling: dict[str, Any] | None) -> float:
@@ -96,4 +88,5 @@ def _attention_factor(scaling: dict[str, Any] | None) -> float:
     own, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if own and all_dim:
         return float((0.1 * own * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0))
-    return 0.1 * math.log(factor) + 1.0
+    # DeepSeek's distilled Qwen3 has the last one, and was measured with it; transformers ignores it, vLLM does not.
+    return (0.1 * math.log(factor) + 1.0) * float(scaling.get("attn_factor", 1.0))

@@ -1,0 +1,90 @@
+"""Rotary embeddings as a Hugging Face ``config.json`` describes them, in either of its spellings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shoal_replica.config_fields import fields_of, number, numbers, size
+from shoal_replica.errors import ConfigError
+
+ORIGINAL = "original_max_position_embeddings"
+DEFAULT_LENGTH = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embeddings (Su et al. 2021).
+
+    Attributes:
+        theta: the base.
+        size: how much of a head is rotated; None for all of it.
+        scaling: how frequencies are scaled (see ``rotary_frequencies``); None for not at all.
+        max_model_len: the longest sequences that they are made for.
+    """
+
+    theta: float
+    size: int | None
+    scaling: dict[str, Any] | None
+    max_model_len: int
+
+
+def read_rope(raw: dict[str, Any], head_size: int, share: float = 1.0, asked_len: int | None = None) -> Rope:
+    """Read ``rope_parameters``, or ``rope_scaling``.
+
+    Args:
+        share: of each head that is rotated.
+        asked_len: the longest sequence that there will be, if that is not left to the model.
+
+    Raises:
+        ConfigError: the type is not known, lacks one of its numbers, or the head cannot be cut so.
+    """
+    rope = fields_of(raw, "rope_parameters") or fields_of(raw, "rope_scaling")
+    theta = number(rope, "rope_theta", number(raw, "rope_theta", 10000.0))
+    length = size(raw, "max_position_embeddings", DEFAULT_LENGTH)
+    rotated = int(head_size * share)
+    if not 0 < rotated <= head_size or rotated % 2 or head_size % 2:
+        raise ConfigError(f"model: partial_rotary_factor in config.json rotates {rotated} of a head's {head_size}")
+    own_size = None if rotated == head_size else rotated
+    kind = _kind(rope)
+    if kind == "default":
+        return Rope(theta, own_size, None, length)
+    if kind not in _SCALINGS:
+        known = ", ".join(("default", *_SCALINGS))
+        raise ConfigError(f"model: rope type {kind!r} is not one of {known}")
+    scaling: dict[str, Any] = {"rope_type": kind}
+    original = raw.get(ORIGINAL) or rope.get(ORIGINAL)
+    if kind != "linear":  # transformers takes them from here, and in this order
+        scaling[ORIGINAL] = number({ORIGINAL: original}, ORIGINAL, length)
+    if kind == "longrope" or (kind == "yarn" and "factor" in rope):  # which null leaves to the lengths
+        rope = {**rope, "factor": rope.get("factor") or length / scaling[ORIGINAL]}
+    needed, optional = _SCALINGS[kind], [name for name in _OPTIONAL.get(kind, ()) if rope.get(name) is not None]
+    scaling |= {name: number(rope, name, owner=f"rope type {kind!r}") for name in (*needed, *optional)}
+    if kind == "yarn":
+        scaling["truncate"] = bool(rope.get("truncate", True))
+        length = max(length, int(scaling["factor"] * scaling[ORIGINAL]))
+    if kind == "longrope":
+        is_long = (asked_len or length) > scaling[ORIGINAL]
+        divisors = [numbers(rope, name, rotated // 2) for name in ("short_factor", "long_factor")]
+        scaling["divisors"] = divisors[is_long]
+    return Rope(theta, own_size, scaling, length)
+
+
+def _kind(rope: dict[str, Any]) -> str:
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    if kind == "su" or (kind == "yarn" and "short_factor" in rope):  # names that the first checkpoints of Phi-3 have
+        return "longrope"
+    return kind
+
+
+# The numbers that each type needs, and those that it may have.
+_SCALINGS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("factor",),
+}
+_OPTIONAL = {
+    "yarn": ("attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "longrope": ("attention_factor",),
+}

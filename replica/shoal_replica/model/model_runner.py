@@ -64,6 +64,7 @@ class ModelRunner:
         self._grammars_thread = threading.Thread(target=self._grammars.load, name="shoal-grammars", daemon=True)
         self._sampler = Sampler(self._decoder.row_operators, self._grammars, model_config.eos_token_ids)
         self._forward_s = 0.0  # of the last step
+        self._num_scored = 0  # tokens, by the last step
         if self._samples:
             self._grammars_thread.start()
 
@@ -106,7 +107,7 @@ class ModelRunner:
         logits = self._compute(self._sequences, output.scheduled)
         if not self._samples:
             return StepResult(())
-        scored = self._score(output.scheduled, logits)
+        scored = self._score(output.scheduled, logits) if self._num_scored else ()
         return StepResult(self._sample(output.scheduled, logits), self._forward_s, scored)
 
     def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:
@@ -147,13 +148,14 @@ class ModelRunner:
             ends = [end_of[s.seq_id] for s in scheduled]
         rows = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
         wants_maxima_alone = all(sequences[s.seq_id].takes_likeliest for s in scheduled if s.samples)
+        num_samples = len(rows)
         for share, end in zip(scheduled, ends, strict=True):
             if share.num_scored:
-                wants_maxima_alone = False
                 first = end - share.num_new_tokens
                 rows += range(first, first + share.num_scored)
+        self._num_scored = len(rows) - num_samples
         started = time.perf_counter()
-        logits = self._decoder.compute(step, rows, wants_maxima_alone)
+        logits = self._decoder.compute(step, rows, wants_maxima_alone and not self._num_scored)
         self._forward_s = time.perf_counter() - started
         return logits
 
@@ -175,10 +177,9 @@ class ModelRunner:
         """Choose and append a token for each scheduled sequence that samples, from the first rows of ``logits``."""
         shares = [s for s in scheduled if s.samples]
         held = [self._held(s) for s in shares]
-        if len(logits) > len(shares):
+        maxima = self._decoder.maxima
+        if self._num_scored:
             logits, maxima = logits[: len(shares)], None
-        else:
-            maxima = self._decoder.maxima
         if maxima is not None and all(h.takes_likeliest for h in held):  # more would show in a small model's step
             sampled = tuple(map(SampledToken, [s.seq_id for s in shares], likeliest(maxima)))
         else:

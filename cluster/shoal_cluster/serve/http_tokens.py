@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from starlette.responses import JSONResponse
 
 from shoal_cluster.serve.call import GatewayCore, Prompt
 from shoal_cluster.serve.http_stream import error_response
+from shoal_cluster.serve.openai_answers import encode
 from shoal_cluster.serve.openai_chat import ChatTurn, prompt_end
 from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null
 from shoal_cluster.serve.openai_shapes import token_text
@@ -52,20 +53,14 @@ class DetokenizeBody(Body):
 
 
 def tokens_router(core: GatewayCore) -> APIRouter:
-    """The routes, over a gateway core. Long texts are worked on in threads, so that streams go on."""
+    """The routes, over a gateway core. Texts may be long: they are worked on in threads, so that streams go on."""
     router = APIRouter()
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         try:
-            card = core.model_card(body.model)
-            asked = body.to_prompt()
-            token_ids = await asyncio.to_thread(core.tokenize, asked, add_special_tokens=body.add_special_tokens)
-            texts = None
-            if body.return_token_strs:
-                texts = await asyncio.to_thread(lambda: [token_text(core.token_bytes(each)) for each in token_ids])
-            told = {"count": len(token_ids), "max_model_len": card.max_model_len, "tokens": token_ids}
-            return JSONResponse(told | {"token_strs": texts})
+            max_model_len, asked = core.model_card(body.model).max_model_len, body.to_prompt()
+            return _json(await asyncio.to_thread(_tokenized, core, body, asked, max_model_len))
         except Exception as error:
             return error_response(error, request.state.request_id)
 
@@ -73,11 +68,27 @@ def tokens_router(core: GatewayCore) -> APIRouter:
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         try:
             vocab_size = core.model_card(body.model).vocab_size
-            for token_id in body.tokens:
-                if not 0 <= token_id < vocab_size:
-                    raise InvalidArgument("tokens", token_id, f"token ids must be in [0, {vocab_size})")
-            return JSONResponse({"prompt": await asyncio.to_thread(core.detokenize, body.tokens)})
+            return _json(await asyncio.to_thread(_detokenized, core, body.tokens, vocab_size))
         except Exception as error:
             return error_response(error, request.state.request_id)
 
     return router
+
+
+def _tokenized(core: GatewayCore, body: TokenizeBody, asked: Prompt, max_model_len: int) -> bytes:
+    token_ids = core.tokenize(asked, add_special_tokens=body.add_special_tokens)
+    texts = [token_text(core.token_bytes(each)) for each in token_ids] if body.return_token_strs else None
+    told = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": texts}
+    return encode(told)
+
+
+def _detokenized(core: GatewayCore, token_ids: Sequence[int], vocab_size: int) -> bytes:
+    """Raises InvalidArgument."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgument("tokens", token_id, f"token ids must be in [0, {vocab_size})")
+    return encode({"prompt": core.detokenize(token_ids)})
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

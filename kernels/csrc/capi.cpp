@@ -56,9 +56,10 @@ int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, c
 }
 
 int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t parameter, int32_t layer, int32_t bits,
-                               const uint8_t* values, const uint16_t* scales, const uint16_t* minimums, int64_t count) {
+                               int32_t activation_bits, const uint8_t* values, const uint16_t* scales,
+                               const uint16_t* minimums, int64_t count) {
     return guarded([&] {
-        const shoal::Integers integers{static_cast<shoal::Format>(bits), values, scales, minimums};
+        const shoal::Integers integers{static_cast<shoal::Format>(bits), activation_bits, values, scales, minimums};
         decoder->set_integers(static_cast<ShoalParameter>(parameter), layer, integers, count);
     });
 }

@@ -134,6 +134,8 @@ void Decoder::set_integers(ShoalParameter parameter, int layer, const Integers& 
     if (dtype_ != Dtype::Bf16) throw std::invalid_argument("dtype: integer weights need bfloat16 activations");
     if (integers.format != Format::Int8 && integers.format != Format::Int4)
         throw std::invalid_argument("bits: must be 8 or 4");
+    if (integers.row_bits != 16 && integers.row_bits != 8)
+        throw std::invalid_argument("activation_bits: must be 16 or 8");
     if ((integers.format == Format::Int4) != (integers.minimums != nullptr))
         throw std::invalid_argument("minimums: 4 bits need them, 8 bits have none");
     if (m.inputs % kGroup != 0) throw std::invalid_argument("inputs: must be a multiple of 32");

@@ -124,7 +124,7 @@ private:
     // In steps that are bound by reading weights: while a member waits for others, it reads its own part of the next
     // product.
     void read_ahead(Team::Member& member, const Linear& linear, int rows);
-    int64_t widest_inputs() const;  // the most inputs of a product within a layer, rounded up to whole groups
+    int64_t widest_integers() const;  // the most words of a row as integers, in a layer or before the head
     // The product of rows from `first_row` on. If the weight has integers, the rows are those that round_rows() makes
     // of x.
     GemmCall product(const Linear& linear, const Word* x, int64_t x_values, int first_row, void* out, int64_t out_stride,
@@ -194,7 +194,6 @@ private:
     bool screens_ = false;  // whether the present step uses screen_maxima()
     Buffer<float> residual_, qkv_, sampled_, partials_, exact_logits_;
     Buffer<Word> normed_, queries_, attended_, gated_, integers_, sampled_attended_;
-    Buffer<float> integer_scales_, integer_sums_;
     // [num_samples][threads]: the maximum of each thread's part of the columns; then as many that a screen has seen.
     std::vector<Maximum> maxima_;
     std::vector<int> looked_at_;   // [threads]: number of blocks of the head that a screen has left in question

@@ -236,7 +236,8 @@ Multiply multiply_of(const GemmCall& call, int rows, int block_end) {
 // others.
 void gemm_by_tiles(const GemmCall& call, int row_begin, int row_end, int block_begin, int block_end) {
     const Linear& linear = *call.linear;
-    if (linear.format == Format::Int8) return integers_by_tiles(call, row_begin, row_end, block_begin, block_end);
+    if (linear.format == Format::Int8 && !holds_bytes(linear))
+        return integers_by_tiles(call, row_begin, row_end, block_begin, block_end);
     if (linear.format != Format::Coded) return gemm(call, row_begin, row_end, block_begin, block_end);
     if (block_begin == block_end) return;
     const int64_t fitting = kHeldBytes / (int64_t{linear.steps()} * kWordBytes);

@@ -34,7 +34,7 @@ public:
         }
         for (int row = 0; row < rows_; ++row) {
             const Word* x = call.x + (row_begin + row) * call.x_stride;
-            for (int g = 0; g < groups_; ++g, x += kSplitWords)
+            for (int g = 0; g < groups_; ++g, x += row_group_words(false))
                 store(at(row / kTileHeight, g) + row % kTileHeight * kSplitWords, (U32)__builtin_shuffle((Bytes)load(x), order));
         }
     }
@@ -53,7 +53,7 @@ using GroupSums = int32_t[4][kTileHeight][kPanel];
 
 // totals += sums, times the scales of the group's columns and rows.
 SHOAL_INLINE void add_group(float (&totals)[kTileHeight][kBlockColumns], const GroupSums& sums, U32 scales,
-                            const float* row_scales, int64_t stride, int rows) {
+                            const Word* row_scales, int64_t stride, int rows) {
     for (int j = 0; j < 2; ++j) {
         const F32 scale = half_bf16(scales, j);
         for (int i = 0; i < rows; ++i) {
@@ -61,7 +61,7 @@ SHOAL_INLINE void add_group(float (&totals)[kTileHeight][kBlockColumns], const G
             const I32 lower = (I32)load(reinterpret_cast<const Word*>(sums[2 + j][i]));
             const F32 part = __builtin_convertvector((upper << 8) + lower, F32) * scale;
             float* const total = &totals[i][j * kPanel];
-            store(total, load(total) + part * row_scales[i * stride]);
+            store(total, load(total) + part * broadcast_float(row_scales + i * stride));
         }
     }
 }
@@ -71,7 +71,7 @@ SHOAL_INLINE void multiply_integer_tile(const GemmCall& call, const SplitRows& s
     const Linear& linear = *call.linear;
     const int groups = linear.groups();
     const int64_t group_words = linear.group_words();
-    const float* const row_scales = call.integers.scales + int64_t{row} * groups;
+    const Word* const row_scales = call.x + row * call.x_stride + kSplitWords + kRowScale;
     constexpr int64_t right_bytes = kBlockColumns * kWordBytes, left_bytes = kSplitWords * kWordBytes;
     alignas(64) float totals[kTileHeight][kBlockColumns];
     alignas(64) GroupSums sums[2];
@@ -79,7 +79,8 @@ SHOAL_INLINE void multiply_integer_tile(const GemmCall& call, const SplitRows& s
         for (int j = 0; j < 2; ++j) store(&totals[i][j * kPanel], bias_of(linear, block, j * kPanel));
     const Word* words = linear.block(block);
     const auto add = [&](int g, const Word* of) {
-        add_group(totals, sums[g % 2], load(of + linear.bits() * kBlockColumns), row_scales + g, groups, rows);
+        add_group(totals, sums[g % 2], load(of + linear.bits() * kBlockColumns), row_scales + g * row_group_words(false),
+                  call.x_stride, rows);
     };
     for (int g = 0; g < groups; ++g, words += group_words) {
         const Word* const left = split.tile(tile, g);

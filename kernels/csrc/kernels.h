@@ -16,8 +16,9 @@ using Word = uint32_t;
 enum class Dtype : int32_t { Bf16 = 0, Float32 = 1 };
 
 // How a weight is stored: in the dtype; as bf16 coded in 12 bits without loss (coded.h); or as integers, of which
-// kGroup inputs of an output share a scale. To be multiplied with integers, activations become 16-bit integers, which
-// represent a group of bf16 values almost without loss: only weights lose precision.
+// kGroup inputs of an output share a scale. To be multiplied with integers, activations become integers as well, each
+// group with a scale of its own: of 16 bits, which represent a group of bf16 values almost without loss, or of 8, of
+// which some instruction sets multiply twice as many at a time.
 enum class Format : int32_t { Plain = 0, Coded = 12, Int8 = 8, Int4 = 4 };
 
 inline bool is_integer(Format format) { return format == Format::Int8 || format == Format::Int4; }
@@ -44,6 +45,7 @@ struct Linear {
     Format format = Format::Plain;
     int outputs = 0;  // rows of W
     int inputs = 0;   // columns of W
+    int row_bits = 16;  // of the integers that rows become; for weights that are integers
     int blocks = 0;
     bool gated = false;
     Word* words = nullptr;    // in the arena that it was packed into
@@ -65,12 +67,11 @@ struct Linear {
     const uint8_t* tops_of(int64_t b) const { return tops.data() + b * 2 * groups(); }
 };
 
-// Rows as 16-bit integers, to be multiplied with weights that are integers.
-struct IntegerRows {
-    Word* values;       // [rows][inputs / 2]
-    float* scales;      // [rows][groups]
-    float* sums;        // [rows][groups]: sums of the integers
-};
+// A row as integers, to be multiplied with a weight that has integers. For each group: its values in pairs, as 16-bit
+// integers, or if Linear::row_bits is 8 and the set multiplies bytes, as bytes in the order of the weight's; its scale;
+// and for Int4 the sum of its values, or for bytes by Int8 what its sums start from (an integer, see kByteOffset).
+constexpr int kRowScale = 0, kRowSum = 1, kRowNumbers = 2;  // words after the values
+constexpr int row_group_words(bool bytes) { return (bytes ? kGroup / 4 : kGroup / 2) + kRowNumbers; }
 
 enum class Finish {
     Store,   // out = y, float32
@@ -81,8 +82,7 @@ enum class Finish {
 // A product, of which Kernels::gemm computes rows [row_begin, row_end) by blocks [block_begin, block_end).
 struct GemmCall {
     const Linear* linear;
-    const Word* x;         // rows in the dtype, or the values of `integers`; within gemm() also rows widened to float32
-    IntegerRows integers;  // x as integers, if the weight has integers
+    const Word* x;     // rows in the dtype, or as integers if the weight has integers; in gemm() also widened to float32
     int64_t x_stride;  // in four-byte elements of x
     void* out;
     int64_t out_stride;  // in values of out
@@ -142,7 +142,7 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 struct Kernels {
     const char* name;
     void (*gemm)(const GemmCall&, int row_begin, int row_end, int block_begin, int block_end);
-    void (*round_row)(const Word* x, const IntegerRows& out, int row, int inputs);  // x: one row of bf16
+    void (*round_row)(const Word* x, Word* out, const Linear&);  // one row of bf16 to integers, as the weight asks
     void (*rms_norm)(Dtype, const float* x, const float* weight, float eps, void* out, int size);
     void (*rotary)(Dtype, const RotaryCall&, int token_begin, int token_end);
     // `count` units of one KV head. If there are several, each has one query token, and all share the pages before key
@@ -168,7 +168,13 @@ struct Kernels {
     // The most sampled rows in a step for which an 8-bit product, and computing what it leaves in question, take less
     // time than the bf16 head; 0 for none.
     int screened_rows;
+    bool multiplies_bytes;  // 8-bit rows are held as bytes
     bool codes;  // bf16 weights whose inputs are whole groups are Coded
+
+    // Words of a row as the integers that a weight asks for.
+    int64_t row_words(const Linear& linear) const {
+        return int64_t{linear.groups()} * row_group_words(multiplies_bytes && linear.row_bits == 8);
+    }
 };
 
 // The best set that this machine supports, or the named one; null if that is not built or not supported here.
@@ -182,6 +188,7 @@ Linear code_linear(Arena& arena, const void* weight, int outputs, int inputs, bo
 // A matrix as value * scale + minimum. Values are signed for Int8, which has no minimums, and unsigned for Int4.
 struct Integers {
     Format format;
+    int row_bits;              // see Linear
     const uint8_t* values;     // [outputs][inputs]
     const uint16_t* scales;    // bf16 [outputs][groups]
     const uint16_t* minimums;  // the same, or null

@@ -116,7 +116,7 @@ void Decoder::lower_rows(const LoraRows& rows, int begin, int end) {
     Word* const narrowed = narrowed_.data() + rows.first * words;
     for_runs(rows, begin, end, [&](const LoraFactors& factors, int from, int to) {
         const int rank = static_cast<int>(divide_up(factors.up.inputs, kPanel)) * kPanel;
-        kernels_.gemm({&factors.down, rows.x, {}, x_stride, sums, rank_stride_, Finish::Store}, from, to, 0,
+        kernels_.gemm({&factors.down, rows.x, x_stride, sums, rank_stride_, Finish::Store}, from, to, 0,
                       factors.down.blocks);
         for (int row = from; row < to; ++row)
             kernels_.narrow(dtype_, sums + row * rank_stride_, narrowed + row * words, rank);
@@ -127,7 +127,7 @@ void Decoder::raise_rows(const LoraRows& rows, int begin, int end, int block_beg
     const int64_t words = rank_stride_ / values_per_word(dtype_);
     const Word* const narrowed = narrowed_.data() + rows.first * words;
     for_runs(rows, begin, end, [&](const LoraFactors& factors, int from, int to) {
-        kernels_.gemm({&factors.up, narrowed, {}, words, rows.out, rows.out_stride, Finish::Add}, from, to, block_begin,
+        kernels_.gemm({&factors.up, narrowed, words, rows.out, rows.out_stride, Finish::Add}, from, to, block_begin,
                       std::min(block_end, factors.up.blocks));
     });
 }

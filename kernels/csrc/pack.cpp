@@ -129,7 +129,8 @@ void pack_output(const Linear& linear, Word* block, int column, const uint8_t* v
 }
 
 Linear pack_integers(Arena& arena, const Integers& integers, int outputs, int inputs, bool gated) {
-    const Linear linear = make_integers(arena, integers.format, outputs, inputs, gated);
+    Linear linear = make_integers(arena, integers.format, outputs, inputs, gated);
+    linear.row_bits = integers.row_bits;
     const int64_t groups = linear.groups();
     for (int b = 0; b < linear.blocks; ++b)
         for_each_column(linear, b, [&](int column, int output) {

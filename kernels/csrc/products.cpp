@@ -12,26 +12,26 @@ constexpr int64_t kSumChunk = 4096;  // floats in a unit of a sum: they stay in 
 
 }  // namespace
 
-int64_t Decoder::widest_inputs() const {
+int64_t Decoder::widest_integers() const {
     const int64_t queries = int64_t{shape_.num_heads} * shape_.head_size;
-    return divide_up(std::max({int64_t{shape_.hidden_size}, queries, int64_t{shape_.intermediate_size}}), kGroup) * kGroup;
+    const int64_t inputs = std::max({int64_t{shape_.hidden_size}, queries, int64_t{shape_.intermediate_size}});
+    return divide_up(inputs, kGroup) * row_group_words(false);
 }
 
 GemmCall Decoder::product(const Linear& linear, const Word* x, int64_t x_values, int first_row, void* out,
                           int64_t out_stride, Finish finish) const {
     if (!is_integer(linear.format))
-        return {&linear, x, {}, x_values / values_per_word(dtype_), out, out_stride, finish};
+        return {&linear, x, x_values / values_per_word(dtype_), out, out_stride, finish};
     // Other threads may be at another product, whose rows have another length: rows begin where the longest ones would.
-    const int64_t skipped = first_row * (widest_inputs() - linear.inputs);
-    const IntegerRows integers{integers_.data() + skipped / 2, integer_scales_.data() + skipped / kGroup,
-                               integer_sums_.data() + skipped / kGroup};
-    return {&linear, integers.values, integers, linear.inputs / 2, out, out_stride, finish};
+    const int64_t stride = kernels_.row_words(linear);
+    return {&linear, integers_.data() + first_row * (widest_integers() - stride), stride, out, out_stride, finish};
 }
 
 void Decoder::round_rows(const GemmCall& call, const Word* x, int64_t x_values, int begin, int end) {
     if (!is_integer(call.linear->format)) return;
+    Word* const rounded = integers_.data() + (call.x - integers_.data());
     for (int row = begin; row < end; ++row)
-        kernels_.round_row(x + row * (x_values / values_per_word(dtype_)), call.integers, row, call.linear->inputs);
+        kernels_.round_row(x + row * (x_values / values_per_word(dtype_)), rounded + row * call.x_stride, *call.linear);
 }
 
 void Decoder::multiply_rows(const Linear& linear, const Word* x, int64_t x_values, int begin, int end, void* out,

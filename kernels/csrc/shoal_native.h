@@ -72,10 +72,11 @@ SHOAL_API void shoal_decoder_destroy(ShoalDecoder* decoder);
 SHOAL_API int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_t layer, const void* data,
                                 int64_t count); /* count: number of values in data */
 /* A matrix as value * scale + minimum: values [outputs][inputs], one byte each: int8, without minimums (NULL), or
-   unsigned with 4 bits; scales and minimums bfloat16 [outputs][inputs / 32]. count: number of values. */
+   unsigned with 4 bits; scales and minimums bfloat16 [outputs][inputs / 32]. activation_bits: 16 or 8, of the integers
+   that its rows are rounded to. count: number of values. */
 SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t parameter, int32_t layer, int32_t bits,
-                                         const uint8_t* values, const uint16_t* scales, const uint16_t* minimums,
-                                         int64_t count);
+                                         int32_t activation_bits, const uint8_t* values, const uint16_t* scales,
+                                         const uint16_t* minimums, int64_t count);
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
 SHOAL_API int shoal_decoder_leave_unrotated(ShoalDecoder* decoder, int32_t layer); /* its queries and keys */
 /* A new adapter, which adds to nothing yet. Returns its slot. */

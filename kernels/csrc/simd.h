@@ -267,6 +267,36 @@ SHOAL_INLINE void dot_pairs(I32& acc, const Word* left, I32 right) {
 #endif
 }
 
+// Bytes of packed integers, as four words of pairs would have them (two where they are nibbles). They are multiplied as
+// unsigned: signed ones come out too large by 128.
+constexpr int kByteOffset = -128;
+
+template <int Bits>
+SHOAL_INLINE U32 integer_bytes(U32 words, int p) {
+    if constexpr (Bits == 8) return words ^ 0x80808080u;
+    return words >> (4 * p) & 0x0f0f0f0fu;
+}
+
+#if defined(__AVX512VNNI__)
+constexpr bool kMultipliesBytes = true;
+#else
+constexpr bool kMultipliesBytes = false;
+#endif
+
+// acc += the products of the signed integers of a word in `left`, four bytes or two pairs, with those of each word in
+// `right`, where bytes are unsigned.
+template <bool Bytes>
+SHOAL_INLINE void dot_integers(I32& acc, const Word* left, U32 right) {
+#if defined(__AVX512VNNI__)
+    if constexpr (Bytes) {
+        acc = (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)right, _mm512_set1_epi32((int)*left));
+        return;
+    }
+#endif
+    static_assert(kMultipliesBytes || !Bytes);
+    dot_pairs(acc, left, (I32)right);
+}
+
 // Keeps the compiler from starting what follows earlier: with few registers, more values at once would be spilled to
 // memory.
 SHOAL_INLINE void keep_order() {

@@ -42,9 +42,7 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
         no_positions_.resize(static_cast<size_t>(tokens));
     if (static_cast<int64_t>(maxima_.size()) < 2 * samples * team_.size()) maxima_.resize(2 * samples * team_.size());
     const int64_t integers = has_integers_ ? std::max(tokens, samples) : screens_ ? samples : 0;
-    integers_.reserve(integers * widest_inputs() / 2);
-    integer_scales_.reserve(integers * widest_inputs() / kGroup);
-    integer_sums_.reserve(integers * widest_inputs() / kGroup);
+    integers_.reserve(integers * widest_integers());
     reserve_adapted(tokens, samples);
     if (!screens_) return;
     exact_logits_.reserve(samples * shape_.vocab_size);

@@ -1,4 +1,4 @@
-"""Weight-only integer formats: 8 or 4 bits per weight, with a scale for every 32 inputs of an output.
+"""Integer formats of weights: 8 or 4 bits per weight, with a scale for every 32 inputs of an output.
 
 Weights are rounded to the nearest, without calibration data, as in llama.cpp's Q8_0 and Q4_1.
 """
@@ -23,12 +23,15 @@ class IntegerWeight:
         values: [outputs, inputs]; int8 for 8 bits, uint8 of at most 15 for 4 bits.
         scales: bfloat16 [outputs, inputs / GROUP_SIZE].
         minimums: like ``scales``, for 4 bits; 8 bits are symmetric and have none.
+        activation_bits: of the integers that native kernels round its left-hand sides to, with a scale for every
+            ``GROUP_SIZE`` values of a row: 16, almost without loss, or 8. Other operators round nothing.
     """
 
     bits: int
     values: Tensor
     scales: Tensor
     minimums: Tensor | None = None
+    activation_bits: int = 16
 
     def widen(self, dtype: torch.dtype) -> Tensor:
         """The matrix that it represents, [outputs, inputs]."""
@@ -38,7 +41,7 @@ class IntegerWeight:
         return groups.view(self.values.shape).to(dtype)
 
 
-def round_weight(weight: Tensor, bits: int) -> IntegerWeight:
+def round_weight(weight: Tensor, bits: int, activation_bits: int = 16) -> IntegerWeight:
     """Round ``weight`` [outputs, inputs] to integers.
 
     Raises:
@@ -54,10 +57,10 @@ def round_weight(weight: Tensor, bits: int) -> IntegerWeight:
     if bits == 8:
         scales = (torch.maximum(high, -low) / 127).to(torch.bfloat16)
         values = (groups * _inverse(scales)).round_().clamp_(-127, 127).to(torch.int8)
-        return IntegerWeight(bits, values.view(outputs, inputs), scales)
+        return IntegerWeight(bits, values.view(outputs, inputs), scales, None, activation_bits)
     scales, minimums = ((high - low) / 15).to(torch.bfloat16), low.to(torch.bfloat16)
     values = ((groups - minimums.float().unsqueeze(-1)) * _inverse(scales)).round_().clamp_(0, 15).to(torch.uint8)
-    return IntegerWeight(bits, values.view(outputs, inputs), scales, minimums)
+    return IntegerWeight(bits, values.view(outputs, inputs), scales, minimums, activation_bits)
 
 
 def _inverse(scales: Tensor) -> Tensor:

@@ -309,7 +309,7 @@ class NativeDecoder:
         pointers = [part.data_ptr() for part in parts] + [None] * (3 - len(parts))
         self._check(
             library().shoal_decoder_set_integers(
-                self._handle, number, layer, weight.bits, *pointers, weight.values.numel()
+                self._handle, number, layer, weight.bits, weight.activation_bits, *pointers, weight.values.numel()
             )
         )
 

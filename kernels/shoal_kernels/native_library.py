@@ -67,7 +67,7 @@ def _load() -> ctypes.CDLL | None:
         (
             "shoal_decoder_set_integers",
             ctypes.c_int,
-            [pointer, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64],
+            [pointer, *[ctypes.c_int32] * 4, pointer, pointer, pointer, ctypes.c_int64],
         ),
         ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
         ("shoal_decoder_leave_unrotated", ctypes.c_int, [pointer, ctypes.c_int32]),

@@ -17,7 +17,10 @@ from shoal_replica.rope import read_rope
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # Bits per weight of the layers' projections. Each group of 32 weights also has a scale and, with 4 bits, a minimum.
-LAYER_BITS = {"none": None, "int8": 8, "int4": 4}
+LAYER_BITS = {"none": None, "int8": 8, "int4": 4, "w8a8": 8, "w4a8": 4}
+# Bits of the activations that these weights are multiplied with; with all others they keep the dtype, but for 16-bit
+# integers in native kernels, and on NPUs 8-bit ones wherever weights have 8 bits.
+ACTIVATION_BITS = {"w8a8": 8, "w4a8": 8}
 DEVICES = ("cpu", "npu")
 DEFAULT_BLOCK_SIZES = {"cpu": 16, "npu": 128}
 MAX_GRAPH_GAP = 128  # a graph is padded with sequences that share the slots of one block
@@ -29,7 +32,8 @@ class ModelConfig:
     """Shape of a decoder, read from a Hugging Face ``config.json``.
 
     ``dtype`` applies to weights, activations and the KV cache. ``max_model_len`` counts prompt and generated tokens.
-    ``quantization``, a key of LAYER_BITS, rounds weights when they are loaded; activations and KV keep the dtype.
+    ``quantization``, a key of LAYER_BITS, rounds weights when they are loaded, and activations while they are
+    multiplied with them, if it is also a key of ACTIVATION_BITS; KV keeps the dtype.
     ``rotary_size`` is how much of a head is rotated, None for all; queries and keys of ``unrotated_layers`` are not. If
     ``has_packed_projections``, checkpoints have queries, keys and values in one tensor, and gates and ups.
     """

@@ -75,7 +75,8 @@ class LLM:
         num_host_blocks: more blocks in host memory, which keep cached prefixes evicted from the pool.
         max_num_seqs, max_num_batched_tokens: limits of one step.
         dtype: "auto" (the checkpoint's; bfloat16 on an NPU), "bfloat16" or "float32".
-        quantization: "none", or "int8" or "int4" to round weights when they are loaded.
+        quantization: "none", or "int8" or "int4" to round weights when they are loaded; or "w8a8" or "w4a8" to round
+            activations to 8 bits as well.
         num_threads: CPU threads per rank. Torch's own are set to as many, or to one where the native kernels serve, in
             the whole process.
         tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of whole layers; if there

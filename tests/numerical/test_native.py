@@ -20,6 +20,7 @@ import pytest
 import torch
 from fixtures.native_models import (
     DTYPES,
+    INTEGERS,
     MAX_ERROR,
     Part,
     attend,
@@ -34,6 +35,7 @@ from fixtures.native_models import (
     shuffled_blocks,
     tokens,
     turn,
+    widened,
 )
 from fixtures.waiting import DEADLINE_S
 from numpy._core import _multiarray_umath
@@ -92,22 +94,58 @@ def test_every_instruction_set(kernels: str, dtype: torch.dtype, num_threads: in
     check_sequence(shape, make_weights(shape), [1, 130, 17, 1, 1, 33, 1], kernels)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "activation_bits"), INTEGERS)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_integer_weights_on_every_instruction_set(kernels: str, bits: int) -> None:
+def test_integer_weights_on_every_instruction_set(kernels: str, bits: int, activation_bits: int) -> None:
     """Against the widened weights: 16-bit integer activations must cost no more accuracy than bf16 ones."""
     shape = make_shape(dtype=torch.bfloat16, intermediate_size=160, num_threads=2)
-    weights = round_matrices(make_weights(shape, qk_norm=True, biases=True), bits)
+    weights = round_matrices(make_weights(shape, qk_norm=True, biases=True), bits, activation_bits)
     check_sequence(shape, weights, [1, 130, 17, 1, 1, 33, 1], kernels)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "activation_bits"), INTEGERS)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_activations_have_the_bits_that_were_asked_for(kernels: str, bits: int, activation_bits: int) -> None:
+    """Without attention, which rounds its own way, an MLP is left whose rows are rounded to the same integers here and
+    by the oracle: what the other rounding would give is several times as far away.
+    """
+    shape = make_shape(dtype=torch.bfloat16, intermediate_size=160, num_layers=1, tied_embeddings=False)
+    plain = make_weights(shape)
+    plain["layers.0.o_proj.weight"].zero_()
+    plain["layers.0.down_proj.weight"] *= 50
+    weights, token_ids = round_matrices(plain, bits, activation_bits), tokens(shape, 90)
+    decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels)
+    found = run(decoder, Part(token_ids, 0, [3, 1, 4, 5, 9, 2]))
+    with_8, with_16 = (
+        error(found, oracle_logits(shape, widened(weights), torch.tensor(token_ids), rounds_rows=rounds))
+        for rounds in (True, False)
+    )
+    assert with_8 < with_16 / 3 if activation_bits == 8 else with_16 < with_8 / 3
+
+
+@pytest.mark.parametrize(("bits", "activation_bits"), INTEGERS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_what_is_not_finite_is_not_rounded_away(kernels: str, value: float, bits: int, activation_bits: int) -> None:
+    """It becomes NaN, in its own rows alone."""
+    shape = make_shape(dtype=torch.bfloat16, intermediate_size=160, tied_embeddings=False)
+    plain = make_weights(shape)
+    weights = {**round_matrices(plain, bits, activation_bits)}
+    plain["embed_tokens.weight"][3, 40] = value
+    weights["embed_tokens.weight"] = plain["embed_tokens.weight"]
+    decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels)
+    logits = run(decoder, Part([5], 0, [0]), Part([3], 0, [1]), Part([1, 2, 4], 0, [2]))
+    assert logits.isnan().all(1).tolist() == [False, True, False, False, False]
+    assert logits[[0, 2, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize(("bits", "activation_bits"), INTEGERS)
 @pytest.mark.parametrize(("hidden", "vocab", "tied"), [(32, 83, True), (64, 96, False), (96, 33, False)])
-def test_integer_weights_of_ragged_shapes(hidden: int, vocab: int, tied: bool, bits: int) -> None:
+def test_integer_weights_of_ragged_shapes(hidden: int, vocab: int, tied: bool, bits: int, activation_bits: int) -> None:
     shape = make_shape(
         dtype=torch.bfloat16, hidden_size=hidden, vocab_size=vocab, intermediate_size=32, tied_embeddings=tied
     )
-    check_sequence(shape, round_matrices(make_weights(shape), bits), [40, 1, 1])
+    check_sequence(shape, round_matrices(make_weights(shape), bits, activation_bits), [40, 1, 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -171,16 +209,16 @@ def test_families(qk_norm: bool, biases: bool, tied: bool, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 8), (torch.bfloat16, 4)]
+    ("dtype", "bits"), [(torch.float32, None), (torch.bfloat16, None), *((torch.bfloat16, bits) for bits in INTEGERS)]
 )
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_decoding_row_does_not_depend_on_its_company_or_the_threads(
-    kernels: str, dtype: torch.dtype, bits: int | None
+    kernels: str, dtype: torch.dtype, bits: tuple[int, int] | None
 ) -> None:
     shape = make_shape(dtype=dtype, num_threads=1, max_positions=1024, num_blocks=120, intermediate_size=160)
     weights: dict[str, Tensor | IntegerWeight] = {**make_weights(shape)}
     if bits is not None:
-        weights = round_matrices(make_weights(shape), bits)
+        weights = round_matrices(make_weights(shape), *bits)
     prompts = [tokens(shape, length, seed=length) for length in (700, 20, 33, 1, 90)]
     blocks = [list(range(20 * i, 20 * i + 20)) for i in range(5)]
     blocks[0] = list(range(70, 120))
@@ -259,16 +297,16 @@ def test_a_token_is_looked_up_as_it_was(kernels: str) -> None:
         assert all(torch.equal(logits, found[0]) for logits in found), near
 
 
-@pytest.mark.parametrize(("bits", "size"), [(None, 1216), (None, 2752), (8, 1216), (4, 1216)])
+@pytest.mark.parametrize(("bits", "size"), [(None, 1216), (None, 2752), *((bits, 1216) for bits in INTEGERS)])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_prompt_does_not_depend_on_its_company(kernels: str, bits: int | None, size: int) -> None:
+def test_a_prompt_does_not_depend_on_its_company(kernels: str, bits: tuple[int, int] | None, size: int) -> None:
     """Sums are long enough to be computed in parts; rows come in tiles of any height, and are more than are multiplied
     at once. With the longest sums, as few rows as possible are widened at a time, where rows are widened.
     """
     shape = make_shape(dtype=torch.bfloat16, num_blocks=60, intermediate_size=size, num_layers=1)
     weights: dict[str, Tensor | IntegerWeight] = {**make_weights(shape)}
     if bits is not None:
-        weights = round_matrices(make_weights(shape), bits)
+        weights = round_matrices(make_weights(shape), *bits)
     lengths, parts, first = (2, 3, 17, 33, 47, 70, 400), [], 0
     for length in lengths:
         held = list(range(first, first + length // 16 + 1))
@@ -569,6 +607,10 @@ def test_integers_that_do_not_fit_the_decoder() -> None:
         ({"norm.weight": round_weight(torch.ones(3, 32), 8)}, "only matrices"),
         ({"layers.0.o_proj.weight": replace(round_weight(torch.ones(96, 384), 4), minimums=None)}, "minimums"),
         ({"layers.0.o_proj.weight": replace(round_weight(torch.ones(96, 384), 8), bits=5)}, "bits"),
+        (
+            {"layers.0.o_proj.weight": replace(round_weight(torch.ones(96, 384), 8), activation_bits=4)},
+            "activation_bits",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             NativeDecoder(shape, {**weights, **bad}.items(), rotary_table(shape))
@@ -812,7 +854,7 @@ def test_accuracy_of_bf16_and_of_integer_weights() -> None:
         name: NativeCpuDecoder(
             ModelConfig.from_folder(folder, dtype="bfloat16", quantization=name), cache, ParallelConfig()
         )
-        for name in ("none", "int8", "int4")
+        for name in ("none", "int8", "int4", "w8a8", "w4a8")
     }
     divergence = dict.fromkeys(("transformers", *ours), 0.0)
     with torch.inference_mode():
@@ -827,3 +869,5 @@ def test_accuracy_of_bf16_and_of_integer_weights() -> None:
     assert divergence["none"] <= divergence["transformers"]
     assert divergence["int8"] < 4e-3
     assert divergence["int4"] < 4e-3
+    assert divergence["w8a8"] < 8e-3
+    assert divergence["w4a8"] < 8e-3

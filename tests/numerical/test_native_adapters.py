@@ -8,6 +8,7 @@ import pytest
 import torch
 from fixtures.native_models import (
     DTYPES,
+    INTEGERS,
     MAX_ERROR,
     Part,
     error,
@@ -110,11 +111,11 @@ def test_each_product_by_itself(product: str, intermediate: int) -> None:
     check(shape, weights, [make_pairs(shape, weights, 1, **{product: 6})], [3, 1, 64, 150, 129], "")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "activation_bits"), INTEGERS)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_beside_integer_weights(kernels: str, bits: int) -> None:
+def test_beside_integer_weights(kernels: str, bits: int, activation_bits: int) -> None:
     shape = make_shape(dtype=torch.bfloat16, intermediate_size=160, num_threads=2, num_blocks=60)
-    weights = round_matrices(make_weights(shape), bits)
+    weights = round_matrices(make_weights(shape), bits, activation_bits)
     some = make_pairs(shape, weights, 1, qkv_proj=12, o_proj=4, gate_up_proj=8, down_proj=5)
     check(shape, weights, [some], [1, 130, 17, 1, 200], kernels)
 

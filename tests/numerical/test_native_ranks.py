@@ -84,7 +84,7 @@ def test_torch_ranks_serve_where_native_ones_cannot(tmp_path: Path, monkeypatch:
         assert generate(model, size, stages, is_shared=True, kind=TorchDecoder) == expected
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
 def test_bf16_and_integer_shards_are_as_exact_as_the_whole(tmp_path: Path, quantization: str) -> None:
     folder = make_checkpoint("qwen3", tmp_path)
     # The same weights in both dtypes, so that both round to the same integers.

@@ -281,7 +281,7 @@ def _load_weights(model: ModelConfig, device: torch.device, shard: Shard) -> Wei
 def _check(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:
     check_shape(model, cache, shard)
     required = npu_limits.REQUIRED | (npu_limits.EXPERTS if model.moe else {})
-    required |= npu_limits.INT8 if model.quantization == "int8" else {}
+    required |= npu_limits.INT8 if model.quantization != "none" else {}
     missing = npu_limits.missing_operators(torch.ops.npu, required)
     if missing:
         raise ConfigError(

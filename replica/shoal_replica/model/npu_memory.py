@@ -15,6 +15,7 @@ from shoal_replica.memory_advice import npu_changes
 from shoal_replica.memory_plan import plan_memory
 from shoal_replica.shard import Shard, make_shard
 
+QUANTIZATIONS = ("none", "int8", "w8a8")  # the last two are one: the cube unit multiplies bytes with bytes
 EXTRA_BLOCKS = 1  # beside the pool, for the padding of graphs
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ def max_num_blocks(model: ModelConfig, shard: Shard) -> int:
 
 def check_shape(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:
     """Raise ConfigError if the operators do not support what a rank would need. Opens no device."""
-    if model.quantization not in ("none", "int8"):
-        raise ConfigError(f"quantization: got {model.quantization!r}; an NPU takes 'none' and 'int8'")
+    if model.quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization: got {model.quantization!r}; an NPU takes {', '.join(QUANTIZATIONS)}")
     refusal = npu_limits.refusal(
         npu_limits.AttentionShape(
             dtype=getattr(torch, model.dtype),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal_kernels.integers import GROUP_SIZE, IntegerWeight, round_weight
-from shoal_replica.config import LAYER_BITS, ModelConfig
+from shoal_replica.config import ACTIVATION_BITS, LAYER_BITS, ModelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.model.parameters import EMBEDDING, HEAD
 
@@ -58,4 +58,5 @@ def _round(config: ModelConfig, name: str, weight: Tensor, bits: int) -> Integer
             f"quantization: {name} has {weight.shape[1]} inputs here; {config.quantization} takes multiples of "
             f"{GROUP_SIZE}"
         )
-    return round_weight(weight, bits)
+    # Rows for the head keep 16 bits, for they decide between tokens.
+    return round_weight(weight, bits, 16 if name in TABLES else ACTIVATION_BITS.get(config.quantization, 16))

@@ -41,7 +41,7 @@ class IntegerWeight:
         return groups.view(self.values.shape).to(dtype)
 
 
-def round_weight(weight: Tensor, bits: int, activation_bits: int = 16) -> IntegerWeight:
+def round_weight(weight: Tensor, bits: int) -> IntegerWeight:
     """Round ``weight`` [outputs, inputs] to integers.
 
     Raises:
@@ -57,10 +57,10 @@ def round_weight(weight: Tensor, bits: int, activation_bits: int = 16) -> Intege
     if bits == 8:
         scales = (torch.maximum(high, -low) / 127).to(torch.bfloat16)
         values = (groups * _inverse(scales)).round_().clamp_(-127, 127).to(torch.int8)
-        return IntegerWeight(bits, values.view(outputs, inputs), scales, None, activation_bits)
+        return IntegerWeight(bits, values.view(outputs, inputs), scales)
     scales, minimums = ((high - low) / 15).to(torch.bfloat16), low.to(torch.bfloat16)
     values = ((groups - minimums.float().unsqueeze(-1)) * _inverse(scales)).round_().clamp_(0, 15).to(torch.uint8)
-    return IntegerWeight(bits, values.view(outputs, inputs), scales, minimums, activation_bits)
+    return IntegerWeight(bits, values.view(outputs, inputs), scales, minimums)
 
 
 def _inverse(scales: Tensor) -> Tensor:

@@ -14,13 +14,9 @@ from shoal_replica.config_fields import number, size
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.model_family import MoeConfig, family_fields, rotated_share
 from shoal_replica.rope import read_rope
+from shoal_replica.weight_formats import LAYER_BITS, StoredQuantization, read_stored
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-# Bits per weight of the layers' projections. Each group of 32 weights also has a scale and, with 4 bits, a minimum.
-LAYER_BITS = {"none": None, "int8": 8, "int4": 4, "w8a8": 8, "w4a8": 4}
-# Bits of the activations that these weights are multiplied with; with all others they keep the dtype, but for 16-bit
-# integers in native kernels, and on NPUs 8-bit ones wherever weights have 8 bits.
-ACTIVATION_BITS = {"w8a8": 8, "w4a8": 8}
 DEVICES = ("cpu", "npu")
 DEFAULT_BLOCK_SIZES = {"cpu": 16, "npu": 128}
 MAX_GRAPH_GAP = 128  # a graph is padded with sequences that share the slots of one block
@@ -33,7 +29,8 @@ class ModelConfig:
 
     ``dtype`` applies to weights, activations and the KV cache. ``max_model_len`` counts prompt and generated tokens.
     ``quantization``, a key of LAYER_BITS, rounds weights when they are loaded, and activations while they are
-    multiplied with them, if it is also a key of ACTIVATION_BITS; KV keeps the dtype.
+    multiplied with them, if it is also a key of ACTIVATION_BITS; KV keeps the dtype. In a checkpoint that is ``stored``
+    quantized, it concerns what is stored so: all else, embedding and head among it, stays as it is.
     ``rotary_size`` is how much of a head is rotated, None for all; queries and keys of ``unrotated_layers`` are not. If
     ``has_packed_projections``, checkpoints have queries, keys and values in one tensor, and gates and ups.
     """
@@ -61,6 +58,7 @@ class ModelConfig:
     qk_norm: bool = False
     moe: MoeConfig | None = None
     quantization: str = "none"
+    stored: StoredQuantization | None = None
     rotary_size: int | None = None
     unrotated_layers: tuple[int, ...] = ()
     has_packed_projections: bool = False
@@ -93,6 +91,7 @@ class ModelConfig:
             raise ConfigError(f"dtype: got {dtype!r}; must be 'auto' or one of {', '.join(DTYPE_BYTES)}")
         if quantization not in LAYER_BITS:
             raise ConfigError(f"quantization: got {quantization!r}; must be one of {', '.join(LAYER_BITS)}")
+        stored = read_stored(raw)
         num_heads = size(raw, "num_attention_heads")
         num_kv_heads = size(raw, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -119,7 +118,8 @@ class ModelConfig:
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             eos_token_ids=_eos_token_ids(path, raw),
             dtype=dtype,
-            quantization=quantization,
+            quantization=quantization if stored is None else stored.format(quantization),
+            stored=stored,
             **family,
         )
 
@@ -139,14 +139,20 @@ class ModelConfig:
         return embeddings + self.num_layers * (attention + norms) + mlps + d
 
     @property
+    def has_plain_tables(self) -> bool:
+        """Whether embedding and head keep the dtype."""
+        return self.quantization == "none" or self.stored is not None
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in memory; if quantized, with embedding and head in 8 bits as on CPUs."""
+        """Bytes of the weights in memory; if rounded, with embedding and head in 8 bits as on CPUs."""
         bits = LAYER_BITS[self.quantization]
         if bits is None:
             return self.num_parameters * DTYPE_BYTES[self.dtype]
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         layers = self.num_parameters - tables
-        return (tables * (8 * 32 + 16) + layers * (bits * 32 + (16 if bits == 8 else 32))) // (8 * 32)
+        table_bits = 32 * 8 * DTYPE_BYTES[self.dtype] if self.has_plain_tables else 8 * 32 + 16
+        return (tables * table_bits + layers * (bits * 32 + (16 if bits == 8 else 32))) // (8 * 32)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers."""

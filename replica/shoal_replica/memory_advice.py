@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shoal_replica.config import LAYER_BITS, CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.memory_plan import MemoryPlan, plan_host, plan_memory
 from shoal_replica.shard import make_shard
+from shoal_replica.weight_formats import LAYER_BITS
 
 Settings = tuple[ModelConfig, SchedulerConfig, ParallelConfig]
 QUANTIZATIONS = {"cpu": ("int8", "int4"), "npu": ("int8",)}
@@ -65,7 +66,8 @@ def _changes(
         fewer = replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens)
         yield f"max_num_seqs={seqs}, max_num_batched_tokens={tokens}", (model, fewer, parallel)
     bits = LAYER_BITS[model.quantization]
-    for name in QUANTIZATIONS[parallel.device]:
+    is_fixed = model.stored is not None and model.stored.keeps_integers
+    for name in () if is_fixed else QUANTIZATIONS[parallel.device]:
         if bits is None or (LAYER_BITS[name] or bits) < bits:
             yield f"quantization={name}", (replace(model, quantization=name), scheduler, parallel)
     if parallel.device == "npu":

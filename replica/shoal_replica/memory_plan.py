@@ -142,14 +142,14 @@ def plan_host(
     ``adapter_bytes`` are those of the whole model's adapters.
     """
     shards = [make_shard(model, parallel, rank) for rank in (range(parallel.num_ranks) if ranks is None else ranks)]
-    plain = replace(model, quantization="none")
+    plain = replace(model, quantization="none", stored=None)
     kernels = choose_kernels(model, cache, parallel)
     # The native decoder holds integers; torch's operators widen them. With tile registers (AMX) it holds bf16 weights
     # in three quarters of what is planned; the temporary memory for loading the largest matrix fits into the rest.
     rounded = model.weight_bytes / plain.weight_bytes if kernels.is_native else 1.0
     weights = int(sum(shard_weight_bytes(plain, shard) for shard in shards) * rounded)
     screen = 0
-    is_screened = kernels.is_native and model.dtype == "bfloat16" and model.quantization == "none"
+    is_screened = kernels.is_native and model.dtype == "bfloat16" and model.has_plain_tables
     if is_screened and model.hidden_size % 32 == 0 and parallel.tensor_parallel_size == 1:
         # A second copy of the head, in 8 bits and a scale per 32 weights, by which greedy tokens are found.
         screen = model.vocab_size * model.hidden_size * 17 // 16 * sum(shard.is_last_stage for shard in shards)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal_kernels import npu_limits, ops
 from shoal_kernels.draws import RowOperators
+from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_graph import StepGraph
 from shoal_kernels.npu_int8 import round_weight
@@ -274,7 +275,8 @@ def _load_weights(model: ModelConfig, device: torch.device, shard: Shard) -> Wei
             loaded[name] = loaded[EMBEDDING]
             continue
         is_rounded = name.endswith("_proj.weight") and ".experts." not in name
-        loaded[name] = (round_weight(weight) if is_rounded else weight).to(device)
+        plain = weight.widen(DTYPES[model.dtype]) if isinstance(weight, IntegerWeight) else weight
+        loaded[name] = (round_weight(plain) if is_rounded else plain).to(device)
     return cast(Weights, loaded)  # ``ops.linear`` accepts both kinds
 
 

@@ -12,9 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shoal_kernels.integers import IntegerWeight
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.model.parameters import EMBEDDING, HEAD, Piece, parameters
+from shoal_replica.model.quantized_pieces import QuantizedPieces, is_quantized, joined, matrix_of
 from shoal_replica.shard import Shard, whole_shard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -24,14 +26,19 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def load_weights(config: ModelConfig, device: torch.device, shard: Shard | None = None) -> dict[str, Tensor]:
-    """All parameters of ``stream_weights`` at once; tied tables are one tensor."""
-    return dict(stream_weights(config, device, shard))
+    """All parameters of ``stream_weights`` at once, integers widened; tied tables are one tensor."""
+    dtype = DTYPES[config.dtype]
+    return {
+        name: weight.widen(dtype).to(device) if isinstance(weight, IntegerWeight) else weight
+        for name, weight in stream_weights(config, device, shard)
+    }
 
 
 def stream_weights(
     config: ModelConfig, device: torch.device, shard: Shard | None = None, *, lends_file: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a rank with their packed names (see ``parameters``), in the config's dtype, on ``device``.
+) -> Iterator[tuple[str, Tensor | IntegerWeight]]:
+    """The parameters of a rank with their packed names (see ``parameters``), in the config's dtype, on ``device``; or
+    as integers, in host memory, where the checkpoint has them quantized.
 
     Each is read when the iterator reaches it, and only the rank's pieces of it, so that a caller that repacks them
     never holds two models. Of tied tables the second follows the first, and is the same tensor.
@@ -47,18 +54,31 @@ def stream_weights(
     dtype = DTYPES[config.dtype]
     with ExitStack() as files:
         stored = _stored_tensors(config, files)
+        quantized = QuantizedPieces(config.stored, config.quantization, stored) if config.stored else None
         for parameter in parameters(config, shard or whole_shard(config)):
-            views = [_view(piece, stored[piece.name].get_slice(piece.name)) for piece in parameter.pieces]
-            if lends_file and len(views) == 1 and _is_ready(views[0], dtype, device):
-                packed = views[0]
+            pieces = [
+                quantized.read(piece)
+                if quantized and is_quantized(piece.name, stored)
+                else _view(piece, stored[piece.name].get_slice(piece.name))
+                for piece in parameter.pieces
+            ]
+            packed: Tensor | IntegerWeight
+            if (integers := joined(pieces)) is not None:
+                packed = integers
+            elif lends_file and len(pieces) == 1 and _is_ready(plain := _widened(pieces[0]), dtype, device):
+                packed = plain
             else:
                 packed = torch.empty(parameter.shape, dtype=dtype, device=device)
                 targets = torch.split(packed, [len(piece.rows) for piece in parameter.pieces])
-                for view, target in zip(views, targets, strict=True):
-                    target.copy_(view)
+                for view, target in zip(pieces, targets, strict=True):
+                    target.copy_(_widened(view))
             yield parameter.name, packed
             if parameter.name == EMBEDDING and config.tie_word_embeddings:
                 yield HEAD, packed
+
+
+def _widened(piece: Tensor | IntegerWeight) -> Tensor:
+    return piece.widen(torch.float32) if isinstance(piece, IntegerWeight) else piece
 
 
 def _view(piece: Piece, stored: Any) -> Tensor:
@@ -79,7 +99,13 @@ def _is_ready(view: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Whether a tensor follows from the rest: some checkpoints store rotary frequencies, or a tied embedding twice."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == HEAD)
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and matrix_of(name) == HEAD)
+
+
+def _is_empty_bias(name: str, config: ModelConfig, stored: dict[str, Any]) -> bool:
+    """Whether it is one of the biases of zeros that GPTQ's tools add to projections that have none."""
+    is_bias = config.stored is not None and name.endswith(".bias")
+    return is_bias and not stored[name].get_tensor(name).any().item()
 
 
 def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
@@ -95,9 +121,13 @@ def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
             raise ConfigError(f"model: {path} cannot be read: {error}") from None
         names = file.keys()  # a safetensors file is not a Mapping
         stored.update({name: file for name in names if not _is_redundant(name, config)})
-    if unexpected := stored.keys() - missing:
+    unexpected = stored.keys() - missing
+    if config.stored is not None:
+        unexpected = {name for name in unexpected if matrix_of(name) not in missing}
+        unexpected = {name for name in unexpected if not _is_empty_bias(name, config, stored)}
+    if unexpected:
         raise ConfigError(f"model: unexpected tensor {min(unexpected)!r} in {config.folder}")
-    if missing := missing - stored.keys():
+    if missing := {name for name in missing - stored.keys() if not is_quantized(name, stored)}:
         raise ConfigError(f"model: tensor {min(missing)!r} is missing in {config.folder} ({len(missing)} missing)")
     return stored
 

@@ -1,0 +1,208 @@
+"""Reads pieces of quantized matrices from a checkpoint's tensors, each a few of which stand for a ``weight``.
+
+Layouts are those of GPTQ (Frantar et al. 2022; ``qweight``, ``qzeros``, ``scales``, ``g_idx``), AWQ (Lin et al. 2023;
+the same names), compressed-tensors (``weight_packed``, ``weight_scale``, ``weight_zero_point``), and of 8-bit
+floating-point weights (``weight_scale``, or ``weight_scale_inv`` for blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shoal_kernels.integers import GROUP_SIZE, IntegerWeight, round_weight
+from shoal_replica.errors import ConfigError
+from shoal_replica.model.parameters import Piece
+from shoal_replica.weight_formats import LAYER_BITS, StoredQuantization
+
+WORD_BITS = 32
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # in which of a word's nibbles each of eight outputs is
+WEIGHT = ".weight"
+# What a matrix may be stored as, besides its ``weight``; the first three stand for it, or say that it is not plain.
+MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+COMPANIONS = (
+    *MARKS, "qzeros", "scales", "g_idx", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
+    "input_zero_point", "activation_scale", "k_scale", "v_scale",
+)  # fmt: skip
+
+
+def is_quantized(name: str, stored: Mapping[str, Any]) -> bool:
+    """Whether the matrix ``name`` is stored in a quantized form."""
+    base = name.removesuffix(WEIGHT)
+    return name.endswith(WEIGHT) and any(f"{base}.{mark}" in stored for mark in MARKS)
+
+
+def matrix_of(name: str) -> str:
+    """The ``weight`` that a tensor may belong to: ``name`` itself if it is none of COMPANIONS."""
+    base, _, suffix = name.rpartition(".")
+    return f"{base}{WEIGHT}" if suffix in COMPANIONS else name
+
+
+def joined(pieces: Sequence[Tensor | IntegerWeight]) -> IntegerWeight | None:
+    """Pieces on top of each other; None if not all of them are integers of the same bits."""
+    integers = [piece for piece in pieces if isinstance(piece, IntegerWeight)]
+    if len(integers) < len(pieces) or len({piece.bits for piece in integers}) > 1:
+        return None
+    if len(integers) == 1:
+        return integers[0]
+    minimums = [piece.minimums for piece in integers if piece.minimums is not None]
+    return IntegerWeight(
+        integers[0].bits,
+        torch.cat([piece.values for piece in integers]),
+        torch.cat([piece.scales for piece in integers]),
+        torch.cat(minimums) if minimums else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPieces:
+    """The quantized matrices among ``stored``, which maps a tensor's name to the open file that holds it.
+
+    ``served_as`` is a key of LAYER_BITS: integers are kept where that is possible, and otherwise rounded again.
+    """
+
+    scheme: StoredQuantization
+    served_as: str
+    stored: Mapping[str, Any]
+
+    def read(self, piece: Piece) -> Tensor | IntegerWeight:
+        """A piece, as integers or in float32.
+
+        Raises:
+            ConfigError: a tensor is missing, of another shape than config.json says, or cut within a group.
+        """
+        assert piece.columns is not None
+        bits = LAYER_BITS[self.served_as]
+        if bits is not None and (piece.columns.start % GROUP_SIZE or len(piece.columns) % GROUP_SIZE):
+            raise ConfigError(
+                f"quantization: {piece.name} has {len(piece.columns)} inputs here, from {piece.columns.start} on; "
+                f"{self.served_as} takes multiples of {GROUP_SIZE}"
+            )
+        if self.scheme.is_float:
+            weight = self._floats(piece)
+            return weight if bits is None else round_weight(weight, bits)
+        values, scales, zeros = self._integers(piece)
+        assert bits is not None
+        if not self.scheme.keeps_integers:
+            return round_weight((values.float() - zeros) * scales, bits)
+        # Zero points are multiplied with scales as they are kept, so that the middle of most groups is exact.
+        kept = scales[:, ::GROUP_SIZE].bfloat16()
+        if bits == 8:
+            return IntegerWeight(8, (values.to(torch.int16) - 128).to(torch.int8), kept)
+        return IntegerWeight(4, values, kept, (-zeros[:, ::GROUP_SIZE] * kept.float()).bfloat16())
+
+    def _integers(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        """Unsigned values, uint8, and for each its scale and zero point, float32; all [rows, columns]."""
+        if self.scheme.method == "compressed-tensors":
+            return self._compressed_integers(piece)
+        is_awq = self.scheme.method == "awq"
+        rows, columns, (outputs, inputs) = piece.rows, piece.columns, piece.shape
+        assert columns is not None
+        per_word = WORD_BITS // self.scheme.bits
+        words, first = _words(rows, per_word)
+        groups, num_groups = self._groups(piece)
+        if is_awq:
+            packed = self._slice(piece, "qweight", (inputs, outputs // per_word))[columns.start : columns.stop, words]
+            values = self._unpack(packed, order=AWQ_ORDER)[:, first : first + len(rows)].T
+        else:
+            held, skipped = _words(columns, per_word)
+            packed = self._slice(piece, "qweight", (inputs // per_word, outputs))[held, rows.start : rows.stop]
+            values = self._unpack(packed.T.contiguous())[:, skipped : skipped + len(columns)]
+        scales = self._slice(piece, "scales", (num_groups, outputs))[:, rows.start : rows.stop].float()
+        zeros = self._slice(piece, "qzeros", (num_groups, outputs // per_word))[:, words]
+        unpacked = self._unpack(zeros, order=AWQ_ORDER if is_awq else None)[:, first : first + len(rows)].float()
+        return values, scales.T[:, groups], (unpacked + self.scheme.zero_point_shift).T[:, groups]
+
+    def _compressed_integers(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        rows, columns, (outputs, inputs) = piece.rows, piece.columns, piece.shape
+        assert columns is not None
+        middle = 1 << (self.scheme.bits - 1)
+        per_word = WORD_BITS // self.scheme.bits
+        if is_packed := f"{_base(piece)}.weight_packed" in self.stored:
+            held, skipped = _words(columns, per_word)
+            packed = self._slice(piece, "weight_packed", (outputs, -(-inputs // per_word)))[
+                rows.start : rows.stop, held
+            ]
+            values = self._unpack(packed)[:, skipped : skipped + len(columns)]
+        else:
+            signed = self._slice(piece, "weight", piece.shape)[rows.start : rows.stop, columns.start : columns.stop]
+            values = (signed.to(torch.int16) + middle).to(torch.uint8)
+        groups, num_groups = self._groups(piece)
+        scales = self._slice(piece, "weight_scale", (outputs, num_groups))[rows.start : rows.stop].float()[:, groups]
+        if not self.scheme.has_zero_points:
+            return values, scales, torch.full_like(scales, middle)
+        if is_packed:
+            words, first = _words(rows, per_word)
+            packed = self._slice(piece, "weight_zero_point", (-(-outputs // per_word), num_groups))[words]
+            zeros = self._unpack(packed.T.contiguous()).T[first : first + len(rows)].float()
+        else:
+            zeros = self._slice(piece, "weight_zero_point", (outputs, num_groups))[rows.start : rows.stop].float()
+            zeros += middle
+        return values, scales, zeros[:, groups]
+
+    def _floats(self, piece: Piece) -> Tensor:
+        rows, columns, (outputs, inputs) = piece.rows, piece.columns, piece.shape
+        assert columns is not None
+        stored: Tensor = self._slice(piece, "weight", piece.shape)[rows.start : rows.stop, columns.start : columns.stop]
+        weight = stored.float()
+        is_inverse = f"{_base(piece)}.weight_scale_inv" in self.stored
+        scales = self._whole(piece, "weight_scale_inv" if is_inverse else "weight_scale").float()
+        if scales.numel() == 1:
+            return weight * scales.flatten()
+        high, wide = self.scheme.block or (1, inputs)
+        if tuple(scales.shape) != (-(-outputs // high), -(-inputs // wide)):
+            raise ConfigError(f"model: the scales of {piece.name!r} have shape {tuple(scales.shape)}")
+        of_rows = scales[torch.arange(rows.start, rows.stop) // high]
+        return weight * of_rows[:, torch.arange(columns.start, columns.stop) // wide]
+
+    def _groups(self, piece: Piece) -> tuple[Tensor, int]:
+        """The group of each of a piece's columns, and how many groups there are in all."""
+        assert piece.columns is not None
+        size = self.scheme.group_size or piece.shape[1]
+        groups = torch.arange(piece.columns.start, piece.columns.stop) // size
+        if f"{_base(piece)}.g_idx" in self.stored:
+            told = self._slice(piece, "g_idx", (piece.shape[1],))[piece.columns.start : piece.columns.stop].long()
+            if self.scheme.is_in_order and not torch.equal(told, groups):
+                raise ConfigError(f"model: the groups of {piece.name!r} are out of order; desc_act must say so")
+            groups = told
+        return groups, -(-piece.shape[1] // size)
+
+    def _unpack(self, words: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
+        """The integers of words int32 [a, b], the lowest bits first, uint8 [a, b * integers per word]."""
+        if words.dtype != torch.int32:
+            raise ConfigError(f"model: packed weights are of {words.dtype}; must be of torch.int32")
+        shifts = torch.arange(0, WORD_BITS, self.scheme.bits, dtype=torch.int32)
+        if order is not None:
+            shifts = shifts[list(order)]
+        values = words.unsqueeze(-1) >> shifts & ((1 << self.scheme.bits) - 1)
+        return values.to(torch.uint8).flatten(1)
+
+    def _slice(self, piece: Piece, suffix: str, shape: tuple[int, ...]) -> Any:
+        name = f"{_base(piece)}.{suffix}"
+        if name not in self.stored:
+            raise ConfigError(f"model: tensor {name!r} is missing")
+        found = self.stored[name].get_slice(name)
+        if tuple(found.get_shape()) != shape:
+            raise ConfigError(
+                f"model: tensor {name!r} has shape {tuple(found.get_shape())}; config.json asks for {shape}"
+            )
+        return found
+
+    def _whole(self, piece: Piece, suffix: str) -> Tensor:
+        name = f"{_base(piece)}.{suffix}"
+        if name not in self.stored:
+            raise ConfigError(f"model: tensor {name!r} is missing")
+        return cast(Tensor, self.stored[name].get_tensor(name))
+
+
+def _base(piece: Piece) -> str:
+    return piece.name.removesuffix(WEIGHT)
+
+
+def _words(part: range, per_word: int) -> tuple[slice, int]:
+    """The words that hold ``part``, and how many integers of the first come before it."""
+    return slice(part.start // per_word, -(-part.stop // per_word)), part.start % per_word

@@ -1,0 +1,227 @@
+"""Quantized checkpoints: their weights are those that their format says, in any shard and on any kernels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.quantized_checkpoints import Store, awq, compressed, fp8_blocks, gptq, quantize_checkpoint
+from fixtures.tiny_tokenizer import write_tiny_tokenizer
+from safetensors.torch import load_file, save_file
+from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greedy
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+
+from shoal_kernels.integers import IntegerWeight
+from shoal_replica import LLM, SamplingParams
+from shoal_replica.config import ModelConfig, ParallelConfig
+from shoal_replica.errors import ConfigError
+from shoal_replica.model.quantization import quantize
+from shoal_replica.model.weights import load_weights, stream_weights
+from shoal_replica.shard import make_shard
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Form:
+    name: str
+    store: Store
+    said: dict[str, Any]
+    served_as: str
+    error: float = 0.0  # of a weight, relative to the largest of its group
+
+
+def _gptq(**said: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False} | said
+
+
+def _compressed(form: str, weights: dict[str, Any], **inputs: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs or None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+PACKED = "pack-quantized"
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+INT4_ZEROS = INT4 | {"symmetric": False}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+DYNAMIC_8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+ROUNDED = 2**-7  # rounding minimums to bf16, and zero points far from the middle
+FORMS = [
+    Form("gptq", gptq(), _gptq(), "int4"),
+    Form("gptq-v2", gptq(shift=0), _gptq(checkpoint_format="gptq_v2"), "int4"),
+    Form("gptq-zeros", gptq(sym=False), _gptq(sym=False), "int4", ROUNDED),
+    Form("gptq-8", gptq(bits=8), _gptq(bits=8), "int8"),
+    Form("gptq-ordered", gptq(desc_act=True), _gptq(desc_act=True), "int8", 2**-7),
+    Form("gptq-8-zeros", gptq(bits=8, sym=False), _gptq(bits=8, sym=False), "int8", 2**-7),
+    Form("awq", awq(), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, "int4", ROUNDED),
+    Form("packed", compressed(PACKED, **INT4), _compressed(PACKED, INT4), "int4"),
+    Form("packed-zeros", compressed(PACKED, **INT4_ZEROS), _compressed(PACKED, INT4_ZEROS), "int4", ROUNDED),
+    Form("packed-8", compressed(PACKED, **INT8), _compressed(PACKED, INT8), "int8"),
+    Form("w8a8", compressed("int-quantized", **INT8), _compressed("int-quantized", INT8, **DYNAMIC_8), "w8a8"),
+    Form("float8", compressed("float-quantized", **FP8), _compressed("float-quantized", FP8), "none"),
+    Form("fp8", fp8_blocks(), {"quant_method": "fp8", "weight_block_size": [32, 32]}, "none"),
+    Form("fp8-ragged", fp8_blocks(wide=64), {"quant_method": "fp8", "weight_block_size": [32, 64]}, "none"),
+]  # fmt: skip
+
+
+def make(form: Form, tmp_path: Path, family: str = "llama-llama3-rope") -> tuple[Path, Path]:
+    return quantize_checkpoint(make_checkpoint(family, tmp_path / "source"), form.store, form.said, tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("family", ["llama-llama3-rope", "mixtral", "phi3-longrope", "qwen2"])
+def test_weights_are_what_the_format_says(form: Form, family: str, tmp_path: Path) -> None:
+    quantized, plain = make(form, tmp_path, family)
+    config = ModelConfig.from_folder(quantized, dtype="float32")
+    assert config.quantization == form.served_as
+    expected = load_weights(ModelConfig.from_folder(plain), CPU)
+    for name, weight in quantize(config, stream_weights(config, CPU)):
+        is_projection = name.endswith("_proj.weight")
+        assert isinstance(weight, IntegerWeight) == (is_projection and form.served_as != "none")
+        if not isinstance(weight, IntegerWeight):
+            assert torch.equal(weight, expected[name]), name
+            continue
+        assert weight.activation_bits == (8 if form.served_as == "w8a8" else 16)
+        groups = expected[name].unflatten(1, (-1, 32))
+        away = (weight.widen(torch.float32).unflatten(1, (-1, 32)) - groups).abs().amax(-1)
+        assert (away <= groups.abs().amax(-1) * form.error).all(), name
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("family", ["llama-llama3-rope", "mixtral"])
+def test_ranks_read_their_parts(form: Form, family: str, tmp_path: Path) -> None:
+    """Whatever word, group or block a part begins in."""
+    quantized, _ = make(form, tmp_path, family)
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    config = ModelConfig.from_folder(quantized, dtype="float32")
+    whole = load_weights(config, CPU)
+    first, second = (load_weights(config, CPU, make_shard(config, parallel, rank)) for rank in range(2))
+    for name, weight in whole.items():
+        if not name.endswith("_proj.weight") or ".experts." in name:
+            continue
+        a, b = first[name], second[name]
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert torch.equal(torch.cat((a, b), dim=1), weight)
+        else:  # several projections one above the other, of each of which a rank has a part
+            assert sorted(map(tuple, torch.cat((a, b)).tolist())) == sorted(map(tuple, weight.tolist()))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_tokens_are_those_of_transformers(form: Form, tmp_path: Path) -> None:
+    """On the weights that they stand for, in float32; in bf16, on native kernels, nearly so."""
+    quantized, plain = make(form, tmp_path)
+    write_tiny_tokenizer(quantized)
+    prompts, oracle = make_prompts([5, 21, 60]), load_oracle(plain)
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    if not form.error:
+        with LLM(str(quantized), num_blocks=32, dtype="float32") as llm:
+            found = [output.token_ids for output in llm.generate(prompts, greedy)]
+        assert found == [oracle_greedy(oracle, prompt, 12) for prompt in prompts]
+    with LLM(str(quantized), num_blocks=32, dtype="bfloat16") as llm:
+        first = [output.token_ids[0] for output in llm.generate(prompts, greedy)]
+    assert sum(t == oracle_greedy(oracle, p, 1)[0] for t, p in zip(first, prompts, strict=True)) >= 2
+
+
+@pytest.mark.parametrize("name", ["packed", "packed-zeros", "packed-8", "w8a8", "float8", "fp8"])
+def test_transformers_reads_the_same_checkpoint(name: str, tmp_path: Path) -> None:
+    """By compressed-tensors, or by its own code for blocks of 8-bit floats."""
+    (form,) = (form for form in FORMS if form.name == name)
+    quantized, plain = make(form, tmp_path)
+    asked = FineGrainedFP8Config(dequantize=True) if name == "fp8" else CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32, quantization_config=asked)
+    token_ids = torch.tensor(make_prompts([40]))
+    torch.testing.assert_close(theirs(token_ids).logits, load_oracle(plain)(token_ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_plain_stays_plain(tmp_path: Path) -> None:
+    """A projection that was left out, tables, and biases of zeros that GPTQ's tools add."""
+    quantized, plain = make(FORMS[0], tmp_path)
+    stored, kept = load_file(quantized / "model.safetensors"), load_file(plain / "model.safetensors")
+    left_out = "model.layers.1.self_attn.k_proj"
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith(left_out)}
+    stored[f"{left_out}.weight"] = kept[f"{left_out}.weight"] + 0.001
+    stored["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96)
+    save_file(stored, quantized / "model.safetensors")
+    config = ModelConfig.from_folder(quantized, dtype="float32")
+    weights = dict(quantize(config, stream_weights(config, CPU)))
+    mixed = weights["layers.1.qkv_proj.weight"]
+    assert isinstance(mixed, torch.Tensor)
+    expected = load_weights(ModelConfig.from_folder(plain), CPU)["layers.1.qkv_proj.weight"]
+    assert torch.equal(mixed[64:96], stored[f"{left_out}.weight"])
+    assert torch.equal(mixed[:64], expected[:64])
+    assert torch.equal(mixed[96:], expected[96:])
+    assert isinstance(weights["layers.0.qkv_proj.weight"], IntegerWeight)
+    assert isinstance(weights["embed_tokens.weight"], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("form", "asked", "served"),
+    [
+        ("gptq", "w4a8", "w4a8"), ("awq", "int4", "int4"), ("w8a8", "int8", "int8"), ("packed-8", "w8a8", "w8a8"),
+        ("fp8", "int4", "int4"), ("float8", "w8a8", "w8a8"), ("gptq-ordered", "int4", "int4"),
+    ],
+)  # fmt: skip
+def test_a_deployment_may_ask_for_another_format(form: str, asked: str, served: str, tmp_path: Path) -> None:
+    (found,) = (each for each in FORMS if each.name == form)
+    quantized, _ = make(found, tmp_path)
+    config = ModelConfig.from_folder(quantized, dtype="float32", quantization=asked)
+    assert config.quantization == served
+    for name, weight in quantize(config, stream_weights(config, CPU)):
+        if name.endswith("_proj.weight"):
+            assert isinstance(weight, IntegerWeight)
+            assert weight.bits == (4 if "4" in served.removesuffix("a8") else 8)
+            assert weight.activation_bits == (8 if served.endswith("a8") else 16)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method .* 'bitsandbytes'; must be one of gptq"),
+        (_gptq(bits=3), "bits of .* is 3; must be 4 or 8"),
+        (_gptq(group_size=16), "group_size of .* is 16; must be -1 or a multiple of 32"),
+        (_gptq(checkpoint_format="marlin"), "checkpoint_format of .* 'marlin'; must be 'gptq' or 'gptq_v2'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version of .* 'gemv'"),
+        (_compressed(PACKED, INT4 | {"actorder": "group"}), "actorder of .* 'group'"),
+        (_compressed("nvfp4-pack-quantized", FP8 | {"num_bits": 4}), "num_bits of .* is 4; must be 8"),
+        (_compressed(PACKED, INT4) | {"config_groups": {}}, r"config_groups of .* is \[\]; must be one"),
+        (_compressed(PACKED, INT4) | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ([1], "quantization_config in config.json is"),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_refused_by_name(said: Any, message: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_folder(folder)
+
+
+def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
+    quantized, _ = make(FORMS[0], tmp_path)
+    with pytest.raises(ConfigError, match=r"got 'int8'; the checkpoint's weights have 4 bits \(gptq\)"):
+        ModelConfig.from_folder(quantized, quantization="int8")
+    config = ModelConfig.from_folder(quantized)
+    stored = load_file(quantized / "model.safetensors")
+    base = "model.layers.1.mlp.down_proj"
+    for change, message in (
+        ({f"{base}.qzeros": None}, f"'{base}.qzeros' is missing"),
+        ({f"{base}.qweight": None}, f"'{base}.weight' is missing"),
+        ({f"{base}.scales": torch.ones(2, 64)}, r"shape \(2, 64\); config.json asks for \(3, 64\)"),
+        ({f"{base}.qweight": torch.ones(12, 64)}, "torch.float32; must be of torch.int32"),
+        ({f"{base}.g_idx": torch.arange(96).flip(0).int() // 32}, "out of order; desc_act must say so"),
+        ({f"{base}.bias": torch.ones(64)}, f"unexpected tensor '{base}.bias'"),
+        ({f"{base}.mystery": torch.ones(64)}, f"unexpected tensor '{base}.mystery'"),
+    ):
+        changed = {name: tensor for name, tensor in (stored | change).items() if tensor is not None}
+        save_file(changed, quantized / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            load_weights(config, CPU)

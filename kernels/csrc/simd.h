@@ -297,6 +297,13 @@ SHOAL_INLINE void dot_integers(I32& acc, const Word* left, U32 right) {
     dot_pairs(acc, left, (I32)right);
 }
 
+// Keeps the compiler from loading a vector again where it is used again.
+SHOAL_INLINE void keep_loaded([[maybe_unused]] U32& loaded) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(loaded));
+#endif
+}
+
 // Keeps the compiler from starting what follows earlier: with few registers, more values at once would be spilled to
 // memory.
 SHOAL_INLINE void keep_order() {

@@ -23,6 +23,7 @@ from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.serve.access import Access
 from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.admission_desk import limits_of
+from shoal_cluster.serve.after_calls import AfterCalls
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, ModelCard, Prompt, ReplicaRow, ScalingRow
 from shoal_cluster.serve.call_delay import CallDelay
@@ -110,7 +111,8 @@ class Gateway:
             config.scale_config(),
         )
         self._tracer = open_tracer(config.traces, config.name, self._ledger.gateway_id)
-        listeners = (self._scaling.meter.take, log_call, *([self._tracer.take] if self._tracer is not None else ()))
+        self._after_calls = AfterCalls(log_call, *([self._tracer.take] if self._tracer is not None else ()))
+        listeners = (self._scaling.meter.take, self._after_calls.take)
         self._observer = CallObserver(self._metrics, self._ledger.journal, listeners)
         export = RayExport().run(lambda: self._own_points(self._rows()))
         self._export_task = loop.create_task(export, name="shoal-metrics")
@@ -333,6 +335,7 @@ class Gateway:
             self._is_closing = True
             self._adapters_task.cancel()  # a successor says what is wanted
             await self._ingress.close(self._observer.drain(self._settings.drain_timeout_s))
+            self._after_calls.finish()
             self._watch_task.cancel()
             self._export_task.cancel()
             await self._scaling.close()

@@ -48,11 +48,14 @@ def log_call(record: CallRecord) -> None:
 
 
 def call_fields(record: CallRecord) -> dict[str, object]:
-    """The fields of a request's line, without those that are not known. Times are in seconds."""
+    """The fields of a request's line, without those that are not known. Times are in seconds; the line's own is that of
+    the request's end, because it is written later.
+    """
     usage = record.usage
     leg = record.legs[-1] if record.legs else None
     routed_s = record.legs[0].routed_s if record.legs else None
     values: dict[str, object] = {
+        "time": _iso(record.time_s + record.duration_s),
         "request_id": record.request_id,
         "trace_id": record.trace.trace_id if record.trace is not None else None,
         "tenant": record.tenant or None,
@@ -74,6 +77,10 @@ def call_fields(record: CallRecord) -> dict[str, object]:
     return {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items() if v is not None}
 
 
+def _iso(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")
+
+
 class LineFormatter(logging.Formatter):
     """One line per record: a JSON object, or text followed by ``name=value`` pairs.
 
@@ -88,7 +95,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         values: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": _iso(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

@@ -128,7 +128,9 @@ void round_row(const Word* x, Word* out, const Linear& linear) {
             largest = max(largest, max(half_bf16(pair & 0x7fff7fffu, 0), half_bf16(pair & 0x7fff7fffu, 1)));
             nothing += (half_bf16(pair, 0) + half_bf16(pair, 1)) * 0.0f;
         }
-        const float top = horizontal_max(largest), inverse = top > 0.0f ? most / top : 0.0f, scale = top * (1.0f / most);
+        // Values so small that the inverse would not be finite become 0.
+        const float top = horizontal_max(largest), scale = top * (1.0f / most);
+        const float inverse = top > 1e-30f ? most / top : 0.0f;
         F32 sums{};
         for (int w = 0; w < words; w += kLanes) {
             const U32 pair = load(x + w);

@@ -29,7 +29,7 @@ GemmCall Decoder::product(const Linear& linear, const Word* x, int64_t x_values,
 
 void Decoder::round_rows(const GemmCall& call, const Word* x, int64_t x_values, int begin, int end) {
     if (!is_integer(call.linear->format)) return;
-    Word* const rounded = integers_.data() + (call.x - integers_.data());
+    Word* const rounded = integers_.data() + (call.x - integers_.data());  // the call may only read them
     for (int row = begin; row < end; ++row)
         kernels_.round_row(x + row * (x_values / values_per_word(dtype_)), rounded + row * call.x_stride, *call.linear);
 }

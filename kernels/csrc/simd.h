@@ -2,7 +2,7 @@
 //
 // isa.cpp is compiled once for each instruction set, with the flags of that set; everything that includes this header
 // is in the namespace of that set. The only intrinsics here are the dot products, conversions to bf16 (one with a
-// permutation), a maximum and two steps of 2^x; two lines of inline assembly keep an order. The rest is plain vector
+// permutation), a maximum and two steps of 2^x; some inline assembly keeps an order. The rest is plain vector
 // arithmetic that the compiler lowers to AVX-512, AVX2, NEON or SSE2.
 //
 // Packed data consists of 32-bit words: two bf16 values that are consecutive along the summed dimension, or one

@@ -30,7 +30,7 @@ class ModelConfig:
     ``dtype`` applies to weights, activations and the KV cache. ``max_model_len`` counts prompt and generated tokens.
     ``quantization``, a key of LAYER_BITS, rounds weights when they are loaded, and activations while they are
     multiplied with them, if it is also a key of ACTIVATION_BITS; KV keeps the dtype. In a checkpoint that is ``stored``
-    quantized, it concerns what is stored so: all else, embedding and head among it, stays as it is.
+    quantized, it concerns what is stored so: on CPUs all else, embedding and head among it, stays as it is.
     ``rotary_size`` is how much of a head is rotated, None for all; queries and keys of ``unrotated_layers`` are not. If
     ``has_packed_projections``, checkpoints have queries, keys and values in one tensor, and gates and ups.
     """
@@ -85,8 +85,7 @@ class ModelConfig:
         if raw.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"model: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
         if dtype == "auto":
-            stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-            dtype = "float32" if stored == "float32" else "bfloat16"
+            dtype = "float32" if (raw.get("dtype") or raw.get("torch_dtype")) == "float32" else "bfloat16"
         if dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype: got {dtype!r}; must be 'auto' or one of {', '.join(DTYPE_BYTES)}")
         if quantization not in LAYER_BITS:

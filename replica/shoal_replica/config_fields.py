@@ -12,7 +12,7 @@ def size(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     """An integer of at least 1. Raises ConfigError, also where there is none and no default."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _refusal(key, value, "an integer of at least 1")
+        raise refusal(key, value, "an integer of at least 1")
     return value
 
 
@@ -20,7 +20,7 @@ def number(raw: dict[str, Any], key: str, default: float | None = None, owner: s
     """A finite number above 0, of the ``owner``. Raises ConfigError, also where there is none and no default."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise _refusal(f"{key} of {owner}" if owner else key, value, "a number above 0")
+        raise refusal(f"{key} of {owner}" if owner else key, value, "a number above 0")
     return float(value)
 
 
@@ -28,7 +28,7 @@ def fields_of(raw: dict[str, Any], key: str) -> dict[str, Any]:
     """An object; empty where there is none. Raises ConfigError."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
-        raise _refusal(key, value, "an object")
+        raise refusal(key, value, "an object")
     return value
 
 
@@ -40,7 +40,8 @@ def numbers(raw: dict[str, Any], key: str, count: int) -> list[float]:
     return [number({key: value}, key) for value in values]
 
 
-def _refusal(key: str, value: object, what: str) -> ConfigError:
+def refusal(key: str, value: object, what: str) -> ConfigError:
+    """Of a field that must be ``what``; a field of a field is named "a of b"."""
     shown = repr(value)
     shown = shown if len(shown) <= MAX_SHOWN_VALUE else f"{shown[:MAX_SHOWN_VALUE]}…"
     return ConfigError(f"model: {key} in config.json is {shown}; must be {what}")

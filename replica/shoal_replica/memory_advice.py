@@ -8,7 +8,7 @@ from dataclasses import replace
 from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.memory_plan import MemoryPlan, plan_host, plan_memory
 from shoal_replica.shard import make_shard
-from shoal_replica.weight_formats import LAYER_BITS
+from shoal_replica.weight_formats import ACTIVATION_BITS, LAYER_BITS
 
 Settings = tuple[ModelConfig, SchedulerConfig, ParallelConfig]
 QUANTIZATIONS = {"cpu": ("int8", "int4"), "npu": ("int8",)}
@@ -66,8 +66,8 @@ def _changes(
         fewer = replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens)
         yield f"max_num_seqs={seqs}, max_num_batched_tokens={tokens}", (model, fewer, parallel)
     bits = LAYER_BITS[model.quantization]
-    is_fixed = model.stored is not None and model.stored.keeps_integers
-    for name in () if is_fixed else QUANTIZATIONS[parallel.device]:
+    has_bytes = model.quantization in ACTIVATION_BITS
+    for name in ACTIVATION_BITS if has_bytes and parallel.device == "cpu" else QUANTIZATIONS[parallel.device]:
         if bits is None or (LAYER_BITS[name] or bits) < bits:
             yield f"quantization={name}", (replace(model, quantization=name), scheduler, parallel)
     if parallel.device == "npu":

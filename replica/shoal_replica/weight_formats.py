@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shoal_replica.config_fields import fields_of
-from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError
+from shoal_replica.config_fields import fields_of, refusal
+from shoal_replica.errors import ConfigError
 
 # Bits per weight of the layers' projections. Each group of GROUP_SIZE weights also has a scale and, with 4 bits, a
 # minimum.
@@ -50,26 +50,17 @@ class StoredQuantization:
         return not self.is_float and self.is_in_order and (self.bits == 4 or not self.has_zero_points)
 
     def format(self, asked: str) -> str:
-        """The key of LAYER_BITS as which the weights are served, if a deployment asks for ``asked``.
-
-        Floating-point weights are widened to the dtype, unless something else is asked for. Integers that cannot be
-        kept are rounded to 8 bits.
-
-        Raises:
-            ConfigError: it asks for other bits than those of integers that are kept.
+        """The key of LAYER_BITS as which the weights are served, if a deployment asks for ``asked``: "none" keeps what
+        is stored where that is possible, widens floats to the dtype, and rounds all else to 8 bits.
         """
-        if asked == "none" and self.is_float:
-            return "none"
+        if asked != "none" or self.is_float:
+            return asked
         bits = self.bits if self.keeps_integers else 8
-        formats = [name for name, held in LAYER_BITS.items() if held == bits]
-        if asked == "none":
-            return next(name for name in formats if ACTIVATION_BITS.get(name, 16) == self.activation_bits)
-        if self.keeps_integers and asked not in formats:
-            raise ConfigError(
-                f"quantization: got {asked!r}; the checkpoint's weights have {self.bits} bits ({self.method}), "
-                f"as {' and '.join(formats)} have"
-            )
-        return asked
+        return next(
+            name
+            for name, held in LAYER_BITS.items()
+            if held == bits and ACTIVATION_BITS.get(name, 16) == self.activation_bits
+        )
 
 
 def read_stored(raw: dict[str, Any]) -> StoredQuantization | None:
@@ -78,7 +69,7 @@ def read_stored(raw: dict[str, Any]) -> StoredQuantization | None:
     Raises:
         ConfigError: Shoal does not read weights that are stored so.
     """
-    said = fields_of(raw, "quantization_config") or fields_of(raw, "compression_config")
+    said = _told(fields_of(raw, "quantization_config") or fields_of(raw, "compression_config"))
     if not said:
         return None
     method = said.get("quant_method")
@@ -102,7 +93,7 @@ def _gptq(said: dict[str, Any]) -> StoredQuantization:
         group_size=_group_size(said.get("group_size")),
         has_zero_points=not said.get("sym", True),
         zero_point_shift=1 if form == "gptq" else 0,
-        is_in_order=not said.get("desc_act", False),
+        is_in_order=not said.get("desc_act", False) or _group_size(said.get("group_size")) is None,
     )
 
 
@@ -124,12 +115,13 @@ def _compressed(said: dict[str, Any]) -> StoredQuantization:
     groups = list(fields_of(said, "config_groups").values())
     if len(groups) != 1 or not isinstance(groups[0], dict):
         raise _refusal("config_groups", groups, "one group")
-    weights, inputs = fields_of(groups[0], "weights"), fields_of(groups[0], "input_activations")
+    weights, inputs = _told(fields_of(groups[0], "weights")), fields_of(groups[0], "input_activations")
     strategy = _one_of(weights, "strategy", "group", "channel", "tensor", "block")
     is_float = _one_of({"type": "int"} | weights, "type", "int", "float") == "float"
     bits = _one_of(weights, "num_bits", 8) if is_float else _one_of(weights, "num_bits", 4, 8)
-    if weights.get("actorder") in ("group", True):
-        raise _refusal("actorder", weights["actorder"], "'weight', 'static' or absent")
+    order = str(weights.get("actorder") or "static").lower()
+    if order not in ("static", "weight", "dynamic", "group", "true"):
+        raise _refusal("actorder", weights["actorder"], "'weight', 'static', 'group' or 'dynamic'")
     block = weights.get("block_structure") if strategy == "block" else None
     if not is_float and strategy in ("tensor", "block"):
         raise _refusal("strategy", strategy, "'group' or 'channel' for integers")
@@ -140,6 +132,7 @@ def _compressed(said: dict[str, Any]) -> StoredQuantization:
         group_size=_group_size(weights.get("group_size")) if strategy == "group" else None,
         block=None if block is None else _block(block),
         has_zero_points=not weights.get("symmetric", True),
+        is_in_order=order in ("static", "weight"),
         activation_bits=8 if inputs.get("num_bits") == 8 else 16,
     )
 
@@ -165,12 +158,15 @@ def _block(value: object) -> tuple[int, int]:
 
 def _one_of(said: dict[str, Any], key: str, *allowed: Any) -> Any:
     value = said.get(key)
-    if value not in allowed or isinstance(value, bool):
+    if value not in allowed or type(value) is not type(allowed[0]):
         raise _refusal(key, value, " or ".join(map(repr, allowed)))
     return value
 
 
+def _told(said: dict[str, Any]) -> dict[str, Any]:
+    """Without nulls, which count as absent."""
+    return {key: value for key, value in said.items() if value is not None}
+
+
 def _refusal(key: str, value: object, what: str) -> ConfigError:
-    shown = repr(value)
-    shown = shown if len(shown) <= MAX_SHOWN_VALUE else f"{shown[:MAX_SHOWN_VALUE]}…"
-    return ConfigError(f"model: {key} of quantization_config in config.json is {shown}; must be {what}")
+    return refusal(f"{key} of quantization_config", value, what)

@@ -140,6 +140,18 @@ def test_what_is_not_finite_is_not_rounded_away(kernels: str, value: float, bits
 
 
 @pytest.mark.parametrize(("bits", "activation_bits"), INTEGERS)
+@pytest.mark.parametrize("factor", [1e-30, 1e-35, 1e-37])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_rows_too_small_to_be_scaled_count_as_nothing(
+    kernels: str, factor: float, bits: int, activation_bits: int
+) -> None:
+    shape = make_shape(dtype=torch.bfloat16, intermediate_size=160)
+    plain = make_weights(shape)
+    plain["layers.1.gate_up_proj.weight"][160:] *= factor  # what the gates are multiplied with
+    check_sequence(shape, round_matrices(plain, bits, activation_bits), [40, 1], kernels)
+
+
+@pytest.mark.parametrize(("bits", "activation_bits"), INTEGERS)
 @pytest.mark.parametrize(("hidden", "vocab", "tied"), [(32, 83, True), (64, 96, False), (96, 33, False)])
 def test_integer_weights_of_ragged_shapes(hidden: int, vocab: int, tied: bool, bits: int, activation_bits: int) -> None:
     shape = make_shape(

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.quantized_checkpoints import Store, awq, compressed, fp8_blocks, gptq, quantize_checkpoint
+from fixtures.quantized_checkpoints import (
+    Store,
+    awq,
+    compressed,
+    compressed_in_order,
+    fp8_blocks,
+    gptq,
+    quantize_checkpoint,
+)
 from fixtures.tiny_tokenizer import write_tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greedy
@@ -22,6 +30,7 @@ from shoal_replica.errors import ConfigError
 from shoal_replica.model.quantization import quantize
 from shoal_replica.model.weights import load_weights, stream_weights
 from shoal_replica.shard import make_shard
+from shoal_replica.weight_formats import StoredQuantization
 
 CPU = torch.device("cpu")
 
@@ -59,11 +68,14 @@ FORMS = [
     Form("gptq-v2", gptq(shift=0), _gptq(checkpoint_format="gptq_v2"), "int4"),
     Form("gptq-zeros", gptq(sym=False), _gptq(sym=False), "int4", ROUNDED),
     Form("gptq-8", gptq(bits=8), _gptq(bits=8), "int8"),
+    Form("gptq-channel", gptq(size=-1), _gptq(group_size=-1, desc_act=True), "int4"),
+    Form("gptq-zero", gptq(sym=False, least=0), _gptq(sym=False), "int4", ROUNDED),
     Form("gptq-ordered", gptq(desc_act=True), _gptq(desc_act=True), "int8", 2**-7),
     Form("gptq-8-zeros", gptq(bits=8, sym=False), _gptq(bits=8, sym=False), "int8", 2**-7),
     Form("awq", awq(), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, "int4", ROUNDED),
     Form("packed", compressed(PACKED, **INT4), _compressed(PACKED, INT4), "int4"),
     Form("packed-zeros", compressed(PACKED, **INT4_ZEROS), _compressed(PACKED, INT4_ZEROS), "int4", ROUNDED),
+    Form("packed-ordered", compressed_in_order(), _compressed(PACKED, INT4 | {"actorder": "group"}), "int8", 2**-7),
     Form("packed-8", compressed(PACKED, **INT8), _compressed(PACKED, INT8), "int8"),
     Form("w8a8", compressed("int-quantized", **INT8), _compressed("int-quantized", INT8, **DYNAMIC_8), "w8a8"),
     Form("float8", compressed("float-quantized", **FP8), _compressed("float-quantized", FP8), "none"),
@@ -167,6 +179,7 @@ def test_what_is_plain_stays_plain(tmp_path: Path) -> None:
     [
         ("gptq", "w4a8", "w4a8"), ("awq", "int4", "int4"), ("w8a8", "int8", "int8"), ("packed-8", "w8a8", "w8a8"),
         ("fp8", "int4", "int4"), ("float8", "w8a8", "w8a8"), ("gptq-ordered", "int4", "int4"),
+        ("gptq", "int8", "int8"), ("w8a8", "w4a8", "w4a8"),
     ],
 )  # fmt: skip
 def test_a_deployment_may_ask_for_another_format(form: str, asked: str, served: str, tmp_path: Path) -> None:
@@ -189,7 +202,8 @@ def test_a_deployment_may_ask_for_another_format(form: str, asked: str, served: 
         (_gptq(group_size=16), "group_size of .* is 16; must be -1 or a multiple of 32"),
         (_gptq(checkpoint_format="marlin"), "checkpoint_format of .* 'marlin'; must be 'gptq' or 'gptq_v2'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version of .* 'gemv'"),
-        (_compressed(PACKED, INT4 | {"actorder": "group"}), "actorder of .* 'group'"),
+        (_compressed(PACKED, INT4 | {"actorder": "sideways"}), "actorder of .* 'sideways'"),
+        (_gptq(bits=4.0), "bits of .* is 4.0; must be 4 or 8"),
         (_compressed("nvfp4-pack-quantized", FP8 | {"num_bits": 4}), "num_bits of .* is 4; must be 8"),
         (_compressed(PACKED, INT4) | {"config_groups": {}}, r"config_groups of .* is \[\]; must be one"),
         (_compressed(PACKED, INT4) | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
@@ -205,10 +219,34 @@ def test_what_is_not_read_is_refused_by_name(said: Any, message: str, tmp_path: 
         ModelConfig.from_folder(folder)
 
 
+def test_nulls_count_as_absent(tmp_path: Path) -> None:
+    said = _gptq(sym=None, desc_act=None, checkpoint_format=None)
+    quantized, _ = quantize_checkpoint(make_checkpoint("llama", tmp_path / "source"), gptq(), said, tmp_path)
+    assert ModelConfig.from_folder(quantized).stored == StoredQuantization(
+        method="gptq", bits=4, group_size=32, zero_point_shift=1
+    )
+
+
+def test_8_bits_with_zero_points_that_the_config_does_not_tell_of(tmp_path: Path) -> None:
+    form = Form("gptq-8-told-wrong", gptq(bits=8, sym=False), _gptq(bits=8), "int8")
+    quantized, plain = make(form, tmp_path)
+    ours, expected = (load_weights(ModelConfig.from_folder(folder, "float32"), CPU) for folder in (quantized, plain))
+    for name, weight in expected.items():
+        assert (ours[name] - weight).abs().max() <= weight.abs().max() * 2**-7, name
+
+
+def test_scales_of_kv_and_empty_biases_are_left_unread(tmp_path: Path) -> None:
+    quantized, _ = make(FORMS[0], tmp_path)
+    config, stored = ModelConfig.from_folder(quantized), load_file(quantized / "model.safetensors")
+    before = load_weights(config, CPU)
+    for name in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_scale", "self_attn.kv_scale"):
+        stored[f"model.layers.0.{name}"] = torch.ones(1)
+    save_file(stored, quantized / "model.safetensors")
+    assert all(torch.equal(weight, before[name]) for name, weight in load_weights(config, CPU).items())
+
+
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     quantized, _ = make(FORMS[0], tmp_path)
-    with pytest.raises(ConfigError, match=r"got 'int8'; the checkpoint's weights have 4 bits \(gptq\)"):
-        ModelConfig.from_folder(quantized, quantization="int8")
     config = ModelConfig.from_folder(quantized)
     stored = load_file(quantized / "model.safetensors")
     base = "model.layers.1.mlp.down_proj"
@@ -216,7 +254,8 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         ({f"{base}.qzeros": None}, f"'{base}.qzeros' is missing"),
         ({f"{base}.qweight": None}, f"'{base}.weight' is missing"),
         ({f"{base}.scales": torch.ones(2, 64)}, r"shape \(2, 64\); config.json asks for \(3, 64\)"),
-        ({f"{base}.qweight": torch.ones(12, 64)}, "torch.float32; must be of torch.int32"),
+        ({f"{base}.qweight": torch.ones(12, 64)}, "is of F32; must be of I32"),
+        ({f"{base}.scales": torch.ones(3, 64).int()}, "is of I32; must be of F16 or BF16 or F32"),
         ({f"{base}.g_idx": torch.arange(96).flip(0).int() // 32}, "out of order; desc_act must say so"),
         ({f"{base}.bias": torch.ones(64)}, f"unexpected tensor '{base}.bias'"),
         ({f"{base}.mystery": torch.ones(64)}, f"unexpected tensor '{base}.mystery'"),
@@ -225,3 +264,29 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         save_file(changed, quantized / "model.safetensors")
         with pytest.raises(ConfigError, match=message):
             load_weights(config, CPU)
+
+
+@pytest.mark.parametrize("name", ["w8a8", "float8"])
+def test_weights_that_are_not_what_the_config_says(name: str, tmp_path: Path) -> None:
+    """As written before they were compressed: they are rounded already, and scaled."""
+    (form,) = (each for each in FORMS if each.name == name)
+    quantized, plain = make(form, tmp_path)
+    whole = load_file(quantized / "model.safetensors") | load_file(plain / "model.safetensors")
+    save_file(whole, quantized / "model.safetensors")
+    with pytest.raises(ConfigError, match="is of F32; must be of"):
+        load_weights(ModelConfig.from_folder(quantized), CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(None, "g_idx' is missing"), (1, "names groups beyond the 2 there are")]
+)
+def test_groups_out_of_order_need_to_be_told(change: int | None, message: str, tmp_path: Path) -> None:
+    (form,) = (each for each in FORMS if each.name == "gptq-ordered")
+    quantized, _ = make(form, tmp_path)
+    stored, name = load_file(quantized / "model.safetensors"), "model.layers.0.self_attn.q_proj.g_idx"
+    told = stored.pop(name)
+    if change is not None:
+        stored[name] = told + change
+    save_file(stored, quantized / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load_weights(ModelConfig.from_folder(quantized), CPU)

@@ -20,6 +20,7 @@ from shoal_replica.memory_advice import host_changes, npu_changes
 from shoal_replica.memory_plan import GIB, MemoryPlan, plan_host, plan_memory, shard_weight_bytes
 from shoal_replica.model_family import MoeConfig
 from shoal_replica.shard import make_shard, whole_shard
+from shoal_replica.weight_formats import StoredQuantization
 
 EIGHT_B = make_model(
     vocab_size=128_256,
@@ -203,3 +204,14 @@ def test_graph_sizes(most: int, sizes: tuple[int, ...]) -> None:
 def test_graph_sizes_that_cannot_be_filled_up(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="graph_sizes: got"):
         ParallelConfig(device="npu", graph_sizes=sizes)
+
+
+def test_a_quantized_checkpoint_keeps_its_tables() -> None:
+    """Embedding and head in bfloat16, and the copy of the head by which greedy tokens are found."""
+    stored = StoredQuantization(method="awq", bits=4, group_size=128, has_zero_points=True)
+    rounded, kept = replace(EIGHT_B, quantization="int4"), replace(EIGHT_B, quantization="int4", stored=stored)
+    tables = EIGHT_B.vocab_size * EIGHT_B.hidden_size * 2
+    assert kept.weight_bytes - rounded.weight_bytes == tables * 2 - tables * 17 // 16
+    assert kept.weight_bytes < EIGHT_B.weight_bytes / 2
+    assert rounded.has_plain_tables is False
+    assert kept.has_plain_tables is EIGHT_B.has_plain_tables is True

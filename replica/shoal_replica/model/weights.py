@@ -16,7 +16,7 @@ from shoal_kernels.integers import IntegerWeight
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.model.parameters import EMBEDDING, HEAD, Piece, parameters
-from shoal_replica.model.quantized_pieces import QuantizedPieces, is_quantized, joined, matrix_of
+from shoal_replica.model.quantized_pieces import KV_SCALES, QuantizedPieces, is_quantized, joined, matrix_of
 from shoal_replica.shard import Shard, whole_shard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -55,23 +55,26 @@ def stream_weights(
     with ExitStack() as files:
         stored = _stored_tensors(config, files)
         quantized = QuantizedPieces(config.stored, config.quantization, stored) if config.stored else None
+
+        def read(piece: Piece) -> Tensor | IntegerWeight:
+            if quantized is not None and is_quantized(piece.name, stored):
+                return quantized.read(piece)
+            return _view(piece, stored[piece.name].get_slice(piece.name))
+
         for parameter in parameters(config, shard or whole_shard(config)):
-            pieces = [
-                quantized.read(piece)
-                if quantized and is_quantized(piece.name, stored)
-                else _view(piece, stored[piece.name].get_slice(piece.name))
-                for piece in parameter.pieces
-            ]
+            first = read(parameter.pieces[0])
             packed: Tensor | IntegerWeight
-            if (integers := joined(pieces)) is not None:
-                packed = integers
-            elif lends_file and len(pieces) == 1 and _is_ready(plain := _widened(pieces[0]), dtype, device):
+            if isinstance(first, IntegerWeight) and all(is_quantized(piece.name, stored) for piece in parameter.pieces):
+                rest = [cast(IntegerWeight, read(piece)) for piece in parameter.pieces[1:]]
+                packed = joined([first, *rest])
+            elif lends_file and len(parameter.pieces) == 1 and _is_ready(plain := _widened(first), dtype, device):
                 packed = plain
             else:
                 packed = torch.empty(parameter.shape, dtype=dtype, device=device)
                 targets = torch.split(packed, [len(piece.rows) for piece in parameter.pieces])
-                for view, target in zip(pieces, targets, strict=True):
-                    target.copy_(_widened(view))
+                targets[0].copy_(_widened(first))
+                for piece, target in zip(parameter.pieces[1:], targets[1:], strict=True):
+                    target.copy_(_widened(read(piece)))
             yield parameter.name, packed
             if parameter.name == EMBEDDING and config.tie_word_embeddings:
                 yield HEAD, packed
@@ -102,10 +105,11 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and matrix_of(name) == HEAD)
 
 
-def _is_empty_bias(name: str, config: ModelConfig, stored: dict[str, Any]) -> bool:
-    """Whether it is one of the biases of zeros that GPTQ's tools add to projections that have none."""
-    is_bias = config.stored is not None and name.endswith(".bias")
-    return is_bias and not stored[name].get_tensor(name).any().item()
+def _is_idle(name: str, stored: dict[str, Any]) -> bool:
+    """Whether a tensor of a quantized checkpoint changes nothing here: a scale of KV, which keeps the dtype, or one of
+    the biases of zeros that GPTQ's tools add to projections that have none.
+    """
+    return name.endswith(KV_SCALES) or (name.endswith(".bias") and not stored[name].get_tensor(name).any().item())
 
 
 def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
@@ -124,7 +128,7 @@ def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
     unexpected = stored.keys() - missing
     if config.stored is not None:
         unexpected = {name for name in unexpected if matrix_of(name) not in missing}
-        unexpected = {name for name in unexpected if not _is_empty_bias(name, config, stored)}
+        unexpected = {name for name in unexpected if not _is_idle(name, stored)}
     if unexpected:
         raise ConfigError(f"model: unexpected tensor {min(unexpected)!r} in {config.folder}")
     if missing := {name for name in missing - stored.keys() if not is_quantized(name, stored)}:

@@ -55,10 +55,10 @@ class CExchange(ctypes.Structure):
     )
 
 
-def _load() -> ctypes.CDLL | None:
-    if not LIBRARY.is_file():
+def _load(path: Path = LIBRARY) -> ctypes.CDLL | None:
+    if not path.is_file():
         return None
-    library = ctypes.CDLL(str(LIBRARY))
+    library = ctypes.CDLL(str(path))
     pointer = ctypes.c_void_p
     for name, result, arguments in (
         ("shoal_decoder_create", pointer, [pointer, pointer]),
@@ -92,7 +92,7 @@ def _load() -> ctypes.CDLL | None:
             function = getattr(library, name)
         except AttributeError as error:
             how = "python setup.py build_ext --inplace, or install the package again"
-            raise RuntimeError(f"{LIBRARY} was built from other sources ({error}): {how}") from error
+            raise RuntimeError(f"{path} was built from other sources ({error}): {how}") from error
         function.restype, function.argtypes = result, arguments
     return library
 

@@ -55,7 +55,8 @@ class CExchange(ctypes.Structure):
     )
 
 
-def _load(path: Path = LIBRARY) -> ctypes.CDLL | None:
+def _load(path: Path | None = None) -> ctypes.CDLL | None:
+    path = path or LIBRARY
     if not path.is_file():
         return None
     library = ctypes.CDLL(str(path))

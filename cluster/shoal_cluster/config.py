@@ -54,6 +54,12 @@ class ReplicaSettings(Settings):
     policy: Literal["fcfs", "priority", "deadline"] = Field(
         "deadline", description="whose turn is next: by the gateway's due dates; fcfs also ignores priorities"
     )
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="guesses at what follows, of a sequence and step; None: 8 on the CPU, 0 on an NPU",
+    )
     device: Literal["cpu", "npu"] = "cpu"
     graph_sizes: tuple[int, ...] | None = Field(None, description="decodes that an NPU keeps as graphs; [] for none")
     device_memory_gib: float | None = Field(None, gt=0, description="of an NPU that a rank may take; None asks it")
@@ -81,6 +87,7 @@ class ReplicaSettings(Settings):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_waiting=self.max_num_waiting,
             policy=self.policy,
+            num_speculative_tokens=self.num_speculative_tokens,
         )
 
     @property

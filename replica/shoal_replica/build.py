@@ -14,6 +14,7 @@ from shoal_replica.adapter_folder import read_adapters
 from shoal_replica.checkpoint import ensure_adapter, ensure_checkpoint, read_ahead
 from shoal_replica.config import (
     DEFAULT_BLOCK_SIZES,
+    DEFAULT_SPECULATIVE_TOKENS,
     DTYPE_BYTES,
     CacheConfig,
     EngineConfig,
@@ -67,6 +68,8 @@ def resolve_config(
     """
     scheduler, parallel = scheduler or SchedulerConfig(), parallel or ParallelConfig()
     on_npu = parallel.device == "npu"
+    if scheduler.num_speculative_tokens is None:
+        scheduler = replace(scheduler, num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS[parallel.device])
     if on_npu and dtype == "auto":
         dtype = "bfloat16"  # whatever the checkpoint's dtype: the only one served here that NPU attention takes
     shape = ModelConfig.from_folder(ensure_checkpoint(model), dtype, max_model_len, quantization)

@@ -19,6 +19,7 @@ from shoal_replica.weight_formats import LAYER_BITS, StoredQuantization, read_st
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 DEVICES = ("cpu", "npu")
 DEFAULT_BLOCK_SIZES = {"cpu": 16, "npu": 128}
+DEFAULT_SPECULATIVE_TOKENS = {"cpu": 8, "npu": 0}  # what it gains on an NPU has not been measured
 MAX_GRAPH_GAP = 128  # a graph is padded with sequences that share the slots of one block
 SCHEDULING_POLICIES = ("fcfs", "priority", "deadline")
 
@@ -181,14 +182,21 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step (running sequences and computed tokens), and the length and order of the waiting queue."""
+    """Limits of one step (running sequences and computed tokens), and the length and order of the waiting queue.
+
+    ``num_speculative_tokens`` is how many guesses at what follows a step may compute for a sequence; 0 for none, None
+    for the device's default, which ``resolve_config`` finds.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 1024
     policy: str = "fcfs"
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.num_speculative_tokens is not None:
+            _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_waiting", self.max_num_waiting, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -40,6 +40,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     The executor computes tokens ``[num_computed_tokens, num_computed_tokens + num_new_tokens)`` and, only if
     ``samples`` is set, samples one more token and appends it to its own copy. After each of the first ``num_scored`` it
     finds the log-probability of the prompt's next token.
+
+    The last of the tokens may be ``drafts``, which the sequence does not have yet. A token is then sampled before each
+    of them too, and up to the first that differs from its draft all are appended. Such a step computes no prompts.
     """
 
     seq_id: int
@@ -47,6 +50,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     num_new_tokens: int
     samples: bool
     num_scored: int = 0
+    drafts: tuple[int, ...] = ()
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +70,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     moves_out: tuple[tuple[int, int], ...] = ()
     moves_in: tuple[tuple[int, int], ...] = ()
     chosen_tokens: tuple[tuple[int, int], ...] = ()  # (seq_id, token), of sequences with ``num_candidates``
+    num_drafts_wanted: int = 0  # most tokens to guess for each sequence after the step
 
     @property
     def num_tokens(self) -> int:
@@ -100,9 +105,20 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
+class Draft(msgspec.Struct, frozen=True, array_like=True):
+    """Guessed tokens that may follow the ``num_tokens`` tokens of a sequence. The last ``num_matched`` of these have
+    been followed by them before.
+    """
+
+    seq_id: int
+    num_tokens: int
+    num_matched: int
+    token_ids: tuple[int, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token for each scheduled sequence with ``samples``, and what was scored of each with ``num_scored``,
-    in the same order.
+    """One sampled token for each scheduled sequence with ``samples``, and one more for each of its drafts that was
+    right; what was scored of each with ``num_scored``; and what may follow. All in the order of the sequences.
 
     ``forward_s``: seconds of the step that the model's forward pass took.
     """
@@ -110,6 +126,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     sampled: tuple[SampledToken, ...]
     forward_s: float = 0.0
     scored: tuple[ScoredTokens, ...] = ()
+    drafts: tuple[Draft, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

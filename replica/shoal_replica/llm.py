@@ -86,6 +86,8 @@ class LLM:
         graph_sizes: on an NPU, the batch sizes for which decode-only steps are captured as graphs; None chooses them,
             [] captures none.
         adapters: folders, or hub ids, of LoRA adapters in PEFT's format, by the names under which prompts ask for them.
+        num_speculative_tokens: guesses at what follows that a step may compute for a sequence, where that pays; 0 for
+            none, None for 8 on a CPU and 0 on an NPU.
 
     Raises:
         NotFound, ConfigError: see ``resolve_config``.
@@ -110,6 +112,7 @@ class LLM:
         pipeline_parallel_size: int = 1,
         graph_sizes: Sequence[int] | None = None,
         adapters: Mapping[str, str] | None = None,
+        num_speculative_tokens: int | None = None,
     ) -> None:
         self.config = resolve_config(
             model,
@@ -120,7 +123,11 @@ class LLM:
             num_blocks=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
             num_host_blocks=num_host_blocks,
-            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                num_speculative_tokens=num_speculative_tokens,
+            ),
             parallel=ParallelConfig(
                 device=device,
                 num_threads=num_threads,

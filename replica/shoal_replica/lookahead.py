@@ -3,8 +3,8 @@
 Between two decode-only steps little is left to decide: each sequence goes on by one token unless the running step ends
 it. So the next step is planned ahead, the executor starts it as soon as the current one ends, and the current one's
 tokens are processed while the next step runs. Whatever needs a decision (a waiting request that has a slot, blocks that
-run out, siblings to start, beams to choose) is left to the scheduler, which then plans the next step as if nothing had
-been planned.
+run out, siblings to start, beams to choose, drafts to try) is left to the scheduler, which then plans the next step as
+if nothing had been planned.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence as Items
 from shoal_replica.executor import ScheduledSequence, SchedulerOutput, StepResult
 from shoal_replica.kv_cache import KVCacheManager, TableChange
 from shoal_replica.request import FinishRule, Sequence
+from shoal_replica.speculation import Speculation
 
 
 class Lookahead:
@@ -24,6 +25,7 @@ class Lookahead:
     Args:
         by_id, running, waiting, beams: the scheduler's own collections, as they change.
         finish: decides when a sequence ends.
+        speculation: decides which drafts are worth computing.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Lookahead:
         beams: Sized,
         max_num_seqs: int,
         finish: FinishRule,
+        speculation: Speculation,
     ) -> None:
         self._kv = kv
         self._by_id = by_id
@@ -43,6 +46,7 @@ class Lookahead:
         self._beams = beams
         self._max_num_seqs = max_num_seqs
         self._finish = finish
+        self._speculation = speculation
         self._untold: dict[int, list[TableChange]] = {}  # by sequence: changes in planned steps that have not run
 
     def plan(self, before: SchedulerOutput) -> SchedulerOutput | None:
@@ -54,7 +58,7 @@ class Lookahead:
         growing: list[tuple[int, int]] = []
         for sequence in self._running:
             share = shares.get(sequence.seq_id)
-            if share is None or not share.samples or sequence.unstarted_indexes:
+            if share is None or not share.samples or share.drafts or sequence.unstarted_indexes:
                 return None
             start = share.num_computed_tokens + share.num_new_tokens
             scheduled.append(ScheduledSequence(sequence.seq_id, start, 1, True))
@@ -69,7 +73,13 @@ class Lookahead:
                 self._untold.setdefault(seq_id, []).append(change)
                 updates.append((seq_id, change.first_index, change.block_ids))
         moves = self._kv.host.moves_ahead()
-        return SchedulerOutput(before.step + 1, tuple(scheduled), block_updates=tuple(updates), moves_out=moves)
+        return SchedulerOutput(
+            before.step + 1,
+            tuple(scheduled),
+            block_updates=tuple(updates),
+            moves_out=moves,
+            num_drafts_wanted=self._speculation.num_wanted(len(scheduled)),
+        )
 
     def confirm(self, ahead: SchedulerOutput, result: StepResult) -> SchedulerOutput | None:
         """``ahead`` without the sequences that ``result``, of the step before it, ends. None if the scheduler has to
@@ -90,10 +100,16 @@ class Lookahead:
         if (self._waiting and gone) or self._has_candidates():
             return None
         kept = tuple(share for share in ahead.scheduled if share.seq_id not in gone)
-        if not kept:
+        if not kept or self._speculation.is_worth_it(result.drafts, len(kept)):
             return None
         updates = tuple(update for update in ahead.block_updates if update[0] not in gone)
-        return SchedulerOutput(ahead.step, kept, block_updates=updates, moves_out=ahead.moves_out)
+        return SchedulerOutput(
+            ahead.step,
+            kept,
+            block_updates=updates,
+            moves_out=ahead.moves_out,
+            num_drafts_wanted=ahead.num_drafts_wanted,
+        )
 
     def note_told(self, ahead: SchedulerOutput) -> None:
         """A planned step has run: the executor knows its block updates."""

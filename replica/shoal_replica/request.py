@@ -13,7 +13,7 @@ import msgspec
 
 from shoal_replica.adapter import title
 from shoal_replica.errors import InvalidArgument, Unavailable
-from shoal_replica.executor import SampledToken, TokenLogprobs
+from shoal_replica.executor import SampledToken, ScheduledSequence, TokenLogprobs
 from shoal_replica.partial_reuse import Tokens
 from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
 from shoal_replica.request_checks import check_scores
@@ -169,6 +169,16 @@ class Sequence:
         self.first_scheduled_s = now
         self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
 
+    def advance(self, share: ScheduledSequence, num_accepted: int) -> int:
+        """A step has computed ``share`` of it, of whose drafts the first were right and become its tokens. Returns its
+        number of computed tokens.
+        """
+        if num_accepted:
+            self.token_ids.extend(share.drafts[:num_accepted])
+        num_computed = share.num_computed_tokens + share.num_new_tokens - len(share.drafts) + num_accepted
+        self.num_computed_tokens = num_computed
+        return num_computed
+
     def preempt(self) -> None:
         """The sequence has lost its blocks and waits again."""
         self.move(SequenceStatus.PREEMPTED)
@@ -190,15 +200,15 @@ class Sequence:
         return max(0, min(end, self.num_prompt_tokens - 1) - start)
 
     def delta(
-        self, index: int, token: SampledToken | None, finish_reason: FinishReason | None, now: float = 0.0
+        self, index: int, tokens: Items[SampledToken], finish_reason: FinishReason | None, now: float = 0.0
     ) -> TokenDelta:
-        """The delta for the client: ``token``, which was appended last and sampled at ``now``, or an end without one.
+        """The delta for the client: ``tokens``, which were appended last and sampled at ``now``, or an end without any.
 
         ``index`` is the sequence's own, or that of a sibling that ends without having started.
         """
         request, start, first_s = self.request, None, self.first_scheduled_s
-        position = len(self.token_ids) - len(request.prompt_token_ids) - (token is not None)
-        is_first = token is not None and position == len(request.output_token_ids) and index == request.index
+        position = len(self.token_ids) - len(request.prompt_token_ids) - len(tokens)
+        is_first = len(tokens) > 0 and position == len(request.output_token_ids) and index == request.index
         if is_first and first_s is not None:
             start = StartTimes(first_s - request.arrival_s, max(0.0, now - first_s))
         scored = tuple(self.prompt_logprobs) if is_first else ()
@@ -208,10 +218,10 @@ class Sequence:
             request_id=request.request_id,
             index=index,
             position=position,
-            token_ids=() if token is None else (token.token_id,),
+            token_ids=tuple(token.token_id for token in tokens),
             num_cached_tokens=self.num_cached_tokens,
             start=start,
-            logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
+            logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),
             finish_reason=finish_reason,
             prompt_logprobs=scored,
         )
@@ -289,6 +299,23 @@ class FinishRule:
             raise Unavailable(f"adapter {title(request.adapter)!r} is not loaded here")
         if request.output_token_ids and (params.n > 1 or params.is_beam_search):
             raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
+
+    def num_left(self, request: Request, num_tokens: int) -> int:
+        """How many more tokens a sequence of ``num_tokens`` may get."""
+        left, max_tokens = self.max_model_len - num_tokens, request.sampling_params.max_tokens
+        return left if max_tokens is None else min(left, max_tokens - (num_tokens - request.num_prompt_tokens))
+
+    def cut(self, sequence: Sequence, tokens: list[SampledToken]) -> FinishReason | None:
+        """Why a sequence ends that gets ``tokens``, from which those are removed that come after its end; None if it
+        goes on.
+        """
+        num_tokens = sequence.num_tokens
+        for number, token in enumerate(tokens, 1):
+            reason = self.reason(sequence.request, token.token_id, num_tokens + number, token.is_cut)
+            if reason is not None:
+                del tokens[number:]
+                return reason
+        return None
 
     def num_end_tokens(self, params: SamplingParams) -> int:
         """How many different tokens end a sequence with these parameters."""

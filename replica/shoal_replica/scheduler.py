@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from shoal_replica.beam_search import num_candidates
 from shoal_replica.beams import Beams
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import InvalidArgument, ResourceExhausted
-from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
+from shoal_replica.executor_roster import ExecutorRoster
 from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.ledger import Ledger
 from shoal_replica.live_sequences import LiveSequences
@@ -24,6 +24,7 @@ from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduling_policy import by_progress, insert, rank
 from shoal_replica.shared_prefix import expected_cached_tokens, find_ahead, take_over
+from shoal_replica.speculation import Speculation
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.step_plan import StepPlan
 from shoal_replica.waiting_line import WaitingLine
@@ -55,13 +56,13 @@ class Scheduler:
         self._live = live = LiveSequences()
         self._waiting = waiting = WaitingQueue(config.policy)
         self._running = running = list[Sequence]()  # in rank order: preemption victims come last
-        self._held_by_executor: set[int] = set()
-        self._dropped: list[int] = []
+        self._roster = ExecutorRoster(kv, rule)
         self._totals = totals = Totals()
         self.now = 0.0  # time of the last step, on the caller's clock
         self._beams = beams = Beams(kv, live, running, config.policy, rule, self._finish)
         self._preemption = Preemption(kv, running, beams, config.policy, totals, self._requeue)
-        self.lookahead = Lookahead(kv, live.by_id, running, waiting, beams, config.max_num_seqs, rule)
+        self._speculation = speculation = Speculation(config.num_speculative_tokens or 0, kv, live.by_id, rule, totals)
+        self.lookahead = Lookahead(kv, live.by_id, running, waiting, beams, config.max_num_seqs, rule, speculation)
         self._pieces = Pieces(config.max_num_batched_tokens)
         self._ledger = Ledger(config, kv, running, waiting, totals)
 
@@ -113,38 +114,43 @@ class Scheduler:
         self._pieces.note(plan, decodes_wait)
         if not plan.num_sequences:
             return None
+        if not self._beams:
+            self._speculation.extend(plan, level)
         self._totals.num_steps += 1
-        dropped, self._dropped = tuple(self._dropped), []
-        chosen = self._beams.take_chosen(dropped)
-        return plan.output(self._totals.num_steps, dropped, self._kv.host.take_moves(), chosen)
+        dropped = self._roster.take_dropped()
+        chosen, num_drafts = self._beams.take_chosen(dropped), self._speculation.num_wanted(len(self._running))
+        return plan.output(self._totals.num_steps, dropped, self._kv.host.take_moves(), chosen, num_drafts)
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float = 0.0) -> list[TokenDelta]:
         """Process a step's tokens at ``now``: advance sequences, commit full blocks, end finished sequences."""
         deltas, self.now = list[TokenDelta](), max(self.now, now)
         self._totals.num_steps = output.step
+        self._speculation.take(output, result)
         for scored in result.scored:
             if (sequence := self._live.by_id.get(scored.seq_id)) is not None:
                 sequence.prompt_logprobs[scored.after :] = scored.logprobs
-        sampled, has_beams = {token.seq_id: token for token in result.sampled}, bool(self._beams)
+        sampled, has_beams = dict[int, list[SampledToken]](), bool(self._beams)
+        for token in result.sampled:
+            sampled.setdefault(token.seq_id, []).append(token)
         for share in output.scheduled:
             sequence = self._live.by_id.get(share.seq_id)
             if sequence is None or sequence.status is not SequenceStatus.RUNNING:
                 continue  # aborted while the step ran
-            num_computed = sequence.num_computed_tokens = share.num_computed_tokens + share.num_new_tokens
+            tokens = sampled[share.seq_id] if share.samples else []
+            reason = self._finish_rule.cut(sequence, tokens)
+            num_computed = sequence.advance(share, max(0, len(tokens) - 1))
             if num_computed % self._kv.block_size < share.num_new_tokens:  # it has filled a block
                 sequence.extend_hashes(self._kv.block_size)
                 self._kv.commit(sequence.seq_id, sequence.block_hashes, num_computed, sequence.tokens)
             if not share.samples:
                 continue
-            token = sampled[share.seq_id]
-            self._totals.num_generated_tokens += 1
-            if has_beams and self._beams.take(sequence, token):
+            self._totals.num_generated_tokens += len(tokens)
+            if has_beams and self._beams.take(sequence, tokens[0]):
                 continue
             if len(sequence.token_ids) == len(sequence.request.prompt_token_ids):
                 self._fork_siblings(sequence)
-            sequence.token_ids.append(token.token_id)
-            reason = self._finish_rule.reason(sequence.request, token.token_id, sequence.num_tokens, token.is_cut)
-            deltas.append(sequence.delta(sequence.index, token, reason, self.now))
+            sequence.token_ids.append(tokens[-1].token_id)
+            deltas.append(sequence.delta(sequence.index, tokens, reason, self.now))
             if reason is not None:
                 self._finish(sequence, reason)
         return [*deltas, *self._beams.advance(self.now)] if has_beams else deltas
@@ -160,7 +166,7 @@ class Scheduler:
         if own and own[0].request.sampling_params.is_beam_search:
             return self._beams.abort(request_id, reason)
         for sequence in [s for s in own if index is None or s.index == index]:
-            deltas += [sequence.delta(i, None, reason) for i in (sequence.index, *sequence.unstarted_indexes)]
+            deltas += [sequence.delta(i, (), reason) for i in (sequence.index, *sequence.unstarted_indexes)]
             self._finish(sequence, reason)
         return deltas
 
@@ -239,8 +245,8 @@ class Scheduler:
                 if change is not None:
                     plan.copy_blocks(change)
                     changes.append(change)
-            if sequence.seq_id not in self._held_by_executor:
-                self._introduce(plan, sequence)
+            if sequence not in self._roster:
+                self._roster.introduce(plan, sequence)
             else:
                 for change in changes:
                     plan.update_blocks(sequence, change)
@@ -274,7 +280,7 @@ class Scheduler:
             self._note_first_run(sequence, matched, self.now)
             sequence.move(SequenceStatus.RUNNING)
             self._beams.open(sequence)
-            self._introduce(plan, sequence)
+            self._roster.introduce(plan, sequence)
             plan.compute(sequence, plan.share(sequence))
             admitted.append(sequence)
             line.computing.append(sequence)
@@ -302,16 +308,9 @@ class Scheduler:
         self._drop(sequence)
         self._enqueue(sequence)
 
-    def _introduce(self, plan: StepPlan, sequence: Sequence) -> None:
-        self._held_by_executor.add(sequence.seq_id)
-        count = num_candidates(sequence.request, self._finish_rule)
-        plan.introduce(sequence, self._kv.block_table(sequence.seq_id), count)
-
     def _drop(self, sequence: Sequence) -> None:
         self.lookahead.take_untold(sequence.seq_id)
-        if sequence.seq_id in self._held_by_executor:
-            self._held_by_executor.remove(sequence.seq_id)
-            self._dropped.append(sequence.seq_id)
+        self._roster.drop(sequence)
 
     def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
         if sequence.first_scheduled_s is None:

@@ -22,6 +22,13 @@ class Totals:
     num_finished: int = 0
     num_preemptions: int = 0
     num_refused: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def note_drafts(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count guesses that a step has computed, and those that were right."""
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
 
     def note_start(self, num_prompt_tokens: int, num_cached_tokens: int, num_from_host: int) -> None:
         """Count a prompt that has started; ``num_from_host`` of its cached tokens were matched in host memory."""
@@ -40,6 +47,8 @@ class Totals:
             "num_finished": self.num_finished,
             "num_preemptions": self.num_preemptions,
             "num_refused": self.num_refused,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
         }
 
 
@@ -63,6 +72,8 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         due_tokens: see ``due_profile``.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_refused,
             num_steps: totals since the replica started.
+        num_draft_tokens, num_accepted_tokens: guesses at what follows that steps computed, and those that were right;
+            totals.
         num_host_cached_tokens: of ``num_cached_tokens``, those that came back from host memory.
     """
 
@@ -96,6 +107,8 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_host_cached_tokens: int = 0
     num_blocks_out: int = 0
     num_blocks_in: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def utilization(self) -> float:

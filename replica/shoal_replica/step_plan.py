@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from shoal_replica.executor import MAX_SCORED_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.host_blocks import Move
 from shoal_replica.kv_cache import BlockTable, TableChange
@@ -83,6 +85,14 @@ class StepPlan:
             self._num_scored += num_scored - (0 if planned is None else planned.num_scored)
         self._scheduled[seq_id] = ScheduledSequence(seq_id, start, num_new, start + num_new == num_tokens, num_scored)
 
+    def add_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """Let a sequence whose last token is planned compute guesses at what follows as well."""
+        self.budget -= len(drafts)
+        share = self._scheduled[sequence.seq_id]
+        self._scheduled[sequence.seq_id] = msgspec.structs.replace(
+            share, num_new_tokens=share.num_new_tokens + len(drafts), drafts=drafts
+        )
+
     def introduce(self, sequence: Sequence, block_table: BlockTable, num_candidates: int = 0) -> None:
         """Send the whole sequence, which the executor does not hold."""
         self._new_sequences.append(
@@ -119,6 +129,7 @@ class StepPlan:
         dropped_seq_ids: tuple[int, ...],
         moves: tuple[tuple[Move, ...], tuple[Move, ...]],
         chosen_tokens: tuple[tuple[int, int], ...] = (),
+        num_drafts_wanted: int = 0,
     ) -> SchedulerOutput:
         """The finished step. ``moves`` are the moves out to host memory, and those back in."""
         return SchedulerOutput(
@@ -131,4 +142,5 @@ class StepPlan:
             moves_out=moves[0],
             moves_in=moves[1],
             chosen_tokens=chosen_tokens,
+            num_drafts_wanted=num_drafts_wanted,
         )

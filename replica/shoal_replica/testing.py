@@ -12,6 +12,7 @@ from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import (
     MAX_SCORED_TOKENS,
+    Draft,
     NewSequence,
     SampledToken,
     ScheduledSequence,
@@ -95,9 +96,13 @@ class FakeExecutor:
 
     A step reads what its sequence left in the blocks, as attention does, and checks it: a wrong block table, a missed
     copy or a block given out twice fails an assertion.
+
+    With ``guesses`` it offers drafts where they are wanted, of which the first are right, and tells times by which some
+    are worth computing.
     """
 
-    def __init__(self, cache_config: CacheConfig) -> None:
+    def __init__(self, cache_config: CacheConfig, guesses: bool = False) -> None:
+        self._guesses = guesses
         self._block_size = cache_config.block_size
         self._slots = [[0] * cache_config.block_size for _ in range(cache_config.num_blocks)]
         self._rows = [[0] * cache_config.block_size for _ in range(cache_config.num_host_blocks)]
@@ -136,13 +141,30 @@ class FakeExecutor:
         for seq_id, first_index, block_ids in output.block_updates:
             self._tables[seq_id][first_index:] = block_ids
         self._scored: list[ScoredTokens] = []
-        sampled = tuple(token for s in output.scheduled if (token := self._compute(s)) is not None)
+        sampled = tuple(token for s in output.scheduled for token in self._compute(s))
         assert sum(len(scored.logprobs) for scored in self._scored) <= MAX_SCORED_TOKENS
-        return StepResult(sampled, scored=tuple(self._scored))
+        if not self._guesses:
+            return StepResult(sampled, scored=tuple(self._scored))
+        seconds = 1.0 + output.num_tokens / (64 if output.num_tokens > 2 * len(output.scheduled) else 8)
+        return StepResult(sampled, seconds, tuple(self._scored), self._guess(sampled, output.num_drafts_wanted))
 
-    def _compute(self, scheduled: ScheduledSequence) -> SampledToken | None:
+    def _guess(self, sampled: Sequence[SampledToken], num_wanted: int) -> tuple[Draft, ...]:
+        """Up to ``num_wanted`` tokens that follow each sequence, the first few of them right."""
+        drafts: list[Draft] = []
+        for seq_id in dict.fromkeys(token.seq_id for token in sampled):
+            sequence, tokens = self._sequences[seq_id], self._tokens[seq_id]
+            lot = mix(len(tokens), seq_id)
+            if num_wanted and not sequence.num_candidates and lot % 3:
+                right = expected_tokens(tokens, 1 + lot % num_wanted, sequence.index)
+                right[lot % 7 % len(right) :] = [0]
+                drafts.append(Draft(seq_id, len(tokens), 1 + lot % 9, tuple(right)))
+        return tuple(drafts)
+
+    def _compute(self, scheduled: ScheduledSequence) -> list[SampledToken]:
         assert self._sequences[scheduled.seq_id].adapter not in self._gone
         tokens, table = self._tokens[scheduled.seq_id], self._tables[scheduled.seq_id]
+        tokens, own = [*tokens, *scheduled.drafts], tokens
+        sampled: list[SampledToken] = []
         start, end = scheduled.num_computed_tokens, scheduled.num_computed_tokens + scheduled.num_new_tokens
         self._check_read(tokens[:start], table)
         state = self._slots[table[(start - 1) // self._block_size]][(start - 1) % self._block_size] if start else 0
@@ -154,17 +176,20 @@ class FakeExecutor:
                 assert num_top is not None
                 scored.append(_score(state, tokens[position + 1], num_top))
             self._slots[table[position // self._block_size]][position % self._block_size] = state
+            if scheduled.samples and own == tokens[: position + 1]:  # else a draft was wrong
+                sampled.append(self._sample(scheduled.seq_id, state))
         if scored:
             self._scored.append(ScoredTokens(scheduled.seq_id, start, tuple(scored)))
-        if not scheduled.samples:
-            return None
-        sequence = self._sequences[scheduled.seq_id]
+        return sampled
+
+    def _sample(self, seq_id: int, state: int) -> SampledToken:
+        sequence = self._sequences[seq_id]
         if sequence.num_candidates:
             found = _likeliest(state, sequence.num_candidates)
-            return SampledToken(scheduled.seq_id, found.token_id, found)
+            return SampledToken(seq_id, found.token_id, found)
         token_id = _draw(state, sequence.index)
-        tokens.append(token_id)
-        return SampledToken(scheduled.seq_id, token_id)
+        self._tokens[seq_id].append(token_id)
+        return SampledToken(seq_id, token_id)
 
     def _check_read(self, tokens: Sequence[int], table: list[int]) -> None:
         """Check all tokens before those of the step: attention reads every one of them, not just the last."""
@@ -243,6 +268,7 @@ def make_scheduler(
     policy: str = "fcfs",
     num_host_blocks: int = 0,
     adapters: Sequence[str] = (),
+    num_speculative_tokens: int = 0,
 ) -> tuple[Scheduler, FakeExecutor]:
     """A small scheduler and the fake executor that fits it."""
     cache = CacheConfig(
@@ -251,6 +277,11 @@ def make_scheduler(
         enable_prefix_caching=enable_prefix_caching,
         num_host_blocks=num_host_blocks,
     )
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        policy=policy,
+        num_speculative_tokens=num_speculative_tokens,
+    )
     scheduler = Scheduler(config, cache, min(max_model_len, num_blocks * block_size), (), adapters)
-    return scheduler, FakeExecutor(cache)
+    return scheduler, FakeExecutor(cache, guesses=num_speculative_tokens > 0)

@@ -24,6 +24,7 @@ from shoal_replica.memory_plan import GRAPH_BYTES, WORKSPACE_BYTES
 from shoal_replica.model import npu_decoder
 from shoal_replica.model.npu_decoder import NpuDecoder
 from shoal_replica.model.sampler import Sampler, SamplerRow
+from shoal_replica.step_costs import StepCosts
 from shoal_replica.structured_output import StructuredOutput
 from shoal_replica.testing import num_reused_tokens
 
@@ -156,6 +157,25 @@ def test_beams_share_and_copy_blocks() -> None:
         before = graphs.state.num_replays
         assert [[o.token_ids for o in output.outputs] for output in llm.generate(prompts, params)] == expected
         assert graphs.state.num_replays > before
+
+
+def test_drafts_are_rows_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a trained model, whose drafts are often right: the tokens are those without, in fewer steps."""
+    prompts = ["Count: 1, 2, 3, 1, 2, 3, 1, 2, 3,", "1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2,"]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    shape = {"device": "npu", "num_blocks": 12, "max_num_seqs": 8, "max_model_len": 256, "graph_sizes": [2, 4, 8]}
+    monkeypatch.setattr(
+        StepCosts, "of_decodes", lambda _, least, most: [1.0 + i / 1e6 for i in range(most - least + 1)]
+    )
+    with LLM(DEMO_MODEL, **shape) as llm:
+        assert llm.config.scheduler.num_speculative_tokens == 0
+        expected, most = [output.token_ids for output in llm.generate(prompts, params)], llm.stats().num_steps
+    with LLM(DEMO_MODEL, **shape, num_speculative_tokens=3) as llm:
+        before = graphs.state.num_replays
+        assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+        stats = llm.stats()
+        assert stats.num_steps < 0.6 * most
+        assert graphs.state.num_replays - before == stats.num_steps - 1  # all but the prompts
 
 
 def test_prompts_are_scored_as_on_the_cpu(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ events = st.lists(
 
 
 @mock.patch.object(step_plan, "MAX_SCORED_TOKENS", MAX_SCORED)
-@settings(max_examples=150)
+@settings(max_examples=400)
 @given(
     events=events,
     num_blocks=st.integers(11, 30),
@@ -51,9 +51,19 @@ events = st.lists(
     policy=st.sampled_from(["fcfs", "priority", "deadline"]),
     looks_ahead=st.booleans(),
     num_host_blocks=st.sampled_from([0, 2, 8, 100]),
+    num_speculative_tokens=st.sampled_from([0, 1, 5]),
 )
 def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
-    events, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching, policy, looks_ahead, num_host_blocks
+    events,
+    num_blocks,
+    block_size,
+    max_num_seqs,
+    max_num_batched_tokens,
+    caching,
+    policy,
+    looks_ahead,
+    num_host_blocks,
+    num_speculative_tokens,
 ):
     scheduler, executor = make_scheduler(
         num_blocks=num_blocks * 4 // block_size,
@@ -64,6 +74,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         enable_prefix_caching=caching,
         policy=policy,
         num_host_blocks=num_host_blocks if caching else 0,
+        num_speculative_tokens=num_speculative_tokens,
     )
     requests = {}
     resumed: dict[str, list[int]] = {}  # tokens that another replica has already sampled
@@ -113,6 +124,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         assert 0 < output.num_tokens <= max_num_batched_tokens
         assert len(output.scheduled) <= max_num_seqs
         assert sum(share.num_scored for share in output.scheduled) <= MAX_SCORED
+        assert all(len(share.drafts) <= num_speculative_tokens for share in output.scheduled)
         following = scheduler.lookahead.plan(planned) if looks_ahead else None
         if aborted is not None and aborted[1] is None:
             take(scheduler.abort(*aborted))

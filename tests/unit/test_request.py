@@ -52,13 +52,13 @@ def test_hashes_follow_the_tokens() -> None:
 
 def test_a_delta_is_the_last_token() -> None:
     logprobs = TokenLogprobs(9, -0.5)
-    delta = sequence((1, 2, 3, 8, 9)).delta(0, SampledToken(0, 9, logprobs), FinishReason.LENGTH)
+    delta = sequence((1, 2, 3, 8, 9)).delta(0, [SampledToken(0, 9, logprobs)], FinishReason.LENGTH)
     assert (delta.position, delta.token_ids, delta.logprobs) == (1, (9,), (logprobs,))
     assert delta.finish_reason is FinishReason.LENGTH
 
 
 def test_an_end_without_a_token_comes_after_the_last() -> None:
-    delta = sequence((1, 2, 3, 8, 9)).delta(0, None, FinishReason.ABORT)
+    delta = sequence((1, 2, 3, 8, 9)).delta(0, (), FinishReason.ABORT)
     assert (delta.position, delta.token_ids, delta.logprobs) == (2, (), ())
 
 

@@ -45,6 +45,31 @@ def test_sequences_of_an_adapter_are_put_next_to_one_another() -> None:
     assert table.arrays((scheduled[1], scheduled[3])).adapters is None
 
 
+def test_a_draft_has_the_inputs_that_it_will_have_as_a_token() -> None:
+    """Each of them a decode of its own, across a block boundary, beside other sequences and adapters."""
+    table, later = (SequenceTable(max_model_len=64, block_size=16) for _ in range(2))
+    for seq_id, adapter in ((0, ""), (1, "a")):
+        for each in (table, later):
+            blocks = (10 * seq_id, 10 * seq_id + 1, 10 * seq_id + 2)
+            each.add(NewSequence(seq_id, tuple(range(14)), 14, 13, blocks, SamplingParams(), 0, 0, adapter))
+    drafts = (41, 42, 43)
+    table.propose(1, drafts)
+    step = table.arrays((ScheduledSequence(0, 13, 1, True), ScheduledSequence(1, 13, 4, True, 0, drafts)))
+    assert step.adapters == ["", "a", "a", "a", "a"]
+    assert table.token_ids(1).tolist() == list(range(14))
+    assert table.token_ids(1, 2).tolist() == [*range(14), 41, 42]
+    for row, (seq_id, position) in enumerate([(0, 13), (1, 13), (1, 14), (1, 15), (1, 16)]):
+        alone = later.arrays((ScheduledSequence(seq_id, position, 1, True),))
+        assert [step.seq_lens[row]] == alone.seq_lens
+        assert step.query_start_loc[row : row + 2] == [row, row + 1]
+        width = alone.block_tables.shape[1]
+        np.testing.assert_array_equal(step.block_tables[row, :width], alone.block_tables[0])
+        for name in ("input_ids", "positions", "slot_mapping"):
+            assert getattr(step, name)[row] == getattr(alone, name)[0]
+        if seq_id == 1 and position < 16:
+            later.append(1, drafts[position - 13])
+
+
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_decodes_that_go_on_have_the_inputs_that_they_have_anew(num_seqs: int) -> None:
     """Across block boundaries, a change of a block table, and a sequence that leaves."""

@@ -46,6 +46,8 @@ _STATS_SCALARS = (  # fields of ReplicaStats with the same names in the proto; i
     "num_host_cached_tokens",
     "num_blocks_out",
     "num_blocks_in",
+    "num_draft_tokens",
+    "num_accepted_tokens",
 )
 _VIEW_SCALARS = (
     "replica_id",

@@ -10,6 +10,7 @@ import msgspec
 from shoal_cluster.sim.shared_pool import SharedPool
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
+from shoal_replica.executor_roster import ExecutorRoster
 from shoal_replica.kv_cache import Cached
 from shoal_replica.request import Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduler import Scheduler
@@ -49,6 +50,7 @@ class SteadyScheduler(Scheduler):
 
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, max_model_len: int) -> None:
         super().__init__(config, cache_config, max_model_len, ())
+        self._roster = _NoExecutor(self._kv, self._finish_rule)
         self.alike: list[Sequence] = []
         self.num_alike_tokens = 0
         self._alike_until: dict[int, int] = {}  # by seq_id: number of tokens up to which it is alike
@@ -160,10 +162,6 @@ class SteadyScheduler(Scheduler):
         self._alike_until.pop(sequence.seq_id, None)
         super()._drop(sequence)
 
-    def _introduce(self, plan: StepPlan, sequence: Sequence) -> None:
-        """There is no executor to be given the tokens and blocks."""
-        self._held_by_executor.add(sequence.seq_id)
-
     def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
         if self.shared_pool is not None:
             block_size = self._kv.block_size
@@ -173,3 +171,9 @@ class SteadyScheduler(Scheduler):
                 sequence.num_computed_tokens = num_tokens
                 self._kv.commit(sequence.seq_id, sequence.block_hashes, num_tokens)
         super()._note_first_run(sequence, matched, now)
+
+
+class _NoExecutor(ExecutorRoster):
+    def introduce(self, plan: StepPlan, sequence: Sequence) -> None:
+        """There is nobody to be given the tokens and blocks."""
+        self._held.add(sequence.seq_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +16,6 @@ from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import (
     NewSequence,
-    SampledToken,
     ScheduledSequence,
     SchedulerOutput,
     ScoredTokens,
@@ -25,8 +25,9 @@ from shoal_replica.executor import (
 from shoal_replica.grammars import Grammars
 from shoal_replica.model.decoder import make_decoder
 from shoal_replica.model.parallel_group import ParallelGroup
-from shoal_replica.model.sampler import Sampler, SamplerRow, likeliest
-from shoal_replica.model.sequence_table import HeldSequence, SequenceTable
+from shoal_replica.model.sampler import Sampler
+from shoal_replica.model.sequence_table import SequenceTable
+from shoal_replica.model.step_sampler import StepSampler
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.shard import Shard
 
@@ -63,6 +64,7 @@ class ModelRunner:
         self._grammars = Grammars(model_config)
         self._grammars_thread = threading.Thread(target=self._grammars.load, name="shoal-grammars", daemon=True)
         self._sampler = Sampler(self._decoder.row_operators, self._grammars, model_config.eos_token_ids)
+        self._step_sampler = StepSampler(self._sequences, self._sampler, model_config.eos_token_ids)
         self._forward_s = 0.0  # of the last step
         self._num_scored = 0  # tokens, by the last step
         if self._samples:
@@ -108,7 +110,12 @@ class ModelRunner:
         if not self._samples:
             return StepResult(())
         scored = self._score(output.scheduled, logits) if self._num_scored else ()
-        return StepResult(self._sample(output.scheduled, logits), self._forward_s, scored)
+        shares, maxima = [share for share in output.scheduled if share.samples], self._decoder.maxima
+        if self._num_scored:
+            logits, maxima = logits[: len(shares)], None
+        sampled = self._step_sampler.sample(shares, logits, maxima)
+        drafts = self._step_sampler.guess(sampled, output.num_drafts_wanted) if output.num_drafts_wanted else ()
+        return StepResult(sampled, self._forward_s, scored, drafts)
 
     def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:
         """On a rank that does not sample: append the last step's tokens, pairs of (sequence, token).
@@ -137,16 +144,23 @@ class ModelRunner:
             self._compute(sequences, (ScheduledSequence(0, computed, new, True),))
 
     def _compute(self, sequences: SequenceTable, scheduled: tuple[ScheduledSequence, ...]) -> Tensor:
-        """Logits of the scheduled sequences that sample, then of the tokens that are scored, float32 [their number,
-        vocab_size]; none if maxima suffice.
+        """Logits of the scheduled sequences that sample, before each of their drafts too, then of the tokens that are
+        scored, float32 [their number, vocab_size]; none if maxima suffice.
         """
+        has_drafts = False
+        for share in scheduled:
+            if share.drafts:
+                has_drafts = True
+                sequences.propose(share.seq_id, share.drafts)
         ordered = sequences.by_adapter(scheduled)
         step = sequences.arrays(ordered)
-        ends = step.query_start_loc[1:]
+        ends = list(accumulate(share.num_new_tokens for share in ordered)) if has_drafts else step.query_start_loc[1:]
         if ordered is not scheduled:
             end_of = {s.seq_id: end for s, end in zip(ordered, ends, strict=True)}
             ends = [end_of[s.seq_id] for s in scheduled]
         rows = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
+        if has_drafts:
+            rows = [row for s, end in zip(scheduled, ends, strict=True) for row in range(end - 1 - len(s.drafts), end)]
         wants_maxima_alone = all(sequences[s.seq_id].takes_likeliest for s in scheduled if s.samples)
         num_samples = len(rows)
         for share, end in zip(scheduled, ends, strict=True):
@@ -172,40 +186,3 @@ class ModelRunner:
             logprobs = (TokenLogprobs(token_id, *each) for token_id, each in zip(following, found, strict=True))
             scored.append(ScoredTokens(share.seq_id, after, tuple(logprobs)))
         return tuple(scored)
-
-    def _sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> tuple[SampledToken, ...]:
-        """Choose and append a token for each scheduled sequence that samples, from the first rows of ``logits``."""
-        shares = [s for s in scheduled if s.samples]
-        held = [self._held(s) for s in shares]
-        maxima = self._decoder.maxima
-        if self._num_scored:
-            logits, maxima = logits[: len(shares)], None
-        if maxima is not None and all(h.takes_likeliest for h in held):  # more would show in a small model's step
-            sampled = tuple(map(SampledToken, [s.seq_id for s in shares], likeliest(maxima)))
-        else:
-            rows = [self._sampler_row(s.seq_id, h) for s, h in zip(shares, held, strict=True)]
-            sampled = tuple(
-                SampledToken(row.seq_id, sample.token_id, sample.logprobs, sample.is_cut)
-                for row, sample in zip(rows, self._sampler.sample(logits, rows, maxima), strict=True)
-            )
-        for h, token in zip(held, sampled, strict=True):
-            if not h.num_candidates:  # else the scheduler chooses one
-                self._sequences.append(token.seq_id, token.token_id)
-        return sampled
-
-    def _held(self, scheduled: ScheduledSequence) -> HeldSequence:
-        """The held state of a sequence that samples."""
-        held, end = self._sequences[scheduled.seq_id], scheduled.num_computed_tokens + scheduled.num_new_tokens
-        if end != held.num_tokens:
-            raise RuntimeError(f"sequence {scheduled.seq_id} samples after {end} of {held.num_tokens} tokens")
-        return held
-
-    def _sampler_row(self, seq_id: int, held: HeldSequence) -> SamplerRow:
-        return SamplerRow(
-            seq_id,
-            held.sampling_params,
-            held.index,
-            held.num_prompt_tokens,
-            self._sequences.token_ids(seq_id),
-            held.num_candidates,
-        )

@@ -104,10 +104,15 @@ class SequenceTable:
         self._tokens[held.row, held.num_tokens] = token_id
         held.num_tokens += 1
 
-    def token_ids(self, seq_id: int) -> NDArray[np.int64]:
-        """Prompt, then generated tokens; a view."""
+    def propose(self, seq_id: int, drafts: Sequence[int]) -> None:
+        """Put guesses after the sequence's tokens; they count as its own only once they are appended."""
         held = self._held[seq_id]
-        return self._token_ids[held.row, : held.num_tokens]
+        self._token_ids[held.row, held.num_tokens : held.num_tokens + len(drafts)] = drafts
+
+    def token_ids(self, seq_id: int, num_drafts: int = 0) -> NDArray[np.int64]:
+        """Prompt, then generated tokens, then the first of the guesses; a view."""
+        held = self._held[seq_id]
+        return self._token_ids[held.row, : held.num_tokens + num_drafts]
 
     def by_adapter(self, scheduled: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence]:
         """``scheduled``, those with the same adapter next to one another: their rows then share its products."""
@@ -116,12 +121,16 @@ class SequenceTable:
         return sorted(scheduled, key=lambda share: self._held[share.seq_id].adapter)
 
     def arrays(self, scheduled: Sequence[ScheduledSequence]) -> StepArrays:
-        """Inputs of a step that computes ``scheduled``, in that order."""
+        """Inputs of a step that computes ``scheduled``, in that order.
+
+        Where it has drafts, each of its tokens is a decode of its own, with the blocks of its sequence: so attention
+        computes what it would without drafts, to the last bit on CPUs, and an NPU may replay a graph.
+        """
         if self._last is not None and self._last.go_on(scheduled, self._token_ids):
             return self._last.step
         step, rows = self._new_arrays(scheduled)
         self._last = None
-        if len(step.positions) == len(scheduled):
+        if len(step.positions) == len(scheduled):  # only decodes, and no drafts
             self._last = _Decodes(scheduled, rows.tolist(), self._block_size, step)
         return step
 
@@ -130,6 +139,14 @@ class SequenceTable:
         rows = np.array([self._held[s.seq_id].row for s in scheduled])
         starts = np.array([s.num_computed_tokens for s in scheduled])
         counts = np.array([s.num_new_tokens for s in scheduled])
+        adapters = [self._held[s.seq_id].adapter for s in scheduled] if self._num_adapted else None
+        if any(s.drafts for s in scheduled):
+            if adapters is not None:
+                adapters = np.repeat(adapters, counts).tolist()
+            starts = np.concatenate(
+                [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+            )
+            rows, counts = np.repeat(rows, counts), np.ones(len(starts), counts.dtype)
         seq_lens = starts + counts
         ends: Sequence[int]
         if (counts == 1).all():  # only decodes: every further array operation would show in a small model's step
@@ -150,7 +167,7 @@ class SequenceTable:
             seq_lens=seq_lens.tolist(),
             block_tables=table,
             slot_mapping=self._block_ids[token_rows, blocks].astype(np.int64) * self._block_size + offsets,
-            adapters=[self._held[s.seq_id].adapter for s in scheduled] if self._num_adapted else None,
+            adapters=adapters,
         )
         return step, rows
 

@@ -212,6 +212,8 @@ STEPS = _replica("steps_total", _C, "steps", "Steps run")
 PROMPT_TOKENS = _replica("prompt_tokens_total", _C, "tokens", "Prompt tokens of requests that have started")
 CACHED_TOKENS = _replica("cached_tokens_total", _C, "tokens", "Prompt tokens found in the prefix cache", TIER)
 GENERATED_TOKENS = _replica("generated_tokens_total", _C, "tokens", "Tokens generated")
+DRAFT_TOKENS = _replica("draft_tokens_total", _C, "tokens", "Guesses at what follows that steps computed")
+ACCEPTED_TOKENS = _replica("accepted_tokens_total", _C, "tokens", "Guesses that were right")
 FINISHED = _replica("requests_total", _C, "requests", "Requests that have ended")
 PREEMPTIONS = _replica(
     "preemptions_total", _C, "sequences", "Sequences whose blocks were taken, to be found cached or computed again"

@@ -31,6 +31,8 @@ def stats_points(replica_id: str, stats: ReplicaStats) -> Iterator[Point]:
     yield Point(d.CACHED_TOKENS, (*own, d.DEVICE), stats.num_cached_tokens - stats.num_host_cached_tokens)
     yield Point(d.CACHED_TOKENS, (*own, d.HOST), stats.num_host_cached_tokens)
     yield Point(d.GENERATED_TOKENS, own, stats.num_generated_tokens)
+    yield Point(d.DRAFT_TOKENS, own, stats.num_draft_tokens)
+    yield Point(d.ACCEPTED_TOKENS, own, stats.num_accepted_tokens)
     yield Point(d.FINISHED, own, stats.num_finished)
     yield Point(d.PREEMPTIONS, own, stats.num_preemptions)
     yield Point(d.REFUSALS, own, stats.num_refused)

@@ -1,0 +1,137 @@
+"""Speculative decoding: which guessed tokens a step computes beside those that are known (Leviathan et al., ICML '23).
+
+A step that decodes few sequences waits for weights, and computes some tokens more in little more time. The guesses for
+a sequence (drafts) are looked up in its own text. The model then chooses a token before each; a draft that it has
+chosen itself saves a step, and the others cost what they took. The tokens are the same as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+from heapq import heapify, heappop, heapreplace
+
+from shoal_replica.draft_odds import DraftOdds
+from shoal_replica.executor import MAX_SCORED_TOKENS, Draft, SchedulerOutput, StepResult
+from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.request import FinishRule, Sequence
+from shoal_replica.stats import Totals
+from shoal_replica.step_costs import StepCosts
+from shoal_replica.step_plan import StepPlan
+
+LEAST_GAIN = 1.04  # tokens per second that drafts must promise, times those without: for what goes on outside the model
+
+
+class Speculation:
+    """Keeps the drafts that the executor offers after a step, and chooses those of the next step.
+
+    Args:
+        max_drafts: for a sequence and step; 0 for no speculation.
+        kv: allocates blocks for them.
+        by_id: the live sequences.
+        finish: decides when a sequence ends.
+        totals: the scheduler's own.
+    """
+
+    def __init__(
+        self,
+        max_drafts: int,
+        kv: KVCacheManager,
+        by_id: Mapping[int, Sequence],
+        finish: FinishRule,
+        totals: Totals,
+    ) -> None:
+        self._max_drafts = max_drafts
+        self._kv = kv
+        self._by_id = by_id
+        self._finish = finish
+        self._totals = totals
+        self._costs = StepCosts()
+        self._odds = {True: DraftOdds(), False: DraftOdds()}  # of sequences that are greedy, and that draw
+        self._offers: dict[int, Draft] = {}
+
+    def num_wanted(self, num_sequences: int) -> int:
+        """How many drafts the executor is to find for each sequence of a step of so many decodes: none where even right
+        ones would gain little.
+        """
+        if not self._max_drafts or num_sequences >= MAX_SCORED_TOKENS:
+            return 0
+        seconds = self._costs.of_decodes(num_sequences, 2 * num_sequences)
+        return self._max_drafts if seconds and seconds[-1] < 1.5 * seconds[0] else 0
+
+    def is_worth_it(self, drafts: Items[Draft], num_sequences: int) -> bool:
+        """Whether a step of so many decodes would compute some of ``drafts``. Changes nothing; any thread may ask."""
+        return bool(drafts and self._choose(drafts, num_sequences, MAX_SCORED_TOKENS))
+
+    def take(self, output: SchedulerOutput, result: StepResult) -> None:
+        """Learn from a step, and keep what is offered for the next. To be called before its tokens are appended."""
+        if not self._max_drafts:
+            return
+        self._costs.take(output, result.forward_s)
+        tried = {share.seq_id: len(share.drafts) for share in output.scheduled if share.drafts}
+        if tried:
+            num_sampled = dict.fromkeys(tried, 0)
+            for token in result.sampled:
+                if token.seq_id in tried:
+                    num_sampled[token.seq_id] += 1
+            for seq_id, num_drafts in tried.items():
+                self._totals.note_drafts(num_drafts, num_sampled[seq_id] - 1)
+                sequence, offer = self._by_id.get(seq_id), self._offers.get(seq_id)
+                if sequence is not None and offer is not None:
+                    self._odds_of(sequence).take(offer.num_matched, num_drafts, num_sampled[seq_id] - 1)
+        self._offers = {draft.seq_id: draft for draft in result.drafts}
+
+    def extend(self, plan: StepPlan, level: Items[Sequence]) -> None:
+        """Add drafts to a step in which the sequences of ``level`` decode, unless it has others or blocks run out."""
+        if not self._offers or plan.num_sequences != len(level) or not all(map(plan.includes, level)):
+            return
+        offers = [
+            offer
+            for sequence in level
+            if (offer := self._offers.get(sequence.seq_id)) is not None and offer.num_tokens == sequence.num_tokens
+        ]
+        for seq_id, count in self._choose(offers, len(level), plan.budget).items():
+            sequence, drafts = self._by_id[seq_id], self._offers[seq_id].token_ids[:count]
+            start = plan.planned_end(sequence)
+            needed = self._kv.num_blocks_to_append(seq_id, start, start + count)
+            if needed and self._kv.pool.num_free < needed + len(level):
+                continue  # the others may need what is left for tokens that are no guesses
+            if (change := self._kv.append(seq_id, start, start + count)) is not None:
+                plan.update_blocks(sequence, change)
+            plan.add_drafts(sequence, drafts)
+
+    def _choose(self, offers: Iterable[Draft], num_sequences: int, budget: int) -> dict[int, int]:
+        """How many drafts to compute of each offer, by sequence, in a step of so many decodes: of the likeliest the
+        number, at most ``budget``, with which the step should yield the most tokens per second.
+        """
+        budget = min(budget, MAX_SCORED_TOKENS)
+        seconds = self._costs.of_decodes(num_sequences, num_sequences + budget)
+        likeliest: list[tuple[float, int, int, int]] = []
+        for offer in offers:
+            sequence = self._by_id.get(offer.seq_id)
+            left = 0 if sequence is None else self._finish.num_left(sequence.request, offer.num_tokens) - 1
+            if sequence is not None and (left := min(left, len(offer.token_ids))) > 0:
+                likeliest.append((-self._odds_of(sequence)[offer.num_matched], offer.seq_id, offer.num_matched, left))
+        if not likeliest or not seconds:
+            return {}
+        heapify(likeliest)
+        order, expected = list[int](), float(num_sequences)
+        best, num_best = LEAST_GAIN * expected / seconds[0], 0
+        while likeliest and len(order) < budget:
+            negative, seq_id, num_matched, left = likeliest[0]
+            order.append(seq_id)
+            expected -= negative
+            if (rate := expected / seconds[len(order)]) > best:
+                best, num_best = rate, len(order)
+            if left > 1:
+                odds = self._odds_of(self._by_id[seq_id])[num_matched + 1]
+                heapreplace(likeliest, (negative * odds, seq_id, num_matched + 1, left - 1))
+            else:
+                heappop(likeliest)
+        counts: dict[int, int] = {}
+        for seq_id in order[:num_best]:
+            counts[seq_id] = counts.get(seq_id, 0) + 1
+        return counts
+
+    def _odds_of(self, sequence: Sequence) -> DraftOdds:
+        return self._odds[sequence.request.sampling_params.is_greedy]

@@ -1,0 +1,185 @@
+"""Which drafts are computed: those that should make a step's tokens cheaper, by what was measured."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.engines import finished, running_engine
+
+from shoal_replica.draft_odds import DraftOdds
+from shoal_replica.executor import Draft, SampledToken, ScheduledSequence, SchedulerOutput, StepResult
+from shoal_replica.request import FinishReason
+from shoal_replica.scheduler import Scheduler
+from shoal_replica.step_costs import StepCosts
+from shoal_replica.testing import expected_tokens, make_request, make_scheduler
+
+PROMPT_S, DECODE_S = 0.8, 0.1  # of a prompt of eight tokens, and of a decode
+
+
+def step(*num_tokens: int, drafts: int = 0) -> SchedulerOutput:
+    """A step with so many tokens of each sequence, the last ones of each drafts."""
+    return SchedulerOutput(
+        1, tuple(ScheduledSequence(i, 9, count, True, 0, (7,) * drafts) for i, count in enumerate(num_tokens))
+    )
+
+
+def decoding(num_sequences: int = 1, *, token_s: float = 0.01, max_tokens: int = 30, **settings: int) -> Scheduler:
+    """A scheduler whose sequences have their first token, after steps that tell what a prompt's token and a decode
+    cost.
+    """
+    scheduler, _ = make_scheduler(**{"num_speculative_tokens": 6, "max_num_batched_tokens": 64} | settings)
+    scheduler._speculation._costs.take(step(100), 100 * token_s)
+    scheduler._speculation._costs.take(step(*[1] * num_sequences), DECODE_S)
+    for i in range(num_sequences):
+        scheduler.add(make_request(str(i), range(10 * i, 10 * i + 3), max_tokens=max_tokens))
+    offer(scheduler)
+    return scheduler
+
+
+def offer(scheduler: Scheduler, *drafts: Draft) -> None:
+    """Run a step, after which these drafts are offered."""
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    sampled = tuple(SampledToken(s.seq_id, 5) for s in output.scheduled)
+    scheduler.update(output, StepResult(sampled, DECODE_S, drafts=drafts))
+
+
+def tried(scheduler: Scheduler) -> dict[int, tuple[int, ...]]:
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    scheduler.check_invariants()
+    assert output.num_tokens == len(output.scheduled) + sum(len(s.drafts) for s in output.scheduled)
+    return {share.seq_id: share.drafts for share in output.scheduled}
+
+
+def test_costs_are_those_measured_and_at_most_a_prompts() -> None:
+    costs = StepCosts()
+    assert costs.of_decodes(1, 3) == []
+    costs.take(step(1), 1.0)
+    assert costs.of_decodes(1, 3) == []  # what a token more costs is not known
+    costs.take(step(10), 2.0)
+    assert costs.of_decodes(1, 3) == pytest.approx([1.0, 1.2, 1.4])
+    assert costs.of_decodes(2, 3) == pytest.approx([1.2, 1.4])
+    costs.take(step(3, drafts=2), 1.1)
+    assert costs.of_decodes(1, 5) == pytest.approx([1.0, 1.2, 1.1, 1.3, 1.5])
+    costs.take(step(1), 50.0)  # one that has lost its core
+    assert costs.of_decodes(1, 1) == pytest.approx([1.3])
+    costs.take(step(1, 7), 0.8)
+    assert costs.of_decodes(1, 2) == pytest.approx([1.3, 1.4])
+
+
+def test_odds_are_learnt_by_the_length_of_the_match() -> None:
+    odds, before = DraftOdds(), DraftOdds()
+    for _ in range(100):
+        odds.take(2, 4, 1)  # the first is right, the second wrong, the others say nothing
+    assert odds[2] > 0.95
+    assert odds[3] < 0.1
+    assert [odds[length] for length in (1, 4, 5, 9)] == [before[length] for length in (1, 4, 5, 9)]
+    for _ in range(1000):
+        odds.take(2, 1, 0)
+    assert odds[2] < 0.05  # what was once so is forgotten
+
+
+def test_the_likeliest_are_computed_while_they_pay() -> None:
+    """Two sequences: 20 tokens a second. A token takes a tenth of a step, so a draft pays if it is more often right
+    than a fifth of the time, and those that are right pay for others.
+    """
+    scheduler = decoding(2)
+    offer(scheduler, Draft(0, 5, 8, (1, 2, 3, 4, 5, 6)), Draft(1, 5, 1, (7, 8)))
+    assert tried(scheduler) == {0: (1, 2, 3, 4, 5, 6), 1: ()}
+
+
+@pytest.mark.parametrize(("token_s", "expected"), [(0.001, 6), (0.02, 3), (0.06, 1), (0.095, 0)])
+def test_the_dearer_a_token_the_fewer(token_s: float, expected: int) -> None:
+    scheduler = decoding(token_s=token_s)
+    scheduler._speculation._odds[True]._right = [0.0, 0.8, 0.8, 0.8, *[0.5] * 5]
+    scheduler._speculation._odds[True]._tried = [1.0] * 9
+    offer(scheduler, Draft(0, 5, 1, (1, 2, 3, 4, 5, 6)))
+    assert len(tried(scheduler)[0]) == expected
+
+
+def test_none_beyond_the_answer_or_the_model() -> None:
+    scheduler = decoding(max_tokens=5)
+    offer(scheduler, Draft(0, 5, 8, (1, 2, 3, 4)))  # two of five are there, and one is sampled anyway
+    assert tried(scheduler) == {0: (1, 2)}
+    scheduler = decoding(max_model_len=7)
+    offer(scheduler, Draft(0, 5, 8, (1, 2, 3, 4)))
+    assert tried(scheduler) == {0: (1,)}
+
+
+def test_none_for_other_tokens_than_those_that_were_there() -> None:
+    scheduler = decoding()
+    offer(scheduler, Draft(0, 4, 8, (1, 2)))
+    assert tried(scheduler) == {0: ()}
+
+
+def test_none_beside_prompts_or_while_little_is_known() -> None:
+    scheduler = decoding()
+    offer(scheduler, Draft(0, 5, 8, (1, 2)))
+    scheduler.add(make_request("late", range(20, 30)))
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    assert [(s.num_new_tokens, s.drafts) for s in output.scheduled] == [(1, ()), (10, ())]
+    scheduler, _ = make_scheduler(num_speculative_tokens=6)
+    scheduler.add(make_request())
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    assert output.num_drafts_wanted == 0
+
+
+def test_drafts_take_no_block_that_others_may_need() -> None:
+    """The sequence has used its two blocks of four tokens when 8 are computed."""
+    for num_blocks, expected in ((3, ()), (4, (1, 2))):
+        scheduler = decoding(num_blocks=num_blocks, max_model_len=12)
+        for _ in range(3):
+            offer(scheduler)
+        offer(scheduler, Draft(0, 8, 8, (1, 2)))
+        assert tried(scheduler) == {0: expected}
+
+
+def test_an_end_within_drafts_ends_the_sequence() -> None:
+    scheduler = decoding(max_tokens=10)
+    offer(scheduler, Draft(0, 5, 8, (1, 2, 3)))
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    right = tuple(SampledToken(0, token_id) for token_id in (1, 2, 3, 4))
+    (delta,) = scheduler.update(output, StepResult(right, DECODE_S))
+    assert (delta.position, delta.token_ids, delta.finish_reason) == (2, (1, 2, 3, 4), None)
+    stats = scheduler.stats(0.0)
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_generated_tokens) == (3, 3, 6)
+    offer(scheduler, Draft(0, 10, 8, (1, 2, 3)))
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    cut = (SampledToken(0, 1), SampledToken(0, 2, is_cut=True), SampledToken(0, 3))
+    (delta,) = scheduler.update(output, StepResult(cut, DECODE_S))
+    assert (delta.token_ids, delta.finish_reason) == ((1, 2), FinishReason.LENGTH)
+    assert scheduler.stats(0.0).num_allocated_blocks == 0
+
+
+def test_what_runs_ahead_gives_way_to_drafts() -> None:
+    scheduler = decoding()
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    assert output.num_drafts_wanted == 6
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    assert ahead.num_drafts_wanted == 6
+    sampled = (SampledToken(0, 5),)
+    unlikely, likely = (Draft(0, 5, 0, (1,)),), (Draft(0, 5, 8, (1, 2)),)
+    assert scheduler.lookahead.confirm(ahead, StepResult(sampled, DECODE_S, drafts=unlikely)) == ahead
+    result = StepResult(sampled, DECODE_S, drafts=likely)
+    assert scheduler.lookahead.confirm(ahead, result) is None
+    scheduler.update(output, result)
+    assert scheduler.lookahead.confirm(ahead, result) is None
+    following = scheduler.schedule(0.0)
+    assert following is not None
+    assert following.scheduled[0].drafts == (1, 2)
+    assert scheduler.lookahead.plan(following) is None  # how far it gets is not known
+
+
+async def test_an_engine_streams_what_was_right_in_fewer_steps() -> None:
+    async with running_engine(num_speculative_tokens=6) as (engine, _, recorder):
+        await finished(engine.add(make_request("a", range(12), max_tokens=100)))
+        assert recorder.tokens["a", 0] == expected_tokens(range(12), 100)
+        stats = engine.stats()
+        assert stats.num_accepted_tokens > 10
+        assert stats.num_steps == 100 - stats.num_accepted_tokens

@@ -33,7 +33,11 @@ constexpr int kAheadWords = (3 << 10) / sizeof(Word);
 
 // The same where the L1 cache holds the lines on their way beside the rows (measured on Zen 5, with 48 KiB).
 constexpr int kFarRows = 5, kFarAheadWords = (12 << 10) / sizeof(Word);
+#ifdef _SC_LEVEL1_DCACHE_SIZE
 inline const bool kFetchesFar = kLanes == kPanel && sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
+#else
+constexpr bool kFetchesFar = false;
+#endif
 
 inline Ahead ahead_of(const Word* words, int rows) {
     if (kFetchesFar) return rows < kFarRows ? Ahead{} : Ahead{words + kFarAheadWords, Fetch::OwnFar};

@@ -7,8 +7,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 
-import msgspec
-
 from shoal_replica.bad_words import ban_words
 from shoal_replica.build import build_engine, build_executor
 from shoal_replica.config import EngineConfig
@@ -84,9 +82,10 @@ class AsyncLLM:
                     continue  # generated after its stop string
                 if delta.finish_reason is FinishReason.ERROR:
                     self.engine.check_health()
-                if texts and texts[delta.index].take(delta)[1]:
-                    delta = msgspec.structs.replace(delta, finish_reason=FinishReason.STOP)
-                    self.engine.abort(request.request_id, delta.index)
+                if texts:
+                    _, delta = texts[delta.index].take(delta)
+                    if texts[delta.index].stopped:
+                        self.engine.abort(request.request_id, delta.index)
                 if delta.finish_reason is not None:
                     running.remove(delta.index)
                 yield delta

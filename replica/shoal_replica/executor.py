@@ -20,6 +20,10 @@ vocabulary, and so many keep a processor's matrix products busy.
 """
 
 
+MAX_DRAFT_TOKENS = MAX_SCORED_TOKENS
+"""Most drafts of a step. They take the place of scored tokens: a step has either."""
+
+
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that the executor does not hold: a new one, or one that resumes after preemption."""
 
@@ -120,13 +124,14 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token for each scheduled sequence with ``samples``, and one more for each of its drafts that was
     right; what was scored of each with ``num_scored``; and what may follow. All in the order of the sequences.
 
-    ``forward_s``: seconds of the step that the model's forward pass took.
+    ``step_s`` is how many seconds the step took until its tokens were known, ``forward_s`` the model's part of them.
     """
 
     sampled: tuple[SampledToken, ...]
     forward_s: float = 0.0
     scored: tuple[ScoredTokens, ...] = ()
     drafts: tuple[Draft, ...] = ()
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

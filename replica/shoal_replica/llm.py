@@ -297,29 +297,26 @@ class _Collector:
 
     def take(self, delta: TokenDelta) -> bool:
         """Add a delta. True if its text has just completed a stop string, so that the sequence should be aborted."""
-        output = self.result.outputs[delta.index]
+        output, text, is_live = self.result.outputs[delta.index], self._texts[delta.index], delta.finish_reason is None
+        new_text = ""
+        if self._has_stop:
+            new_text, delta = text.take(delta)
         output.token_ids.extend(delta.token_ids)
         output.logprobs.extend(delta.logprobs)
         self.result.prompt_logprobs.extend(delta.prompt_logprobs)
         output.finish_reason = delta.finish_reason
         self.result.num_cached_tokens = max(self.result.num_cached_tokens, delta.num_cached_tokens)
-        text = self._texts[delta.index]
         if self._has_stop:
-            return self._follow(output, text, delta)
+            output.text += new_text
+            if delta.finish_reason is not None:
+                output.text += text.finish()
+            if text.stopped:
+                output.finish_reason = FinishReason.STOP
+            return text.stopped and is_live
         if delta.finish_reason is not None:
             ended_by_token = len(delta.token_ids) - len(delta.text_token_ids(self._keeps_stop))
             output.text = text.push(output.token_ids[: len(output.token_ids) - ended_by_token])[0] + text.finish()
         return False
-
-    @staticmethod
-    def _follow(output: SequenceOutput, text: TextStream, delta: TokenDelta) -> bool:
-        new_text, stopped = text.take(delta)
-        output.text += new_text
-        if delta.finish_reason is not None:
-            output.text += text.finish()
-        if stopped or text.stopped:
-            output.finish_reason = FinishReason.STOP
-        return stopped and delta.finish_reason is None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

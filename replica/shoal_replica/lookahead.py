@@ -100,7 +100,7 @@ class Lookahead:
         if (self._waiting and gone) or self._has_candidates():
             return None
         kept = tuple(share for share in ahead.scheduled if share.seq_id not in gone)
-        if not kept or self._speculation.is_worth_it(result.drafts, len(kept)):
+        if not kept or self._speculation.is_worth_it([d for d in result.drafts if d.seq_id not in gone], len(kept)):
             return None
         updates = tuple(update for update in ahead.block_updates if update[0] not in gone)
         return SchedulerOutput(

@@ -52,8 +52,8 @@ class PrefillPace:
         num_tokens = sum(share.num_new_tokens for share in scheduled) + num_decodes
         if num_tokens < max(MIN_TOKENS, MIN_TOKENS_PER_SEQUENCE * (len(scheduled) + num_decodes)):
             return
-        if any(share.num_scored for share in scheduled):
-            return  # logits of many tokens take a while
+        if any(share.num_scored or share.drafts for share in scheduled):
+            return  # logits of many tokens take a while, and drafts are no prompts
         measured = step_s / num_tokens
         self._token_s = measured if not self._token_s else (1 - WEIGHT) * self._token_s + WEIGHT * measured
         if num_tokens < FULL * self._max_num_tokens:

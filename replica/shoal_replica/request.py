@@ -269,6 +269,15 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             for start in starts
         ]
 
+    def stopped_after(self, num_tokens: int) -> TokenDelta:
+        """The same, ended by a stop string that the first ``num_tokens`` of its tokens complete."""
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            finish_reason=FinishReason.STOP,
+        )
+
     def text_token_ids(self, includes_stop: bool = False) -> tuple[int, ...]:
         """The tokens whose text is part of the answer: all but an end-of-sequence or stop token that ends it, unless
         that is asked for.

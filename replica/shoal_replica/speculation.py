@@ -12,14 +12,17 @@ from collections.abc import Sequence as Items
 from heapq import heapify, heappop, heapreplace
 
 from shoal_replica.draft_odds import DraftOdds
-from shoal_replica.executor import MAX_SCORED_TOKENS, Draft, SchedulerOutput, StepResult
+from shoal_replica.executor import MAX_DRAFT_TOKENS, Draft, SchedulerOutput, StepResult
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.request import FinishRule, Sequence
 from shoal_replica.stats import Totals
 from shoal_replica.step_costs import StepCosts
 from shoal_replica.step_plan import StepPlan
 
-LEAST_GAIN = 1.04  # tokens per second that drafts must promise, times those without: for what goes on outside the model
+SERIAL_S = 4e-4
+"""Seconds by which a step with drafts is longer for more work between steps, as it cannot be planned ahead: 0.25 ms of
+Zen 5's, and some more for processors whose cores are slower.
+"""
 
 
 class Speculation:
@@ -54,32 +57,41 @@ class Speculation:
         """How many drafts the executor is to find for each sequence of a step of so many decodes: none where even right
         ones would gain little.
         """
-        if not self._max_drafts or num_sequences >= MAX_SCORED_TOKENS:
+        if not self._max_drafts or num_sequences >= MAX_DRAFT_TOKENS:
             return 0
         seconds = self._costs.of_decodes(num_sequences, 2 * num_sequences)
         return self._max_drafts if seconds and seconds[-1] < 1.5 * seconds[0] else 0
 
     def is_worth_it(self, drafts: Items[Draft], num_sequences: int) -> bool:
         """Whether a step of so many decodes would compute some of ``drafts``. Changes nothing; any thread may ask."""
-        return bool(drafts and self._choose(drafts, num_sequences, MAX_SCORED_TOKENS))
+        if not drafts or self._kv.pool.num_free <= num_sequences:  # there might be no blocks for them
+            return False
+        return bool(self._choose(drafts, num_sequences, MAX_DRAFT_TOKENS))
 
     def take(self, output: SchedulerOutput, result: StepResult) -> None:
         """Learn from a step, and keep what is offered for the next. To be called before its tokens are appended."""
         if not self._max_drafts:
             return
-        self._costs.take(output, result.forward_s)
-        tried = {share.seq_id: len(share.drafts) for share in output.scheduled if share.drafts}
-        if tried:
-            num_sampled = dict.fromkeys(tried, 0)
-            for token in result.sampled:
-                if token.seq_id in tried:
-                    num_sampled[token.seq_id] += 1
-            for seq_id, num_drafts in tried.items():
-                self._totals.note_drafts(num_drafts, num_sampled[seq_id] - 1)
-                sequence, offer = self._by_id.get(seq_id), self._offers.get(seq_id)
-                if sequence is not None and offer is not None:
-                    self._odds_of(sequence).take(offer.num_matched, num_drafts, num_sampled[seq_id] - 1)
+        self._costs.take(output, result.step_s)
+        if self._offers:
+            self._learn(output, result)
         self._offers = {draft.seq_id: draft for draft in result.drafts}
+
+    def _learn(self, output: SchedulerOutput, result: StepResult) -> None:
+        """Of an offer that was not computed, too, the step has told whether its first draft was right."""
+        sampled: dict[int, list[int]] = {}
+        for token in result.sampled:
+            sampled.setdefault(token.seq_id, []).append(token.token_id)
+        for share in output.scheduled:
+            offer, sequence = self._offers.get(share.seq_id), self._by_id.get(share.seq_id)
+            if offer is None or sequence is None or not share.samples:
+                continue
+            num_tried, num_right = len(share.drafts), len(sampled[share.seq_id]) - 1
+            if share.drafts:
+                self._totals.note_drafts(num_tried, num_right)
+            elif share.num_computed_tokens + share.num_new_tokens == offer.num_tokens:
+                num_tried, num_right = 1, int(sampled[share.seq_id][0] == offer.token_ids[0])
+            self._odds_of(sequence).take(offer.num_matched, num_tried, num_right)
 
     def extend(self, plan: StepPlan, level: Items[Sequence]) -> None:
         """Add drafts to a step in which the sequences of ``level`` decode, unless it has others or blocks run out."""
@@ -104,28 +116,29 @@ class Speculation:
         """How many drafts to compute of each offer, by sequence, in a step of so many decodes: of the likeliest the
         number, at most ``budget``, with which the step should yield the most tokens per second.
         """
-        budget = min(budget, MAX_SCORED_TOKENS)
-        seconds = self._costs.of_decodes(num_sequences, num_sequences + budget)
-        likeliest: list[tuple[float, int, int, int]] = []
+        seconds = self._costs.of_decodes(num_sequences, num_sequences + min(budget, MAX_DRAFT_TOKENS))
+        likeliest: list[tuple[float, int, int, int, DraftOdds]] = []
         for offer in offers:
             sequence = self._by_id.get(offer.seq_id)
-            left = 0 if sequence is None else self._finish.num_left(sequence.request, offer.num_tokens) - 1
-            if sequence is not None and (left := min(left, len(offer.token_ids))) > 0:
-                likeliest.append((-self._odds_of(sequence)[offer.num_matched], offer.seq_id, offer.num_matched, left))
+            if sequence is None:
+                continue
+            odds, left = self._odds_of(sequence), self._finish.num_left(sequence.request, offer.num_tokens) - 1
+            if (left := min(left, len(offer.token_ids))) > 0:
+                likeliest.append((-odds[offer.num_matched], offer.seq_id, offer.num_matched, left, odds))
         if not likeliest or not seconds:
             return {}
         heapify(likeliest)
         order, expected = list[int](), float(num_sequences)
-        best, num_best = LEAST_GAIN * expected / seconds[0], 0
-        while likeliest and len(order) < budget:
-            negative, seq_id, num_matched, left = likeliest[0]
+        best, num_best = expected / seconds[0], 0
+        while likeliest and len(order) + 1 < len(seconds):
+            negative, seq_id, num_matched, left, odds = likeliest[0]
             order.append(seq_id)
             expected -= negative
-            if (rate := expected / seconds[len(order)]) > best:
+            if (rate := expected / (seconds[len(order)] + SERIAL_S)) > best:
                 best, num_best = rate, len(order)
             if left > 1:
-                odds = self._odds_of(self._by_id[seq_id])[num_matched + 1]
-                heapreplace(likeliest, (negative * odds, seq_id, num_matched + 1, left - 1))
+                following = (negative * odds[num_matched + 1], seq_id, num_matched + 1, left - 1, odds)
+                heapreplace(likeliest, following)
             else:
                 heappop(likeliest)
         counts: dict[int, int] = {}

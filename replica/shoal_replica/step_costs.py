@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
-from shoal_replica.executor import SchedulerOutput
+from shoal_replica.executor import MAX_DRAFT_TOKENS, SchedulerOutput
 
+MOST_TOKENS = 2 * MAX_DRAFT_TOKENS  # of a step of decodes that is kept in mind
 MIN_PROMPT_TOKENS = 8  # a step with fewer says little about what a token costs
 FORGET = 1.02  # by which the least cost of a prompt's token grows with each step that computes prompts
-WEIGHT = 0.3  # of the newest step in a moving mean
-MOST = 2.0  # times the mean that one step counts for: it may have lost its core
+FASTER, SLOWER = 0.5, 0.1  # weights of the newest step in a moving mean: one that has lost its core says little
+MOST = 2.0  # times the mean that one step counts for
+MAX_AGE = 128  # steps of decodes after which one counts as unmeasured: contexts and neighbours change
 
 
 class StepCosts:
-    """Seconds of steps in the model's forward pass: of those that only decode, by their number of tokens (drafts are
-    such tokens, too), and per token of a prompt. A decode's token takes at most as long as a prompt's.
+    """Seconds of steps: of those that only decode, by their number of tokens (drafts are such tokens, too), and per
+    token of a prompt, which is what one more token is taken to cost until it has been measured.
+
+    Another thread may ask while a step is taken in.
     """
 
     def __init__(self) -> None:
-        self._decodes: dict[int, float] = {}
+        self._seconds = [0.0] * (MOST_TOKENS + 1)
+        self._measured_at = [-MAX_AGE] * (MOST_TOKENS + 1)
+        self._now = 0  # steps of decodes so far
         self._token_s = 0.0
 
-    def take(self, output: SchedulerOutput, forward_s: float) -> None:
+    def take(self, output: SchedulerOutput, step_s: float) -> None:
         """A step has run."""
-        num_tokens = output.num_tokens
-        if num_tokens == len(output.scheduled) + sum(len(share.drafts) for share in output.scheduled):
-            known = self._decodes.get(num_tokens, forward_s)
-            self._decodes[num_tokens] = known + WEIGHT * (min(forward_s, MOST * known) - known)
-        elif num_tokens >= MIN_PROMPT_TOKENS:
-            self._token_s = min(FORGET * self._token_s or forward_s, forward_s / num_tokens)
+        count = output.num_tokens
+        if count == len(output.scheduled) + sum(len(share.drafts) for share in output.scheduled):
+            self._now += 1
+            if count <= MOST_TOKENS:
+                known = next(iter(self.of_decodes(count, count)), step_s)
+                weight = FASTER if step_s < known else SLOWER
+                self._seconds[count] = known + weight * (min(step_s, MOST * known) - known)
+                self._measured_at[count] = self._now
+        elif count >= MIN_PROMPT_TOKENS:
+            self._token_s = min(FORGET * self._token_s or step_s, step_s / count)
 
     def of_decodes(self, least: int, most: int) -> list[float]:
         """Expected seconds of decode steps with ``least`` to ``most`` tokens; none if too little was measured."""
-        below = max((count for count in self._decodes if count <= least), default=0)
+        most, below = min(most, MOST_TOKENS), min(least, MOST_TOKENS)
+        while below and not self._is_known(below):
+            below -= 1
         if not below or not self._token_s:
             return []
-        seconds = self._decodes[below] + (least - below) * self._token_s
+        seconds = self._seconds[below] + (least - below) * self._token_s
         expected = [seconds]
         for count in range(least + 1, most + 1):
-            seconds = min(self._decodes.get(count, seconds + self._token_s), seconds + self._token_s)
+            if self._is_known(count):
+                seconds = max(seconds, self._seconds[count])  # more tokens never take less time
+            else:
+                seconds += self._token_s
             expected.append(seconds)
         return expected
+
+    def _is_known(self, count: int) -> bool:
+        return self._now - self._measured_at[count] < MAX_AGE

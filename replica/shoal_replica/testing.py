@@ -146,7 +146,8 @@ class FakeExecutor:
         if not self._guesses:
             return StepResult(sampled, scored=tuple(self._scored))
         seconds = 1.0 + output.num_tokens / (64 if output.num_tokens > 2 * len(output.scheduled) else 8)
-        return StepResult(sampled, seconds, tuple(self._scored), self._guess(sampled, output.num_drafts_wanted))
+        drafts = self._guess(sampled, output.num_drafts_wanted)
+        return StepResult(sampled, scored=tuple(self._scored), drafts=drafts, step_s=seconds)
 
     def _guess(self, sampled: Sequence[SampledToken], num_wanted: int) -> tuple[Draft, ...]:
         """Up to ``num_wanted`` tokens that follow each sequence, the first few of them right."""

@@ -118,9 +118,13 @@ class TextStream:
             params.include_stop_str_in_output,
         )
 
-    def take(self, delta: TokenDelta) -> tuple[str, bool]:
-        """``push`` the tokens of a delta whose text is part of the answer."""
-        return self.push(delta.text_token_ids(self._includes_stop))
+    def take(self, delta: TokenDelta) -> tuple[str, TokenDelta]:
+        """``push`` the tokens of a delta whose text is part of the answer. Returns the text, and the delta: if a stop
+        string has ended the answer, up to the token that completed it.
+        """
+        num_before = self._num_tokens
+        text, stopped = self.push(delta.text_token_ids(self._includes_stop))
+        return text, delta.stopped_after(self._num_tokens - num_before) if stopped else delta
 
     @property
     def num_tokens(self) -> int:

@@ -107,6 +107,15 @@ def test_answers_are_the_same_to_the_last_bit(llama: Path, name: str, dtype: str
     assert num_accepted > 20
 
 
+@pytest.mark.parametrize("min_tokens", [0, 9])
+def test_nothing_is_told_beyond_a_stop_string(min_tokens: int) -> None:
+    """Of a trained model, which counts on: neither tokens nor scores, wherever in a step's tokens it is completed."""
+    prompts = ["Count: 1, 2, 3, 1, 2, 3, 1, 2, 3,"] * 3
+    params = [replace(GREEDY, stop=(stop,), logprobs=1, min_tokens=min_tokens) for stop in (", 2", "3, 1", "1")]
+    _, num_accepted = compare(DEMO_MODEL, prompts, params, max_model_len=128)
+    assert num_accepted > 0
+
+
 def test_all_together_in_one_batch_and_with_few_blocks(llama: Path) -> None:
     prompts = [prompt for prompt in PROMPTS for _ in PARAMS]
     params = [params for _ in PROMPTS for params in PARAMS.values()]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+
 import pytest
 from fixtures.engines import finished, running_engine
 
@@ -9,7 +13,7 @@ from shoal_replica.draft_odds import DraftOdds
 from shoal_replica.executor import Draft, SampledToken, ScheduledSequence, SchedulerOutput, StepResult
 from shoal_replica.request import FinishReason
 from shoal_replica.scheduler import Scheduler
-from shoal_replica.step_costs import StepCosts
+from shoal_replica.step_costs import MAX_AGE, MOST_TOKENS, StepCosts
 from shoal_replica.testing import expected_tokens, make_request, make_scheduler
 
 PROMPT_S, DECODE_S = 0.8, 0.1  # of a prompt of eight tokens, and of a decode
@@ -40,7 +44,7 @@ def offer(scheduler: Scheduler, *drafts: Draft) -> None:
     output = scheduler.schedule(0.0)
     assert output is not None
     sampled = tuple(SampledToken(s.seq_id, 5) for s in output.scheduled)
-    scheduler.update(output, StepResult(sampled, DECODE_S, drafts=drafts))
+    scheduler.update(output, StepResult(sampled, drafts=drafts, step_s=DECODE_S))
 
 
 def tried(scheduler: Scheduler) -> dict[int, tuple[int, ...]]:
@@ -51,7 +55,7 @@ def tried(scheduler: Scheduler) -> dict[int, tuple[int, ...]]:
     return {share.seq_id: share.drafts for share in output.scheduled}
 
 
-def test_costs_are_those_measured_and_at_most_a_prompts() -> None:
+def test_costs_are_those_measured_and_else_a_prompts() -> None:
     costs = StepCosts()
     assert costs.of_decodes(1, 3) == []
     costs.take(step(1), 1.0)
@@ -59,12 +63,28 @@ def test_costs_are_those_measured_and_at_most_a_prompts() -> None:
     costs.take(step(10), 2.0)
     assert costs.of_decodes(1, 3) == pytest.approx([1.0, 1.2, 1.4])
     assert costs.of_decodes(2, 3) == pytest.approx([1.2, 1.4])
-    costs.take(step(3, drafts=2), 1.1)
-    assert costs.of_decodes(1, 5) == pytest.approx([1.0, 1.2, 1.1, 1.3, 1.5])
+    costs.take(step(3, drafts=2), 1.2)
+    assert costs.of_decodes(1, 5) == pytest.approx([1.0, 1.2, 1.3, 1.5, 1.7])
     costs.take(step(1), 50.0)  # one that has lost its core
-    assert costs.of_decodes(1, 1) == pytest.approx([1.3])
+    assert costs.of_decodes(1, 1) == pytest.approx([1.1])
+    for _ in range(50):
+        costs.take(step(3, drafts=2), 3.0)
+        costs.take(step(1, 1), 0.7)
+    assert costs.of_decodes(1, 4) == pytest.approx([1.1, 1.1, 3.0, 3.2], abs=0.02)  # no less than with fewer tokens
     costs.take(step(1, 7), 0.8)
-    assert costs.of_decodes(1, 2) == pytest.approx([1.3, 1.4])
+    assert costs.of_decodes(3, 4) == pytest.approx([3.0, 3.1], abs=0.02)
+    assert len(costs.of_decodes(1, 10**6)) == MOST_TOKENS
+
+
+def test_old_costs_are_measured_again() -> None:
+    costs = StepCosts()
+    costs.take(step(10), 2.0)
+    costs.take(step(1), 1.0)
+    costs.take(step(3, drafts=2), 9.0)
+    for _ in range(MAX_AGE):
+        assert costs.of_decodes(1, 3) == pytest.approx([1.0, 1.2, 1.54])
+        costs.take(step(1), 1.0)
+    assert costs.of_decodes(1, 3) == pytest.approx([1.0, 1.2, 1.4])
 
 
 def test_odds_are_learnt_by_the_length_of_the_match() -> None:
@@ -136,13 +156,70 @@ def test_drafts_take_no_block_that_others_may_need() -> None:
         assert tried(scheduler) == {0: expected}
 
 
+def test_offers_that_were_not_computed_teach_as_well() -> None:
+    """So what has not paid for a while is found out when it would."""
+    scheduler = decoding(token_s=0.09, max_tokens=500, max_model_len=600, num_blocks=200)
+    sequence, odds = scheduler._live.by_id[0], scheduler._speculation._odds[True]
+    for _ in range(60):
+        offer(scheduler, Draft(0, sequence.num_tokens + 1, 3, (7,)))
+    assert odds[3] < 0.1
+    for _ in range(200):
+        offer(scheduler, Draft(0, sequence.num_tokens + 1, 3, (5,)))  # which is how the sequence goes on
+    assert odds[3] > 0.7
+    assert scheduler.stats(0.0).num_draft_tokens == 0
+
+
+def test_no_draft_where_the_pool_is_full() -> None:
+    """Then the step that was planned ahead goes on."""
+    scheduler = decoding(num_blocks=3, max_model_len=12)
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    result = StepResult((SampledToken(0, 5),), drafts=(Draft(0, 5, 8, (1, 2)),), step_s=DECODE_S)
+    scheduler._kv.pool.allocate(scheduler._kv.pool.num_free)
+    assert scheduler.lookahead.confirm(ahead, result) == ahead
+
+
+def test_another_thread_may_ask_while_steps_end() -> None:
+    """With the interpreter changing threads as often as it can."""
+    scheduler = decoding(2, max_tokens=10**6, max_model_len=128)
+    speculation, before, failures = scheduler._speculation, sys.getswitchinterval(), list[BaseException]()
+    live = dict(scheduler._live.by_id)
+    speculation._by_id = live
+    is_over = threading.Event()
+
+    def ask() -> None:
+        try:
+            while not is_over.is_set():
+                speculation.is_worth_it([Draft(i, 5, 8, (1, 2, 3)) for i in (0, 1)], 2)
+        except BaseException as error:
+            failures.append(error)
+
+    asker = threading.Thread(target=ask)
+    sys.setswitchinterval(1e-6)
+    try:
+        asker.start()
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end and not failures:
+            for count in range(1, 60):
+                sequence = live.pop(1)
+                speculation._costs.take(step(1, drafts=0) if count == 1 else step(count, drafts=count - 1), DECODE_S)
+                live[1] = sequence
+    finally:
+        is_over.set()
+        asker.join()
+        sys.setswitchinterval(before)
+    assert not failures
+
+
 def test_an_end_within_drafts_ends_the_sequence() -> None:
     scheduler = decoding(max_tokens=10)
     offer(scheduler, Draft(0, 5, 8, (1, 2, 3)))
     output = scheduler.schedule(0.0)
     assert output is not None
     right = tuple(SampledToken(0, token_id) for token_id in (1, 2, 3, 4))
-    (delta,) = scheduler.update(output, StepResult(right, DECODE_S))
+    (delta,) = scheduler.update(output, StepResult(right, step_s=DECODE_S))
     assert (delta.position, delta.token_ids, delta.finish_reason) == (2, (1, 2, 3, 4), None)
     stats = scheduler.stats(0.0)
     assert (stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_generated_tokens) == (3, 3, 6)
@@ -150,7 +227,7 @@ def test_an_end_within_drafts_ends_the_sequence() -> None:
     output = scheduler.schedule(0.0)
     assert output is not None
     cut = (SampledToken(0, 1), SampledToken(0, 2, is_cut=True), SampledToken(0, 3))
-    (delta,) = scheduler.update(output, StepResult(cut, DECODE_S))
+    (delta,) = scheduler.update(output, StepResult(cut, step_s=DECODE_S))
     assert (delta.token_ids, delta.finish_reason) == ((1, 2), FinishReason.LENGTH)
     assert scheduler.stats(0.0).num_allocated_blocks == 0
 
@@ -165,8 +242,8 @@ def test_what_runs_ahead_gives_way_to_drafts() -> None:
     assert ahead.num_drafts_wanted == 6
     sampled = (SampledToken(0, 5),)
     unlikely, likely = (Draft(0, 5, 0, (1,)),), (Draft(0, 5, 8, (1, 2)),)
-    assert scheduler.lookahead.confirm(ahead, StepResult(sampled, DECODE_S, drafts=unlikely)) == ahead
-    result = StepResult(sampled, DECODE_S, drafts=likely)
+    assert scheduler.lookahead.confirm(ahead, StepResult(sampled, drafts=unlikely)) == ahead
+    result = StepResult(sampled, drafts=likely)
     assert scheduler.lookahead.confirm(ahead, result) is None
     scheduler.update(output, result)
     assert scheduler.lookahead.confirm(ahead, result) is None

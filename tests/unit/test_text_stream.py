@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from fixtures.tiny_tokenizer import EOS, tiny_tokenizer
 
+from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason, TokenDelta
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.text_stream import StopChecker, TextStream
@@ -45,7 +47,7 @@ def test_a_stop_that_is_part_of_the_text() -> None:
     for is_included, count in ((False, 1), (True, 2)):
         params = SamplingParams(stop="the", include_stop_str_in_output=is_included)
         stream = TextStream.of(TOKENIZER, params, ())
-        assert stream.take(ended) == (TOKENIZER.decode((5, 6)[:count]), False)
+        assert stream.take(ended) == (TOKENIZER.decode((5, 6)[:count]), ended)
         assert stream.push(TOKENIZER.encode(" in the end")) == (" in the" if is_included else " in ", True)
 
 
@@ -91,3 +93,18 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
     stream = TextStream(TOKENIZER, ("zzz",))
     assert stream.push(TOKENIZER.encode("👧")[:2]) == ("", False)
     assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_delta_ends_with_the_token_that_completes_a_stop_string() -> None:
+    """With its scores; and what is left of it says that it was stopped."""
+    token_ids = tuple(TOKENIZER.encode("one two three four", add_special_tokens=False))
+    scores = tuple(TokenLogprobs(token_id, -1.0) for token_id in token_ids)
+    delta = TokenDelta(request_id="", index=0, position=0, token_ids=token_ids, num_cached_tokens=0, logprobs=scores)
+    stream = TextStream.of(TOKENIZER, SamplingParams(stop="two"), ())
+    text, told = stream.take(delta)
+    count = len(told.token_ids)
+    assert text == "one "
+    assert "two" in TOKENIZER.decode(token_ids[:count])
+    assert "two" not in TOKENIZER.decode(token_ids[: count - 1])
+    assert (told.logprobs, told.finish_reason) == (scores[:count], FinishReason.STOP)
+    assert stream.take(msgspec.structs.replace(delta, position=count))[1].token_ids == ()

@@ -301,14 +301,16 @@ class Generation:
             piece_of_prompt = delta.prompt_logprobs[start : start + MAX_MERGED]
             self._chunks.append(Chunk(index=delta.index, prompt_logprobs=piece_of_prompt))
         for piece in delta.pieces(MAX_MERGED):
-            self._pass_on(output, piece)
+            if not output.is_done:  # else a stop string has ended it within the delta
+                self._pass_on(output, piece)
 
     def _pass_on(self, output: Output, delta: TokenDelta) -> None:
         """Make a chunk of a delta."""
+        was_live = delta.finish_reason is None
+        text, delta = output.text_stream.take(delta)
         output.token_ids.extend(delta.token_ids)
-        text, stopped = output.text_stream.take(delta)
-        finish_reason = FinishReason.STOP if stopped else delta.finish_reason
-        if stopped and delta.finish_reason is None:
+        stopped, finish_reason = output.text_stream.stopped, delta.finish_reason
+        if stopped and was_live:
             self._ledger.abort(delta.request_id, delta.index)
         elif finish_reason is not None and not stopped:
             text += output.text_stream.finish()

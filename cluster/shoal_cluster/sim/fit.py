@@ -45,7 +45,8 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
 
     The fit therefore holds for replicas that share a machine, with whatever else runs there, at about the measured
     load. The totals count a whole prompt when it starts, but time only when a step ends, so prompt tokens still to be
-    computed are subtracted. Pairs with waiting requests are skipped: their prompts are not in the totals yet.
+    computed are subtracted. Pairs with waiting requests are skipped: their prompts are not in the totals yet. Guessed
+    tokens (``num_speculative_tokens``) are not simulated: a fit to replicas that have them takes steps as they came.
 
     Raises:
         ConfigError: too few pairs, or pairs too alike to separate the cost of a step, a prompt token and an output

@@ -23,13 +23,16 @@ NUM_BLOCKS = 2400  # of 16 tokens: every workload fits without preemption
 
 
 class Shoal(Engine):
-    """``options`` are arguments of ``LLM``."""
+    """``options`` are arguments of ``LLM``. Nothing is guessed unless they ask for it: random prompts say nothing about
+    guesses, and steps are to be alike.
+    """
 
     def __init__(self, settings: Settings) -> None:
         known = inspect.signature(LLM).parameters
         if unknown := settings.options.keys() - known.keys():
             raise ConfigError(f"engine option {min(unknown)!r} is not one of {', '.join(list(known)[1:])}")
-        options = {"num_blocks": NUM_BLOCKS, "num_threads": settings.num_threads} | settings.options
+        own = {"num_blocks": NUM_BLOCKS, "num_threads": settings.num_threads, "num_speculative_tokens": 0}
+        options = own | settings.options
         self._llm = LLM(settings.model, **options)
         config = self._llm.config
         self._block_bytes = config.model.block_bytes(config.cache.block_size)

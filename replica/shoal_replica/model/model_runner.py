@@ -89,6 +89,7 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step, in the order that ``SchedulerOutput`` specifies."""
+        started = time.perf_counter()
         for seq_id in output.dropped_seq_ids:
             self._sequences.drop(seq_id)
             self._sampler.forget(seq_id)
@@ -114,8 +115,9 @@ class ModelRunner:
         if self._num_scored:
             logits, maxima = logits[: len(shares)], None
         sampled = self._step_sampler.sample(shares, logits, maxima)
+        step_s = time.perf_counter() - started
         drafts = self._step_sampler.guess(sampled, output.num_drafts_wanted) if output.num_drafts_wanted else ()
-        return StepResult(sampled, self._forward_s, scored, drafts)
+        return StepResult(sampled, self._forward_s, scored, drafts, step_s)
 
     def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:
         """On a rank that does not sample: append the last step's tokens, pairs of (sequence, token).

@@ -248,6 +248,7 @@ def configured() -> tuple[dict[str, Any], str]:
     args = document["applications"][0]["args"]
     grpc_address, http_address = (f"127.0.0.1:{port}" for port in free_ports(2))
     args["gateway"].update(grpc_address=grpc_address, http_address=http_address)
+    args["replica"].update(num_speculative_tokens=0)  # which the simulator does not know
     return document, grpc_address
 
 

@@ -219,6 +219,6 @@ def activation_bytes(model: ModelConfig, shard: Shard, scheduler: SchedulerConfi
         mlp = max(mlp, chosen * (3 * hidden + 4 * model.moe.intermediate_size))
     step = tokens * size * (stream + max(attention, mlp))
     # Logits in the model's dtype and in float32; then for sampled rows: scaled, sorted with 8-byte indices, summed; and
-    # for scored prompt tokens, which the same step may have: their log-probabilities.
+    # for scored prompt tokens, which the same step may have, their log-probabilities; or as many drafts instead.
     logits = scheduler.max_num_seqs * vocab * (size + 4 + 4 * 4 + 2 * 8) + MAX_SCORED_TOKENS * vocab * (size + 4 + 4)
     return max(step, logits)

@@ -49,9 +49,10 @@ class Engine:
     """Runs a scheduler and an executor. All methods belong to the event loop that called ``start``.
 
     Steps run in one worker thread, which goes on by itself where ``Lookahead`` could plan the next step: the loop then
-    processes and publishes a step's result while the next step runs. Subscribers are called on the loop after each
-    step, after each abort, and every ``BEAT_S`` when idle or in a long step, so that they know how old their view is.
-    While nothing changes, reports carry the same stats object until it is older than ``heartbeat_s``.
+    processes a step's result while the next step runs. Otherwise the loop processes it, starts the next step and then
+    publishes the result. Subscribers are called on the loop after each step, after each abort, and every ``BEAT_S``
+    when idle or in a long step, so that they know how old their view is. While nothing changes, reports carry the same
+    stats object until it is older than ``heartbeat_s``.
 
     A step longer than ``step_timeout_s`` counts as failed. ``adapters`` are the names of those that are loaded, in the
     set by which the scheduler checks requests.
@@ -206,7 +207,7 @@ class Engine:
 
     async def _step(self) -> None:
         """See one step through to its end. If the next could be planned, the worker thread runs it right after."""
-        if self._flight is None and (left_s := self._gathers_s()) > 0.0:
+        if self._flight is None and (left_s := self._gathers_s()):
             await self._gather(left_s)
             return
         flight = self._flight or self._depart()
@@ -224,6 +225,7 @@ class Engine:
         landed = flight.future.result()
         if landed is None:  # it was planned ahead and then dropped
             self._flight = None  # and with it the step that was to follow
+            self._go_on()
             return
         if flight.is_ahead:
             self._scheduler.lookahead.note_told(landed.output)
@@ -232,7 +234,14 @@ class Engine:
         self._busy_s += landed.step_s
         self._pace.take(landed.output.scheduled, 0, landed.step_s, time.monotonic())
         self._is_changed = True
-        self._publish(self._scheduler.update(landed.output, landed.result, time.monotonic()), landed.step_s)
+        deltas = self._scheduler.update(landed.output, landed.result, time.monotonic())
+        self._go_on()
+        self._publish(deltas, landed.step_s)
+
+    def _go_on(self) -> None:
+        """Start the next step, unless one is under way, or the rest of a burst is waited for."""
+        if self._flight is None or self._flight.is_dropped:
+            self._flight = None if self._gathers_s() else self._depart()
 
     def _depart(self) -> Flight | None:
         output = self._scheduler.schedule(time.monotonic())

@@ -1,26 +1,44 @@
 """Plans the next step while the current one runs.
 
 Between two decode-only steps little is left to decide: each sequence goes on by one token unless the running step ends
-it. So the next step is planned ahead, the executor starts it as soon as the current one ends, and the current one's
-tokens are processed while the next step runs. Whatever needs a decision (a waiting request that has a slot, blocks that
-run out, siblings to start, beams to choose, drafts to try) is left to the scheduler, which then plans the next step as
-if nothing had been planned.
+it, and by the drafts that the running step offers. So the next step is planned ahead, the executor completes the plan
+and starts it as soon as the current step ends, and the current one's tokens are processed while the next step runs.
+Whatever needs a decision (a waiting request that has a slot, blocks that run out, siblings to start, beams to choose)
+is left to the scheduler, which then plans the next step as if nothing had been planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
-from shoal_replica.executor import ScheduledSequence, SchedulerOutput, StepResult
+import msgspec
+
+from shoal_replica.config import SchedulerConfig
+from shoal_replica.executor import Draft, SampledToken, ScheduledSequence, SchedulerOutput, StepResult
+from shoal_replica.host_blocks import Move
 from shoal_replica.kv_cache import KVCacheManager, TableChange
 from shoal_replica.request import FinishRule, Sequence
 from shoal_replica.speculation import Speculation
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step of decodes, as far as it is known before the step before it has ended. ``room``: its sequences, and how
+    many tokens of each their blocks can hold. The rest is as in ``SchedulerOutput``.
+    """
+
+    step: int
+    room: Mapping[int, int]
+    block_updates: tuple[tuple[int, int, tuple[int, ...]], ...]
+    moves_out: tuple[Move, ...]
+    num_drafts_wanted: int
+
+
 class Lookahead:
     """Reads the scheduler's state, and allocates blocks for the tokens to come. A sequence keeps such blocks even if
-    the planned step is dropped.
+    the planned step is dropped, or has fewer drafts than there is room for.
 
     Args:
         by_id, running, waiting, beams: the scheduler's own collections, as they change.
@@ -30,91 +48,84 @@ class Lookahead:
 
     def __init__(
         self,
+        config: SchedulerConfig,
         kv: KVCacheManager,
         by_id: Mapping[int, Sequence],
         running: Items[Sequence],
         waiting: Sized,
         beams: Sized,
-        max_num_seqs: int,
         finish: FinishRule,
         speculation: Speculation,
     ) -> None:
+        self._config = config
         self._kv = kv
         self._by_id = by_id
         self._running = running
         self._waiting = waiting
         self._beams = beams
-        self._max_num_seqs = max_num_seqs
         self._finish = finish
         self._speculation = speculation
         self._untold: dict[int, list[TableChange]] = {}  # by sequence: changes in planned steps that have not run
 
-    def plan(self, before: SchedulerOutput) -> SchedulerOutput | None:
-        """The step after ``before``, whose result is not known yet. None if the scheduler has to decide."""
+    def plan(self, before: SchedulerOutput | PlannedStep) -> PlannedStep | None:
+        """The step after ``before``, whose result is not known yet, while those of all steps before it have been
+        processed. None if the scheduler has to decide.
+        """
         if self._beams or self._has_candidates():
             return None
-        shares = {share.seq_id: share for share in before.scheduled}
-        scheduled: list[ScheduledSequence] = []
-        growing: list[tuple[int, int]] = []
-        for sequence in self._running:
-            share = shares.get(sequence.seq_id)
-            if share is None or not share.samples or share.drafts or sequence.unstarted_indexes:
-                return None
-            start = share.num_computed_tokens + share.num_new_tokens
-            scheduled.append(ScheduledSequence(sequence.seq_id, start, 1, True))
-            if not self._kv.fits_last_block(sequence.seq_id, start, start + 1):
-                growing.append((sequence.seq_id, start))
-        if not scheduled or not self._can_grow(growing):
+        ends = self._ends(before)
+        if not ends or any(s.seq_id not in ends or s.unstarted_indexes for s in self._running):
             return None
-        updates = []
-        for seq_id, start in growing:
-            change = self._kv.append(seq_id, start, start + 1)
-            if change is not None:
-                self._untold.setdefault(seq_id, []).append(change)
-                updates.append((seq_id, change.first_index, change.block_ids))
-        moves = self._kv.host.moves_ahead()
-        return SchedulerOutput(
+        updates = self._grow(ends, before.num_drafts_wanted) if before.num_drafts_wanted else None
+        if updates is None and (updates := self._grow(ends, 0)) is None:
+            return None
+        size = self._kv.block_size
+        return PlannedStep(
             before.step + 1,
-            tuple(scheduled),
-            block_updates=tuple(updates),
-            moves_out=moves,
-            num_drafts_wanted=self._speculation.num_wanted(len(scheduled)),
+            {seq_id: size * len(self._kv.block_table(seq_id)) for seq_id in ends},
+            updates,
+            self._kv.host.moves_ahead(),
+            self._speculation.num_wanted(len(ends)),
         )
 
-    def confirm(self, ahead: SchedulerOutput, result: StepResult) -> SchedulerOutput | None:
-        """``ahead`` without the sequences that ``result``, of the step before it, ends. None if the scheduler has to
-        decide.
+    def confirm(self, planned: PlannedStep, before: SchedulerOutput, result: StepResult) -> SchedulerOutput | None:
+        """What is to be computed after ``before``, which had ``result``: ``planned`` without the sequences that have
+        ended, and with the drafts that are worth it. None if the scheduler has to decide.
 
         Changes nothing, and may be called in the executor's thread, before or after ``result`` is processed.
         """
-        starts = {share.seq_id: share.num_computed_tokens for share in ahead.scheduled}
-        # A sequence that was planned but is missing from the step before has been aborted in between.
-        gone = starts.keys() - {token.seq_id for token in result.sampled}
+        sampled: dict[int, list[SampledToken]] = {}
         for token in result.sampled:
-            sequence, start = self._by_id.get(token.seq_id), starts.get(token.seq_id)
-            if sequence is None or (
-                start is not None
-                and self._finish.reason(sequence.request, token.token_id, start + 1, token.is_cut) is not None
-            ):
-                gone.add(token.seq_id)
-        if (self._waiting and gone) or self._has_candidates():
+            sampled.setdefault(token.seq_id, []).append(token)
+        shares = {share.seq_id: share for share in before.scheduled}
+        kept: dict[int, ScheduledSequence] = {}
+        for seq_id in planned.room:
+            sequence, share = self._by_id.get(seq_id), shares.get(seq_id)
+            if sequence is None or share is None:
+                continue  # aborted
+            num_known, tokens = share.num_computed_tokens + share.num_new_tokens - len(share.drafts), sampled[seq_id]
+            num_computed = num_known + len(tokens) - 1
+            if self._finish.cut(sequence.request, num_known, tokens) is None:
+                kept[seq_id] = ScheduledSequence(seq_id, num_computed, 1, True)
+        if not kept or (self._waiting and len(kept) < len(planned.room)) or self._has_candidates():
             return None
-        kept = tuple(share for share in ahead.scheduled if share.seq_id not in gone)
-        if not kept or self._speculation.is_worth_it([d for d in result.drafts if d.seq_id not in gone], len(kept)):
-            return None
-        updates = tuple(update for update in ahead.block_updates if update[0] not in gone)
+        offers = [_within(offer, planned.room[offer.seq_id]) for offer in result.drafts if offer.seq_id in kept]
+        budget = self._config.max_num_batched_tokens - len(kept)
+        for seq_id, drafts in self._speculation.choose(offers, len(kept), budget).items():
+            start = kept[seq_id].num_computed_tokens
+            kept[seq_id] = ScheduledSequence(seq_id, start, 1 + len(drafts), True, drafts=drafts)
         return SchedulerOutput(
-            ahead.step,
-            kept,
-            block_updates=updates,
-            moves_out=ahead.moves_out,
-            num_drafts_wanted=ahead.num_drafts_wanted,
+            planned.step,
+            tuple(kept.values()),
+            block_updates=tuple(update for update in planned.block_updates if update[0] in kept),
+            moves_out=planned.moves_out,
+            num_drafts_wanted=planned.num_drafts_wanted,
         )
 
-    def note_told(self, ahead: SchedulerOutput) -> None:
+    def note_told(self, output: SchedulerOutput) -> None:
         """A planned step has run: the executor knows its block updates."""
-        self._kv.host.note_moved(len(ahead.moves_out))
-        for seq_id, _, _ in ahead.block_updates:
+        self._kv.host.note_moved(len(output.moves_out))
+        for seq_id, _, _ in output.block_updates:
             if seq_id in self._untold:
                 self._untold[seq_id].pop(0)
 
@@ -124,10 +135,47 @@ class Lookahead:
 
     def _has_candidates(self) -> bool:
         """Whether the scheduler could start a waiting sequence, apart from blocks."""
-        return len(self._waiting) > 0 and len(self._running) < self._max_num_seqs
+        return len(self._waiting) > 0 and len(self._running) < self._config.max_num_seqs
 
-    def _can_grow(self, growing: list[tuple[int, int]]) -> bool:
-        """Whether a free block for each is enough, and no block that others read would have to be copied."""
-        if len(growing) > self._kv.pool.num_free:
-            return False
-        return not any(self._kv.reads_shared(seq_id, start, start + 1) for seq_id, start in growing)
+    def _ends(self, before: SchedulerOutput | PlannedStep) -> dict[int, int]:
+        """The most tokens that each running sequence from which ``before`` samples can have computed after it."""
+        if isinstance(before, SchedulerOutput):
+            ends = {s.seq_id: s.num_computed_tokens + s.num_new_tokens for s in before.scheduled if s.samples}
+            return {s.seq_id: ends[s.seq_id] for s in self._running if s.seq_id in ends}
+        most = 1 + (self._config.num_speculative_tokens or 0)
+        return {
+            s.seq_id: min(before.room[s.seq_id], s.num_computed_tokens + most)
+            for s in self._running
+            if s.seq_id in before.room
+        }
+
+    def _grow(self, ends: Mapping[int, int], num_drafts: int) -> tuple[tuple[int, int, tuple[int, ...]], ...] | None:
+        """Make room for a token more of each sequence, and so many drafts. None, and nothing changed, if free blocks do
+        not suffice, with drafts for a token of each sequence besides, or if a block that others read would be copied.
+        """
+        growing: list[tuple[int, int, int]] = []
+        num_blocks = 0
+        for seq_id, start in ends.items():
+            end = start + 1
+            if num_drafts:
+                end += max(0, min(num_drafts, self._finish.num_left(self._by_id[seq_id].request, end) - 1))
+            if not self._kv.fits_last_block(seq_id, start, end):
+                if self._kv.reads_shared(seq_id, start, end):
+                    return None
+                num_blocks += self._kv.num_blocks_to_append(seq_id, start, end)
+                growing.append((seq_id, start, end))
+        if num_blocks and num_blocks + (len(ends) if num_drafts else 0) > self._kv.pool.num_free:
+            return None
+        updates = []
+        for seq_id, start, end in growing:
+            change = self._kv.append(seq_id, start, end)
+            if change is not None:
+                self._untold.setdefault(seq_id, []).append(change)
+                updates.append((seq_id, change.first_index, change.block_ids))
+        return tuple(updates)
+
+
+def _within(offer: Draft, room: int) -> Draft:
+    """As much of an offer as there is room for."""
+    most = max(0, room - offer.num_tokens)
+    return offer if len(offer.token_ids) <= most else msgspec.structs.replace(offer, token_ids=offer.token_ids[:most])

@@ -314,13 +314,12 @@ class FinishRule:
         left, max_tokens = self.max_model_len - num_tokens, request.sampling_params.max_tokens
         return left if max_tokens is None else min(left, max_tokens - (num_tokens - request.num_prompt_tokens))
 
-    def cut(self, sequence: Sequence, tokens: list[SampledToken]) -> FinishReason | None:
-        """Why a sequence ends that gets ``tokens``, from which those are removed that come after its end; None if it
-        goes on.
+    def cut(self, request: Request, num_tokens: int, tokens: list[SampledToken]) -> FinishReason | None:
+        """Why a sequence of ``num_tokens`` tokens ends that gets ``tokens``, from which those are removed that come
+        after its end; None if it goes on.
         """
-        num_tokens = sequence.num_tokens
         for number, token in enumerate(tokens, 1):
-            reason = self.reason(sequence.request, token.token_id, num_tokens + number, token.is_cut)
+            reason = self.reason(request, token.token_id, num_tokens + number, token.is_cut)
             if reason is not None:
                 del tokens[number:]
                 return reason

@@ -62,7 +62,7 @@ class Scheduler:
         self._beams = beams = Beams(kv, live, running, config.policy, rule, self._finish)
         self._preemption = Preemption(kv, running, beams, config.policy, totals, self._requeue)
         self._speculation = speculation = Speculation(config.num_speculative_tokens or 0, kv, live.by_id, rule, totals)
-        self.lookahead = Lookahead(kv, live.by_id, running, waiting, beams, config.max_num_seqs, rule, speculation)
+        self.lookahead = Lookahead(config, kv, live.by_id, running, waiting, beams, rule, speculation)
         self._pieces = Pieces(config.max_num_batched_tokens)
         self._ledger = Ledger(config, kv, running, waiting, totals)
 
@@ -137,7 +137,7 @@ class Scheduler:
             if sequence is None or sequence.status is not SequenceStatus.RUNNING:
                 continue  # aborted while the step ran
             tokens = sampled[share.seq_id] if share.samples else []
-            reason = self._finish_rule.cut(sequence, tokens)
+            reason = self._finish_rule.cut(sequence.request, sequence.num_tokens, tokens)
             num_computed = sequence.advance(share, max(0, len(tokens) - 1))
             if num_computed % self._kv.block_size < share.num_new_tokens:  # it has filled a block
                 sequence.extend_hashes(self._kv.block_size)

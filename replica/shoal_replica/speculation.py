@@ -7,7 +7,8 @@ chosen itself saves a step, and the others cost what they took. The tokens are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from heapq import heapify, heappop, heapreplace
 
@@ -18,11 +19,6 @@ from shoal_replica.request import FinishRule, Sequence
 from shoal_replica.stats import Totals
 from shoal_replica.step_costs import StepCosts
 from shoal_replica.step_plan import StepPlan
-
-SERIAL_S = 4e-4
-"""Seconds by which a step with drafts is longer for more work between steps, as it cannot be planned ahead: 0.25 ms of
-Zen 5's, and some more for processors whose cores are slower.
-"""
 
 
 class Speculation:
@@ -62,12 +58,6 @@ class Speculation:
         seconds = self._costs.of_decodes(num_sequences, 2 * num_sequences)
         return self._max_drafts if seconds and seconds[-1] < 1.5 * seconds[0] else 0
 
-    def is_worth_it(self, drafts: Items[Draft], num_sequences: int) -> bool:
-        """Whether a step of so many decodes would compute some of ``drafts``. Changes nothing; any thread may ask."""
-        if not drafts or self._kv.pool.num_free <= num_sequences:  # there might be no blocks for them
-            return False
-        return bool(self._choose(drafts, num_sequences, MAX_DRAFT_TOKENS))
-
     def take(self, output: SchedulerOutput, result: StepResult) -> None:
         """Learn from a step, and keep what is offered for the next. To be called before its tokens are appended."""
         if not self._max_drafts:
@@ -102,8 +92,8 @@ class Speculation:
             for sequence in level
             if (offer := self._offers.get(sequence.seq_id)) is not None and offer.num_tokens == sequence.num_tokens
         ]
-        for seq_id, count in self._choose(offers, len(level), plan.budget).items():
-            sequence, drafts = self._by_id[seq_id], self._offers[seq_id].token_ids[:count]
+        for seq_id, drafts in self.choose(offers, len(level), plan.budget).items():
+            sequence, count = self._by_id[seq_id], len(drafts)
             start = plan.planned_end(sequence)
             needed = self._kv.num_blocks_to_append(seq_id, start, start + count)
             if needed and self._kv.pool.num_free < needed + len(level):
@@ -112,10 +102,12 @@ class Speculation:
                 plan.update_blocks(sequence, change)
             plan.add_drafts(sequence, drafts)
 
-    def _choose(self, offers: Iterable[Draft], num_sequences: int, budget: int) -> dict[int, int]:
-        """How many drafts to compute of each offer, by sequence, in a step of so many decodes: of the likeliest the
-        number, at most ``budget``, with which the step should yield the most tokens per second.
+    def choose(self, offers: Items[Draft], num_sequences: int, budget: int) -> dict[int, tuple[int, ...]]:
+        """Which drafts to compute, by sequence, in a step of so many decodes: of the likeliest the number, at most
+        ``budget``, with which the step should yield the most tokens per second. Changes nothing; any thread may ask.
         """
+        if not offers:
+            return {}
         seconds = self._costs.of_decodes(num_sequences, num_sequences + min(budget, MAX_DRAFT_TOKENS))
         likeliest: list[tuple[float, int, int, int, DraftOdds]] = []
         for offer in offers:
@@ -134,17 +126,15 @@ class Speculation:
             negative, seq_id, num_matched, left, odds = likeliest[0]
             order.append(seq_id)
             expected -= negative
-            if (rate := expected / (seconds[len(order)] + SERIAL_S)) > best:
+            if (rate := expected / seconds[len(order)]) > best:
                 best, num_best = rate, len(order)
             if left > 1:
                 following = (negative * odds[num_matched + 1], seq_id, num_matched + 1, left - 1, odds)
                 heapreplace(likeliest, following)
             else:
                 heappop(likeliest)
-        counts: dict[int, int] = {}
-        for seq_id in order[:num_best]:
-            counts[seq_id] = counts.get(seq_id, 0) + 1
-        return counts
+        counts = Counter(order[:num_best])
+        return {offer.seq_id: offer.token_ids[: counts[offer.seq_id]] for offer in offers if offer.seq_id in counts}
 
     def _odds_of(self, sequence: Sequence) -> DraftOdds:
         return self._odds[sequence.request.sampling_params.is_greedy]

@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shoal_replica.executor import Executor, SchedulerOutput, StepResult
-from shoal_replica.lookahead import Lookahead
+from shoal_replica.lookahead import Lookahead, PlannedStep
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A step as it was executed: if it was planned ahead, sequences may have been removed before it ran."""
+    """A step as it was executed."""
 
     output: SchedulerOutput
     result: StepResult
@@ -25,9 +25,15 @@ class Landed:
 class Flight:
     """A step submitted to the thread. ``future`` gives None if it was planned ahead and then not executed."""
 
-    planned: SchedulerOutput
+    planned: SchedulerOutput | PlannedStep
     future: Future[Landed | None]
     is_ahead: bool
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it is known by now that it was planned ahead in vain."""
+        future = self.future
+        return future.done() and not future.cancelled() and future.exception() is None and future.result() is None
 
 
 class StepThread:
@@ -41,7 +47,7 @@ class StepThread:
     def depart(self, output: SchedulerOutput) -> Flight:
         return Flight(output, self._thread.submit(self._execute, output), is_ahead=False)
 
-    def depart_after(self, flight: Flight, planned: SchedulerOutput) -> Flight:
+    def depart_after(self, flight: Flight, planned: PlannedStep) -> Flight:
         """Execute ``planned`` right after ``flight``, if ``Lookahead.confirm`` agrees when that has ended."""
         return Flight(planned, self._thread.submit(self._execute_after, flight.future, planned), is_ahead=True)
 
@@ -63,8 +69,8 @@ class StepThread:
         result = self._executor.execute(output)
         return Landed(output, result, time.perf_counter() - started)
 
-    def _execute_after(self, before: Future[Landed | None], planned: SchedulerOutput) -> Landed | None:
+    def _execute_after(self, before: Future[Landed | None], planned: PlannedStep) -> Landed | None:
         """Execute ``planned`` unless it is no longer valid; then return None."""
         landed = before.result(0.0)
-        output = self._lookahead.confirm(planned, landed.result) if landed is not None else None
+        output = None if landed is None else self._lookahead.confirm(planned, landed.output, landed.result)
         return None if output is None else self._execute(output)

@@ -128,7 +128,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         following = scheduler.lookahead.plan(planned) if looks_ahead else None
         if aborted is not None and aborted[1] is None:
             take(scheduler.abort(*aborted))
-        confirmed = scheduler.lookahead.confirm(following, result) if following is not None else None
+        confirmed = scheduler.lookahead.confirm(following, output, result) if following is not None else None
         running = (following, confirmed, executor.execute(confirmed)) if confirmed is not None else None
         if aborted is not None:
             take(scheduler.abort(*aborted))

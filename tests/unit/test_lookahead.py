@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from fixtures.engines import finished, running_engine
 from fixtures.waiting import DEADLINE_S
 
 from shoal_replica.engine import StepReport
-from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
+from shoal_replica.executor import SampledToken, ScheduledSequence, SchedulerOutput, StepResult
 from shoal_replica.request import Request
 from shoal_replica.scheduler import Scheduler
 from shoal_replica.testing import FakeExecutor, make_request, make_scheduler
@@ -28,15 +29,15 @@ def test_every_sequence_goes_on_by_a_token() -> None:
     scheduler, executor, output = started(make_request("a", range(4)), make_request("b", range(10, 16)))
     ahead = scheduler.lookahead.plan(output)
     assert ahead is not None
-    assert [(s.num_computed_tokens, s.num_new_tokens, s.samples) for s in ahead.scheduled] == [
-        (4, 1, True),
-        (6, 1, True),
-    ]
+    assert ahead.room == {0: 8, 1: 8}
     assert [seq_id for seq_id, _, _ in ahead.block_updates] == [0]  # the other's last block has room
     result = executor.execute(output)
-    assert scheduler.lookahead.confirm(ahead, result) == ahead
+    confirmed = scheduler.lookahead.confirm(ahead, output, result)
+    assert confirmed is not None
+    assert confirmed.scheduled == (ScheduledSequence(0, 4, 1, True), ScheduledSequence(1, 6, 1, True))
+    assert (confirmed.step, confirmed.block_updates) == (output.step + 1, ahead.block_updates)
     scheduler.update(output, result)
-    assert scheduler.lookahead.confirm(ahead, result) == ahead  # and afterwards as well
+    assert scheduler.lookahead.confirm(ahead, output, result) == confirmed  # and afterwards as well
     assert scheduler.lookahead.plan(ahead) is not None
 
 
@@ -45,7 +46,7 @@ def test_a_sequence_that_ends_is_left_out() -> None:
     scheduler, executor, output = started(last, make_request("b", range(10, 16)))
     ahead = scheduler.lookahead.plan(output)
     assert ahead is not None
-    confirmed = scheduler.lookahead.confirm(ahead, executor.execute(output))
+    confirmed = scheduler.lookahead.confirm(ahead, output, executor.execute(output))
     assert confirmed is not None
     assert [share.seq_id for share in confirmed.scheduled] == [1]
 
@@ -60,9 +61,9 @@ def test_who_was_left_out_of_a_step_is_left_out_of_the_next() -> None:
     following = scheduler.lookahead.plan(ahead)
     assert following is not None
     scheduler.abort("a")
-    confirmed = scheduler.lookahead.confirm(ahead, result)
+    confirmed = scheduler.lookahead.confirm(ahead, output, result)
     assert confirmed is not None
-    after = scheduler.lookahead.confirm(following, executor.execute(confirmed))
+    after = scheduler.lookahead.confirm(following, confirmed, executor.execute(confirmed))
     assert after is not None
     assert [share.seq_id for share in after.scheduled] == [1]
     executor.execute(after)
@@ -72,7 +73,7 @@ def test_nothing_is_left_to_go_on() -> None:
     scheduler, executor, output = started(make_request(max_tokens=1))
     ahead = scheduler.lookahead.plan(output)
     assert ahead is not None
-    assert scheduler.lookahead.confirm(ahead, executor.execute(output)) is None
+    assert scheduler.lookahead.confirm(ahead, output, executor.execute(output)) is None
 
 
 def test_an_arrival_is_not_kept_waiting_for_a_planned_step() -> None:
@@ -82,7 +83,7 @@ def test_an_arrival_is_not_kept_waiting_for_a_planned_step() -> None:
     assert ahead is not None
     scheduler.add(make_request("late", range(5)))
     result = executor.execute(output)
-    assert scheduler.lookahead.confirm(ahead, result) is None
+    assert scheduler.lookahead.confirm(ahead, output, result) is None
     scheduler.update(output, result)
     following = scheduler.schedule(0.0)
     assert following is not None
@@ -96,9 +97,9 @@ def test_a_full_house_goes_on_until_somebody_leaves() -> None:
     ahead = scheduler.lookahead.plan(output)
     assert ahead is not None
     going_on = StepResult((SampledToken(0, 7), SampledToken(1, 7)))
-    assert scheduler.lookahead.confirm(ahead, going_on) == ahead
+    assert scheduler.lookahead.confirm(ahead, output, going_on) is not None
     scheduler.abort("0")
-    assert scheduler.lookahead.confirm(ahead, going_on) is None
+    assert scheduler.lookahead.confirm(ahead, output, going_on) is None
 
 
 def test_when_blocks_run_out_the_scheduler_decides() -> None:
@@ -113,21 +114,24 @@ def test_prompts_in_chunks_and_siblings_are_the_schedulers() -> None:
         assert scheduler.lookahead.plan(output) is None
 
 
-async def test_the_next_step_starts_before_the_last_one_is_told() -> None:
-    async with running_engine() as (engine, executor, _):
+@pytest.mark.parametrize("num_tokens", [3, 100])
+async def test_the_next_step_starts_before_the_last_one_is_told(num_tokens: int) -> None:
+    """Whether it was planned ahead or, after a piece of a prompt, scheduled."""
+    async with running_engine(max_num_batched_tokens=32) as (engine, executor, _):
         num_started: list[int] = []
+        num_steps = -(-num_tokens // 32) + 5
 
         def slow_reader(report: StepReport) -> None:
             """Block the event loop until the next step has started without it."""
-            if not report.deltas:
+            if report.step_s is None:
                 return
             deadline = time.monotonic() + DEADLINE_S
-            wanted = min(len(num_started) + 2, 6)
+            wanted = min(len(num_started) + 2, num_steps)
             while executor.num_started < wanted:
                 assert time.monotonic() < deadline
             num_started.append(executor.num_started)
 
         engine.subscribe(slow_reader)
-        await finished(engine.add(make_request(max_tokens=6)))
-        assert num_started == [2, 3, 4, 5, 6, 6]
-        assert engine.stats().num_steps == 6
+        await finished(engine.add(make_request("r", range(num_tokens), max_tokens=6)))
+        assert num_started == [*range(2, num_steps + 1), num_steps]
+        assert engine.stats().num_steps == num_steps

@@ -170,15 +170,21 @@ def test_offers_that_were_not_computed_teach_as_well() -> None:
 
 
 def test_no_draft_where_the_pool_is_full() -> None:
-    """Then the step that was planned ahead goes on."""
+    """Beyond those for which the last block has room: it has 4 tokens, and there are 7."""
     scheduler = decoding(num_blocks=3, max_model_len=12)
+    for _ in range(2):
+        offer(scheduler)
+    scheduler._kv.pool.allocate(scheduler._kv.pool.num_free)
     output = scheduler.schedule(0.0)
     assert output is not None
     ahead = scheduler.lookahead.plan(output)
     assert ahead is not None
-    result = StepResult((SampledToken(0, 5),), drafts=(Draft(0, 5, 8, (1, 2)),), step_s=DECODE_S)
-    scheduler._kv.pool.allocate(scheduler._kv.pool.num_free)
-    assert scheduler.lookahead.confirm(ahead, result) == ahead
+    assert ahead.block_updates == ()
+    for num_drafts in (1, 4):
+        drafts = (Draft(0, 7, 8, (1, 2, 3, 4)[:num_drafts]),)
+        confirmed = scheduler.lookahead.confirm(ahead, output, StepResult((SampledToken(0, 5),), drafts=drafts))
+        assert confirmed is not None
+        assert confirmed.scheduled == (ScheduledSequence(0, 6, 2, True, drafts=(1,)),)
 
 
 def test_another_thread_may_ask_while_steps_end() -> None:
@@ -192,7 +198,7 @@ def test_another_thread_may_ask_while_steps_end() -> None:
     def ask() -> None:
         try:
             while not is_over.is_set():
-                speculation.is_worth_it([Draft(i, 5, 8, (1, 2, 3)) for i in (0, 1)], 2)
+                speculation.choose([Draft(i, 5, 8, (1, 2, 3)) for i in (0, 1)], 2, 64)
         except BaseException as error:
             failures.append(error)
 
@@ -232,7 +238,7 @@ def test_an_end_within_drafts_ends_the_sequence() -> None:
     assert scheduler.stats(0.0).num_allocated_blocks == 0
 
 
-def test_what_runs_ahead_gives_way_to_drafts() -> None:
+def test_a_planned_step_takes_the_drafts_that_are_worth_it() -> None:
     scheduler = decoding()
     output = scheduler.schedule(0.0)
     assert output is not None
@@ -240,17 +246,58 @@ def test_what_runs_ahead_gives_way_to_drafts() -> None:
     ahead = scheduler.lookahead.plan(output)
     assert ahead is not None
     assert ahead.num_drafts_wanted == 6
+    assert ahead.room == {0: 12}  # five tokens and six drafts
     sampled = (SampledToken(0, 5),)
     unlikely, likely = (Draft(0, 5, 0, (1,)),), (Draft(0, 5, 8, (1, 2)),)
-    assert scheduler.lookahead.confirm(ahead, StepResult(sampled, drafts=unlikely)) == ahead
-    result = StepResult(sampled, drafts=likely)
-    assert scheduler.lookahead.confirm(ahead, result) is None
+    plain = scheduler.lookahead.confirm(ahead, output, StepResult(sampled, drafts=unlikely))
+    assert plain is not None
+    assert plain.scheduled == (ScheduledSequence(0, 4, 1, True),)
+    result = StepResult(sampled, drafts=likely, step_s=DECODE_S)
+    confirmed = scheduler.lookahead.confirm(ahead, output, result)
+    assert confirmed is not None
+    assert confirmed.scheduled == (ScheduledSequence(0, 4, 3, True, drafts=(1, 2)),)
+    assert confirmed.block_updates == ahead.block_updates
     scheduler.update(output, result)
-    assert scheduler.lookahead.confirm(ahead, result) is None
-    following = scheduler.schedule(0.0)
+    assert scheduler.lookahead.confirm(ahead, output, result) == confirmed
+
+
+@pytest.mark.parametrize(("tokens", "num_computed"), [((1, 2, 3), 7), ((1, 4), 6), ((9,), 5)])
+def test_a_planned_step_goes_on_after_the_drafts_that_were_right(tokens: tuple[int, ...], num_computed: int) -> None:
+    scheduler = decoding()
+    offer(scheduler, Draft(0, 5, 8, (1, 2)))
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    assert output.scheduled == (ScheduledSequence(0, 4, 3, True, drafts=(1, 2)),)
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    assert ahead.room == {0: 16}  # eight tokens and six drafts
+    drafts = (Draft(0, num_computed + 1, 8, (6, 7)),)
+    result = StepResult(tuple(SampledToken(0, token) for token in tokens), drafts=drafts, step_s=DECODE_S)
+    confirmed = scheduler.lookahead.confirm(ahead, output, result)
+    assert confirmed is not None
+    assert confirmed.scheduled == (ScheduledSequence(0, num_computed, 3, True, drafts=(6, 7)),)
+    scheduler.update(output, result)
+    following = scheduler.lookahead.plan(ahead)
     assert following is not None
-    assert following.scheduled[0].drafts == (1, 2)
-    assert scheduler.lookahead.plan(following) is None  # how far it gets is not known
+    assert following.room == {0: 4 * -(-(num_computed + 1 + 6 + 1 + 6) // 4)}
+
+
+def test_a_planned_step_is_without_a_sequence_that_ends_within_its_drafts() -> None:
+    scheduler = decoding(2, max_tokens=4)
+    offer(scheduler, Draft(0, 5, 8, (1, 2)))  # two of four are there
+    output = scheduler.schedule(0.0)
+    assert output is not None
+    assert [len(share.drafts) for share in output.scheduled] == [1, 0]
+    ahead = scheduler.lookahead.plan(output)
+    assert ahead is not None
+    right = StepResult((SampledToken(0, 1), SampledToken(0, 2), SampledToken(1, 5)))
+    confirmed = scheduler.lookahead.confirm(ahead, output, right)
+    assert confirmed is not None
+    assert confirmed.scheduled == (ScheduledSequence(1, 5, 1, True),)
+    cut = StepResult((SampledToken(0, 1, is_cut=True), SampledToken(1, 5)))
+    confirmed = scheduler.lookahead.confirm(ahead, output, cut)
+    assert confirmed is not None
+    assert confirmed.scheduled == (ScheduledSequence(1, 5, 1, True),)
 
 
 async def test_an_engine_streams_what_was_right_in_fewer_steps() -> None:

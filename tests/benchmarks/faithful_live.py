@@ -73,6 +73,7 @@ class Shown:
 
     requests_per_s: float
     ttft_mean_s: float
+    answer_mean_s: float
     hit_rate: float
     ttft_cold_s: float  # mean over requests with no prompt token cached; ``ttft_warm_s``: over the others
     ttft_warm_s: float
@@ -180,6 +181,7 @@ def shown_of(asked: list[Asked]) -> Shown:
     return Shown(
         len(asked) / (last_s - first_s),
         statistics.mean(a.ttft_s for a in asked),
+        statistics.mean(a.ended_s - a.asked_s for a in asked),
         sum(a.usage.num_cached_tokens for a in asked) / num_prompt,
         mean(a.ttft_s for a in asked if not a.usage.num_cached_tokens),
         mean(a.ttft_s for a in asked if a.usage.num_cached_tokens),
@@ -223,6 +225,7 @@ def simulated(asked: list[Asked], config: ClusterConfig, step_time: StepTime, wa
     return Shown(
         said.num_finished / said.duration_s,
         said.ttft_s.mean,
+        statistics.mean((o.finished_s or o.arrival_s) - o.arrival_s for o in cluster.book.outcomes.values()),
         said.hit_rate,
         mean(first_s for num_cached, first_s in first if not num_cached),
         mean(first_s for num_cached, first_s in first if num_cached),
@@ -232,7 +235,7 @@ def simulated(asked: list[Asked], config: ClusterConfig, step_time: StepTime, wa
 def compare(real: Shown, model: Shown) -> bool:
     """Print both runs' figures; return whether they agree within TOLERANCE."""
     agree = True
-    for name in ("requests_per_s", "ttft_mean_s", "hit_rate"):
+    for name in ("requests_per_s", "ttft_mean_s", "answer_mean_s", "hit_rate"):
         seen, made = getattr(real, name), getattr(model, name)
         off = made / seen - 1 if seen else math.inf
         agree &= abs(off) <= TOLERANCE
@@ -248,7 +251,6 @@ def configured() -> tuple[dict[str, Any], str]:
     args = document["applications"][0]["args"]
     grpc_address, http_address = (f"127.0.0.1:{port}" for port in free_ports(2))
     args["gateway"].update(grpc_address=grpc_address, http_address=http_address)
-    args["replica"].update(num_speculative_tokens=0)  # which the simulator does not know
     return document, grpc_address
 
 

@@ -206,24 +206,27 @@ def test_a_benchmark_without_steps_is_named(tmp_path: Path, text: str) -> None:
         fit_step_time(tmp_path / "other.json")
 
 
-def test_step_times_are_found_again_from_what_replicas_tell() -> None:
+@pytest.mark.parametrize("share_guessed", [0.0, 0.25])
+def test_step_times_are_found_again_from_what_replicas_tell(share_guessed: float) -> None:
+    """Where every fourth token was guessed, there are three steps for four of a sequence's tokens."""
     true, rng = StepTime(prefill=PrefillTime(tokens_per_s=500.0, pair_s=0.0), step_s=0.02), Random(0)
     told: list[tuple[ReplicaStats, ReplicaStats]] = []
     before = make_stats()
     for _ in range(40):
-        steps, new, generated = rng.randrange(20), rng.randrange(300), rng.randrange(60)
+        steps, new, generated = rng.randrange(20), rng.randrange(300), 4 * rng.randrange(15)
         after = structs.replace(
             before,
             num_steps=before.num_steps + steps,
             num_prompt_tokens=before.num_prompt_tokens + 512 + new,
             num_cached_tokens=before.num_cached_tokens + 512,
             num_generated_tokens=before.num_generated_tokens + generated,
+            num_accepted_tokens=before.num_accepted_tokens + int(share_guessed * generated),
             busy_s=before.busy_s + steps * true.step_s + new / 500.0 + generated * 0.003,
         )
         told.append((before, after))
         before = after
     fitted = fit_live(told)
-    assert fitted.step_s == pytest.approx(0.02, rel=1e-3)
+    assert fitted.step_s == pytest.approx((1 - share_guessed) * 0.02, rel=1e-3)
     assert fitted.prefill.tokens_per_s == pytest.approx(500.0, rel=1e-3)
     assert (fitted.decode_s, fitted.decode_sequence_s) == (0.0, pytest.approx(0.003, rel=1e-3))
     with pytest.raises(ConfigError, match="intervals with steps"):

@@ -68,9 +68,11 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
     if np.linalg.matrix_rank(np.stack([steps, new, generated], axis=1)) < 3:
         raise ConfigError("live: the intervals are too alike to tell steps, prompts and outputs apart")
     step_s, token_s, sequence_s = _least_squares([steps, new, generated], busy_s, relative=False)
+    num_right = sum(after.num_accepted_tokens - before.num_accepted_tokens for before, after in told)
+    num_generated = sum(after.num_generated_tokens - before.num_generated_tokens for before, after in told)
     return StepTime(
         prefill=PrefillTime(tokens_per_s=1 / max(token_s, 1 / MAX_TOKENS_PER_S), pair_s=0.0),
-        step_s=step_s,
+        step_s=step_s * (1 - num_right / num_generated),
         decode_s=0.0,
         decode_sequence_s=sequence_s,
     )

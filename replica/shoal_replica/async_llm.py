@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator
 from shoal_replica.bad_words import ban_words
 from shoal_replica.build import build_engine, build_executor
 from shoal_replica.config import EngineConfig
-from shoal_replica.engine import Engine, StepReport
+from shoal_replica.engine import Engine
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
 from shoal_replica.llm import with_seed
+from shoal_replica.reports import StepReport
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.request_checks import check_adapter, check_prompt
 from shoal_replica.sampling_params import SamplingParams

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from shoal_replica.burst import Burst
 from shoal_replica.errors import EngineDead, Unavailable
@@ -15,6 +14,7 @@ from shoal_replica.executor import Executor
 from shoal_replica.loaded_adapters import LoadedAdapters
 from shoal_replica.prefill_pace import PrefillPace
 from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.reports import Reports, Subscriber
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.scheduler import Scheduler
 from shoal_replica.stats import ReplicaStats
@@ -26,23 +26,6 @@ STEP_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What has changed, for the engine's subscribers: new tokens, block events, and the ledger after them.
-
-    ``step_s`` is the duration of the step that has just ended; None if the report was not caused by a step.
-    """
-
-    deltas: tuple[TokenDelta, ...]
-    stored: tuple[BlockHash, ...]
-    removed: tuple[BlockHash, ...]
-    stats: ReplicaStats
-    step_s: float | None = None
-
-
-Subscriber = Callable[[StepReport], None]
 
 
 class Engine:
@@ -71,7 +54,6 @@ class Engine:
         self._heartbeat_s = heartbeat_s
         self._beat_s = min(BEAT_S, heartbeat_s)
         self._step_timeout_s = step_timeout_s
-        self._subscribers: list[Subscriber] = []
         self._finished: dict[str, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -86,9 +68,8 @@ class Engine:
         self._is_checked = False  # whether invariants were checked since the last step
         self._step_s = self._busy_s = 0.0
         self._pace = PrefillPace(scheduler.config.max_num_batched_tokens)
-        self._told = self.stats()
-        self._is_changed = False  # whether anything changed since the last report
         self._rested_s = 0.0
+        self._reports = Reports(scheduler, self.stats, heartbeat_s)
 
     def start(self) -> None:
         """Begin stepping on the running event loop."""
@@ -96,8 +77,7 @@ class Engine:
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Call ``subscriber`` with every StepReport from now on. Returns a function that unsubscribes it."""
-        self._subscribers.append(subscriber)
-        return lambda: self._subscribers.remove(subscriber)
+        return self._reports.subscribe(subscriber)
 
     def add(self, request: Request) -> asyncio.Future[None]:
         """Queue a request. The future completes when its last sequence has ended; its tokens go to subscribers.
@@ -113,7 +93,7 @@ class Engine:
             raise Unavailable("the replica is draining")
         self._scheduler.add(request)
         self._burst.note(time.monotonic(), len(self._finished), self._step_s)
-        self._is_changed = True
+        self._reports.note_change()
         finished = asyncio.get_running_loop().create_future()
         self._finished[request.request_id] = finished
         if request.adapter:
@@ -126,7 +106,7 @@ class Engine:
         """End a request, or one of its sequences, now; its blocks are free on return. Unknown ids are ignored."""
         deltas = self._scheduler.abort(request_id, index, reason)
         if deltas:
-            self._is_changed = True
+            self._reports.note_change()
             self._publish(deltas)
 
     def hand_back(self, request_id: str) -> bool:
@@ -136,9 +116,9 @@ class Engine:
         if request_id not in self._scheduler.request_ids(only_unstarted=True):
             return False
         self._scheduler.abort(request_id)
-        self._is_changed = True
+        self._reports.note_change()
         self._note_end(request_id, Unavailable("the replica has handed the request back before it started"))
-        self._publish(())
+        self._reports.publish()
         return True
 
     def stats(self) -> ReplicaStats:
@@ -150,7 +130,7 @@ class Engine:
 
         Events that no report has carried yet are published first, since the snapshot already includes them.
         """
-        self._publish(())
+        self._reports.publish()
         return tuple(self._scheduler.cache_hashes())
 
     def uncached(self, block_hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
@@ -176,8 +156,9 @@ class Engine:
 
     async def drain(self, timeout_s: float) -> bool:
         """Accept no more requests and wait for the present ones. False if some are left after ``timeout_s``."""
-        self._draining = self._is_changed = True
-        self._publish(())
+        self._draining = True
+        self._reports.note_change()
+        self._reports.publish()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -215,7 +196,7 @@ class Engine:
             await self._rest()
             return
         self._is_checked = False
-        self._is_changed = True
+        self._reports.note_change()
         self._rested_s = 0.0
         self._flight = self._depart_after(flight)
         await self._land(flight)
@@ -233,7 +214,7 @@ class Engine:
         self._step_s = landed.step_s
         self._busy_s += landed.step_s
         self._pace.take(landed.output.scheduled, 0, landed.step_s, time.monotonic())
-        self._is_changed = True
+        self._reports.note_change()
         deltas = self._scheduler.update(landed.output, landed.result, time.monotonic())
         self._go_on()
         self._publish(deltas, landed.step_s)
@@ -275,7 +256,7 @@ class Engine:
                     started = time.perf_counter()
                 if time.perf_counter() - started > self._step_timeout_s:
                     raise TimeoutError(f"a step took longer than {self._step_timeout_s:g} s")
-                self._publish(())  # so that a long step is not taken for a dead replica
+                self._reports.publish()  # so that a long step is not taken for a dead replica
         finally:
             taken.cancel()
         taken.result()
@@ -313,20 +294,13 @@ class Engine:
                 self._is_checked = True
             if not self.adapters.is_changing:
                 self._executor.check_health()
-            self._publish(())
+            self._reports.publish()
 
-    def _publish(self, deltas: Iterable[TokenDelta], step_s: float | None = None) -> None:
-        deltas = tuple(deltas)
-        stored, removed = self._scheduler.take_block_events()
-        if self._is_changed or time.time() - self._told.time_s >= self._heartbeat_s:
-            self._told = self.stats()
-            self._is_changed = False
-        report = StepReport(deltas, tuple(stored), tuple(removed), self._told, step_s)
+    def _publish(self, deltas: Sequence[TokenDelta], step_s: float | None = None) -> None:
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._note_end(delta.request_id)
-        for subscriber in tuple(self._subscribers):
-            subscriber(report)
+        self._reports.publish(deltas, step_s)
 
     def _note_end(self, request_id: str, error: Exception | None = None) -> None:
         """A sequence has ended; if it was the last of its request, complete the request's future, or fail it with

@@ -231,13 +231,13 @@ async def test_a_subscriber_that_fails_leaves_nobody_waiting() -> None:
         def fail(report: object) -> None:
             raise ValueError("a bug")
 
-        engine.subscribe(fail)
+        unsubscribe = engine.subscribe(fail)
         futures = [engine.add(make_request(f"r{i}")) for i in range(3)]
         await asyncio.gather(*map(finished, futures))
         assert len(recorder.reasons) == 3
         with pytest.raises(EngineDead):
             engine.check_health()
-        engine._subscribers.remove(fail)
+        unsubscribe()
 
 
 async def test_a_drain_takes_nobody_new_and_waits_for_the_others() -> None:

@@ -8,8 +8,8 @@ import pytest
 from fixtures.engines import finished, running_engine
 from fixtures.waiting import DEADLINE_S
 
-from shoal_replica.engine import StepReport
 from shoal_replica.executor import SampledToken, ScheduledSequence, SchedulerOutput, StepResult
+from shoal_replica.reports import StepReport
 from shoal_replica.request import Request
 from shoal_replica.scheduler import Scheduler
 from shoal_replica.testing import FakeExecutor, make_request, make_scheduler

@@ -30,7 +30,6 @@ from shoal_cluster.serve.metrics.model_tally import MAX_MODELS
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.metrics.tally import Histogram, Point, Tally
 from shoal_cluster.serve.view_tally import ViewQuality
-from shoal_replica.engine import StepReport
 from shoal_replica.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -40,6 +39,7 @@ from shoal_replica.errors import (
     Unavailable,
 )
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
+from shoal_replica.reports import StepReport
 from shoal_replica.sampling_params import SamplingParams
 
 MAX_SERIES_PER_GATEWAY, MAX_SERIES_PER_REPLICA = 200, 100

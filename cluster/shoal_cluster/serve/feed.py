@@ -40,7 +40,8 @@ from shoal_cluster.serve.feed_messages import (
     frames_from_gateway,
 )
 from shoal_cluster.serve.subscriber import Subscriber
-from shoal_replica.engine import Engine, StepReport
+from shoal_replica.engine import Engine
+from shoal_replica.reports import StepReport
 from shoal_replica.request import Request, TokenDelta
 
 MAX_BACKLOG_BYTES = 32 * 2**20

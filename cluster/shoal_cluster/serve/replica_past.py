@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from shoal_replica.engine import Engine, StepReport
+from shoal_replica.engine import Engine
+from shoal_replica.reports import StepReport
 from shoal_replica.stats import ReplicaStats
 
 PAST_BUCKET_S = 20.0

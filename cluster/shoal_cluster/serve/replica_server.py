@@ -28,8 +28,8 @@ from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.request_router import FEED_KEY, REPORT_KEY
 from shoal_replica.build import build_engine, build_executor, plan_replica
 from shoal_replica.config import EngineConfig
-from shoal_replica.engine import StepReport
 from shoal_replica.errors import EngineDead, Unavailable
+from shoal_replica.reports import StepReport
 from shoal_replica.request import Request
 
 LAST_WORDS_S = 0.5  # time for answers and feed messages to leave the process

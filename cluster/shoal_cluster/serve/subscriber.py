@@ -6,8 +6,8 @@ import asyncio
 
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.feed_messages import InFlight, Promise, Promised, ToldWish, Update, frame
-from shoal_replica.engine import StepReport
 from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.reports import StepReport
 from shoal_replica.request import TokenDelta
 from shoal_replica.stats import ReplicaStats
 

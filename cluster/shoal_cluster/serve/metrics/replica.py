@@ -8,7 +8,7 @@ import psutil
 
 from shoal_cluster.serve.metrics import definitions as d
 from shoal_cluster.serve.metrics.tally import Point, Tally
-from shoal_replica.engine import StepReport
+from shoal_replica.reports import StepReport
 from shoal_replica.stats import ReplicaStats
 
 

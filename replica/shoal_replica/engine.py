@@ -64,7 +64,7 @@ class Engine:
         self._failure: BaseException | None = None
         self._draining = False
         self._burst = Burst()
-        self._flight: Flight | None = None  # the step planned to follow the running one
+        self._flight: Flight | None = None  # the step after the one that is awaited
         self._is_checked = False  # whether invariants were checked since the last step
         self._step_s = self._busy_s = 0.0
         self._pace = PrefillPace(scheduler.config.max_num_batched_tokens)
@@ -202,7 +202,9 @@ class Engine:
         await self._land(flight)
 
     def _take_in(self, flight: Flight) -> None:
-        """A step has ended: update the scheduler with its result, and publish it. Raises what the step raised."""
+        """A step has ended: update the scheduler with its result, start the next one if that was not planned, and
+        publish the result. Raises what the step raised.
+        """
         landed = flight.future.result()
         if landed is None:  # it was planned ahead and then dropped
             self._flight = None  # and with it the step that was to follow
@@ -216,8 +218,10 @@ class Engine:
         self._pace.take(landed.output.scheduled, 0, landed.step_s, time.monotonic())
         self._reports.note_change()
         deltas = self._scheduler.update(landed.output, landed.result, time.monotonic())
-        self._go_on()
-        self._publish(deltas, landed.step_s)
+        try:
+            self._go_on()
+        finally:  # even if that fails, since the scheduler no longer knows of those that have ended
+            self._publish(deltas, landed.step_s)
 
     def _go_on(self) -> None:
         """Start the next step, unless one is under way, or the rest of a burst is waited for."""
@@ -229,8 +233,8 @@ class Engine:
         return None if output is None else self._thread.depart(output)
 
     def _depart_after(self, flight: Flight) -> Flight | None:
-        output = self._scheduler.lookahead.plan(flight.planned)
-        return None if output is None else self._thread.depart_after(flight, output)
+        planned = self._scheduler.lookahead.plan(flight.planned)
+        return None if planned is None else self._thread.depart_after(flight, planned)
 
     async def _land(self, flight: Flight) -> None:
         """Wait for the end of a step, publishing heartbeats until then. The result is processed in the callback that

@@ -26,11 +26,13 @@ from shoal_replica.speculation import Speculation
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     """A step of decodes, as far as it is known before the step before it has ended. ``room``: its sequences, and how
-    many tokens of each their blocks can hold. The rest is as in ``SchedulerOutput``.
+    many tokens of each their blocks can hold; ``num_drafts``: the most that it may have of each. The rest is as in
+    ``SchedulerOutput``.
     """
 
     step: int
     room: Mapping[int, int]
+    num_drafts: int
     block_updates: tuple[tuple[int, int, tuple[int, ...]], ...]
     moves_out: tuple[Move, ...]
     num_drafts_wanted: int
@@ -73,26 +75,27 @@ class Lookahead:
         """
         if self._beams or self._has_candidates():
             return None
-        ends = self._ends(before)
-        if not ends or any(s.seq_id not in ends or s.unstarted_indexes for s in self._running):
+        starts = self._latest_starts(before)
+        if not starts or any(s.seq_id not in starts or s.unstarted_indexes for s in self._running):
             return None
-        updates = self._grow(ends, before.num_drafts_wanted) if before.num_drafts_wanted else None
-        if updates is None and (updates := self._grow(ends, 0)) is None:
+        updates = self._grow(starts, before.num_drafts_wanted) if before.num_drafts_wanted else None
+        if updates is None and (updates := self._grow(starts, 0)) is None:
             return None
         size = self._kv.block_size
         return PlannedStep(
             before.step + 1,
-            {seq_id: size * len(self._kv.block_table(seq_id)) for seq_id in ends},
+            {seq_id: size * len(self._kv.block_table(seq_id)) for seq_id in starts},
+            before.num_drafts_wanted,
             updates,
             self._kv.host.moves_ahead(),
-            self._speculation.num_wanted(len(ends)),
+            self._speculation.num_wanted(len(starts)),
         )
 
     def confirm(self, planned: PlannedStep, before: SchedulerOutput, result: StepResult) -> SchedulerOutput | None:
         """What is to be computed after ``before``, which had ``result``: ``planned`` without the sequences that have
         ended, and with the drafts that are worth it. None if the scheduler has to decide.
 
-        Changes nothing, and may be called in the executor's thread, before or after ``result`` is processed.
+        Changes nothing, and may be called in the executor's thread, whether ``result`` is processed yet or not.
         """
         sampled: dict[int, list[SampledToken]] = {}
         for token in result.sampled:
@@ -137,25 +140,33 @@ class Lookahead:
         """Whether the scheduler could start a waiting sequence, apart from blocks."""
         return len(self._waiting) > 0 and len(self._running) < self._config.max_num_seqs
 
-    def _ends(self, before: SchedulerOutput | PlannedStep) -> dict[int, int]:
-        """The most tokens that each running sequence from which ``before`` samples can have computed after it."""
+    def _latest_starts(self, before: SchedulerOutput | PlannedStep) -> dict[int, int]:
+        """Where the next token of each running sequence from which ``before`` samples can be at the latest: after all
+        drafts that ``before`` may have, but not beyond the last token that a sequence may compute.
+        """
+        starts: dict[int, int] = {}
         if isinstance(before, SchedulerOutput):
             ends = {s.seq_id: s.num_computed_tokens + s.num_new_tokens for s in before.scheduled if s.samples}
-            return {s.seq_id: ends[s.seq_id] for s in self._running if s.seq_id in ends}
-        most = 1 + (self._config.num_speculative_tokens or 0)
-        return {
-            s.seq_id: min(before.room[s.seq_id], s.num_computed_tokens + most)
-            for s in self._running
-            if s.seq_id in before.room
-        }
+        else:
+            ends = {
+                s.seq_id: min(before.room[s.seq_id], s.num_computed_tokens + 1 + before.num_drafts)
+                for s in self._running
+                if s.seq_id in before.room
+            }
+        for sequence in self._running:
+            if sequence.seq_id in ends:
+                left = self._finish.num_left(sequence.request, sequence.num_tokens)
+                starts[sequence.seq_id] = min(ends[sequence.seq_id], sequence.num_tokens + max(left, 1) - 2)
+        return starts
 
-    def _grow(self, ends: Mapping[int, int], num_drafts: int) -> tuple[tuple[int, int, tuple[int, ...]], ...] | None:
-        """Make room for a token more of each sequence, and so many drafts. None, and nothing changed, if free blocks do
-        not suffice, with drafts for a token of each sequence besides, or if a block that others read would be copied.
+    def _grow(self, starts: Mapping[int, int], num_drafts: int) -> tuple[tuple[int, int, tuple[int, ...]], ...] | None:
+        """Allocate blocks for the token at each of ``starts`` and so many drafts after it, and return the changes to
+        the block tables. None, and nothing is changed, if a block that others read would have to be copied, or if there
+        are too few free ones: with drafts, one for each sequence is to be left.
         """
         growing: list[tuple[int, int, int]] = []
         num_blocks = 0
-        for seq_id, start in ends.items():
+        for seq_id, start in starts.items():
             end = start + 1
             if num_drafts:
                 end += max(0, min(num_drafts, self._finish.num_left(self._by_id[seq_id].request, end) - 1))
@@ -164,7 +175,7 @@ class Lookahead:
                     return None
                 num_blocks += self._kv.num_blocks_to_append(seq_id, start, end)
                 growing.append((seq_id, start, end))
-        if num_blocks and num_blocks + (len(ends) if num_drafts else 0) > self._kv.pool.num_free:
+        if num_blocks and num_blocks + (len(starts) if num_drafts else 0) > self._kv.pool.num_free:
             return None
         updates = []
         for seq_id, start, end in growing:

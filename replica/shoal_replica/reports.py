@@ -56,6 +56,7 @@ class Reports:
         self._is_changed = True
 
     def publish(self, deltas: Iterable[TokenDelta] = (), step_s: float | None = None) -> None:
+        """Tell the subscribers of ``deltas``, of block events since the last report, and of the present ledger."""
         stored, removed = self._scheduler.take_block_events()
         if self._is_changed or time.time() - self._told.time_s >= self._heartbeat_s:
             self._told = self._stats()

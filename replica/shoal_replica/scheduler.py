@@ -116,10 +116,9 @@ class Scheduler:
             return None
         if not self._beams:
             self._speculation.extend(plan, level)
-        self._totals.num_steps += 1
         dropped = self._roster.take_dropped()
         chosen, num_drafts = self._beams.take_chosen(dropped), self._speculation.num_wanted(len(self._running))
-        return plan.output(self._totals.num_steps, dropped, self._kv.host.take_moves(), chosen, num_drafts)
+        return plan.output(self._totals.num_steps + 1, dropped, self._kv.host.take_moves(), chosen, num_drafts)
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float = 0.0) -> list[TokenDelta]:
         """Process a step's tokens at ``now``: advance sequences, commit full blocks, end finished sequences."""

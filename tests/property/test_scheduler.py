@@ -49,7 +49,7 @@ events = st.lists(
     max_num_batched_tokens=st.integers(6, 40),
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority", "deadline"]),
-    looks_ahead=st.booleans(),
+    looks_ahead=st.sampled_from(["no", "at once", "late"]),
     num_host_blocks=st.sampled_from([0, 2, 8, 100]),
     num_speculative_tokens=st.sampled_from([0, 1, 5]),
 )
@@ -125,14 +125,22 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         assert len(output.scheduled) <= max_num_seqs
         assert sum(share.num_scored for share in output.scheduled) <= MAX_SCORED
         assert all(len(share.drafts) <= num_speculative_tokens for share in output.scheduled)
-        following = scheduler.lookahead.plan(planned) if looks_ahead else None
+        following = scheduler.lookahead.plan(planned) if looks_ahead != "no" else None
         if aborted is not None and aborted[1] is None:
             take(scheduler.abort(*aborted))
-        confirmed = scheduler.lookahead.confirm(following, output, result) if following is not None else None
-        running = (following, confirmed, executor.execute(confirmed)) if confirmed is not None else None
+
+        def go_on() -> None:
+            nonlocal running
+            confirmed = scheduler.lookahead.confirm(following, output, result) if following is not None else None
+            running = (following, confirmed, executor.execute(confirmed)) if confirmed is not None else None
+
+        if looks_ahead != "late":
+            go_on()
         if aborted is not None:
             take(scheduler.abort(*aborted))
         take(scheduler.update(output, result))
+        if looks_ahead == "late":
+            go_on()
         return True
 
     for number, event in enumerate(events):

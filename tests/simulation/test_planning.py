@@ -225,7 +225,8 @@ def test_step_times_are_found_again_from_what_replicas_tell(share_guessed: float
         )
         told.append((before, after))
         before = after
-    fitted = fit_live(told)
+    is_left_out = structs.replace(before, num_waiting=1, num_generated_tokens=before.num_generated_tokens + 9999)
+    fitted = fit_live([*told, (before, is_left_out)])
     assert fitted.step_s == pytest.approx((1 - share_guessed) * 0.02, rel=1e-3)
     assert fitted.prefill.tokens_per_s == pytest.approx(500.0, rel=1e-3)
     assert (fitted.decode_s, fitted.decode_sequence_s) == (0.0, pytest.approx(0.003, rel=1e-3))

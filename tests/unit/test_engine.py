@@ -240,6 +240,33 @@ async def test_a_subscriber_that_fails_leaves_nobody_waiting() -> None:
         unsubscribe()
 
 
+async def test_a_step_that_cannot_be_scheduled_leaves_nobody_waiting() -> None:
+    """Nor those that the step before it has ended."""
+    async with running_engine(max_num_batched_tokens=8) as (engine, executor, recorder):
+        executor.gate.clear()
+        futures = [engine.add(make_request("ends", range(3), max_tokens=1)), engine.add(make_request("r", range(30)))]
+        await until(lambda: executor.is_held)
+
+        def fail(now: float) -> None:
+            raise RuntimeError("a bug")
+
+        engine._scheduler.schedule = fail  # type: ignore[method-assign, assignment]
+        executor.gate.set()
+        await asyncio.gather(*map(finished, futures))
+        assert recorder.reasons == {("ends", 0): LENGTH, ("r", 0): ERROR}
+        assert len(recorder.tokens["ends", 0]) == 1
+        with pytest.raises(EngineDead):
+            engine.check_health()
+
+
+async def test_reports_count_the_steps_that_have_ended() -> None:
+    """Pieces of a prompt, decodes, and steps with drafts: though the next step is under way when they are made."""
+    async with running_engine(max_num_batched_tokens=8, num_speculative_tokens=4) as (engine, _, recorder):
+        await finished(engine.add(make_request("r", range(30), max_tokens=40)))
+        numbers = [report.stats.num_steps for report in recorder.reports if report.step_s is not None]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
 async def test_a_drain_takes_nobody_new_and_waits_for_the_others() -> None:
     async with running_engine() as (engine, executor, recorder):
         executor.gate.clear()

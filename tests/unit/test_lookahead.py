@@ -41,6 +41,28 @@ def test_every_sequence_goes_on_by_a_token() -> None:
     assert scheduler.lookahead.plan(ahead) is not None
 
 
+@pytest.mark.parametrize("max_model_len", range(40, 45))
+@pytest.mark.parametrize("max_tokens", [20, 100])
+def test_no_block_beyond_what_a_sequence_may_compute(max_model_len: int, max_tokens: int) -> None:
+    request = make_request(max_tokens=max_tokens)
+    scheduler, executor = make_scheduler(max_model_len=max_model_len, num_speculative_tokens=6)
+    scheduler.add(request)
+    end = min(max_model_len, request.num_prompt_tokens + max_tokens)
+    output, ahead = scheduler.schedule(0.0), None
+    while output is not None:
+        ahead = scheduler.lookahead.plan(output if ahead is None else ahead)
+        assert scheduler.stats(0.0).num_allocated_blocks <= -(-end // 4)
+        result = executor.execute(output)
+        confirmed = scheduler.lookahead.confirm(ahead, output, result) if ahead is not None else None
+        scheduler.update(output, result)
+        if confirmed is None:
+            ahead, confirmed = None, scheduler.schedule(0.0)
+        else:
+            scheduler.lookahead.note_told(confirmed)
+        output = confirmed
+    assert not scheduler.has_work
+
+
 def test_a_sequence_that_ends_is_left_out() -> None:
     last = make_request("last", range(3), max_tokens=1)
     scheduler, executor, output = started(last, make_request("b", range(10, 16)))

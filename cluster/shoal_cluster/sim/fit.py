@@ -45,13 +45,20 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
 
     The fit therefore holds for replicas that share a machine, with whatever else runs there, at about the measured
     load. The totals count a whole prompt when it starts, but time only when a step ends, so prompt tokens still to be
-    computed are subtracted. Pairs with waiting requests are skipped: their prompts are not in the totals yet. Guessed
-    tokens (``num_speculative_tokens``) are not simulated: a fit to replicas that have them takes steps as they came.
+    computed are subtracted. Pairs with waiting requests are skipped: their prompts are not in the totals yet.
+
+    Simulated steps decode one token of each sequence. Where guessed tokens (``num_speculative_tokens``) were right,
+    live steps have decoded more, so a step, also one of a prompt alone, is taken to be shorter by their share.
 
     Raises:
         ConfigError: too few pairs, or pairs too alike to separate the cost of a step, a prompt token and an output
             token.
     """
+    used = [
+        (before, after)
+        for before, after in told
+        if after.num_steps > before.num_steps and not before.num_waiting + after.num_waiting
+    ]
     rows = [
         (
             after.num_steps - before.num_steps,
@@ -59,8 +66,7 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
             after.num_generated_tokens - before.num_generated_tokens,
             after.busy_s - before.busy_s,
         )
-        for before, after in told
-        if after.num_steps > before.num_steps and not before.num_waiting + after.num_waiting
+        for before, after in used
     ]
     if len(rows) < MIN_INTERVALS:
         raise ConfigError(f"live: {len(rows)} intervals with steps in them; must be at least {MIN_INTERVALS}")
@@ -68,11 +74,10 @@ def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:
     if np.linalg.matrix_rank(np.stack([steps, new, generated], axis=1)) < 3:
         raise ConfigError("live: the intervals are too alike to tell steps, prompts and outputs apart")
     step_s, token_s, sequence_s = _least_squares([steps, new, generated], busy_s, relative=False)
-    num_right = sum(after.num_accepted_tokens - before.num_accepted_tokens for before, after in told)
-    num_generated = sum(after.num_generated_tokens - before.num_generated_tokens for before, after in told)
+    num_right = sum(after.num_accepted_tokens - before.num_accepted_tokens for before, after in used)
     return StepTime(
         prefill=PrefillTime(tokens_per_s=1 / max(token_s, 1 / MAX_TOKENS_PER_S), pair_s=0.0),
-        step_s=step_s * (1 - num_right / num_generated),
+        step_s=step_s * (1 - num_right / float(generated.sum())),
         decode_s=0.0,
         decode_sequence_s=sequence_s,
     )

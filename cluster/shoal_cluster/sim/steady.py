@@ -80,7 +80,7 @@ class SteadyScheduler(Scheduler):
     def finish_steps(self, num_steps: int, now: float) -> None:
         """``finish_step`` for ``num_steps`` steps of the same sequences, all alike. The last step began at ``now``."""
         self.now = now
-        self._totals.num_steps += num_steps - 1
+        self._totals.num_steps += num_steps
         self._go_on(num_steps)
 
     def abort_all(self) -> list[TokenDelta]:

@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -66,6 +71,16 @@ LONG_ROPE: dict[str, Any] = {
     "short_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.5],
     "long_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.5],
 }
+# By kind of layer: those that see all tokens are scaled, those with a window have a base of their own.
+GEMMA_ROPE: dict[str, Any] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+OLMO_ROPE: dict[str, Any] = {
+    "full_attention": YARN_ROPE,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR_ROPE: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 NINE_HEADS: dict[str, Any] = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -85,6 +100,37 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **SHAPE, rope_parameters=LONG_ROPE, original_max_position_embeddings=64, tie_word_embeddings=True
     ),
     "smollm3": lambda: SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1], rope_parameters=YARN_ROPE),
+    "qwen2-windows": lambda: Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=SLIDING_WINDOW, max_window_layers=1
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SHAPE,
+        head_dim=32,
+        sliding_window=SLIDING_WINDOW,
+        query_pre_attn_scalar=24,
+        layer_types=LAYER_TYPES,
+        rope_parameters=GEMMA_ROPE,
+    ),
+    "gemma3-one-kv-head": lambda: Gemma3TextConfig(
+        **SHAPE | {"num_key_value_heads": 1}, head_dim=16, sliding_window=SLIDING_WINDOW
+    ),
+    "granite": lambda: GraniteConfig(
+        **SHAPE,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.05,
+        logits_scaling=6.0,
+        tie_word_embeddings=True,
+    ),
+    "olmo2": lambda: Olmo2Config(**SHAPE),
+    "olmo3": lambda: Olmo3Config(
+        **SHAPE,
+        sliding_window=SLIDING_WINDOW,
+        layer_types=LAYER_TYPES,
+        rope_parameters=OLMO_ROPE,
+    ),
+    "exaone4": lambda: Exaone4Config(**SHAPE, head_dim=16, sliding_window=SLIDING_WINDOW, sliding_window_pattern=2),
+    "exaone4-full": lambda: Exaone4Config(**SHAPE, sliding_window=None, layer_types=["full_attention"] * 3),
     "qwen3-moe-plain": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False),
 }
 
@@ -101,6 +147,8 @@ def make_checkpoint(family: str, folder: Path, dtype: torch.dtype = torch.float3
                     parameter.normal_(0.0, 0.3)
                 elif "norm" in name:
                     parameter.uniform_(0.5, 1.5)
+                    if family.startswith("gemma"):
+                        parameter.sub_(1.0)  # which it adds
     model.save_pretrained(folder)
     return folder
 

@@ -11,11 +11,6 @@ constexpr int kSplitKeys = 512;   // keys of one part of a long decode; fixed, s
 constexpr int64_t kUnitsOfThread = 8;  // of long prompts, per thread, so that all threads finish at about the same time
 constexpr int kLeastShared = 128;  // shared keys that are worth processing for several sequences together: one tile
 
-// The oldest key that a position sees.
-int oldest_key(const ShoalShape& shape, int position) {
-    return shape.sliding_window > 0 ? std::max(0, position - shape.sliding_window + 1) : 0;
-}
-
 // The largest number of pieces, of `tokens` tokens each, in a unit of a prompt. With more pieces per unit, keys are
 // read less often, but each thread should get several units.
 int64_t pieces_of_unit(const ShoalShape& shape, const ShoalStep& step, int tokens, int64_t most) {
@@ -36,7 +31,10 @@ int64_t common_blocks(const ShoalStep& step, int block_size, int a, int b) {
 
 }  // namespace
 
-void AttentionPlan::build(const ShoalShape& shape, const ShoalStep& step, int most_rows) {
+int AttentionPlan::oldest_key(int position) const { return window_ > 0 ? std::max(0, position - window_ + 1) : 0; }
+
+void AttentionPlan::build(const ShoalShape& shape, const ShoalStep& step, int window, int most_rows) {
+    window_ = window;
     units_.clear();
     split_.clear();
     parts_.clear();
@@ -85,7 +83,7 @@ void AttentionPlan::add_prompt(const ShoalShape& shape, const ShoalStep& step, i
     // If units may have several pieces, whose number depends on the threads, the remainder of a prompt never becomes a
     // unit of its own: a unit with few rows takes another code path and would give other bits. With a sliding window
     // units have one piece, because a unit's first token determines its first key.
-    const int most = shape.sliding_window > 0 || 2 * group > kAttentionRows ? 1 : most_rows / kAttentionRows - 1;
+    const int most = window_ > 0 || 2 * group > kAttentionRows ? 1 : most_rows / kAttentionRows - 1;
     const bool joins_rest = most > 1;
     const int pieces = std::max(1, joins_rest ? (end - begin) / piece : static_cast<int>(divide_up(end - begin, piece)));
     const int units = joins_rest ? static_cast<int>(divide_up(pieces, pieces_of_unit(shape, step, piece, most))) : pieces;
@@ -95,18 +93,18 @@ void AttentionPlan::add_prompt(const ShoalShape& shape, const ShoalStep& step, i
         const int tokens = (i + 1 == units ? end : after) - row, position = step.seq_lens[sequence] - (end - row);
         for (int head = 0; head < shape.num_kv_heads; ++head) {
             tasks_.push_back({static_cast<int>(units_.size()), 1, 0});
-            units_.push_back({sequence, head, row, tokens, position, oldest_key(shape, position), position + tokens, -1});
+            units_.push_back({sequence, head, row, tokens, position, oldest_key(position), position + tokens, -1});
         }
     }
 }
 
 void AttentionPlan::find_sharers(const ShoalShape& shape, const ShoalStep& step, int sequence) {
-    const int oldest = oldest_key(shape, step.seq_lens[sequence] - 1);
+    const int oldest = oldest_key(step.seq_lens[sequence] - 1);
     Sharers* best = nullptr;
     int64_t best_blocks = 0;
     for (Sharers& sharers : sharers_) {
         const int leader = sharers.sequences.front();
-        if (oldest_key(shape, step.seq_lens[leader] - 1) != oldest) continue;
+        if (oldest_key(step.seq_lens[leader] - 1) != oldest) continue;
         const int64_t blocks = common_blocks(step, shape.block_size, leader, sequence);
         if (blocks * shape.block_size < oldest + kLeastShared || blocks <= best_blocks) continue;
         // Adding this sequence must not cost the others more than it gains.
@@ -127,7 +125,7 @@ void AttentionPlan::add_sharers(const ShoalShape& shape, const ShoalStep& step, 
     const int most = std::max(1, kSharedRows / (shape.num_heads / shape.num_kv_heads));
     const int shared = static_cast<int>(sharers.blocks * shape.block_size);
     const auto& sequences = sharers.sequences;
-    const int oldest = oldest_key(shape, step.seq_lens[sequences.front()] - 1);  // the same for all of them
+    const int oldest = oldest_key(step.seq_lens[sequences.front()] - 1);  // the same for all of them
     int longest = 0;
     for (const int s : sequences) longest = std::max(longest, step.seq_lens[s]);
     std::vector<int> places(sequences.size());

@@ -20,8 +20,8 @@ struct AttentionTask {
 // number of threads: how units are split and combined only affects how often a page is read.
 class AttentionPlan {
 public:
-    // Units have at most `most_rows` rows.
-    void build(const ShoalShape& shape, const ShoalStep& step, int most_rows);
+    // Queries see `window` tokens, themselves included, or if it is 0 all. Units have at most `most_rows` rows.
+    void build(const ShoalShape& shape, const ShoalStep& step, int window, int most_rows);
     // Selects the tasks that contribute to sampled rows: the last layer needs no others.
     void choose_sampled(const ShoalStep& step);
 
@@ -39,6 +39,7 @@ private:
         std::vector<int> sequences;
         int64_t blocks;
     };
+    int oldest_key(int position) const;  // that a position sees
     void add_prompt(const ShoalShape& shape, const ShoalStep& step, int sequence, int most_rows);
     void find_sharers(const ShoalShape& shape, const ShoalStep& step, int sequence);
     void add_sharers(const ShoalShape& shape, const ShoalStep& step, const Sharers& sharers);
@@ -49,6 +50,7 @@ private:
     std::vector<Sharers> sharers_;
     std::vector<bool> is_sampled_;  // by row of the step
     int num_partials_ = 0;
+    int window_ = 0;
 };
 
 }  // namespace shoal

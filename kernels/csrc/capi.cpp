@@ -64,12 +64,12 @@ int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t parameter, int32_t
     });
 }
 
-int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin) {
-    return guarded([&] { decoder->set_rotary(cos_sin); });
+int shoal_decoder_set_rotary(ShoalDecoder* decoder, int32_t table, const float* cos_sin) {
+    return guarded([&] { decoder->set_rotary(static_cast<ShoalRotary>(table), cos_sin); });
 }
 
-int shoal_decoder_leave_unrotated(ShoalDecoder* decoder, int32_t layer) {
-    return guarded([&] { decoder->leave_unrotated(layer); });
+int shoal_decoder_set_layer(ShoalDecoder* decoder, int32_t layer, int32_t has_window, int32_t rotary) {
+    return guarded([&] { decoder->set_layer(layer, has_window != 0, static_cast<ShoalRotary>(rotary)); });
 }
 
 int shoal_decoder_add_adapter(ShoalDecoder* decoder) {

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "simd.h"
+#include "gates.h"
 
 namespace shoal {
 namespace SHOAL_ISA {
@@ -28,10 +28,10 @@ void finish_ragged(const GemmCall& call, int row, int block, int lane, const F32
 // Finishes the sums of whole vectors of columns. Unrolled, so that they need not leave their registers first.
 template <class T, int MR, Finish kFinish>
 SHOAL_INLINE void finish_columns(const GemmCall& call, int row, int block, int lane, const F32 (&acc)[MR][2]) {
-    if constexpr (kFinish == Finish::SwiGlu) {
+    if constexpr (is_gated(kFinish)) {
         auto* out = static_cast<typename T::Scalar*>(call.out) + row * call.out_stride + block * kPanel + lane;
 #pragma GCC unroll 16
-        for (int i = 0; i < MR; ++i) T::store_row(out + i * call.out_stride, silu(acc[i][0]) * acc[i][1]);
+        for (int i = 0; i < MR; ++i) T::store_row(out + i * call.out_stride, activate<kFinish>(acc[i][0]) * acc[i][1]);
     } else {
         float* out = static_cast<float*>(call.out) + row * call.out_stride + block * kBlockColumns + lane;
 #pragma GCC unroll 16
@@ -62,6 +62,7 @@ SHOAL_INLINE void finish_tile(const GemmCall& call, int row, int block, int lane
         return finish_ragged<MR>(call, row, block, lane, kept);
     }
     if (call.finish == Finish::SwiGlu) return finish_columns<T, MR, Finish::SwiGlu>(call, row, block, lane, acc);
+    if (call.finish == Finish::GeGlu) return finish_columns<T, MR, Finish::GeGlu>(call, row, block, lane, acc);
     if (call.finish == Finish::Add) return finish_columns<T, MR, Finish::Add>(call, row, block, lane, acc);
     finish_columns<T, MR, Finish::Store>(call, row, block, lane, acc);
 }

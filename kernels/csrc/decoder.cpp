@@ -33,19 +33,6 @@ const ShoalShape& checked(const ShoalShape& s) {
     return s;
 }
 
-std::vector<float> widen(Dtype dtype, const void* data, int size) {
-    std::vector<float> out(static_cast<size_t>(size));
-    if (dtype == Dtype::Float32) {
-        std::memcpy(out.data(), data, out.size() * sizeof(float));
-        return out;
-    }
-    for (int i = 0; i < size; ++i) {
-        const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(data)[i]) << 16;
-        std::memcpy(&out[i], &bits, sizeof bits);
-    }
-    return out;
-}
-
 int64_t in_odd_lines(Dtype dtype, int64_t values) {
     const int64_t values_of_line = kPanel * values_per_word(dtype);
     return (divide_up(values, values_of_line) | 1) * values_of_line;
@@ -68,6 +55,7 @@ Decoder::Decoder(const ShoalShape& shape, std::unique_ptr<Exchange> exchange)
       normed_stride_(in_odd_lines(dtype_, shape.hidden_size)),
       attended_stride_(in_odd_lines(dtype_, shape.num_heads * shape.head_size)),
       gated_stride_(in_odd_lines(dtype_, shape.intermediate_size)),
+      gates_(shape.gelu ? Finish::GeGlu : Finish::SwiGlu),
       team_(shape.num_threads) {
     if (exchange_ != nullptr && exchange_->capacity < std::max<int64_t>(shape.hidden_size, vocab_share()))
         throw std::invalid_argument("exchange: capacity: a row does not fit");
@@ -107,7 +95,15 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
     Layer& l = layers_[static_cast<size_t>(layer)];
     const auto norm = [&](std::vector<float>& weight, int size) {
         expect(count, size);
-        weight = widen(dtype_, data, size);
+        const auto* const values = static_cast<const float*>(data);
+        weight.assign(values, values + size);
+    };
+    const auto post_norm = [&](std::vector<float>& weight) {
+        norm(weight, shape_.hidden_size);
+        has_post_norms_ = true;
+    };
+    const auto head_norm = [&](std::vector<float>& weight, int heads) {
+        norm(weight, shape_.norms_span_heads ? heads * shape_.head_size : shape_.head_size);
     };
     // A bias must be set after its weight, whose packed layout it follows.
     const auto bias = [&](Linear& linear) {
@@ -116,10 +112,12 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
     };
     switch (parameter) {
         case SHOAL_FINAL_NORM: return norm(final_norm_, shape_.hidden_size);
-        case SHOAL_INPUT_NORM: return norm(l.input_norm, shape_.hidden_size);
-        case SHOAL_POST_NORM: return norm(l.post_norm, shape_.hidden_size);
-        case SHOAL_QUERY_NORM: return norm(l.query_norm, shape_.head_size);
-        case SHOAL_KEY_NORM: return norm(l.key_norm, shape_.head_size);
+        case SHOAL_ATTENTION_NORM: return norm(l.attention_norm, shape_.hidden_size);
+        case SHOAL_MLP_NORM: return norm(l.mlp_norm, shape_.hidden_size);
+        case SHOAL_ATTENTION_POST_NORM: return post_norm(l.attention_post_norm);
+        case SHOAL_MLP_POST_NORM: return post_norm(l.mlp_post_norm);
+        case SHOAL_QUERY_NORM: return head_norm(l.query_norm, shape_.num_heads);
+        case SHOAL_KEY_NORM: return head_norm(l.key_norm, shape_.num_kv_heads);
         case SHOAL_QKV_BIAS: return bias(l.qkv);
         case SHOAL_OUTPUT_BIAS: return bias(l.output);
         case SHOAL_GATE_UP_BIAS: return bias(l.gate_up);
@@ -145,15 +143,20 @@ void Decoder::set_integers(ShoalParameter parameter, int layer, const Integers& 
     *m.linear = pack_integers(arena_, integers, m.outputs, m.inputs, m.gated);
 }
 
-void Decoder::set_rotary(const float* cos_sin) {
-    cos_sin_.assign(cos_sin, cos_sin + static_cast<int64_t>(shape_.max_positions) * shape_.head_size);
+void Decoder::set_rotary(ShoalRotary table, const float* cos_sin) {
+    if (table != SHOAL_ROTARY_FIRST && table != SHOAL_ROTARY_SECOND) throw std::invalid_argument("table");
+    cos_sin_[table].assign(cos_sin, cos_sin + static_cast<int64_t>(shape_.max_positions) * shape_.head_size);
 }
 
-void Decoder::leave_unrotated(int layer) {
+void Decoder::set_layer(int layer, bool has_window, ShoalRotary rotary) {
     if (layer < 0 || layer >= shape_.num_layers) throw std::invalid_argument("layer");
-    layers_[static_cast<size_t>(layer)].is_rotated = false;
-    unrotated_.assign(static_cast<size_t>(shape_.head_size), 0.0f);
-    std::fill_n(unrotated_.begin(), shape_.head_size / 2, 1.0f);
+    if (rotary < SHOAL_ROTARY_FIRST || rotary > SHOAL_UNROTATED) throw std::invalid_argument("rotary");
+    layers_[static_cast<size_t>(layer)].has_window = has_window;
+    layers_[static_cast<size_t>(layer)].rotary = rotary;
+    if (rotary != SHOAL_UNROTATED) return;
+    std::vector<float>& none = cos_sin_[SHOAL_UNROTATED];
+    none.assign(static_cast<size_t>(shape_.head_size), 0.0f);
+    std::fill_n(none.begin(), shape_.head_size / 2, 1.0f);
 }
 
 void Decoder::list_first_read() {

@@ -38,9 +38,10 @@ private:
 };
 
 struct Layer {
-    std::vector<float> input_norm, post_norm, query_norm, key_norm;
+    std::vector<float> attention_norm, mlp_norm, attention_post_norm, mlp_post_norm, query_norm, key_norm;  // or empty
     Linear qkv, output, gate_up, down;
-    bool is_rotated = true;
+    bool has_window = true;
+    ShoalRotary rotary = SHOAL_ROTARY_FIRST;
 };
 
 // Another rank did not take part in an exchange: the step has no result.
@@ -57,9 +58,9 @@ public:
     void set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count);
     // The same for a matrix of integers, in a bf16 decoder.
     void set_integers(ShoalParameter parameter, int layer, const Integers& integers, int64_t count);
-    void set_rotary(const float* cos_sin);
-    // Queries and keys of a layer are not rotated. Throws std::invalid_argument if there is no such layer.
-    void leave_unrotated(int layer);
+    void set_rotary(ShoalRotary table, const float* cos_sin);
+    // Throws std::invalid_argument if there is no such layer.
+    void set_layer(int layer, bool has_window, ShoalRotary rotary);
     // A new adapter, which adds to nothing yet. Returns its slot, which is that of a removed one if there is any.
     int add_adapter();
     // What an adapter adds to a projection, as factors in the decoder's dtype: down [rank][inputs], up [outputs][rank].
@@ -108,7 +109,10 @@ private:
     void project_rows(const ShoalStep& step, int index, int begin, int end);
     void complete_rows(int index, int begin, int end, int thread);
     RotaryCall rotary_call(const ShoalStep& step, int index) const;
-    void attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks);
+    int window(const Layer& layer) const { return layer.has_window ? shape_.sliding_window : 0; }
+    AttentionPlan& plan(const Layer& layer) { return plans_[window(layer) > 0]; }
+    // Of all tokens, or of those that contribute to sampled rows alone.
+    void attend(Team::Member& member, const ShoalStep& step, int index, bool sampled);
     // Gathers the sampled rows of the residual stream and of the attention's output.
     void gather_sampled(Team::Member& member, const ShoalStep& step);
     // Calls work(begin, end) for chunks of the rows: a few per thread, of a multiple of `multiple` rows; or of a size
@@ -117,7 +121,8 @@ private:
     void for_chunks(Team::Member& member, int rows, const Work& work, int multiple = 1);
     template <class Work>
     void for_row_chunks(Team::Member& member, int rows, const Work& work);
-    // `next`: rows that are lowered as soon as they are normalised.
+    // Rows of the stream in the dtype, normed unless the weight is empty. `next`: rows that are lowered as soon as they
+    // are normalised.
     void normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows,
                    const LoraRows* next = nullptr);
     void normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end);
@@ -135,8 +140,12 @@ private:
                   int64_t out_stride, Finish finish, const LoraRows* lowered = nullptr);
     void multiply_rows(const Linear& linear, const Word* x, int64_t x_values, int begin, int end, void* out,
                        int64_t out_stride, Finish finish);
-    // Adds a product whose inputs are spread over the ranks, and what is lowered for it, to the rows of the stream.
-    void multiply_onto(Team::Member& member, const Linear& linear, const LoraRows& adapted, int rows);
+    // Adds a product whose inputs are spread over the ranks, and what is lowered for it, to the rows of the stream;
+    // normed first, unless the weight is empty.
+    void multiply_onto(Team::Member& member, const Linear& linear, const std::vector<float>& norm, const LoraRows& adapted,
+                       int rows);
+    void add_product(Team::Member& member, const Linear& linear, const LoraRows& adapted, int rows);
+    void add_normed(const std::vector<float>& norm, float* stream, int begin, int end);  // rows of products_
     LoraAdapter& adapter(int slot) const;
     void list_runs(const ShoalStep& step);
     void reserve_adapted(int64_t tokens, int64_t samples);
@@ -152,7 +161,7 @@ private:
     void lower(Team::Member& member, const LoraRows& rows, int count);  // rows [0, count) by all threads
     template <class Work>
     void for_runs(const LoraRows& rows, int begin, int end, const Work& work) const;
-    // gated_ = SwiGlu of the product of normed_, whose rows are lowered; these are then lowered for the next product.
+    // gated_ = the gated product of normed_, whose rows are lowered; these are then lowered for the next product.
     void multiply_gates(Team::Member& member, const LoraRows& down, int rows);
     void multiply_gate_rows(int index, int begin, int end, int thread);
     int64_t gate_sums_stride() const;
@@ -178,21 +187,24 @@ private:
     Pool pool_;
     Arena arena_;
     std::vector<Layer> layers_;
-    std::vector<float> final_norm_, cos_sin_, unrotated_;  // unrotated_: the row of cos_sin_ for angles of 0
-    std::vector<int64_t> no_positions_;                    // zeros, one for each of a step's tokens
+    std::vector<float> final_norm_;
+    std::vector<float> cos_sin_[3];      // by ShoalRotary; if a layer is unrotated, the last is a row for angles of 0
+    std::vector<int64_t> no_positions_;  // zeros, one for each of a step's tokens
     Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
     Screen screen_;
     int unscreened_steps_ = 0;  // steps still to run without a screen, because the last screen was of little use
     // Values per row of normed_, attended_ and gated_: an odd number of cache lines. Rows an even number of lines apart
     // would conflict in the caches when a product reads the same place of all of them.
     const int64_t normed_stride_, attended_stride_, gated_stride_;
-    bool has_integers_ = false;
+    const Finish gates_;
+    bool has_integers_ = false, has_post_norms_ = false;
     std::vector<std::unique_ptr<LoraAdapter>> adapters_;  // by slot; null where one was removed
     int64_t rank_stride_ = 0;  // values per row of lowered_ and narrowed_: the largest rank so far, in whole blocks
 
     // Buffers of a step, grown to the largest step seen.
     bool screens_ = false;  // whether the present step uses screen_maxima()
     Buffer<float> residual_, qkv_, sampled_, partials_, exact_logits_;
+    Buffer<float> products_;  // of attention or MLP, before they are normed
     Buffer<Word> normed_, queries_, attended_, gated_, integers_, sampled_attended_;
     // [num_samples][threads]: the maximum of each thread's part of the columns; then as many that a screen has seen.
     std::vector<Maximum> maxima_;
@@ -200,7 +212,7 @@ private:
     LoraRuns token_runs_, sampled_runs_;  // of the step's tokens, and of its sampled rows
     Buffer<float> lowered_, gate_sums_;
     Buffer<Word> narrowed_;
-    AttentionPlan plan_;
+    AttentionPlan plans_[2];  // without and with the window
     std::vector<Span> first_read_;  // the weights that a step reads first
 
     Team team_;  // last, so that it is destroyed first: until then, helpers may read the other members

@@ -56,7 +56,7 @@ struct FetchLines {
 template <class T, int MR>
 SHOAL_INLINE void fetch_out(const GemmCall& call, int row, int block) {
     constexpr int line = 64;
-    const bool gated = call.finish == Finish::SwiGlu;
+    const bool gated = is_gated(call.finish);
     const int64_t size = gated ? sizeof(typename T::Scalar) : sizeof(float), columns = gated ? kPanel : kBlockColumns;
     const char* out = static_cast<const char*>(call.out) + (row * call.out_stride + block * columns) * size;
     for (int i = 0; i < MR; ++i, out += call.out_stride * size) {

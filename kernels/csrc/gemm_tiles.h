@@ -228,6 +228,7 @@ Multiply multiply_of(const GemmCall& call, int rows, int block_end) {
     if (rows <= kMostTileRows) return multiply_tile<true>;
     if (rows < kManyRows || !call.linear->bias.empty() || !are_whole(call, block_end)) return multiply_tiles<AnyColumns>;
     if (call.finish == Finish::SwiGlu) return multiply_tiles<PlainColumns<Finish::SwiGlu>>;
+    if (call.finish == Finish::GeGlu) return multiply_tiles<PlainColumns<Finish::GeGlu>>;
     if (call.finish == Finish::Add) return multiply_tiles<PlainColumns<Finish::Add>>;
     return multiply_tiles<PlainColumns<Finish::Store>>;
 }

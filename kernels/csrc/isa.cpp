@@ -35,8 +35,8 @@ constexpr int kScreenedRows = 0;
 #endif
 
 extern const Kernels table;
-const Kernels table{SHOAL_TEXT(SHOAL_ISA), kGemm, round_row, rms_norm, rotary, attention, row_maximum, draw,
-                    log_probabilities, merge, narrow, swiglu, kUnitRows, kRowChunk, kLeastRows, kScreenedRows,
+const Kernels table{SHOAL_TEXT(SHOAL_ISA), kGemm, round_row, rms_norm, add_rms_norm, rotary, attention, row_maximum,
+                    draw, log_probabilities, merge, narrow, gate, kUnitRows, kRowChunk, kLeastRows, kScreenedRows,
                     kMultipliesBytes, kCodes};
 
 }  // namespace SHOAL_ISA

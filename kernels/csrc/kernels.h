@@ -77,7 +77,9 @@ enum class Finish {
     Store,   // out = y, float32
     Add,     // out += y, float32: the residual stream
     SwiGlu,  // out = silu(gate) * up, in the dtype of the weights
+    GeGlu,   // out = gelu(gate) * up, by the tanh approximation
 };
+constexpr bool is_gated(Finish finish) { return finish == Finish::SwiGlu || finish == Finish::GeGlu; }
 
 // A product, of which Kernels::gemm computes rows [row_begin, row_end) by blocks [block_begin, block_end).
 struct GemmCall {
@@ -97,10 +99,11 @@ struct RotaryCall {
     const int64_t* positions;
     const int64_t* slots;
     const float* cos_sin;       // [positions][head_size]: cosines, then sines
-    const float* query_norm;    // [head_size], or null
-    const float* key_norm;      // [head_size], or null
+    const float* query_norm;    // [head_size], or [heads][head_size] if norms span all heads; or null
+    const float* key_norm;      // the same, of the KV heads
     float eps;
     int tokens, heads, kv_heads, head_size, block_size;
+    bool norms_span_heads;
 };
 
 // Queries [first_token, first_token + tokens) of a sequence against keys [key_begin, key_end), for one KV head.
@@ -144,6 +147,7 @@ struct Kernels {
     void (*gemm)(const GemmCall&, int row_begin, int row_end, int block_begin, int block_end);
     void (*round_row)(const Word* x, Word* out, const Linear&);  // one row of bf16 to integers, as the weight asks
     void (*rms_norm)(Dtype, const float* x, const float* weight, float eps, void* out, int size);
+    void (*add_rms_norm)(const float* x, const float* weight, float eps, float* stream, int size);  // stream += the norm
     void (*rotary)(Dtype, const RotaryCall&, int token_begin, int token_end);
     // `count` units of one KV head. If there are several, each has one query token, and all share the pages before key
     // `shared_end`. next: the unit that this thread is likely to take next, whose first pages are prefetched; or the
@@ -157,9 +161,9 @@ struct Kernels {
     float (*log_probabilities)(const float* row, int64_t size, int64_t place, int64_t count, int64_t* places,
                                float* values);
     void (*merge)(Dtype, const AttentionCall&, const AttentionUnit& first, int parts);
-    void (*narrow)(Dtype, const float* x, void* out, int size);  // to the dtype; size: a multiple of kPanel
-    // out = silu(gate) * up, in the dtype, from the sums of a gated pair in the order of its packed columns.
-    void (*swiglu)(Dtype, const float* sums, void* out, int blocks);
+    void (*narrow)(Dtype, const float* x, void* out, int size);  // to the dtype
+    // As a product with the gated `finish`, from the sums of a gated pair in the order of its packed columns.
+    void (*gate)(Dtype, Finish finish, const float* sums, void* out, int blocks);
     int attention_rows;  // query rows that an attention unit may have
     int row_chunk;   // rows in a unit of a product: the L2 cache holds them, and they are worth reading weights for
     // Work is split by rows if each thread has at least this many rows times the number of threads. What all threads

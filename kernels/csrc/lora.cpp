@@ -154,7 +154,7 @@ void Decoder::reserve_adapted(int64_t tokens, int64_t samples) {
 int64_t Decoder::gate_sums_stride() const { return divide_up(shape_.intermediate_size, kPanel) * kBlockColumns; }
 
 void Decoder::gate_row(const float* sums, int row) {
-    kernels_.swiglu(dtype_, sums, gated_.data() + row * (gated_stride_ / values_per_word(dtype_)),
+    kernels_.gate(dtype_, gates_, sums, gated_.data() + row * (gated_stride_ / values_per_word(dtype_)),
                     static_cast<int>(gate_sums_stride() / kBlockColumns));
 }
 
@@ -164,7 +164,7 @@ void Decoder::multiply_gates(Team::Member& member, const LoraRows& down, int row
     const Linear& linear = layers_[static_cast<size_t>(index)].gate_up;
     const int64_t stride = gate_sums_stride(), words = normed_stride_ / values_per_word(dtype_);
     if (!adapts(index, Projection::GateUp, down.runs, 0, rows)) {
-        multiply(member, linear, normed_.data(), normed_stride_, rows, gated_.data(), gated_stride_, Finish::SwiGlu);
+        multiply(member, linear, normed_.data(), normed_stride_, rows, gated_.data(), gated_stride_, gates_);
         return lower(member, down, rows);
     }
     const int most = kernels_.row_chunk * team_.size();
@@ -183,7 +183,7 @@ void Decoder::multiply_gates(Team::Member& member, const LoraRows& down, int row
 void Decoder::multiply_gate_rows(int index, int begin, int end, int thread) {
     const Linear& linear = layers_[static_cast<size_t>(index)].gate_up;
     if (!adapts(index, Projection::GateUp, token_runs_, begin, end))
-        return multiply_rows(linear, normed_.data(), normed_stride_, begin, end, gated_.data(), gated_stride_, Finish::SwiGlu);
+        return multiply_rows(linear, normed_.data(), normed_stride_, begin, end, gated_.data(), gated_stride_, gates_);
     const int64_t stride = gate_sums_stride();
     float* const sums = gate_sums_.data() + (int64_t{thread} * kernels_.row_chunk - begin) * stride;
     multiply_rows(linear, normed_.data(), normed_stride_, begin, end, sums, stride, Finish::Store);

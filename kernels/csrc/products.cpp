@@ -72,7 +72,30 @@ void Decoder::add_parts(Team::Member& member, float* out, int64_t count) {
     });
 }
 
-void Decoder::multiply_onto(Team::Member& member, const Linear& linear, const LoraRows& adapted, int rows) {
+void Decoder::multiply_onto(Team::Member& member, const Linear& linear, const std::vector<float>& norm,
+                            const LoraRows& adapted, int rows) {
+    if (norm.empty()) return add_product(member, linear, adapted, rows);
+    const int64_t hidden = shape_.hidden_size;
+    float* const products = products_.data();
+    LoraRows unnormed = adapted;
+    unnormed.out = products;
+    if (exchange_ == nullptr) {
+        multiply(member, linear, adapted.x, adapted.x_values, rows, products, hidden, Finish::Store, &unnormed);
+    } else {
+        for_chunks(member, rows, [&](int begin, int end) { std::fill(products + begin * hidden, products + end * hidden, 0.0f); });
+        add_product(member, linear, unnormed, rows);
+    }
+    for_chunks(member, rows, [&](int begin, int end) { add_normed(norm, adapted.out, begin, end); });
+}
+
+void Decoder::add_normed(const std::vector<float>& norm, float* stream, int begin, int end) {
+    const int64_t hidden = shape_.hidden_size;
+    for (int row = begin; row < end; ++row)
+        kernels_.add_rms_norm(products_.data() + row * hidden, norm.data(), shape_.rms_norm_eps, stream + row * hidden,
+                              shape_.hidden_size);
+}
+
+void Decoder::add_product(Team::Member& member, const Linear& linear, const LoraRows& adapted, int rows) {
     const int64_t hidden = shape_.hidden_size, x_values = adapted.x_values;
     const Word* const x = adapted.x;
     float* const stream = adapted.out;

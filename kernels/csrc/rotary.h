@@ -36,14 +36,35 @@ void rms_norm(Dtype dtype, const float* x, const float* weight, float eps, void*
         rms_norm_row<Float32>(x, weight, eps, static_cast<float*>(out), size);
 }
 
-// One head, normed if `norm` is given, then rotated to its position, in the dtype.
+void add_rms_norm(const float* x, const float* weight, float eps, float* stream, int size) {
+    const float scale = inverse_rms(x, eps, size);
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(stream + i, load(stream + i) + load(x + i) * scale * load(weight + i));
+    for (; i < size; ++i) stream[i] += x[i] * scale * weight[i];
+}
+
+// How the heads of a token's queries, or keys, are normed: each by itself, all of them together, or not at all.
+struct HeadNorm {
+    const float* weight;  // null if not at all
+    float eps;
+    bool spans_heads;
+
+    // The scale of all heads of x, if they have one together.
+    SHOAL_INLINE float shared_scale(const float* x, int heads, int size) const {
+        return weight != nullptr && spans_heads ? inverse_rms(x, eps, heads * size) : 0.0f;
+    }
+    SHOAL_INLINE const float* weight_of(int head, int size) const { return spans_heads ? weight + head * size : weight; }
+};
+
+// One head, normed if it is to be, then rotated to its position, in the dtype.
 template <class T>
-SHOAL_INLINE void rotate(const float* x, const float* norm, float eps, const float* cos_sin, typename T::Scalar* out,
-                         int size) {
+SHOAL_INLINE void rotate(const float* x, const HeadNorm& norm, float shared_scale, int head, const float* cos_sin,
+                         typename T::Scalar* out, int size) {
     float normed[kMaxHeadSize];
-    if (norm != nullptr) {
-        const float scale = inverse_rms(x, eps, size);
-        for (int i = 0; i < size; ++i) normed[i] = x[i] * scale * norm[i];
+    if (norm.weight != nullptr) {
+        const float scale = norm.spans_heads ? shared_scale : inverse_rms(x, norm.eps, size);
+        const float* const weight = norm.weight_of(head, size);
+        for (int i = 0; i < size; ++i) normed[i] = x[i] * scale * weight[i];
         x = normed;
     }
     const int half = size / 2;
@@ -124,13 +145,16 @@ SHOAL_INLINE void store_lanes(const Word* tokens, int words, Word* page) {
 template <class T>
 SHOAL_INLINE void fill_page(const RotaryCall& call, const float* rows, int64_t row_values, int token, int64_t page) {
     const int size = call.head_size, words = size / T::kPack;
+    const HeadNorm norm{call.key_norm, call.eps, call.norms_span_heads};
+    float scales[kPanel];
+    for (int t = 0; t < kPanel; ++t) scales[t] = norm.shared_scale(rows + t * row_values, call.kv_heads, size);
     alignas(64) Word turned[kPanel * kMaxHeadSize / T::kPack];
     for (int head = 0; head < call.kv_heads; ++head) {
         const float* key = rows + head * size;
         const float* value = key + call.kv_heads * size;
         Word* const keys = find_place(call, token, head, page).keys;
         for (int t = 0; t < kPanel; ++t)
-            rotate<T>(key + t * row_values, call.key_norm, call.eps, call.cos_sin + call.positions[token + t] * size,
+            rotate<T>(key + t * row_values, norm, scales[t], head, call.cos_sin + call.positions[token + t] * size,
                       reinterpret_cast<typename T::Scalar*>(turned + t * words), size);
         store_lanes(turned, words, keys);
         for (int t = 0; t < kPanel; t += T::kPack)
@@ -146,6 +170,8 @@ SHOAL_INLINE void fill_lane(const RotaryCall& call, const float* row, int token,
     using Scalar = typename T::Scalar;
     const int size = call.head_size;
     const float* cos_sin = call.cos_sin + call.positions[token] * size;
+    const HeadNorm norm{call.key_norm, call.eps, call.norms_span_heads};
+    const float scale = norm.shared_scale(row, call.kv_heads, size);
     alignas(Word) Scalar narrowed[kMaxHeadSize];
     for (int head = 0; head < call.kv_heads; ++head) {
         const float* key = row + head * size;
@@ -153,7 +179,7 @@ SHOAL_INLINE void fill_lane(const RotaryCall& call, const float* row, int token,
         const auto [keys, lane] = find_place(call, token, head, page);
         Word* const values = keys + page;
         if (lane == 0) clear_values<T>(values, tokens_ahead(call, token), size);
-        rotate<T>(key, call.key_norm, call.eps, cos_sin, narrowed, size);
+        rotate<T>(key, norm, scale, head, cos_sin, narrowed, size);
         for (int i = 0; i < size / pack; ++i) std::memcpy(keys + i * kPanel + lane, narrowed + i * pack, sizeof(Word));
         for (int i = 0; i < size; i += kLanes) T::store_row(narrowed + i, load(value + i));
         auto* v = reinterpret_cast<Scalar*>(values) + (lane / pack) * size * pack + lane % pack;
@@ -167,12 +193,14 @@ void rotary_rows(const RotaryCall& call, int token_begin, int token_end) {
     const int64_t page = static_cast<int64_t>(size) * kPanel / T::kPack;
     const int64_t row_values = int64_t{call.heads + 2 * call.kv_heads} * size;
     auto* queries = reinterpret_cast<typename T::Scalar*>(call.queries);
+    const HeadNorm norm{call.query_norm, call.eps, call.norms_span_heads};
     for (int token = token_begin, filled = token_begin; token < token_end; ++token) {
         const float* row = call.qkv + token * row_values;
         const float* keys = row + call.heads * size;
+        const float scale = norm.shared_scale(row, call.heads, size);
         for (int head = 0; head < call.heads; ++head) {
             const int64_t at = (static_cast<int64_t>(head / group) * call.tokens + token) * group + head % group;
-            rotate<T>(row + head * size, call.query_norm, call.eps, call.cos_sin + call.positions[token] * size,
+            rotate<T>(row + head * size, norm, scale, head, call.cos_sin + call.positions[token] * size,
                       queries + at * size, size);
         }
         if (token < filled) continue;

@@ -14,14 +14,15 @@ extern "C" {
 typedef struct ShoalDecoder ShoalDecoder;
 
 /* A decoder, or one rank's shard of it: its layers, and of each layer its heads and MLP columns.
-   dtype: 0 bfloat16, 1 float32; of weights, activations between products, and KV. sliding_window: 0 for none.
-   vocab_begin, vocab_rows: the rows of embedding and head that are here. The first stage embeds, the last one has the
-   head. */
+   dtype: 0 bfloat16, 1 float32; of weights, activations between products, and KV. sliding_window: of the layers that
+   have one, 0 if none has. vocab_begin, vocab_rows: the rows of embedding and head that are here. The first stage
+   embeds, the last one has the head. norms_span_heads: whether queries, and keys, are normed all heads together.
+   gelu: whether MLPs are gated by it (its tanh approximation) and not by SiLU. */
 typedef struct ShoalShape {
     int32_t dtype, vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_size;
     int32_t block_size, num_blocks, num_threads, sliding_window, max_positions, tied_embeddings;
-    int32_t vocab_begin, vocab_rows, is_first_stage, is_last_stage;
-    float rms_norm_eps;
+    int32_t vocab_begin, vocab_rows, is_first_stage, is_last_stage, norms_span_heads, gelu;
+    float rms_norm_eps, embedding_scale, attention_scale;
     char kernels[16]; /* name of an instruction set, or empty for the best */
 } ShoalShape;
 
@@ -39,13 +40,19 @@ typedef struct ShoalExchange {
     double timeout_s; /* longest wait for a rank, through memory */
 } ShoalExchange;
 
-/* Row-major, in the decoder's dtype. QKV is [query; key; value] rows, GATE_UP is [gate; up] rows. */
+/* Row-major, in the decoder's dtype; norms float32. QKV is [query; key; value] rows, GATE_UP is [gate; up] rows.
+   ATTENTION_NORM and MLP_NORM come before attention and MLP, POST_NORMs after them, before their output is added to the
+   residual stream; a layer has those that are set. */
 typedef enum ShoalParameter {
     SHOAL_EMBEDDING = 0, SHOAL_HEAD = 1, SHOAL_FINAL_NORM = 2,
-    SHOAL_INPUT_NORM = 3, SHOAL_POST_NORM = 4, SHOAL_QUERY_NORM = 5, SHOAL_KEY_NORM = 6,
+    SHOAL_ATTENTION_NORM = 3, SHOAL_MLP_NORM = 4, SHOAL_QUERY_NORM = 5, SHOAL_KEY_NORM = 6,
     SHOAL_QKV = 7, SHOAL_QKV_BIAS = 8, SHOAL_OUTPUT = 9, SHOAL_OUTPUT_BIAS = 10,
-    SHOAL_GATE_UP = 11, SHOAL_GATE_UP_BIAS = 12, SHOAL_DOWN = 13, SHOAL_DOWN_BIAS = 14
+    SHOAL_GATE_UP = 11, SHOAL_GATE_UP_BIAS = 12, SHOAL_DOWN = 13, SHOAL_DOWN_BIAS = 14,
+    SHOAL_ATTENTION_POST_NORM = 15, SHOAL_MLP_POST_NORM = 16
 } ShoalParameter;
+
+/* How a layer rotates queries and keys: by the first table, by the second, or not at all. */
+typedef enum ShoalRotary { SHOAL_ROTARY_FIRST = 0, SHOAL_ROTARY_SECOND = 1, SHOAL_UNROTATED = 2 } ShoalRotary;
 
 /* One step: the tokens of num_seqs sequences, one after the other. */
 typedef struct ShoalStep {
@@ -77,8 +84,10 @@ SHOAL_API int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_
 SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t parameter, int32_t layer, int32_t bits,
                                          int32_t activation_bits, const uint8_t* values, const uint16_t* scales,
                                          const uint16_t* minimums, int64_t count);
-SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, const float* cos_sin); /* [max_positions][head_size] */
-SHOAL_API int shoal_decoder_leave_unrotated(ShoalDecoder* decoder, int32_t layer); /* its queries and keys */
+/* table: SHOAL_ROTARY_FIRST or SHOAL_ROTARY_SECOND; cos_sin [max_positions][head_size]. */
+SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, int32_t table, const float* cos_sin);
+/* Without it, a layer has the window and the first table. */
+SHOAL_API int shoal_decoder_set_layer(ShoalDecoder* decoder, int32_t layer, int32_t has_window, int32_t rotary);
 /* A new adapter, which adds to nothing yet. Returns its slot. */
 SHOAL_API int shoal_decoder_add_adapter(ShoalDecoder* decoder);
 /* What an adapter adds to a projection (QKV, OUTPUT, GATE_UP or DOWN) of a layer: to y = x W^T it adds

@@ -126,12 +126,6 @@ SHOAL_INLINE F32 exp2(F32 x) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-SHOAL_INLINE F32 silu(F32 x) {
-    // Below -80, exp2 of the negated argument would overflow; x * sigmoid(x) is then 0 to float32 precision.
-    const F32 bounded = max(x, splat(-80.0f));
-    return x / (exp2<true>(bounded * -kLog2E) + 1.0f);
-}
-
 // Rounds to nearest even, to the upper 16 bits. NaN stays NaN.
 SHOAL_INLINE U32 round_bf16(F32 v) {
     const U32 bits = (U32)v;

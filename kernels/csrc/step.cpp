@@ -37,8 +37,10 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     gated_.reserve(std::max(tokens, samples) * gated_stride_ / pack);
     sampled_.reserve(samples * shape_.hidden_size);
     sampled_attended_.reserve(samples * attended_stride_ / pack);
-    partials_.reserve(int64_t{plan_.num_partials()} * (heads / shape_.num_kv_heads) * (size + 2));
-    if (!unrotated_.empty() && static_cast<int64_t>(no_positions_.size()) < tokens)
+    const int64_t partials = std::max(plans_[0].num_partials(), plans_[1].num_partials());
+    partials_.reserve(partials * (heads / shape_.num_kv_heads) * (size + 2));
+    if (has_post_norms_) products_.reserve(std::max(tokens, samples) * shape_.hidden_size);
+    if (!cos_sin_[SHOAL_UNROTATED].empty() && static_cast<int64_t>(no_positions_.size()) < tokens)
         no_positions_.resize(static_cast<size_t>(tokens));
     if (static_cast<int64_t>(maxima_.size()) < 2 * samples * team_.size()) maxima_.resize(2 * samples * team_.size());
     const int64_t integers = has_integers_ ? std::max(tokens, samples) : screens_ ? samples : 0;
@@ -52,9 +54,13 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
 void Decoder::normalise_rows(const float* x, const std::vector<float>& weight, int begin, int end) {
     const int64_t hidden = shape_.hidden_size, row_bytes = normed_stride_ * (4 / values_per_word(dtype_));
     auto* out = reinterpret_cast<char*>(normed_.data());
-    for (int row = begin; row < end; ++row)
-        kernels_.rms_norm(dtype_, x + row * hidden, weight.data(), shape_.rms_norm_eps, out + row * row_bytes,
-                          shape_.hidden_size);
+    for (int row = begin; row < end; ++row) {
+        if (weight.empty())
+            kernels_.narrow(dtype_, x + row * hidden, out + row * row_bytes, shape_.hidden_size);
+        else
+            kernels_.rms_norm(dtype_, x + row * hidden, weight.data(), shape_.rms_norm_eps, out + row * row_bytes,
+                              shape_.hidden_size);
+    }
 }
 
 void Decoder::normalise(Team::Member& member, const float* x, const std::vector<float>& weight, int rows,
@@ -76,25 +82,26 @@ void Decoder::read_ahead(Team::Member& member, const Linear& linear, int rows) {
 RotaryCall Decoder::rotary_call(const ShoalStep& step, int index) const {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const auto norm = [](const std::vector<float>& w) { return w.empty() ? nullptr : w.data(); };
-    const auto* positions = layer.is_rotated ? step.positions : no_positions_.data();
-    const auto* cos_sin = layer.is_rotated ? cos_sin_.data() : unrotated_.data();
-    return {qkv_.data(), queries_.data(), pool_.layer(index), positions, step.slots, cos_sin,
+    const auto* positions = layer.rotary == SHOAL_UNROTATED ? no_positions_.data() : step.positions;
+    return {qkv_.data(), queries_.data(), pool_.layer(index), positions, step.slots, cos_sin_[layer.rotary].data(),
             norm(layer.query_norm), norm(layer.key_norm), shape_.rms_norm_eps, step.num_tokens, shape_.num_heads,
-            shape_.num_kv_heads, shape_.head_size, shape_.block_size};
+            shape_.num_kv_heads, shape_.head_size, shape_.block_size, shape_.norms_span_heads != 0};
 }
 
-void Decoder::attend(Team::Member& member, const ShoalStep& step, int index, const std::vector<AttentionTask>& tasks) {
+void Decoder::attend(Team::Member& member, const ShoalStep& step, int index, bool sampled) {
+    const Layer& layer = layers_[static_cast<size_t>(index)];
     const AttentionCall call{queries_.data(), pool_.layer(index), step.block_tables, step.table_stride, attended_.data(),
-                             attended_stride_, partials_.data(), 1.0f / std::sqrt(static_cast<float>(shape_.head_size)),
-                             step.num_tokens, shape_.num_heads, shape_.num_kv_heads, shape_.head_size, shape_.block_size,
-                             shape_.sliding_window};
+                             attended_stride_, partials_.data(), shape_.attention_scale, step.num_tokens,
+                             shape_.num_heads, shape_.num_kv_heads, shape_.head_size, shape_.block_size, window(layer)};
+    const AttentionPlan& plan = this->plan(layer);
+    const std::vector<AttentionTask>& tasks = sampled ? plan.sampled_tasks() : plan.tasks();
     const int count = static_cast<int>(tasks.size()), threads = team_.size();
     member.parallel_for(count, [&](int i) {
         const AttentionTask &task = tasks[i], &next = tasks[std::min(i + threads, count - 1)];
-        kernels_.attention(dtype_, call, plan_.units(task), task.count, task.shared_end, *plan_.units(next));
+        kernels_.attention(dtype_, call, plan.units(task), task.count, task.shared_end, *plan.units(next));
     });
-    member.parallel_for(static_cast<int>(plan_.split().size()), [&](int i) {
-        kernels_.merge(dtype_, call, plan_.split()[i], plan_.parts()[i]);
+    member.parallel_for(static_cast<int>(plan.split().size()), [&](int i) {
+        kernels_.merge(dtype_, call, plan.split()[i], plan.parts()[i]);
     });
 }
 
@@ -112,7 +119,7 @@ void Decoder::run_layers(Team::Member& member, const ShoalStep& step) {
     for (int index = 0; index < shape_.num_layers; ++index) {
         const bool is_last = shape_.is_last_stage && index + 1 == shape_.num_layers;
         if (index == 0 || !whole_rows) project(member, step, index);
-        attend(member, step, index, is_last ? plan_.sampled_tasks() : plan_.tasks());
+        attend(member, step, index, is_last);
         if (is_last) {
             // The last layer needs the keys and values of all tokens, but everything else only of those that are
             // sampled.
@@ -135,7 +142,7 @@ void Decoder::project(Team::Member& member, const ShoalStep& step, int index) {
     if (team_.size() == 1 || goes_by_rows(rows))
         return for_row_chunks(member, rows, [&](int begin, int end) { project_rows(step, index, begin, end); });
     const LoraRows adapted = qkv_rows(index);
-    normalise(member, residual_.data(), layer.input_norm, rows, &adapted);
+    normalise(member, residual_.data(), layer.attention_norm, rows, &adapted);
     read_ahead(member, layer.output, rows);
     multiply(member, layer.qkv, normed_.data(), normed_stride_, rows, qkv_.data(), layer.qkv.outputs, Finish::Store,
              &adapted);
@@ -159,8 +166,8 @@ void Decoder::complete(Team::Member& member, int index, float* stream, const Wor
     const LoraRows down{index, Projection::Down, runs, gated_.data(), gated_stride_, stream, hidden};
     read_ahead(member, layer.gate_up, rows);
     lower(member, output, rows);
-    multiply_onto(member, layer.output, output, rows);
-    normalise(member, stream, layer.post_norm, rows, &gates);
+    multiply_onto(member, layer.output, layer.attention_post_norm, output, rows);
+    normalise(member, stream, layer.mlp_norm, rows, &gates);
     read_ahead(member, layer.down, rows);
     multiply_gates(member, down, rows);
     if (index + 1 < shape_.num_layers) {
@@ -168,12 +175,12 @@ void Decoder::complete(Team::Member& member, int index, float* stream, const Wor
     } else if (shape_.is_last_stage) {
         read_ahead(member, screens_ ? screen_.head : head_, rows);
     }
-    multiply_onto(member, layer.down, down, rows);
+    multiply_onto(member, layer.down, layer.mlp_post_norm, down, rows);
 }
 
 void Decoder::project_rows(const ShoalStep& step, int index, int begin, int end) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
-    normalise_rows(residual_.data(), layer.input_norm, begin, end);
+    normalise_rows(residual_.data(), layer.attention_norm, begin, end);
     multiply_rows(layer.qkv, normed_.data(), normed_stride_, begin, end, qkv_.data(), layer.qkv.outputs, Finish::Store);
     adapt_rows(qkv_rows(index), begin, end);
     kernels_.rotary(dtype_, rotary_call(step, index), begin, end);
@@ -182,14 +189,17 @@ void Decoder::project_rows(const ShoalStep& step, int index, int begin, int end)
 void Decoder::complete_rows(int index, int begin, int end, int thread) {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int64_t hidden = shape_.hidden_size;
-    const auto add = [&](Projection projection, const Linear& linear, const Word* x, int64_t x_values) {
-        multiply_rows(linear, x, x_values, begin, end, residual_.data(), hidden, Finish::Add);
-        adapt_rows({index, projection, token_runs_, x, x_values, residual_.data(), hidden}, begin, end);
+    const auto add = [&](Projection projection, const Linear& linear, const std::vector<float>& norm, const Word* x,
+                         int64_t x_values) {
+        float* const out = norm.empty() ? residual_.data() : products_.data();
+        multiply_rows(linear, x, x_values, begin, end, out, hidden, norm.empty() ? Finish::Add : Finish::Store);
+        adapt_rows({index, projection, token_runs_, x, x_values, out, hidden}, begin, end);
+        if (!norm.empty()) add_normed(norm, residual_.data(), begin, end);
     };
-    add(Projection::Output, layer.output, attended_.data(), attended_stride_);
-    normalise_rows(residual_.data(), layer.post_norm, begin, end);
+    add(Projection::Output, layer.output, layer.attention_post_norm, attended_.data(), attended_stride_);
+    normalise_rows(residual_.data(), layer.mlp_norm, begin, end);
     multiply_gate_rows(index, begin, end, thread);
-    add(Projection::Down, layer.down, gated_.data(), gated_stride_);
+    add(Projection::Down, layer.down, layer.mlp_post_norm, gated_.data(), gated_stride_);
 }
 
 void Decoder::begin(Team::Member& member, const ShoalStep& step) {
@@ -202,8 +212,13 @@ void Decoder::begin(Team::Member& member, const ShoalStep& step) {
     const Linear& embedding = shape_.tied_embeddings ? head_ : embedding_;
     const auto embed = [&](int row, float* out) {
         const int64_t place = step.input_ids[row] - shape_.vocab_begin;
-        if (place >= 0 && place < shape_.vocab_rows) return unpack_row(embedding, static_cast<int>(place), out);
-        std::fill(out, out + hidden, 0.0f);  // another rank has it
+        if (place < 0 || place >= shape_.vocab_rows) {
+            std::fill(out, out + hidden, 0.0f);  // another rank has it
+            return;
+        }
+        unpack_row(embedding, static_cast<int>(place), out);
+        if (shape_.embedding_scale != 1.0f)
+            for (int64_t i = 0; i < hidden; ++i) out[i] *= shape_.embedding_scale;
     };
     if (exchange_ == nullptr) {
         member.parallel_for(rows, [&](int i) { embed(i, residual_.data() + i * hidden); });
@@ -264,8 +279,12 @@ void Decoder::forward(const ShoalStep& step) {
     check(step);
     if (step.num_tokens == 0) return;
     const Prefault::Use use = pool_.use(*std::max_element(step.slots, step.slots + step.num_tokens) / shape_.block_size);
-    plan_.build(shape_, step, kernels_.attention_rows);
-    if (shape_.is_last_stage) plan_.choose_sampled(step);
+    for (const int with_window : {0, 1}) {
+        const bool is_used = std::any_of(layers_.begin(), layers_.end(),
+                                         [&](const Layer& layer) { return (window(layer) > 0) == (with_window != 0); });
+        if (is_used) plans_[with_window].build(shape_, step, with_window ? shape_.sliding_window : 0, kernels_.attention_rows);
+    }
+    if (shape_.is_last_stage) plan(layers_.back()).choose_sampled(step);
     screens_ = screens(step) && --unscreened_steps_ < 0;
     list_runs(step);
     reserve(step.num_tokens, step.num_samples);

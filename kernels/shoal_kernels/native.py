@@ -26,8 +26,8 @@ NO_ADAPTER = -1
 # Packed parameter names and their numbers in shoal_native.h.
 GLOBAL_PARAMETERS = {"embed_tokens.weight": 0, "lm_head.weight": 1, "norm.weight": 2}
 LAYER_PARAMETERS = {
-    "input_layernorm.weight": 3,
-    "post_attention_layernorm.weight": 4,
+    "attention_norm.weight": 3,
+    "mlp_norm.weight": 4,
     "q_norm.weight": 5,
     "k_norm.weight": 6,
     "qkv_proj.weight": 7,
@@ -38,7 +38,11 @@ LAYER_PARAMETERS = {
     "gate_up_proj.bias": 12,
     "down_proj.weight": 13,
     "down_proj.bias": 14,
+    "attention_post_norm.weight": 15,
+    "mlp_post_norm.weight": 16,
 }
+NORMS = {number for name, number in (GLOBAL_PARAMETERS | LAYER_PARAMETERS).items() if "norm." in name}
+FULL_ROTARY, WINDOW_ROTARY, UNROTATED = range(3)
 
 
 def is_available() -> bool:
@@ -54,8 +58,9 @@ class NativeDecoder:
 
     Args:
         weights: parameters with their names (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the
-            shape's dtype; repacked one by one. Matrices may be integers if that dtype is bfloat16.
+            shape's dtype, norms also float32; repacked one by one. Matrices may be integers if that dtype is bfloat16.
         cos_sin: float32 [max_positions, head_size]: cosines, then sines.
+        window_cos_sin: the same for layers with the window; None if they are rotated like the others.
         kernels: one of ``native_library.supported_kernels()``, or "" for the best.
         exchange: connects the ranks that share each layer; None if there is only one.
 
@@ -70,6 +75,7 @@ class NativeDecoder:
         weights: Iterable[tuple[str, Tensor | IntegerWeight]],
         cos_sin: Tensor,
         kernels: str = "",
+        window_cos_sin: Tensor | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         self.shape = shape
@@ -88,16 +94,14 @@ class NativeDecoder:
         missing = self._required()
         for name, parameter in weights:
             if (place := self._place(name)) is not None:
+                if name == "norm.weight" and self.shape.logits_divisor != 1.0:
+                    assert isinstance(parameter, Tensor)
+                    parameter = parameter.float() / self.shape.logits_divisor
                 self._set(*place, parameter)
                 missing.discard(name)
         if missing:
             raise ValueError(f"weights: {min(missing)!r} is missing")
-        table = cos_sin.float().contiguous()
-        if table.shape != (shape.max_positions, shape.head_size):
-            raise ValueError(f"cos_sin: got shape {tuple(table.shape)}")
-        self._check(library().shoal_decoder_set_rotary(self._handle, table.data_ptr()))
-        for layer in shape.unrotated_layers:
-            self._check(library().shoal_decoder_leave_unrotated(self._handle, layer - shape.first_layer))
+        self._set_rotary(cos_sin, window_cos_sin)
 
     @property
     def kernels(self) -> str:
@@ -246,7 +250,8 @@ class NativeDecoder:
 
     def _required(self) -> set[str]:
         """Names of the parameters that every decoder of this shape has: all but biases and query and key norms."""
-        of_layer = [name for name in LAYER_PARAMETERS if name.endswith(("_proj.weight", "_layernorm.weight"))]
+        of_layer = [name for name in LAYER_PARAMETERS if name.endswith("_proj.weight")]
+        of_layer += [f"{norm}.weight" for norm in self.shape.norms]
         layers = range(self.shape.first_layer, self.shape.first_layer + self.shape.num_layers)
         tables = {name for name in GLOBAL_PARAMETERS if self._place(name) is not None}
         return tables | {f"layers.{layer}.{name}" for layer in layers for name in of_layer}
@@ -274,10 +279,28 @@ class NativeDecoder:
         if isinstance(parameter, IntegerWeight):
             self._set_integers(number, layer, parameter)
             return
-        if parameter.dtype != self.shape.dtype:
+        if number in NORMS:
+            parameter = parameter.float()
+        elif parameter.dtype != self.shape.dtype:
             raise ValueError(f"weights: got {parameter.dtype}; must be {self.shape.dtype}")
         held = parameter.contiguous()
         self._check(library().shoal_decoder_set(self._handle, number, layer, held.data_ptr(), held.numel()))
+
+    def _set_rotary(self, cos_sin: Tensor, window_cos_sin: Tensor | None) -> None:
+        shape = self.shape
+        for number, table in ((FULL_ROTARY, cos_sin), (WINDOW_ROTARY, window_cos_sin)):
+            if table is None:
+                continue
+            if table.shape != (shape.max_positions, shape.head_size):
+                raise ValueError(f"cos_sin: got shape {tuple(table.shape)}")
+            held = table.float().contiguous()
+            self._check(library().shoal_decoder_set_rotary(self._handle, number, held.data_ptr()))
+        for layer in range(shape.first_layer, shape.first_layer + shape.num_layers):
+            has_window = shape.sliding_window is not None and layer not in shape.full_layers
+            rotary = WINDOW_ROTARY if has_window and window_cos_sin is not None else FULL_ROTARY
+            rotary = UNROTATED if layer in shape.unrotated_layers else rotary
+            number = layer - shape.first_layer
+            self._check(library().shoal_decoder_set_layer(self._handle, number, has_window, rotary))
 
     def _set_factors(self, slot: int, name: str, down: Tensor, up: Tensor) -> None:
         number, layer = self._place(f"{name}.weight") or (-1, 0)

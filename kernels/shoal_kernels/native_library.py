@@ -17,9 +17,10 @@ class CShape(ctypes.Structure):
         *((name, ctypes.c_int32) for name in (
             "dtype", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
             "head_size", "block_size", "num_blocks", "num_threads", "sliding_window", "max_positions",
-            "tied_embeddings", "vocab_begin", "vocab_rows", "is_first_stage", "is_last_stage",
+            "tied_embeddings", "vocab_begin", "vocab_rows", "is_first_stage", "is_last_stage", "norms_span_heads",
+            "gelu",
         )),
-        ("rms_norm_eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("rms_norm_eps", "embedding_scale", "attention_scale")),
         ("kernels", ctypes.c_char * 16),
     )  # fmt: skip
 
@@ -70,8 +71,8 @@ def _load(path: Path | None = None) -> ctypes.CDLL | None:
             ctypes.c_int,
             [pointer, *[ctypes.c_int32] * 4, pointer, pointer, pointer, ctypes.c_int64],
         ),
-        ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, pointer]),
-        ("shoal_decoder_leave_unrotated", ctypes.c_int, [pointer, ctypes.c_int32]),
+        ("shoal_decoder_set_rotary", ctypes.c_int, [pointer, ctypes.c_int32, pointer]),
+        ("shoal_decoder_set_layer", ctypes.c_int, [pointer, *[ctypes.c_int32] * 3]),
         ("shoal_decoder_add_adapter", ctypes.c_int, [pointer]),
         ("shoal_decoder_set_factors", ctypes.c_int, [pointer, *[ctypes.c_int32] * 4, pointer, pointer]),
         ("shoal_decoder_remove_adapter", ctypes.c_int, [pointer, ctypes.c_int32]),

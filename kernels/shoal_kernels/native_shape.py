@@ -9,6 +9,7 @@ import torch
 from shoal_kernels import native_limits
 from shoal_kernels.native_library import CShape
 
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 DTYPES = {getattr(torch, name): number for name, number in native_limits.DTYPES.items()}
 
 
@@ -20,8 +21,12 @@ class DecoderShape:
         dtype: of weights, activations and KV.
         vocab_size, hidden_size: those of the whole model; other sizes and counts are the shard's.
         first_layer: index of the shard's first layer in the whole model.
-        unrotated_layers: those of the shard's layers, by their index in the whole model, whose queries and keys are not
-            rotated.
+        unrotated_layers, full_layers: by their index in the whole model, the layers whose queries and keys are not
+            rotated, and those that have not the ``sliding_window`` of the others.
+        norm_placement: "pre", "post" or "both", see ``ModelConfig``.
+        norms_span_heads: whether norms of queries and keys are of all heads together.
+        activation: "silu" or "gelu_tanh".
+        attention_scale: None means 1 / sqrt(head_size).
         vocab: rows of embedding and head that the shard holds; None means all.
     """
 
@@ -42,6 +47,13 @@ class DecoderShape:
     num_threads: int
     first_layer: int = 0
     unrotated_layers: tuple[int, ...] = ()
+    full_layers: tuple[int, ...] = ()
+    norm_placement: str = "pre"
+    norms_span_heads: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    logits_divisor: float = 1.0
     vocab: range | None = None
     is_first_stage: bool = True
     is_last_stage: bool = True
@@ -49,6 +61,12 @@ class DecoderShape:
     @property
     def vocab_rows(self) -> range:
         return range(self.vocab_size) if self.vocab is None else self.vocab
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of each layer, besides those of queries and keys."""
+        places = {"pre": ("norm",), "post": ("post_norm",), "both": ("norm", "post_norm")}[self.norm_placement]
+        return tuple(f"{part}_{place}" for part in ("attention", "mlp") for place in places)
 
 
 def c_shape(shape: DecoderShape, kernels: str) -> CShape:
@@ -71,6 +89,10 @@ def c_shape(shape: DecoderShape, kernels: str) -> CShape:
         vocab_rows=len(shape.vocab_rows),
         is_first_stage=int(shape.is_first_stage),
         is_last_stage=int(shape.is_last_stage),
+        norms_span_heads=int(shape.norms_span_heads),
+        gelu=ACTIVATIONS[shape.activation],
         rms_norm_eps=shape.rms_norm_eps,
+        embedding_scale=shape.embedding_scale,
+        attention_scale=shape.head_size**-0.5 if shape.attention_scale is None else shape.attention_scale,
         kernels=kernels.encode(),
     )

@@ -65,6 +65,11 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return cast(Tensor, torch_npu.npu_swiglu(gate_up, dim=-1))
 
 
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def write_kv(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     torch_npu.npu_scatter_pa_kv_cache(
         k.contiguous(), v.contiguous(), key_cache, value_cache, slot_mapping, cache_mode="Norm"

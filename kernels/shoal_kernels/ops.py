@@ -48,7 +48,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit root mean square (Zhang and Sennrich 2019), times weight: x [..., N], weight [N]."""
+    """Scale each row to unit root mean square (Zhang and Sennrich 2019), times weight: x [..., N], weight [N].
+
+    On CPUs the weight may be float32 whatever the dtype of x; rounding then comes after it.
+    """
     return cast(Tensor, backend(x.device.type).rms_norm(x, weight, eps))
 
 
@@ -74,6 +77,11 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of [T, 2I], gate first → [T, I]."""
     return cast(Tensor, backend(gate_up.device.type).silu_and_mul(gate_up))
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of [T, 2I], gate first → [T, I], by the tanh approximation (Hendrycks and Gimpel 2016)."""
+    return cast(Tensor, backend(gate_up.device.type).gelu_tanh_and_mul(gate_up))
 
 
 def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return gate / (1 + torch.exp(-gate)) * up
 
 
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    size = gate_up.shape[-1] // 2
+    gate, up = gate_up[:, :size].float(), gate_up[:, size:].float()
+    return 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+
+
 def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     weights, expert_ids = torch.softmax(router_logits.float(), dim=-1).sort(dim=-1, descending=True)
     weights, expert_ids = weights[:, :num_chosen], expert_ids[:, :num_chosen]

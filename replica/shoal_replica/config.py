@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal_replica.adapter import AdapterConfig, adapter_bytes
-from shoal_replica.config_fields import number, size
+from shoal_replica.config_fields import size
 from shoal_replica.errors import ConfigError, NotFound
-from shoal_replica.model_family import MoeConfig, family_fields, rotated_share
+from shoal_replica.model_family import MoeConfig, family_fields, rotated_share, text_config
 from shoal_replica.rope import read_rope
 from shoal_replica.weight_formats import LAYER_BITS, StoredQuantization, read_stored
 
@@ -32,8 +32,18 @@ class ModelConfig:
     ``quantization``, a key of LAYER_BITS, rounds weights when they are loaded, and activations while they are
     multiplied with them, if it is also a key of ACTIVATION_BITS; KV keeps the dtype. In a checkpoint that is ``stored``
     quantized, it concerns what is stored so: on CPUs all else, embedding and head among it, stays as it is.
-    ``rotary_size`` is how much of a head is rotated, None for all; queries and keys of ``unrotated_layers`` are not. If
-    ``has_packed_projections``, checkpoints have queries, keys and values in one tensor, and gates and ups.
+
+    ``rotary_size`` is how much of a head is rotated, None for all; queries and keys of ``unrotated_layers`` are not.
+    Layers with a window are rotated by ``window_rope_theta``, unscaled, unless that is None. All have the
+    ``sliding_window`` but ``full_layers``. If ``has_packed_projections``, checkpoints have queries, keys and values in
+    one tensor, and gates and ups. Of a model with several parts, the tensors served are those with ``text_prefixes``,
+    each with what stands for it where there is no other part.
+
+    ``norm_placement`` tells where in a layer norms are: before attention and MLP ("pre"), after them ("post"), or
+    "both". If ``has_offset_norms``, checkpoints store their weights less one. ``qk_norm`` norms each head of queries
+    and keys, or if ``qk_norm_spans_heads`` all of them together. Embeddings are multiplied by ``embedding_scale``,
+    scores by ``attention_scale`` (None: 1 / sqrt(head size)), and logits divided by ``logits_divisor``. ``activation``
+    is that of the MLP's gates.
     """
 
     folder: str
@@ -62,7 +72,17 @@ class ModelConfig:
     stored: StoredQuantization | None = None
     rotary_size: int | None = None
     unrotated_layers: tuple[int, ...] = ()
+    window_rope_theta: float | None = None
+    full_layers: tuple[int, ...] = ()
     has_packed_projections: bool = False
+    text_prefixes: tuple[tuple[str, str], ...] = ()
+    norm_placement: str = "pre"
+    has_offset_norms: bool = False
+    qk_norm_spans_heads: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    logits_divisor: float = 1.0
 
     @classmethod
     def from_folder(
@@ -80,17 +100,14 @@ class ModelConfig:
         raw = _read_json(path / "config.json")
         if raw is None:
             raise NotFound(f"model: {str(folder)!r} holds no config.json")
-        named = raw.get("architectures")
-        architecture = str(named[0]) if isinstance(named, list) and named else "?"
-        family = family_fields(architecture, raw)
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"model: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
+        architecture, raw = text_config(raw)
         if dtype == "auto":
             dtype = "float32" if (raw.get("dtype") or raw.get("torch_dtype")) == "float32" else "bfloat16"
         if dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype: got {dtype!r}; must be 'auto' or one of {', '.join(DTYPE_BYTES)}")
         if quantization not in LAYER_BITS:
             raise ConfigError(f"quantization: got {quantization!r}; must be one of {', '.join(LAYER_BITS)}")
+        family = family_fields(architecture, raw, dtype)
         stored = read_stored(raw)
         num_heads = size(raw, "num_attention_heads")
         num_kv_heads = size(raw, "num_key_value_heads", num_heads)
@@ -110,10 +127,10 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
             rope_theta=rope.theta,
             rope_scaling=rope.scaling,
             rotary_size=rope.size,
+            window_rope_theta=rope.window_theta,
             max_model_len=max_model_len or rope.max_model_len,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             eos_token_ids=_eos_token_ids(path, raw),
@@ -129,7 +146,9 @@ class ModelConfig:
         d, h = self.hidden_size, self.head_size
         attention = d * h * (2 * self.num_heads + 2 * self.num_kv_heads)
         attention += (self.num_heads + 2 * self.num_kv_heads) * h * self.qkv_bias + d * self.output_bias
-        norms = 2 * d + (2 * h if self.qk_norm else 0)
+        norms = (4 if self.norm_placement == "both" else 2) * d
+        if self.qk_norm:
+            norms += (self.num_heads + self.num_kv_heads) * h if self.qk_norm_spans_heads else 2 * h
         mlp = 3 * d * self.intermediate_size + (2 * self.intermediate_size + d) * self.mlp_bias
         mlps = self.num_layers * mlp
         if self.moe is not None:
@@ -271,6 +290,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _at_most("tensor_parallel_size", self.parallel.tensor_parallel_size, self.model.num_heads, "attention heads")
+        if self.model.qk_norm_spans_heads and self.parallel.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size: got {self.parallel.tensor_parallel_size}; must be 1 for "
+                f"{self.model.architecture}, which norms all heads of queries and keys together"
+            )
         _at_most("pipeline_parallel_size", self.parallel.pipeline_parallel_size, self.model.num_layers, "layers")
         room = self.cache.num_blocks * self.cache.block_size
         if room < self.model.max_model_len:

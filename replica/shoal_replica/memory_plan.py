@@ -9,6 +9,7 @@ from shoal_replica.config import DTYPE_BYTES, CacheConfig, ModelConfig, Parallel
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import MAX_SCORED_TOKENS
 from shoal_replica.model.cpu_kernels import choose_kernels
+from shoal_replica.model.parameters import NORMS
 from shoal_replica.shard import Shard, make_shard
 
 GIB = 2**30
@@ -194,7 +195,7 @@ def shard_weight_bytes(model: ModelConfig, shard: Shard) -> int:
     attention = hidden * head * 2 * (len(shard.heads) + len(shard.kv_heads)) * rounded
     total = 0
     for layer in shard.layers:
-        total += attention + 2 * hidden * size
+        total += attention + len(NORMS[model.norm_placement]) * hidden * size
         if model.moe is not None and layer in model.moe.layers:
             experts = 3 * model.moe.intermediate_size * len(shard.experts)
             total += hidden * (experts + model.moe.num_experts) * size

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal_replica.config_fields import fields_of, number, size
+from shoal_replica.config_fields import fields_of, number, refusal, size
 from shoal_replica.errors import ConfigError
+from shoal_replica.rope import FULL, LOCAL_THETA, WINDOW
 
 NAME_OF_SHARE = "partial_rotary_factor"
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,22 +32,52 @@ class MoeConfig:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
-def family_fields(architecture: str, raw: dict[str, Any]) -> dict[str, Any]:
+def text_config(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The architecture that a ``config.json`` names, and the fields of its decoder for text, which may be one part of
+    it, with those that its family leaves out.
+
+    Raises:
+        ConfigError: the architecture is not served.
+    """
+    named = raw.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "?"
+    if architecture not in _FAMILIES:
+        raise ConfigError(f"model: architecture {architecture!r} is not one of {', '.join(_FAMILIES)}")
+    own = _LEFT_OUT.get(architecture, {}) | raw | fields_of(raw, "text_config")
+    if architecture == "Olmo3ForCausalLM":  # whose rope_scaling is not that of layers with a window
+        own.setdefault(LOCAL_THETA, own["rope_theta"])
+    return architecture, {key: value for key, value in own.items() if value is not None}
+
+
+def family_fields(architecture: str, raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The fields of ModelConfig in which the architecture, or its config, departs from the first Llama.
 
     Raises:
-        ConfigError: the architecture is not served, or a size is missing or impossible.
+        ConfigError: a size is missing or impossible, or something is asked for that is not served.
     """
-    if architecture not in _FAMILIES:
-        raise ConfigError(f"model: architecture {architecture!r} is not one of {', '.join(_FAMILIES)}")
     has_bias = bool(raw.get("attention_bias", False))
+    name = "hidden_activation" if "hidden_activation" in raw else "hidden_act"
+    if (activation := raw.get(name, "silu")) not in ACTIVATIONS:
+        raise ConfigError(f"model: {name} {activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
     shared = {
         "qkv_bias": has_bias,
         "output_bias": has_bias,
         "mlp_bias": bool(raw.get("mlp_bias", False)),
         "sliding_window": None,
+        "activation": ACTIVATIONS[activation],
+        "rms_norm_eps": number(raw, "rms_norm_eps", 1e-6),
     }
-    return shared | _FAMILIES[architecture](raw)
+    fields = shared | _FAMILIES[architecture](raw)
+    if fields.get("has_offset_norms") and dtype == "bfloat16":  # Gemma rounds the scale like what it multiplies
+        fields["embedding_scale"] = _round_to_bfloat16(fields["embedding_scale"])
+    return fields
+
+
+def _round_to_bfloat16(value: float) -> float:
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    bits += 0x7FFF + (bits >> 16 & 1)
+    (rounded,) = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))
+    return float(rounded)
 
 
 def _window(raw: dict[str, Any], is_default: bool = True) -> int | None:
@@ -54,10 +87,30 @@ def _window(raw: dict[str, Any], is_default: bool = True) -> int | None:
 
 
 def _no_window(raw: dict[str, Any]) -> dict[str, Any]:
-    """For families that use it in some layers only, if they are told to."""
+    """For families that hardly ever have one."""
     if _window(raw, is_default=False):
         raise ConfigError("model: use_sliding_window mixes window and full layers, which is not supported")
     return {}
+
+
+def _windows(raw: dict[str, Any], has_window: Callable[[int], bool]) -> dict[str, Any]:
+    """The window of some layers: those that ``layer_types`` names, or else those that ``has_window``."""
+    window, num_layers = size(raw, "sliding_window"), size(raw, "num_hidden_layers")
+    types = raw.get("layer_types") or [WINDOW if has_window(layer) else FULL for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (WINDOW, FULL) for kind in types):
+        raise refusal("layer_types", types, f"a list of {num_layers}, each {WINDOW!r} or {FULL!r}")
+    full = tuple(layer for layer, kind in enumerate(types) if kind == FULL)
+    return {"sliding_window": window, "full_layers": full} if len(full) < num_layers else {}
+
+
+def _last_windows(raw: dict[str, Any]) -> dict[str, Any]:
+    """For families that have it in their last layers, if they are told to."""
+    if not _window(raw, is_default=False):
+        return {}
+    first = raw.get("max_window_layers", 28)
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise refusal("max_window_layers", first, "an integer of at least 0")
+    return _windows(raw, lambda layer: layer >= first)
 
 
 def rotated_share(architecture: str, raw: dict[str, Any]) -> float:
@@ -72,11 +125,11 @@ def _llama(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen2(raw: dict[str, Any]) -> dict[str, Any]:
-    return {"qkv_bias": True, "output_bias": False} | _no_window(raw)
+    return {"qkv_bias": True, "output_bias": False} | _last_windows(raw)
 
 
 def _qwen3(raw: dict[str, Any]) -> dict[str, Any]:
-    return {"qk_norm": True} | _no_window(raw)
+    return {"qk_norm": True} | _last_windows(raw)
 
 
 def _qwen3_moe(raw: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +174,60 @@ def _smollm3(raw: dict[str, Any]) -> dict[str, Any]:
     return {"unrotated_layers": tuple(i for i in range(num_layers) if not rotated[i])} | _no_window(raw)
 
 
+def _olmo2(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"norm_placement": "post", "qk_norm": True, "qk_norm_spans_heads": True}
+
+
+def _olmo3(raw: dict[str, Any]) -> dict[str, Any]:
+    return _olmo2(raw) | _windows(raw, lambda layer: (layer + 1) % 4 != 0)
+
+
+def _exaone4(raw: dict[str, Any]) -> dict[str, Any]:
+    """Where some layers have a window, the others know no positions."""
+    fields: dict[str, Any] = {"norm_placement": "post", "qk_norm": True}
+    if not raw.get("sliding_window"):
+        return fields
+    pattern = raw.get("sliding_window_pattern")
+    period = len(pattern) if isinstance(pattern, str) and pattern else size(raw, "sliding_window_pattern", 4)
+    windows = _windows(raw, lambda layer: (layer + 1) % period != 0)
+    return fields | windows | {"unrotated_layers": windows.get("full_layers", ())}
+
+
+def _granite(raw: dict[str, Any]) -> dict[str, Any]:
+    """What a layer adds to the residual stream is multiplied by ``residual_multiplier``. That is the same as a stream
+    divided by it, as norms take no notice of their input's scale but for what they add to its mean square.
+    """
+    multiplier = number(raw, "residual_multiplier", 1.0)
+    return {
+        "embedding_scale": number(raw, "embedding_multiplier", 1.0) / multiplier,
+        "rms_norm_eps": number(raw, "rms_norm_eps", 1e-6) / multiplier**2,
+        "attention_scale": number(raw, "attention_multiplier", 1.0),
+        "logits_divisor": number(raw, "logits_scaling", 1.0),
+    }
+
+
+def _gemma3(raw: dict[str, Any]) -> dict[str, Any]:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if raw.get(key):
+            raise ConfigError(f"model: {key} in config.json is {raw[key]!r}; it is not supported")
+    if raw.get("use_bidirectional_attention"):
+        raise ConfigError("model: use_bidirectional_attention in config.json is set; only causal models are served")
+    pattern = size(raw, "sliding_window_pattern")
+    return {
+        "norm_placement": "both",
+        "has_offset_norms": True,
+        "qk_norm": True,
+        "embedding_scale": size(raw, "hidden_size") ** 0.5,
+        "attention_scale": number(raw, "query_pre_attn_scalar") ** -0.5,
+    } | _windows(raw, lambda layer: (layer + 1) % pattern != 0)
+
+
+def _gemma3_with_images(raw: dict[str, Any]) -> dict[str, Any]:
+    """Its decoder for text. Newer checkpoints have the second and third prefix."""
+    prefixes = (("language_model.", ""), ("model.language_model.", "model."), ("lm_head.", "lm_head."))
+    return _gemma3(raw) | {"text_prefixes": prefixes}
+
+
 def _num_per_token(raw: dict[str, Any], num_experts: int) -> int:
     num_per_token = size(raw, "num_experts_per_tok")
     if num_per_token > num_experts:
@@ -131,12 +238,33 @@ def _num_per_token(raw: dict[str, Any], num_experts: int) -> int:
 
 
 _FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "Exaone4ForCausalLM": _exaone4,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3_with_images,
+    "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _llama,
     "MixtralForCausalLM": _mixtral,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "SmolLM3ForCausalLM": _smollm3,
+}
+
+# What checkpoints may leave out because transformers has it as the family's default, where it is not everyone's.
+_GEMMA3 = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "sliding_window_pattern": 6, "tie_word_embeddings": True, "max_position_embeddings": 131072,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "eos_token_id": 1,
+}  # fmt: skip
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Exaone4ForCausalLM": {"sliding_window": 4096, "rms_norm_eps": 1e-5},
+    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+    "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
 }

@@ -8,8 +8,10 @@ from typing import Any
 from shoal_replica.config_fields import fields_of, number, numbers, size
 from shoal_replica.errors import ConfigError
 
+LOCAL_THETA = "rope_local_base_freq"
 ORIGINAL = "original_max_position_embeddings"
 DEFAULT_LENGTH = 2048
+WINDOW, FULL = "sliding_attention", "full_attention"  # kinds of layers, which may be rotated differently
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +22,14 @@ class Rope:
         theta: the base.
         size: how much of a head is rotated; None for all of it.
         scaling: how frequencies are scaled (see ``rotary_frequencies``); None for not at all.
+        window_theta: the base in layers with a window, without scaling; None where they are rotated like the others.
         max_model_len: the longest sequences that they are made for.
     """
 
     theta: float
     size: int | None
     scaling: dict[str, Any] | None
+    window_theta: float | None
     max_model_len: int
 
 
@@ -39,8 +43,9 @@ def read_rope(raw: dict[str, Any], head_size: int, share: float = 1.0, asked_len
     Raises:
         ConfigError: the type is not known, lacks one of its numbers, or the head cannot be cut so.
     """
-    rope = fields_of(raw, "rope_parameters") or fields_of(raw, "rope_scaling")
+    rope, window = _by_kind(raw)
     theta = number(rope, "rope_theta", number(raw, "rope_theta", 10000.0))
+    window_theta = None if window is None else number(window, "rope_theta", theta)
     length = size(raw, "max_position_embeddings", DEFAULT_LENGTH)
     rotated = int(head_size * share)
     if not 0 < rotated <= head_size or rotated % 2 or head_size % 2:
@@ -48,7 +53,7 @@ def read_rope(raw: dict[str, Any], head_size: int, share: float = 1.0, asked_len
     own_size = None if rotated == head_size else rotated
     kind = _kind(rope)
     if kind == "default":
-        return Rope(theta, own_size, None, length)
+        return Rope(theta, own_size, None, None if window_theta == theta else window_theta, length)
     if kind not in _SCALINGS:
         known = ", ".join(("default", *_SCALINGS))
         raise ConfigError(f"model: rope type {kind!r} is not one of {known}")
@@ -67,7 +72,20 @@ def read_rope(raw: dict[str, Any], head_size: int, share: float = 1.0, asked_len
         is_long = (asked_len or length) > scaling[ORIGINAL]
         divisors = [numbers(rope, name, rotated // 2) for name in ("short_factor", "long_factor")]
         scaling["divisors"] = divisors[is_long]
-    return Rope(theta, own_size, scaling, length)
+    return Rope(theta, own_size, scaling, window_theta, length)
+
+
+def _by_kind(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The parameters of layers that see all tokens, and those of layers with a window, None where they are the same."""
+    rope = fields_of(raw, "rope_parameters") or fields_of(raw, "rope_scaling")
+    if FULL in rope or WINDOW in rope:
+        full, window = fields_of(rope, FULL), fields_of(rope, WINDOW)
+        if full == window:
+            return full, None
+        if _kind(window) != "default":
+            raise ConfigError(f"model: rope type {_kind(window)!r} is not supported in layers with a window alone")
+        return full, {"rope_theta": raw.get(LOCAL_THETA)} | window
+    return rope, {"rope_theta": raw[LOCAL_THETA]} if LOCAL_THETA in raw else None
 
 
 def _kind(rope: dict[str, Any]) -> str:

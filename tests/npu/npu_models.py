@@ -13,7 +13,17 @@ from typing import Any
 import tiny_models
 import torch
 from fixtures.tiny_tokenizer import write_tiny_tokenizer
-from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
+from transformers import (
+    Exaone4Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo3Config,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from shoal_replica import LLM, SamplingParams
 from shoal_replica.llm import RequestOutput
@@ -31,6 +41,22 @@ FAMILIES = {
     "llama-padded": lambda: LlamaConfig(**SHAPE, head_dim=64),  # a head size that is not packed
     "mistral": lambda: MistralConfig(**SHAPE, head_dim=128, sliding_window=100),
     "phi3": lambda: Phi3Config(**SHAPE, head_dim=128, sliding_window=100, partial_rotary_factor=0.75),
+    "exaone4": lambda: Exaone4Config(**SHAPE, head_dim=128, sliding_window=100, sliding_window_pattern=2),
+    "granite": lambda: GraniteConfig(
+        **SHAPE,
+        head_dim=128,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.1,
+        logits_scaling=2.0,
+    ),
+    "olmo3": lambda: Olmo3Config(
+        **SHAPE,
+        head_dim=128,
+        sliding_window=100,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=tiny_models.OLMO_ROPE,
+    ),
     "smollm3": lambda: SmolLM3Config(**SHAPE, head_dim=128, no_rope_layers=[1, 0]),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=128),
     "qwen3-moe": lambda: Qwen3MoeConfig(

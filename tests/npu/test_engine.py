@@ -321,12 +321,14 @@ def test_graphs_that_do_not_fit_are_done_without(
         ("llama", {"graph_sizes": [1, 300]}, "graph_sizes: got"),
         ("mistral-narrow", {}, "sliding window with head size 64"),
         ("odd", {}, "head size 20"),
+        ("gemma", {}, "Gemma3ForCausalLM: norms whose weights are stored less one are not served on an NPU"),
     ],
 )
 def test_refused_at_start(family: str, settings: dict[str, object], message: str, llama: Path, tmp_path: Path) -> None:
     import tiny_models
-    from transformers import LlamaConfig, MistralConfig
+    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
+    tiny_models.FAMILIES["gemma"] = lambda: Gemma3TextConfig(**SHAPE, head_dim=128)
     tiny_models.FAMILIES["odd"] = lambda: LlamaConfig(**SHAPE, head_dim=20)
     tiny_models.FAMILIES["mistral-narrow"] = lambda: MistralConfig(**SHAPE, head_dim=64, sliding_window=24)
     folder = llama if family == "llama" else make_checkpoint(family, tmp_path, torch.bfloat16)

@@ -85,9 +85,10 @@ def test_rotary_embedding(head_size: int, dtype: torch.dtype) -> None:
         close(mine, wanted, 4e-2)
 
 
-def test_silu_and_mul_and_linear() -> None:
+def test_activations_and_linear() -> None:
     gate_up, weight, bias = randn(6, 192), randn(48, 192, seed=1) / 8, randn(48, seed=2)
     close(ops.silu_and_mul(gate_up.to(NPU)), reference.silu_and_mul(gate_up))
+    close(ops.gelu_tanh_and_mul(gate_up.to(NPU)), reference.gelu_tanh_and_mul(gate_up))
     close(ops.linear(gate_up.to(NPU), weight.to(NPU), bias.to(NPU)), reference.linear(gate_up, weight, bias), 4e-2)
 
 

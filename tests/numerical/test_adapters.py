@@ -41,7 +41,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "llama-linear-rope", "mistral", "qwen2", "qwen3", "llama-9-heads"])
+@pytest.fixture(
+    scope="module",
+    params=["llama", "llama-linear-rope", "mistral", "qwen2", "qwen3", "llama-9-heads", "gemma3", "exaone4"],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_tokenizer(make_checkpoint(request.param, tmp_path_factory.mktemp("model")))
 

@@ -106,6 +106,8 @@ def test_attention_does_not_see_blocks_of_others() -> None:
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
     close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
+    close(ops.rms_norm(x, weight.float(), 1e-5), reference.rms_norm(x, weight.float(), 1e-5), dtype)
+    assert ops.rms_norm(x, weight.float(), 1e-5).dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -133,6 +135,14 @@ def test_rotary_embedding(head_size: int, dtype: torch.dtype) -> None:
 def test_silu_and_mul(dtype: torch.dtype) -> None:
     gate_up = randn(6, 192, dtype=dtype) * 4
     close(ops.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_tanh_and_mul(dtype: torch.dtype) -> None:
+    gate_up = randn(6, 192, dtype=dtype) * 4
+    close(ops.gelu_tanh_and_mul(gate_up), reference.gelu_tanh_and_mul(gate_up), dtype)
+    expected = torch.nn.functional.gelu(gate_up[:, :96].float(), approximate="tanh") * gate_up[:, 96:].float()
+    close(reference.gelu_tanh_and_mul(gate_up), expected, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,6 +196,35 @@ def test_packed_rows_are_query_key_value(llama: Path) -> None:
     parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(weights["layers.1.qkv_proj.weight"], torch.cat(parts))
     assert sum(w.numel() for w in weights.values()) == config.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("decoder", "other"),
+    [("language_model.model.", "vision_tower."), ("model.language_model.", "model.vision_tower.")],
+    ids=["first", "newer"],
+)
+def test_a_decoder_that_is_one_part_of_its_model(tmp_path: Path, decoder: str, other: str) -> None:
+    """As in Gemma 3's models for text and images, by the names of either kind of checkpoint."""
+    plain = make_checkpoint("gemma3", tmp_path / "plain")
+    config = json.loads((plain / "config.json").read_text())
+    stored = load_file(plain / "model.safetensors")
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "dtype": "float32"}
+            | {"vision_config": {"hidden_size": 8, "num_hidden_layers": 1}, "eos_token_id": 2}
+        )
+    )
+    parts = {decoder + name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    save_file(parts | {f"{other}embeddings.weight": torch.ones(3)}, folder / "model.safetensors")
+    expected = load_weights(ModelConfig.from_folder(plain), torch.device("cpu"))
+    found = load_weights(ModelConfig.from_folder(folder), torch.device("cpu"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    save_file(parts | {f"{decoder}extra.weight": torch.ones(3)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"unexpected tensor 'model\.extra\.weight'"):
+        load_weights(ModelConfig.from_folder(folder), torch.device("cpu"))
 
 
 def test_sharded_checkpoint_loads_alike(llama: Path, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_factors_that_do_not_fit_are_refused_and_leave_nothing() -> None:
         ("layers.0.qkv_proj", (down[:3], up), r"must be \(640, 96\) in rank 3"),
         ("layers.0.qkv_proj", (down.bfloat16(), up), "must be torch.float32"),
         ("layers.9.qkv_proj", (down, up), "layer"),
-        ("layers.0.input_layernorm", (down, up), "must be one of qkv_proj, o_proj, gate_up_proj, down_proj"),
+        ("layers.0.attention_norm", (down, up), "must be one of qkv_proj, o_proj, gate_up_proj, down_proj"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.add_adapter([("layers.1.qkv_proj", (down, up)), (name, pair)])

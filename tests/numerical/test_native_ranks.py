@@ -47,10 +47,13 @@ def generate(
     return tokens
 
 
+@pytest.mark.parametrize("family", ["llama-9-heads", "gemma3"])
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_sums_in_many_pieces_are_the_same(tmp_path: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_many_pieces_are_the_same(
+    tmp_path: Path, is_shared: bool, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part holds only one row of the widest tensor that is exchanged. Helper threads take some of the work."""
-    model = ModelConfig.from_folder(make_checkpoint("llama-9-heads", tmp_path))
+    model = ModelConfig.from_folder(make_checkpoint(family, tmp_path))
     expected, _ = run(ModelRunner(model, CACHE, ParallelConfig()))
     monkeypatch.setattr(decoder, "EXCHANGE_BYTES", 0)
     for size, stages, num_threads in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)):
@@ -58,8 +61,11 @@ def test_sums_in_many_pieces_are_the_same(tmp_path: Path, is_shared: bool, monke
         assert tokens == expected, (size, stages, num_threads)
 
 
-def test_adapters_of_ranks_that_sum_in_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_checkpoint("llama-9-heads", tmp_path / "model")
+@pytest.mark.parametrize("family", ["llama-9-heads", "gemma3"])
+def test_adapters_of_ranks_that_sum_in_many_pieces(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(family, tmp_path / "model")
     model = ModelConfig.from_folder(folder)
     adapter = read_adapter("a", make_adapter(tmp_path / "adapter", folder, 0), model)
     (prompt,) = make_prompts([37])
@@ -129,7 +135,7 @@ CAPACITY = 64
 
 
 def make_decoder(exchange: SharedExchange | CarriedExchange) -> NativeDecoder:
-    zero = {"norm.weight": 16, "layers.0.input_layernorm.weight": 16, "layers.0.post_attention_layernorm.weight": 16}
+    zero = {"norm.weight": 16, "layers.0.attention_norm.weight": 16, "layers.0.mlp_norm.weight": 16}
     matrices = {"lm_head": (5, 16), "layers.0.qkv_proj": (48, 16), "layers.0.o_proj": (16, 16)}
     matrices |= {"layers.0.gate_up_proj": (32, 16), "layers.0.down_proj": (16, 16)}
     weights = {name: torch.zeros(size) for name, size in zero.items()}

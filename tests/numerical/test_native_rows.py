@@ -32,7 +32,7 @@ def make_decoder(kernels: str, num_threads: int) -> NativeDecoder:
         block_size=16, num_blocks=1, num_threads=num_threads,
     )  # fmt: skip
     sizes = {"lm_head.weight": (16, 32), "norm.weight": (32,)}
-    for name in ("input_layernorm", "post_attention_layernorm"):
+    for name in ("attention_norm", "mlp_norm"):
         sizes[f"layers.0.{name}.weight"] = (32,)
     for name, size in (("qkv_proj", 64), ("gate_up_proj", 64), ("o_proj", 32), ("down_proj", 32)):
         sizes[f"layers.0.{name}.weight"] = (size, 32)

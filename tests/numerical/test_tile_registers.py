@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.native_models import (
+    FAMILIES,
     INTEGERS,
     Part,
     check_sequence,
@@ -79,6 +80,12 @@ def test_bf16(num_threads: int) -> None:
     check_sequence(
         shape, make_weights(shape, qk_norm=True, biases=True), [1, 130, 17, 1, 1, 33, 200, 1], SET, num_checked=1
     )
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_families(family: str) -> None:
+    shape = make_shape(dtype=torch.bfloat16, num_threads=2, **FAMILIES[family])
+    check_sequence(shape, make_weights(shape, qk_norm=True), [1, 130, 17, 1, 1, 33, 200, 1], SET, num_checked=1)
 
 
 @pytest.mark.parametrize(("bits", "activation_bits"), INTEGERS)

@@ -117,6 +117,87 @@ class TestModelConfig:
         smol["no_rope_layers"] = [0, 1, 1, 1, 1, 1, 1, 1, 0]
         assert ModelConfig.from_folder(write(tmp_path, **smol)).unrotated_layers == (0, 8)
 
+    def test_windows_in_some_layers(self, tmp_path: Path) -> None:
+        """By ``layer_types``, or by what each family goes by without them."""
+
+        def full_layers(architecture: str, **fields: Any) -> tuple[int | None, tuple[int, ...]]:
+            fields = {"num_hidden_layers": 8, "sliding_window": 64} | fields
+            model = ModelConfig.from_folder(write(tmp_path, architectures=[architecture], **fields))
+            return model.sliding_window, model.full_layers
+
+        qwen = {"use_sliding_window": True, "max_window_layers": 5}
+        assert full_layers("Qwen2ForCausalLM", **qwen) == (64, (0, 1, 2, 3, 4))
+        assert full_layers("Qwen3ForCausalLM", **qwen | {"max_window_layers": 8}) == (None, ())
+        types = ["sliding_attention"] * 7 + ["full_attention"]
+        assert full_layers("Qwen3ForCausalLM", **qwen, layer_types=types) == (64, (7,))
+        assert full_layers("Gemma3ForCausalLM", sliding_window_pattern=3) == (64, (2, 5))
+        assert full_layers("Gemma3ForCausalLM") == (64, (5,))
+        assert full_layers("Olmo3ForCausalLM") == (64, (3, 7))
+        assert full_layers("Olmo2ForCausalLM") == (None, ())
+        assert full_layers("Exaone4ForCausalLM", sliding_window_pattern="LLG") == (64, (2, 5))
+        (tmp_path / "config.json").write_text(
+            json.dumps(LLAMA | {"architectures": ["Exaone4ForCausalLM"], "sliding_window": None})
+        )
+        model = ModelConfig.from_folder(tmp_path)
+        assert (model.sliding_window, model.full_layers, model.unrotated_layers) == (None, (), ())
+
+    def test_a_layer_with_a_window_may_be_rotated_differently(self, tmp_path: Path) -> None:
+        gemma = {"architectures": ["Gemma3ForCausalLM"], "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+        first = ModelConfig.from_folder(write(tmp_path, **gemma, rope_scaling={"rope_type": "linear", "factor": 8.0}))
+        assert (first.rope_theta, first.window_rope_theta) == (1e6, 1e4)
+        assert first.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+        by_kind = {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+        again = ModelConfig.from_folder(write(tmp_path, architectures=gemma["architectures"], rope_parameters=by_kind))
+        assert again == first
+        yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+        olmo = ModelConfig.from_folder(
+            write(tmp_path, architectures=["Olmo3ForCausalLM"], num_hidden_layers=4, rope_scaling=yarn)
+        )
+        assert (olmo.rope_theta, olmo.window_rope_theta) == (50000.0, 50000.0)
+        plain = ModelConfig.from_folder(write(tmp_path, architectures=["Olmo3ForCausalLM"], num_hidden_layers=4))
+        assert (plain.rope_theta, plain.window_rope_theta) == (50000.0, None)
+
+    def test_gemma_leaves_out_what_transformers_knows(self, tmp_path: Path) -> None:
+        """As its models for text and images do, whose decoder is one part of them."""
+        text = {
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "model_type": "gemma3_text",
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        }  # fmt: skip
+        raw = {
+            "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": text,
+            "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152}, "image_token_index": 262144,
+        }  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        model = ModelConfig.from_folder(tmp_path)
+        assert (model.num_heads, model.num_kv_heads, model.head_size, model.vocab_size) == (8, 4, 256, 262208)
+        assert (model.hidden_size, model.activation, model.norm_placement) == (2560, "gelu_tanh", "both")
+        assert (model.rope_theta, model.window_rope_theta, model.max_model_len) == (1e6, 1e4, 131072)
+        assert (model.sliding_window, model.full_layers) == (1024, (5, 11, 17, 23, 29))
+        assert model.tie_word_embeddings
+        assert model.attention_scale == 1 / 16
+        assert model.embedding_scale == 50.5  # the root of 2560 is 50.596, which bfloat16 does not have
+        assert ModelConfig.from_folder(tmp_path, "float32").embedding_scale == 2560**0.5
+
+    def test_granite_scales_its_stream(self, tmp_path: Path) -> None:
+        scales = {
+            "embedding_multiplier": 12, "residual_multiplier": 0.25, "attention_multiplier": 0.0625, "logits_scaling": 8
+        }  # fmt: skip
+        model = ModelConfig.from_folder(
+            write(tmp_path, architectures=["GraniteForCausalLM"], rms_norm_eps=1e-5, **scales)
+        )
+        assert (model.embedding_scale, model.attention_scale, model.logits_divisor) == (48.0, 0.0625, 8.0)
+        assert model.rms_norm_eps == 1.6e-4
+
+    def test_norms_of_all_heads_are_not_for_tensor_parallel_ranks(self, tmp_path: Path) -> None:
+        model = ModelConfig.from_folder(write(tmp_path, architectures=["Olmo2ForCausalLM"]))
+        cache = CacheConfig(num_blocks=64)
+        EngineConfig(model=model, cache=cache, parallel=ParallelConfig(pipeline_parallel_size=2))
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 2; must be 1 for Olmo2ForCausalLM"):
+            EngineConfig(model=model, cache=cache, parallel=ParallelConfig(tensor_parallel_size=2))
+
     def test_yarn_says_for_which_length_it_is(self, tmp_path: Path) -> None:
         """Qwen's instructions add it to the config, and leave the length there as it was."""
         scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -186,7 +267,10 @@ class TestModelConfig:
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
-            ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not one of LlamaForCausalLM"),
+            (
+                {"architectures": ["GPT2LMHeadModel"]},
+                "architecture 'GPT2LMHeadModel' is not one of Exaone4ForCausalLM, Gemma3ForCausalLM, ",
+            ),
             ({"architectures": None}, "architecture '?' is not one of"),
             ({"architectures": []}, "architecture '?' is not one of"),
             ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
@@ -216,6 +300,42 @@ class TestModelConfig:
             (
                 {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
                 "use_sliding_window",
+            ),
+            (
+                {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+                "final_logit_softcapping in config.json is 30.0; it is not supported",
+            ),
+            (
+                {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+                "use_bidirectional_attention in config.json is set",
+            ),
+            (
+                {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "relu"},
+                "hidden_activation 'relu' is not supported, only silu, gelu_pytorch_tanh",
+            ),
+            (
+                {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3},
+                "text_config in config.json is 3; must be an object",
+            ),
+            (
+                {"architectures": ["Olmo3ForCausalLM"], "layer_types": ["full_attention"]},
+                "layer_types in config.json is ['full_attention']; must be a list of 2, each 'sliding_attention'",
+            ),
+            (
+                {"architectures": ["Olmo3ForCausalLM"], "layer_types": ["full_attention", "linear_attention"]},
+                "layer_types in config.json is ['full_attention', 'linear_attention']; must be a list of 2",
+            ),
+            (
+                {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
+                | {"max_window_layers": "x"},
+                "max_window_layers in config.json is 'x'",
+            ),
+            (
+                {
+                    "architectures": ["Gemma3ForCausalLM"],
+                    "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}},
+                },
+                "rope type 'yarn' is not supported in layers with a window alone",
             ),
             ({"architectures": "LlamaForCausalLM"}, "architecture '?' is not one of"),
             ({"rope_scaling": "yarn"}, "rope_scaling in config.json is 'yarn'; must be an object"),
@@ -250,7 +370,8 @@ class TestModelConfig:
             ),
             ({"num_attention_heads": 0}, "num_attention_heads in config.json is 0"),
             (
-                {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64},
+                {"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True, "sliding_window": 64}
+                | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
                 "use_sliding_window",
             ),
         ],

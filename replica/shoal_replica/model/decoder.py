@@ -24,7 +24,7 @@ from shoal_replica.model.lora import LoraPair, load_adapter, step_adapters
 from shoal_replica.model.npu_memory import open_device
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
 from shoal_replica.model.quantization import quantize, widen
-from shoal_replica.model.rotary import rotary_cache
+from shoal_replica.model.rotary import rotary_caches
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, stream_weights
 from shoal_replica.ranks.runner import CollectiveError
@@ -220,11 +220,13 @@ class NativeCpuDecoder:
         self._group = group = group or SoleRank()
         self._model = model
         self._first_row = cache.num_blocks
+        cos_sin, window_cos_sin = rotary_caches(model, torch.float32, cpu)
         exchange = group.exchange(max(EXCHANGE_BYTES // 4, model.hidden_size, shard.vocab_share))
         self._native = native.NativeDecoder(
             _native_shape(model, cache, parallel, shard),
             quantize(model, stream_weights(model, cpu, shard, lends_file=True)),
-            rotary_cache(model, torch.float32, cpu),
+            cos_sin,
+            window_cos_sin=None if window_cos_sin is cos_sin else window_cos_sin,
             exchange=exchange,
         )
         self._last: tuple[StepArrays | None, Sequence[int], bool] = None, (), False
@@ -318,7 +320,14 @@ def _native_shape(model: ModelConfig, cache: CacheConfig, parallel: ParallelConf
         num_blocks=cache.num_blocks + cache.num_host_blocks,
         num_threads=parallel.num_threads,
         first_layer=shard.layers.start,
-        unrotated_layers=tuple(layer for layer in model.unrotated_layers if layer in shard.layers),
+        unrotated_layers=model.unrotated_layers,
+        full_layers=model.full_layers,
+        norm_placement=model.norm_placement,
+        norms_span_heads=model.qk_norm_spans_heads,
+        activation=model.activation,
+        embedding_scale=model.embedding_scale,
+        attention_scale=model.attention_scale,
+        logits_divisor=model.logits_divisor,
         vocab=shard.vocab,
         is_first_stage=shard.is_first_stage,
         is_last_stage=shard.is_last_stage,

@@ -26,11 +26,12 @@ class StepInputs:
 
     Attributes:
         positions: integers [num_tokens].
-        cos_sin_cache: [max_positions, head_size], see ``rotary_cache``.
+        cos_sin_cache, window_cos_sin_cache: [max_positions, head_size], see ``rotary_caches``.
     """
 
     positions: Tensor
     cos_sin_cache: Tensor
+    window_cos_sin_cache: Tensor
     attention: AttentionMetadata
     adapters: StepAdapters | None = None
 
@@ -66,8 +67,8 @@ class RowParallelLinear(Linear):
 
 
 class Attention:
-    """Grouped-query attention with rotary embeddings over a rank's heads; Qwen3 also norms each query and key head, and
-    some layers of SmolLM3 know no positions.
+    """Grouped-query attention with rotary embeddings over a rank's heads. Some families also norm queries and keys, and
+    in some layers have a window or know no positions.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard, group: ParallelGroup, weights: Weights, layer: int) -> None:
@@ -79,9 +80,10 @@ class Attention:
         self.k_norm = weights.get(f"{prefix}k_norm.weight")
         self.num_heads = [len(shard.heads), len(shard.kv_heads), len(shard.kv_heads)]
         self.head_size = config.head_size
+        self.norms_span_heads = config.qk_norm_spans_heads
         self.eps = config.rms_norm_eps
-        self.scale = config.head_size**-0.5
-        self.sliding_window = config.sliding_window
+        self.scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+        self.sliding_window = None if layer in config.full_layers else config.sliding_window
 
     def __call__(self, x: Tensor, cache: LayerCache, step: StepInputs) -> Tensor:
         """x [T, hidden] → [T, hidden]; the step's keys and values are written to ``cache`` first."""
@@ -89,26 +91,32 @@ class Attention:
         heads = self.qkv_proj(x, step.adapters).view(num_tokens, -1, self.head_size)
         q, k, v = torch.split(heads, self.num_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q = ops.rms_norm(q, self.q_norm, self.eps)
-            k = ops.rms_norm(k, self.k_norm, self.eps)
+            q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         if self.is_rotated:
-            q, k = ops.rotary_embedding(step.positions, q, k, step.cos_sin_cache)
+            table = step.cos_sin_cache if self.sliding_window is None else step.window_cos_sin_cache
+            q, k = ops.rotary_embedding(step.positions, q, k, table)
         else:
             q, k = q.contiguous(), k.contiguous()
         ops.write_kv(k, v, *cache, step.attention.slot_mapping)
         out = ops.paged_attention(q, *cache, step.attention, self.scale, self.sliding_window)
         return self.o_proj(out.view(num_tokens, -1), step.adapters)
 
+    def _norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """heads [T, H, D], each by itself, or all of a token together."""
+        rows = heads.flatten(1) if self.norms_span_heads else heads
+        return ops.rms_norm(rows, weight, self.eps).view(heads.shape)
+
 
 class Mlp:
     """The gated MLP over a rank's columns."""
 
-    def __init__(self, group: ParallelGroup, weights: Weights, prefix: str) -> None:
+    def __init__(self, activation: str, group: ParallelGroup, weights: Weights, prefix: str) -> None:
+        self.gate_and_mul = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}[activation]
         self.gate_up_proj = Linear(weights, f"{prefix}gate_up_proj")
         self.down_proj = RowParallelLinear(weights, f"{prefix}down_proj", group)
 
     def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x, adapters)), adapters)
+        return self.down_proj(self.gate_and_mul(self.gate_up_proj(x, adapters)), adapters)
 
 
 class Experts:
@@ -131,29 +139,47 @@ class Experts:
 
 
 class DecoderLayer:
-    """Attention, then MLP or experts; each is preceded by a norm and added to the residual stream."""
+    """Attention, then MLP or experts; each is preceded by a norm, followed by one, or both, and added to the residual
+    stream.
+    """
 
     def __init__(self, config: ModelConfig, shard: Shard, group: ParallelGroup, weights: Weights, layer: int) -> None:
         prefix = f"layers.{layer}."
-        self.input_norm = weights[f"{prefix}input_layernorm.weight"]
         self.attention = Attention(config, shard, group, weights, layer)
-        self.post_attention_norm = weights[f"{prefix}post_attention_layernorm.weight"]
+        self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm = (
+            weights.get(f"{prefix}{name}.weight")
+            for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+        )
         moe = config.moe
         self.mlp: Mlp | Experts
         if moe is not None and layer in moe.layers:
             self.mlp = Experts(moe, shard, group, weights, prefix)
         else:
-            self.mlp = Mlp(group, weights, prefix)
+            self.mlp = Mlp(config.activation, group, weights, prefix)
         self.eps = config.rms_norm_eps
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, cache: LayerCache, step: StepInputs
     ) -> tuple[Tensor, Tensor]:
         """x, residual [T, hidden] → the same. The residual stream is their sum, which the next norm computes."""
+        x, residual = self._before(x, residual, self.attention_norm)
+        x = self._after(self.attention(x, cache, step), self.attention_post_norm)
+        x, residual = self._before(x, residual, self.mlp_norm)
+        return self._after(self.mlp(x, step.adapters), self.mlp_post_norm), residual
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(norm.device for norm in (self.mlp_norm, self.mlp_post_norm) if norm is not None)
+
+    def _before(self, x: Tensor, residual: Tensor | None, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What attention or MLP gets, and the residual stream with ``x`` added."""
+        if norm is None:
+            total = x if residual is None else x + residual
+            return total, total
         if residual is None:
-            x, residual = ops.rms_norm(x, self.input_norm, self.eps), x
-        else:
-            x, residual = ops.add_rms_norm(x, residual, self.input_norm, self.eps)
-        x = self.attention(x, cache, step)
-        x, residual = ops.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
-        return self.mlp(x, step.adapters), residual
+            return ops.rms_norm(x, norm, self.eps), x
+        return ops.add_rms_norm(x, residual, norm, self.eps)
+
+    def _after(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else ops.rms_norm(x, norm, self.eps)

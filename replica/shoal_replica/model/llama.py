@@ -14,7 +14,8 @@ from shoal_replica.config import ModelConfig
 from shoal_replica.model.layers import DecoderLayer, LayerCache, StepInputs, Weights
 from shoal_replica.model.lora import StepAdapters
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
-from shoal_replica.model.rotary import rotary_cache
+from shoal_replica.model.rotary import rotary_caches
+from shoal_replica.model.weights import DTYPES
 from shoal_replica.shard import Shard, whole_shard
 
 
@@ -43,12 +44,11 @@ class LlamaDecoder:
         self.shard = shard = shard or whole_shard(config)
         self.group = group = group or SoleRank()
         self.layers = [DecoderLayer(config, shard, group, weights, i) for i in shard.layers]
-        some_norm = self.layers[0].input_norm
-        self.dtype, self.device = some_norm.dtype, some_norm.device
+        self.dtype, self.device = DTYPES[config.dtype], self.layers[0].device
         self.embed_tokens = weights.get("embed_tokens.weight")
         self.norm = weights.get("norm.weight")
         self.lm_head = weights.get("lm_head.weight")
-        self.cos_sin_cache = rotary_cache(config, self.dtype, self.device)
+        self.cos_sin_caches = rotary_caches(config, self.dtype, self.device)
 
     @torch.inference_mode()
     def __call__(
@@ -70,7 +70,7 @@ class LlamaDecoder:
         Returns:
             float32 [num_samples, vocab_size]; [0, vocab_size] on a stage that is not the last.
         """
-        step = StepInputs(positions, self.cos_sin_cache, metadata, adapters)
+        step = StepInputs(positions, *self.cos_sin_caches, metadata, adapters)
         x = self._embed(input_ids) if self.shard.is_first_stage else self._receive(len(input_ids))
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -88,11 +88,15 @@ class LlamaDecoder:
         """Each rank looks up the tokens in its own vocabulary rows; the sum over the ranks has all of them."""
         assert self.embed_tokens is not None
         if self.shard.tensor_size == 1:
-            return functional.embedding(input_ids, self.embed_tokens)
+            return self._scaled(functional.embedding(input_ids, self.embed_tokens))
         rows = input_ids - self.shard.vocab.start
         is_mine = (rows >= 0) & (rows < len(self.shard.vocab))
         x = functional.embedding(torch.where(is_mine, rows, 0), self.embed_tokens)
-        return self.group.all_reduce(x * is_mine.unsqueeze(1))
+        return self._scaled(self.group.all_reduce(x * is_mine.unsqueeze(1)))
+
+    def _scaled(self, embeddings: Tensor) -> Tensor:
+        scale = self.config.embedding_scale
+        return embeddings if scale == 1.0 else embeddings * scale
 
     def _receive(self, num_tokens: int) -> Tensor:
         x = torch.empty(num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
@@ -106,4 +110,5 @@ class LlamaDecoder:
         if self.shard.tensor_size > 1 and len(logits):
             logits = functional.pad(logits, (0, self.shard.vocab_share - len(self.shard.vocab)))
             logits = self.group.all_gather(logits)
-        return logits[:, : self.config.vocab_size].float()
+        logits, divisor = logits[:, : self.config.vocab_size].float(), self.config.logits_divisor
+        return logits if divisor == 1.0 else logits / divisor

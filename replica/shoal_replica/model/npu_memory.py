@@ -54,6 +54,10 @@ def check_shape(model: ModelConfig, cache: CacheConfig, shard: Shard) -> None:
     """Raise ConfigError if the operators do not support what a rank would need. Opens no device."""
     if model.quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization: got {model.quantization!r}; an NPU takes {', '.join(QUANTIZATIONS)}")
+    if model.has_offset_norms:
+        raise ConfigError(
+            f"model: {model.architecture}: norms whose weights are stored less one are not served on an NPU"
+        )
     refusal = npu_limits.refusal(
         npu_limits.AttentionShape(
             dtype=getattr(torch, model.dtype),

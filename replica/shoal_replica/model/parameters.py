@@ -10,6 +10,18 @@ from shoal_replica.shard import Shard
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
+# The norms of a layer by their placement: packed and stored names, the latter by transformers' order of layers.
+NORMS: dict[str, dict[str, str]] = {
+    "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "post": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -23,10 +35,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A packed parameter: pieces with the same number of columns, stacked on top of each other."""
+    """A packed parameter: pieces with the same number of columns, stacked on top of each other; if ``adds_one``, each
+    value plus one, in float32.
+    """
 
     name: str
     pieces: tuple[Piece, ...]
+    adds_one: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,7 +80,7 @@ def parameters(config: ModelConfig, shard: Shard) -> Iterator[Parameter]:
         else:
             yield from _mlp(config, shard, layer)
     if shard.is_last_stage:
-        yield _vector("norm.weight", "model.norm.weight", config.hidden_size)
+        yield _norm("norm.weight", "model.norm.weight", config.hidden_size, config)
         if not tied:
             yield _table(HEAD, HEAD, config, shard)
 
@@ -73,11 +88,12 @@ def parameters(config: ModelConfig, shard: Shard) -> Iterator[Parameter]:
 def _attention(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:
     hidden, head = config.hidden_size, config.head_size
     prefix, stored = f"layers.{layer}.", f"model.layers.{layer}."
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield _vector(f"{prefix}{norm}.weight", f"{stored}{norm}.weight", hidden)
+    for norm, stored_norm in NORMS[config.norm_placement].items():
+        yield _norm(f"{prefix}{norm}.weight", f"{stored}{stored_norm}.weight", hidden, config)
     if config.qk_norm:
-        for norm in ("q_norm", "k_norm"):
-            yield _vector(f"{prefix}{norm}.weight", f"{stored}self_attn.{norm}.weight", head)
+        for norm, num_heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+            size = head * num_heads if config.qk_norm_spans_heads else head
+            yield _norm(f"{prefix}{norm}.weight", f"{stored}self_attn.{norm}.weight", size, config)
     num_q, num_kv = config.num_heads * head, config.num_kv_heads * head
     query, everything = range(shard.heads.start * head, shard.heads.stop * head), range(hidden)
     if config.has_packed_projections:
@@ -161,8 +177,8 @@ def _packed(name: str, linears: tuple[_Linear, ...], has_bias: bool) -> Iterator
         yield Parameter(f"{name}.bias", tuple(piece for linear in linears for piece in linear.bias()))
 
 
-def _vector(name: str, stored: str, size: int) -> Parameter:
-    return Parameter(name, (Piece(stored, (size,), range(size), None),))
+def _norm(name: str, stored: str, size: int, config: ModelConfig) -> Parameter:
+    return Parameter(name, (Piece(stored, (size,), range(size), None),), config.has_offset_norms)
 
 
 def _table(name: str, stored: str, config: ModelConfig, shard: Shard) -> Parameter:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal_replica.config import ModelConfig
+
+
+def rotary_caches(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``rotary_cache`` of the layers that see all tokens, and of those with a window; the same tensor if they are
+    rotated alike.
+    """
+    full = rotary_cache(config, dtype, device)
+    if config.window_rope_theta is None:
+        return full, full
+    windows = replace(config, rope_theta=config.window_rope_theta, rope_scaling=None)
+    return full, rotary_cache(windows, dtype, device)
 
 
 def rotary_cache(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +38,7 @@ def stream_weights(
     config: ModelConfig, device: torch.device, shard: Shard | None = None, *, lends_file: bool = False
 ) -> Iterator[tuple[str, Tensor | IntegerWeight]]:
     """The parameters of a rank with their packed names (see ``parameters``), in the config's dtype, on ``device``; or
-    as integers, in host memory, where the checkpoint has them quantized.
+    as integers, in host memory, where the checkpoint has them quantized; or in float32, where it has them less one.
 
     Each is read when the iterator reaches it, and only the rank's pieces of it, so that a caller that repacks them
     never holds two models. Of tied tables the second follows the first, and is the same tensor.
@@ -67,6 +67,8 @@ def stream_weights(
             if isinstance(first, IntegerWeight) and all(is_quantized(piece.name, stored) for piece in parameter.pieces):
                 rest = [cast(IntegerWeight, read(piece)) for piece in parameter.pieces[1:]]
                 packed = joined([first, *rest])
+            elif parameter.adds_one:
+                packed = _widened(first).to(device, torch.float32) + 1.0
             elif lends_file and len(parameter.pieces) == 1 and _is_ready(plain := _widened(first), dtype, device):
                 packed = plain
             else:
@@ -78,6 +80,28 @@ def stream_weights(
             yield parameter.name, packed
             if parameter.name == EMBEDDING and config.tie_word_embeddings:
                 yield HEAD, packed
+
+
+class _TextPart:
+    """A file of a model with several parts, by the names that the tensors of its decoder for text have alone."""
+
+    def __init__(self, file: Any, prefixes: tuple[tuple[str, str], ...]) -> None:
+        self._file = file
+        self._stored_names = {
+            own + name.removeprefix(prefix): name
+            for name in file.keys()  # noqa: SIM118 (it is not a Mapping)
+            for prefix, own in prefixes
+            if name.startswith(prefix)
+        }
+
+    def keys(self) -> Iterable[str]:
+        return self._stored_names
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(self._stored_names[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        return cast(Tensor, self._file.get_tensor(self._stored_names[name]))
 
 
 def _widened(piece: Tensor | IntegerWeight) -> Tensor:
@@ -123,8 +147,9 @@ def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
             file = files.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
             raise ConfigError(f"model: {path} cannot be read: {error}") from None
-        names = file.keys()  # a safetensors file is not a Mapping
-        stored.update({name: file for name in names if not _is_redundant(name, config)})
+        part = file if config.text_prefixes == () else _TextPart(file, config.text_prefixes)
+        names = part.keys()  # a safetensors file is not a Mapping
+        stored.update({name: part for name in names if not _is_redundant(name, config)})
     unexpected = stored.keys() - missing
     if config.stored is not None:
         unexpected = {name for name in unexpected if matrix_of(name) not in missing}

@@ -90,6 +90,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-llama3-rope": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
     "llama-linear-rope": lambda: LlamaConfig(**SHAPE, rope_parameters=LINEAR_ROPE, attention_bias=True, mlp_bias=True),
     "llama-9-heads": lambda: LlamaConfig(**SHAPE | NINE_HEADS, head_dim=16),
+    "llama-heads-of-24": lambda: LlamaConfig(**SHAPE, head_dim=24),  # not for native kernels
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=SLIDING_WINDOW, head_dim=16),
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=32),

@@ -28,8 +28,12 @@ const ShoalShape& checked(const ShoalShape& s) {
         throw std::invalid_argument("head_size: must be a multiple of 16, at most 256");
     if (s.block_size % kPanel != 0 || s.block_size < kPanel)
         throw std::invalid_argument("block_size: must be a multiple of 16");
-    if (s.hidden_size % 2 != 0 || s.intermediate_size % 2 != 0)
-        throw std::invalid_argument("hidden_size, intermediate_size: must be even");
+    if (s.hidden_size % 2 != 0 || s.intermediate_size % 2 != 0 || s.expert_size % 2 != 0)
+        throw std::invalid_argument("hidden_size, intermediate_size, expert_size: must be even");
+    if (s.experts_per_token < 0 || s.experts_per_token > s.num_experts)
+        throw std::invalid_argument("experts_per_token: must be at most num_experts");
+    if (s.first_expert < 0 || s.held_experts < 0 || s.first_expert > s.num_experts - s.held_experts)
+        throw std::invalid_argument("held_experts: must be among num_experts");
     return s;
 }
 
@@ -55,10 +59,15 @@ Decoder::Decoder(const ShoalShape& shape, std::unique_ptr<Exchange> exchange)
       normed_stride_(in_odd_lines(dtype_, shape.hidden_size)),
       attended_stride_(in_odd_lines(dtype_, shape.num_heads * shape.head_size)),
       gated_stride_(in_odd_lines(dtype_, shape.intermediate_size)),
+      expert_stride_(in_odd_lines(dtype_, shape.expert_size)),
       gates_(shape.gelu ? Finish::GeGlu : Finish::SwiGlu),
       team_(shape.num_threads) {
     if (exchange_ != nullptr && exchange_->capacity < std::max<int64_t>(shape.hidden_size, vocab_share()))
         throw std::invalid_argument("exchange: capacity: a row does not fit");
+    for (Layer& layer : layers_) {
+        layer.expert_gate_up.resize(static_cast<size_t>(shape.held_experts));
+        layer.expert_down.resize(static_cast<size_t>(shape.held_experts));
+    }
 }
 
 Decoder::Matrix Decoder::matrix(ShoalParameter parameter, int layer) {
@@ -73,6 +82,10 @@ Decoder::Matrix Decoder::matrix(ShoalParameter parameter, int layer) {
         case SHOAL_OUTPUT: return {&l.output, hidden, queries, false};
         case SHOAL_GATE_UP: return {&l.gate_up, 2 * intermediate, hidden, true};
         case SHOAL_DOWN: return {&l.down, hidden, intermediate, false};
+        case SHOAL_ROUTER: return {&l.router, shape_.num_experts, hidden, false};
+        case SHOAL_EXPERT_GATE_UP:
+            return {l.expert_gate_up.data(), 2 * shape_.expert_size, hidden, true, shape_.held_experts};
+        case SHOAL_EXPERT_DOWN: return {l.expert_down.data(), hidden, shape_.expert_size, false, shape_.held_experts};
         default: return {nullptr, 0, 0, false};
     }
 }
@@ -85,8 +98,10 @@ Linear Decoder::pack(Arena& arena, const void* weight, int outputs, int inputs, 
 
 void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* data, int64_t count) {
     if (const Matrix m = matrix(parameter, layer); m.linear != nullptr) {
-        expect(count, int64_t{m.outputs} * m.inputs);
-        *m.linear = pack(arena_, data, m.outputs, m.inputs, m.gated);
+        expect(count, m.count * m.values());
+        const int64_t bytes = m.values() * int64_t{sizeof(Word)} / values_per_word(dtype_);
+        for (int i = 0; i < m.count; ++i)
+            m.linear[i] = pack(arena_, static_cast<const char*>(data) + i * bytes, m.outputs, m.inputs, m.gated);
         if (parameter == SHOAL_HEAD && shape_.is_last_stage && exchange_ == nullptr && dtype_ == Dtype::Bf16 &&
             kernels_.screened_rows > 0)
             screen_ = make_screen(arena_, data, m.outputs, m.inputs);
@@ -137,10 +152,16 @@ void Decoder::set_integers(ShoalParameter parameter, int layer, const Integers& 
     if ((integers.format == Format::Int4) != (integers.minimums != nullptr))
         throw std::invalid_argument("minimums: 4 bits need them, 8 bits have none");
     if (m.inputs % kGroup != 0) throw std::invalid_argument("inputs: must be a multiple of 32");
-    expect(count, int64_t{m.outputs} * m.inputs);
+    expect(count, m.count * m.values());
     has_integers_ = true;
     if (parameter == SHOAL_HEAD) screen_ = {};
-    *m.linear = pack_integers(arena_, integers, m.outputs, m.inputs, m.gated);
+    const int64_t groups = m.values() / kGroup;
+    for (int i = 0; i < m.count; ++i) {
+        const uint16_t* const minimums = integers.minimums != nullptr ? integers.minimums + i * groups : nullptr;
+        const Integers mine{integers.format, integers.row_bits, integers.values + i * m.values(),
+                            integers.scales + i * groups, minimums};
+        m.linear[i] = pack_integers(arena_, mine, m.outputs, m.inputs, m.gated);
+    }
 }
 
 void Decoder::set_rotary(ShoalRotary table, const float* cos_sin) {
@@ -163,6 +184,7 @@ void Decoder::list_first_read() {
     int64_t left = kFirstRead;
     for (const Layer& layer : layers_)
         for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+            if (linear->words == nullptr) continue;  // of a layer with experts, which are not known beforehand
             const int64_t bytes = std::min(left, linear->start(linear->blocks) * int64_t{sizeof(Word)});
             first_read_.push_back({reinterpret_cast<const char*>(linear->words), bytes});
             left -= bytes;

@@ -40,6 +40,9 @@ private:
 struct Layer {
     std::vector<float> attention_norm, mlp_norm, attention_post_norm, mlp_post_norm, query_norm, key_norm;  // or empty
     Linear qkv, output, gate_up, down;
+    Linear router;  // if it is set, experts take the place of gate_up and down
+    std::vector<Linear> expert_gate_up, expert_down;
+    bool has_experts() const { return router.blocks > 0; }
     bool has_window = true;
     ShoalRotary rotary = SHOAL_ROTARY_FIRST;
 };
@@ -80,10 +83,12 @@ public:
     uint64_t progress() const { return team_.progress(); }  // changes as a step progresses; any thread may call it
 
 private:
-    struct Matrix {  // where a parameter is stored, and its shape
+    struct Matrix {  // where a parameter is stored, and its shape; or `count` of the same shape, one after the other
         Linear* linear;
         int outputs, inputs;
         bool gated;
+        int count = 1;
+        int64_t values() const { return int64_t{outputs} * inputs; }
     };
     // Columns of the logits that each rank computes; the last ranks may have fewer.
     int64_t vocab_share() const { return exchange_ ? divide_up(shape_.vocab_size, exchange_->size) : shape_.vocab_size; }
@@ -164,6 +169,19 @@ private:
     // gated_ = the gated product of normed_, whose rows are lowered; these are then lowered for the next product.
     void multiply_gates(Team::Member& member, const LoraRows& down, int rows);
     void multiply_gate_rows(int index, int begin, int end, int thread);
+    // Adds what the mixture of experts makes of the rows of normed_ to the stream.
+    void add_experts(Team::Member& member, int index, float* stream, int rows);
+    void reserve_experts(int64_t rows);
+    void route(Team::Member& member, const Layer& layer, int rows);
+    void run_experts(Team::Member& member, const Layer& layer, int rows);
+    void choose_experts(int row);
+    void group_by_expert(int rows);
+    // Copies a row of normed_, as `linear` takes it, to the slots of its experts.
+    void hand_to_experts(int row, const Linear& linear, int64_t words);
+    // The product of each expert's slots of x.
+    void multiply_experts(Team::Member& member, const std::vector<Linear>& experts, const Word* x, int64_t words, void* out,
+                          int64_t out_stride, Finish finish);
+    void add_weighted(int row, float* out) const;  // what its experts made of it
     int64_t gate_sums_stride() const;
     void gate_row(const float* sums, int row);
     void compute_logits(Team::Member& member, const ShoalStep& step);
@@ -193,9 +211,9 @@ private:
     Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
     Screen screen_;
     int unscreened_steps_ = 0;  // steps still to run without a screen, because the last screen was of little use
-    // Values per row of normed_, attended_ and gated_: an odd number of cache lines. Rows an even number of lines apart
+    // Values per row of normed_, attended_, gated_ and expert_gated_: an odd number of cache lines. Rows an even number of lines apart
     // would conflict in the caches when a product reads the same place of all of them.
-    const int64_t normed_stride_, attended_stride_, gated_stride_;
+    const int64_t normed_stride_, attended_stride_, gated_stride_, expert_stride_;
     const Finish gates_;
     bool has_integers_ = false, has_post_norms_ = false;
     std::vector<std::unique_ptr<LoraAdapter>> adapters_;  // by slot; null where one was removed
@@ -209,6 +227,16 @@ private:
     // [num_samples][threads]: the maximum of each thread's part of the columns; then as many that a screen has seen.
     std::vector<Maximum> maxima_;
     std::vector<int> looked_at_;   // [threads]: number of blocks of the head that a screen has left in question
+    // A row's experts, each with its weight and the slot in which it finds the row. The slots of an expert are adjacent.
+    struct Route {
+        int expert, slot;  // slot: -1 if another rank has the expert
+        float weight;
+    };
+    std::vector<Route> routes_;             // [rows][experts_per_token], the likeliest expert first
+    std::vector<int> first_slots_;          // of each held expert, and the end of the last
+    std::vector<int64_t> expert_costs_;     // what a block of columns costs with all experts before this one
+    Buffer<float> router_logits_, expert_sums_;
+    Buffer<Word> expert_rows_, expert_gated_, expert_integers_;
     LoraRuns token_runs_, sampled_runs_;  // of the step's tokens, and of its sampled rows
     Buffer<float> lowered_, gate_sums_;
     Buffer<Word> narrowed_;

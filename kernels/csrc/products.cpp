@@ -82,7 +82,9 @@ void Decoder::multiply_onto(Team::Member& member, const Linear& linear, const st
     if (exchange_ == nullptr) {
         multiply(member, linear, adapted.x, adapted.x_values, rows, products, hidden, Finish::Store, &unnormed);
     } else {
-        for_chunks(member, rows, [&](int begin, int end) { std::fill(products + begin * hidden, products + end * hidden, 0.0f); });
+        for_chunks(member, rows, [&](int begin, int end) {
+            std::fill(products + begin * hidden, products + end * hidden, 0.0f);
+        });
         add_product(member, linear, unnormed, rows);
     }
     for_chunks(member, rows, [&](int begin, int end) { add_normed(norm, adapted.out, begin, end); });

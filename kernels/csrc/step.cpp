@@ -46,6 +46,7 @@ void Decoder::reserve(int64_t tokens, int64_t samples) {
     const int64_t integers = has_integers_ ? std::max(tokens, samples) : screens_ ? samples : 0;
     integers_.reserve(integers * widest_integers());
     reserve_adapted(tokens, samples);
+    reserve_experts(std::max(tokens, samples));
     if (!screens_) return;
     exact_logits_.reserve(samples * shape_.vocab_size);
     looked_at_.assign(static_cast<size_t>(team_.size()), 0);
@@ -115,10 +116,12 @@ void Decoder::gather_sampled(Team::Member& member, const ShoalStep& step) {
 }
 
 void Decoder::run_layers(Team::Member& member, const ShoalStep& step) {
-    const bool whole_rows = goes_by_rows(step.num_tokens);
+    bool is_projected = false;
     for (int index = 0; index < shape_.num_layers; ++index) {
         const bool is_last = shape_.is_last_stage && index + 1 == shape_.num_layers;
-        if (index == 0 || !whole_rows) project(member, step, index);
+        const bool whole_rows = goes_by_rows(step.num_tokens) && !layers_[static_cast<size_t>(index)].has_experts();
+        if (!is_projected) project(member, step, index);
+        is_projected = whole_rows;
         attend(member, step, index, is_last);
         if (is_last) {
             // The last layer needs the keys and values of all tokens, but everything else only of those that are
@@ -164,10 +167,11 @@ void Decoder::complete(Team::Member& member, int index, float* stream, const Wor
     const LoraRows output{index, Projection::Output, runs, attended, attended_stride_, stream, hidden};
     const LoraRows gates{index, Projection::GateUp, runs, normed_.data(), normed_stride_, nullptr, 0};
     const LoraRows down{index, Projection::Down, runs, gated_.data(), gated_stride_, stream, hidden};
-    read_ahead(member, layer.gate_up, rows);
+    if (!layer.has_experts()) read_ahead(member, layer.gate_up, rows);
     lower(member, output, rows);
     multiply_onto(member, layer.output, layer.attention_post_norm, output, rows);
     normalise(member, stream, layer.mlp_norm, rows, &gates);
+    if (layer.has_experts()) return add_experts(member, index, stream, rows);
     read_ahead(member, layer.down, rows);
     multiply_gates(member, down, rows);
     if (index + 1 < shape_.num_layers) {
@@ -279,10 +283,9 @@ void Decoder::forward(const ShoalStep& step) {
     check(step);
     if (step.num_tokens == 0) return;
     const Prefault::Use use = pool_.use(*std::max_element(step.slots, step.slots + step.num_tokens) / shape_.block_size);
-    for (const int with_window : {0, 1}) {
-        const bool is_used = std::any_of(layers_.begin(), layers_.end(),
-                                         [&](const Layer& layer) { return (window(layer) > 0) == (with_window != 0); });
-        if (is_used) plans_[with_window].build(shape_, step, with_window ? shape_.sliding_window : 0, kernels_.attention_rows);
+    for (AttentionPlan& plan : plans_) {
+        const auto user = std::find_if(layers_.begin(), layers_.end(), [&](const Layer& l) { return &this->plan(l) == &plan; });
+        if (user != layers_.end()) plan.build(shape_, step, window(*user), kernels_.attention_rows);
     }
     if (shape_.is_last_stage) plan(layers_.back()).choose_sampled(step);
     screens_ = screens(step) && --unscreened_steps_ < 0;

@@ -5,6 +5,7 @@ Weights are rounded to the nearest, without calibration data, as in llama.cpp's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 GROUP_SIZE = 32
 BITS = (8, 4)
+PIECE = 1 << 24  # values that are rounded at a time: a layer's experts together may have a hundred times as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ def round_weight(weight: Tensor, bits: int) -> IntegerWeight:
     outputs, inputs = weight.shape
     if inputs % GROUP_SIZE:
         raise ValueError(f"weight: got {inputs} inputs; must be a multiple of {GROUP_SIZE}")
+    rows = max(1, PIECE // inputs)
+    if outputs > rows:
+        return joined([round_weight(piece, bits) for piece in torch.split(weight, rows)])
     groups = weight.float().view(outputs, inputs // GROUP_SIZE, GROUP_SIZE)
     low, high = groups.amin(-1), groups.amax(-1)
     if bits == 8:
@@ -61,6 +66,19 @@ def round_weight(weight: Tensor, bits: int) -> IntegerWeight:
     scales, minimums = ((high - low) / 15).to(torch.bfloat16), low.to(torch.bfloat16)
     values = ((groups - minimums.float().unsqueeze(-1)) * _inverse(scales)).round_().clamp_(0, 15).to(torch.uint8)
     return IntegerWeight(bits, values.view(outputs, inputs), scales, minimums)
+
+
+def joined(pieces: Sequence[IntegerWeight]) -> IntegerWeight:
+    """Pieces of the same bits on top of each other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    minimums = [piece.minimums for piece in pieces if piece.minimums is not None]
+    return IntegerWeight(
+        pieces[0].bits,
+        torch.cat([piece.values for piece in pieces]),
+        torch.cat([piece.scales for piece in pieces]),
+        torch.cat(minimums) if minimums else None,
+    )
 
 
 def _inverse(scales: Tensor) -> Tensor:

@@ -19,29 +19,11 @@ from shoal_kernels.exchange import Exchange, LostRank
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.native_buffers import KeptArray, Results, RowMaxima
 from shoal_kernels.native_library import LOST_RANK, CStep, last_error, library
+from shoal_kernels.native_parameters import NORMS, place_of, product_size, required
 from shoal_kernels.native_shape import DecoderShape, c_shape
 
 NO_ADAPTER = -1
 
-# Packed parameter names and their numbers in shoal_native.h.
-GLOBAL_PARAMETERS = {"embed_tokens.weight": 0, "lm_head.weight": 1, "norm.weight": 2}
-LAYER_PARAMETERS = {
-    "attention_norm.weight": 3,
-    "mlp_norm.weight": 4,
-    "q_norm.weight": 5,
-    "k_norm.weight": 6,
-    "qkv_proj.weight": 7,
-    "qkv_proj.bias": 8,
-    "o_proj.weight": 9,
-    "o_proj.bias": 10,
-    "gate_up_proj.weight": 11,
-    "gate_up_proj.bias": 12,
-    "down_proj.weight": 13,
-    "down_proj.bias": 14,
-    "attention_post_norm.weight": 15,
-    "mlp_post_norm.weight": 16,
-}
-NORMS = {number for name, number in (GLOBAL_PARAMETERS | LAYER_PARAMETERS).items() if "norm." in name}
 FULL_ROTARY, WINDOW_ROTARY, UNROTATED = range(3)
 
 
@@ -91,9 +73,9 @@ class NativeDecoder:
         self._handle: int | None = library().shoal_decoder_create(ctypes.byref(c_shape(shape, kernels)), peers)
         if not self._handle:
             raise ValueError(last_error())
-        missing = self._required()
+        missing = required(shape)
         for name, parameter in weights:
-            if (place := self._place(name)) is not None:
+            if (place := place_of(shape, name)) is not None:
                 if name == "norm.weight" and self.shape.logits_divisor != 1.0:
                     assert isinstance(parameter, Tensor)
                     parameter = parameter.float() / self.shape.logits_divisor
@@ -248,28 +230,6 @@ class NativeDecoder:
         if getattr(self, "_handle", None):
             self.close()
 
-    def _required(self) -> set[str]:
-        """Names of the parameters that every decoder of this shape has: all but biases and query and key norms."""
-        of_layer = [name for name in LAYER_PARAMETERS if name.endswith("_proj.weight")]
-        of_layer += [f"{norm}.weight" for norm in self.shape.norms]
-        layers = range(self.shape.first_layer, self.shape.first_layer + self.shape.num_layers)
-        tables = {name for name in GLOBAL_PARAMETERS if self._place(name) is not None}
-        return tables | {f"layers.{layer}.{name}" for layer in layers for name in of_layer}
-
-    def _place(self, name: str) -> tuple[int, int] | None:
-        """A parameter's number and its layer in this shard; None if the shard does not need it. The embedding of a tied
-        model is its head, which the first and the last stage need.
-        """
-        if name not in GLOBAL_PARAMETERS:
-            layer, _, of_layer = name.removeprefix("layers.").partition(".")
-            return LAYER_PARAMETERS[of_layer], int(layer) - self.shape.first_layer
-        is_first, is_last, is_tied = self.shape.is_first_stage, self.shape.is_last_stage, self.shape.tied_embeddings
-        if name == "embed_tokens.weight":
-            is_held = is_first and not is_tied
-        else:
-            is_held = is_last or (name == "lm_head.weight" and is_first and is_tied)
-        return (GLOBAL_PARAMETERS[name], 0) if is_held else None
-
     def _open(self) -> int:
         if not self._handle:
             raise RuntimeError("the decoder is closed")
@@ -303,29 +263,15 @@ class NativeDecoder:
             self._check(library().shoal_decoder_set_layer(self._handle, number, has_window, rotary))
 
     def _set_factors(self, slot: int, name: str, down: Tensor, up: Tensor) -> None:
-        number, layer = self._place(f"{name}.weight") or (-1, 0)
+        number, layer = place_of(self.shape, f"{name}.weight") or (-1, 0)
         sides, rank = [side.contiguous() for side in (down, up)], len(down)
-        size = self._size(name)
+        size = product_size(self.shape, name)
         if (down.shape, up.shape) != ((rank, size[1]), (size[0], rank)):
             raise ValueError(f"{name}: got {tuple(down.shape)} and {tuple(up.shape)}; must be {size} in rank {rank}")
         if any(side.dtype != self.shape.dtype for side in sides):
             raise ValueError(f"{name}: got {down.dtype} and {up.dtype}; must be {self.shape.dtype}")
         addresses = [side.data_ptr() for side in sides]
         self._check(library().shoal_decoder_set_factors(self._handle, slot, number, layer, rank, *addresses))
-
-    def _size(self, name: str) -> tuple[int, int]:
-        """Outputs and inputs of a product that can be adapted."""
-        shape = self.shape
-        queries, kv = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-        sizes = {
-            "qkv_proj": (queries + 2 * kv, shape.hidden_size),
-            "o_proj": (shape.hidden_size, queries),
-            "gate_up_proj": (2 * shape.intermediate_size, shape.hidden_size),
-            "down_proj": (shape.hidden_size, shape.intermediate_size),
-        }
-        if (size := sizes.get(name.rpartition(".")[2])) is None:
-            raise ValueError(f"{name}: must be one of {', '.join(sizes)} of a layer")
-        return size
 
     def _set_integers(self, number: int, layer: int, weight: IntegerWeight) -> None:
         parts = [part.contiguous() for part in (weight.values, weight.scales, weight.minimums) if part is not None]

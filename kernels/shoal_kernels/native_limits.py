@@ -18,6 +18,7 @@ def refusal(
     num_kv_heads: int,
     head_size: int,
     block_size: int,
+    expert_size: int = 0,
 ) -> str | None:
     """The first property of a shape that the decoder does not support, in words; None if it supports the shape."""
     if dtype not in DTYPES:
@@ -28,7 +29,11 @@ def refusal(
         return f"block_size {block_size} is not a multiple of {PAGE_TOKENS}"
     if num_heads // num_kv_heads > MAX_GROUP:
         return f"{num_heads // num_kv_heads} query heads for a KV head are more than {MAX_GROUP}"
-    for name, size in (("hidden", hidden_size), ("intermediate", intermediate_size)):
+    for name, size in (
+        ("hidden", hidden_size),
+        ("intermediate", intermediate_size),
+        ("experts' intermediate", expert_size),
+    ):
         if size % 2:
             return f"the {name} size {size} is odd"
     return None

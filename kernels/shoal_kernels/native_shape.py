@@ -14,6 +14,27 @@ DTYPES = {getattr(torch, name): number for name, number in native_limits.DTYPES.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """The mixtures of experts that replace the MLP in some layers, by their index in the whole model.
+
+    Attributes:
+        num_experts: of each such layer, ``held`` of which the shard has.
+        size: of an expert's MLP.
+        renormalize: whether the weights of a token's experts add up to 1.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    size: int
+    renormalize: bool
+    layers: tuple[int, ...]
+    held: range
+
+
+NO_EXPERTS = ExpertShape(num_experts=0, num_experts_per_token=0, size=0, renormalize=False, layers=(), held=range(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
     """A Llama-family decoder, or a rank's shard of one, and its KV pool.
 
@@ -54,9 +75,14 @@ class DecoderShape:
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     logits_divisor: float = 1.0
+    experts: ExpertShape | None = None
     vocab: range | None = None
     is_first_stage: bool = True
     is_last_stage: bool = True
+
+    def __post_init__(self) -> None:
+        if self.experts is not None and self.norm_placement != "pre":
+            raise ValueError("experts: their layers have no norms after them")
 
     @property
     def vocab_rows(self) -> range:
@@ -70,6 +96,7 @@ class DecoderShape:
 
 
 def c_shape(shape: DecoderShape, kernels: str) -> CShape:
+    experts = shape.experts or NO_EXPERTS
     return CShape(
         dtype=DTYPES[shape.dtype],
         vocab_size=shape.vocab_size,
@@ -91,6 +118,12 @@ def c_shape(shape: DecoderShape, kernels: str) -> CShape:
         is_last_stage=int(shape.is_last_stage),
         norms_span_heads=int(shape.norms_span_heads),
         gelu=ACTIVATIONS[shape.activation],
+        num_experts=experts.num_experts,
+        first_expert=experts.held.start,
+        held_experts=len(experts.held),
+        experts_per_token=experts.num_experts_per_token,
+        expert_size=experts.size,
+        renormalizes_experts=int(experts.renormalize),
         rms_norm_eps=shape.rms_norm_eps,
         embedding_scale=shape.embedding_scale,
         attention_scale=shape.head_size**-0.5 if shape.attention_scale is None else shape.attention_scale,

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_checkpoint
 
+from shoal_kernels import integers
 from shoal_kernels.integers import GROUP_SIZE, IntegerWeight, round_weight
 from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError
@@ -50,6 +51,18 @@ def test_what_was_rounded_before_stays() -> None:
     again = round_weight(held.widen(torch.float32), 4)
     assert torch.equal(again.values, held.values)
     assert torch.equal(again.widen(torch.float32), held.widen(torch.float32))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_large_weights_are_rounded_in_pieces(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(37, 64, generator=torch.Generator().manual_seed(2))
+    whole = round_weight(weight, bits)
+    monkeypatch.setattr(integers, "PIECE", 5 * 64)
+    pieces = round_weight(weight, bits)
+    assert torch.equal(pieces.values, whole.values)
+    assert torch.equal(pieces.scales, whole.scales)
+    assert (pieces.minimums is None) == (whole.minimums is None)
+    assert pieces.minimums is None or torch.equal(pieces.minimums, whole.minimums)
 
 
 def test_what_cannot_be_rounded(tmp_path: Path) -> None:

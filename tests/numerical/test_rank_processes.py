@@ -38,7 +38,8 @@ GROUPS = {
     "tp2": ("llama-9-heads", 2, 1),
     "tp2-by-gloo": ("llama-9-heads", 2, 1),
     "pp2": ("llama-9-heads", 1, 2),
-    "pp2-by-torch": ("qwen3-moe", 1, 2),
+    "pp2-by-torch": ("llama-heads-of-24", 1, 2),
+    "pp2-of-experts": ("qwen3-moe", 1, 2),
 }
 
 

@@ -48,13 +48,14 @@ def test_native_where_it_takes_all_ranks() -> None:
     assert kernels.is_native
     assert str(kernels) == "avx2"
     assert choose_kernels(replace(MODEL, dtype="float32"), CACHE, SOLE).is_native
+    assert choose_kernels(replace(MODEL, moe=MOE), CACHE, SOLE).is_native
     assert choose_kernels(replace(MODEL, quantization="int4"), CACHE, ParallelConfig(tensor_parallel_size=3)).is_native
 
 
 @pytest.mark.parametrize(
     ("model", "cache", "why"),
     [
-        (replace(MODEL, moe=MOE), CACHE, "the native kernels have no experts"),
+        (replace(MODEL, moe=replace(MOE, intermediate_size=63)), CACHE, "the experts' intermediate size 63 is odd"),
         (
             replace(MODEL, dtype="float32", quantization="int4"),
             CACHE,

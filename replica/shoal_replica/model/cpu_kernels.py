@@ -31,8 +31,6 @@ def choose_kernels(model: ModelConfig, cache: CacheConfig, parallel: ParallelCon
     supported = native_library.supported_kernels()
     if not supported:
         return CpuKernels("", "the native kernels were not built")
-    if model.moe is not None:
-        return CpuKernels("", "the native kernels have no experts")
     if model.quantization != "none" and model.dtype != "bfloat16":
         return CpuKernels("", f"native {model.quantization} weights are for dtype bfloat16, not {model.dtype}")
     for rank in range(parallel.num_ranks):
@@ -45,6 +43,7 @@ def choose_kernels(model: ModelConfig, cache: CacheConfig, parallel: ParallelCon
             num_kv_heads=len(shard.kv_heads),
             head_size=model.head_size,
             block_size=cache.block_size,
+            expert_size=model.moe.intermediate_size if model.moe else 0,
         )
         if reason is not None:
             return CpuKernels("", f"for the native kernels {reason}")

@@ -14,7 +14,7 @@ from shoal_kernels.draws import RowOperators
 from shoal_kernels.exchange import LostRank
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.native_buffers import RowMaxima
-from shoal_kernels.native_shape import DecoderShape
+from shoal_kernels.native_shape import DecoderShape, ExpertShape
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
 from shoal_replica.memory_plan import EXCHANGE_BYTES
@@ -121,10 +121,8 @@ def make_decoder(
         decoder = NativeCpuDecoder(model, cache, parallel, shard, group)
         logger.info("the native %s kernels serve", decoder.kernels)
         return decoder
-    # For experts there is nothing faster than torch; any other reason can be fixed by settings or installation.
-    level = logging.INFO if model.moe is not None else logging.WARNING
     why = kernels.why_torch or "another rank has no native kernels"
-    logger.log(level, "torch's operators serve, which are slower: %s", why)
+    logger.warning("torch's operators serve, which are slower: %s", why)
     return TorchDecoder(model, cache, parallel, shard, group)
 
 
@@ -328,7 +326,22 @@ def _native_shape(model: ModelConfig, cache: CacheConfig, parallel: ParallelConf
         embedding_scale=model.embedding_scale,
         attention_scale=model.attention_scale,
         logits_divisor=model.logits_divisor,
+        experts=_experts(model, shard),
         vocab=shard.vocab,
         is_first_stage=shard.is_first_stage,
         is_last_stage=shard.is_last_stage,
+    )
+
+
+def _experts(model: ModelConfig, shard: Shard) -> ExpertShape | None:
+    moe = model.moe
+    if moe is None:
+        return None
+    return ExpertShape(
+        num_experts=moe.num_experts,
+        num_experts_per_token=moe.num_experts_per_token,
+        size=moe.intermediate_size,
+        renormalize=moe.renormalize,
+        layers=moe.layers,
+        held=shard.experts,
     )

@@ -7,7 +7,7 @@ floating-point weights (``weight_scale``, or ``weight_scale_inv`` for blocks).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -44,19 +44,6 @@ def matrix_of(name: str) -> str:
     """The ``weight`` that a tensor may belong to: ``name`` itself if it is none of COMPANIONS."""
     base, _, suffix = name.rpartition(".")
     return f"{base}{WEIGHT}" if suffix in COMPANIONS else name
-
-
-def joined(pieces: Sequence[IntegerWeight]) -> IntegerWeight:
-    """Pieces of the same bits on top of each other."""
-    if len(pieces) == 1:
-        return pieces[0]
-    minimums = [piece.minimums for piece in pieces if piece.minimums is not None]
-    return IntegerWeight(
-        pieces[0].bits,
-        torch.cat([piece.values for piece in pieces]),
-        torch.cat([piece.scales for piece in pieces]),
-        torch.cat(minimums) if minimums else None,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal_replica.config_fields import fields_of, number, refusal, size
@@ -20,7 +20,8 @@ class MoeConfig:
     """The mixture of experts that replaces the MLP in some layers.
 
     ``renormalize`` makes the weights of a token's chosen experts add up to 1. ``layers`` lists the layers with experts.
-    ``stored_in`` is a layer's module that holds them in checkpoints, and ``projections`` their gate, up and down there.
+    ``stored_in`` is a layer's module that holds them in checkpoints, ``router`` the one within it that chooses, and
+    ``projections`` each expert's gate, up and down; or ``stacked`` all experts' gates and ups together, and all downs.
     """
 
     num_experts: int
@@ -29,7 +30,9 @@ class MoeConfig:
     renormalize: bool
     layers: tuple[int, ...]
     stored_in: str = "mlp"
+    router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, str] | None = None
 
 
 def text_config(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -147,17 +150,37 @@ def _qwen3_moe(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mixtral(raw: dict[str, Any]) -> dict[str, Any]:
-    num_experts = size(raw, "num_local_experts")
-    moe = MoeConfig(
+    moe = _all_experts(raw, "num_local_experts")
+    moe = replace(moe, stored_in="block_sparse_moe", projections=("w1", "w3", "w2"))
+    return {"moe": moe, "sliding_window": _window(raw)}
+
+
+def _olmoe(raw: dict[str, Any]) -> dict[str, Any]:
+    if raw.get("clip_qkv"):
+        raise ConfigError(f"model: clip_qkv in config.json is {raw['clip_qkv']!r}; it is not supported")
+    return {
+        "qk_norm": True,
+        "qk_norm_spans_heads": True,
+        "moe": replace(_all_experts(raw, "num_experts"), renormalize=bool(raw.get("norm_topk_prob", False))),
+    }
+
+
+def _granite_moe(raw: dict[str, Any]) -> dict[str, Any]:
+    moe = _all_experts(raw, "num_local_experts")
+    stacked = ("input_linear.weight", "output_linear.weight")
+    return _granite(raw) | {"moe": replace(moe, stored_in="block_sparse_moe", router="router.layer", stacked=stacked)}
+
+
+def _all_experts(raw: dict[str, Any], name: str) -> MoeConfig:
+    """A mixture in each layer, in place of an MLP of ``intermediate_size``."""
+    num_experts = size(raw, name)
+    return MoeConfig(
         num_experts=num_experts,
         num_experts_per_token=_num_per_token(raw, num_experts),
         intermediate_size=size(raw, "intermediate_size"),
         renormalize=True,
         layers=tuple(range(size(raw, "num_hidden_layers"))),
-        stored_in="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
     )
-    return {"moe": moe, "sliding_window": _window(raw)}
 
 
 def _phi3(raw: dict[str, Any]) -> dict[str, Any]:
@@ -242,11 +265,13 @@ _FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_with_images,
     "GraniteForCausalLM": _granite,
+    "GraniteMoeForCausalLM": _granite_moe,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _llama,
     "MixtralForCausalLM": _mixtral,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
+    "OlmoeForCausalLM": _olmoe,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
@@ -266,5 +291,6 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Exaone4ForCausalLM": {"sliding_window": 4096, "rms_norm_eps": 1e-5},
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+    "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
 }

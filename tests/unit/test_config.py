@@ -107,6 +107,14 @@ class TestModelConfig:
         assert mixtral.moe is not None
         assert (mixtral.moe.renormalize, mixtral.moe.intermediate_size, mixtral.moe.layers) == (True, 128, (0, 1))
         assert (mixtral.moe.stored_in, mixtral.moe.projections) == ("block_sparse_moe", ("w1", "w3", "w2"))
+        experts = {"num_experts": 8, "num_experts_per_tok": 2}
+        olmoe = ModelConfig.from_folder(write(tmp_path, architectures=["OlmoeForCausalLM"], **experts))
+        assert olmoe.moe is not None
+        assert (olmoe.moe.renormalize, olmoe.norm_placement, olmoe.qk_norm_spans_heads) == (False, "pre", True)
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "residual_multiplier": 0.5}
+        granite = ModelConfig.from_folder(write(tmp_path, architectures=["GraniteMoeForCausalLM"], **experts))
+        assert granite.moe is not None
+        assert (granite.moe.router, granite.embedding_scale) == ("router.layer", 2.0)
         phi = ModelConfig.from_folder(write(tmp_path, architectures=["Phi3ForCausalLM"], partial_rotary_factor=0.75))
         assert (phi.has_packed_projections, phi.rotary_size, phi.head_size) == (True, 12, 16)
         assert not any((phi.qkv_bias, phi.output_bias, phi.mlp_bias, phi.qk_norm))
@@ -336,6 +344,10 @@ class TestModelConfig:
                     "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}},
                 },
                 "rope type 'yarn' is not supported in layers with a window alone",
+            ),
+            (
+                {"architectures": ["OlmoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0},
+                "clip_qkv in config.json is 8.0; it is not supported",
             ),
             ({"architectures": "LlamaForCausalLM"}, "architecture '?' is not one of"),
             ({"rope_scaling": "yarn"}, "rope_scaling in config.json is 'yarn'; must be an object"),

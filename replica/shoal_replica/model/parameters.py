@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal_replica.config import ModelConfig
+from shoal_replica.model_family import MoeConfig
 from shoal_replica.shard import Shard
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -25,7 +26,9 @@ NORMS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows and, unless it is a vector, columns of a stored tensor of the given shape."""
+    """Rows and, unless it is a vector, columns of a stored tensor of the given shape. If it has three dimensions, rows
+    are those of all its matrices, one after the other, and whole matrices are taken.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -155,9 +158,15 @@ def _experts(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Paramete
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     prefix, stored = f"layers.{layer}.", f"model.layers.{layer}.{moe.stored_in}."
-    inner, (gate, up, down_name) = moe.intermediate_size, moe.projections
-    router = _Linear(f"{stored}gate", moe.num_experts, hidden, (range(moe.num_experts),), range(hidden))
+    inner = moe.intermediate_size
+    router = _Linear(f"{stored}{moe.router}", moe.num_experts, hidden, (range(moe.num_experts),), range(hidden))
     yield from _packed(f"{prefix}router", (router,), False)
+    if moe.stacked is not None:
+        gate_up_name, down_name = moe.stacked
+        yield _matrices(f"{prefix}experts.gate_up_proj.weight", stored + gate_up_name, shard, moe, (2 * inner, hidden))
+        yield _matrices(f"{prefix}experts.down_proj.weight", stored + down_name, shard, moe, (hidden, inner))
+        return
+    gate, up, down_name = moe.projections
     gate_up = tuple(
         _Linear(f"{stored}experts.{expert}.{name}", inner, hidden, (range(inner),), range(hidden))
         for expert in shard.experts
@@ -169,6 +178,12 @@ def _experts(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Paramete
     )
     yield from _packed(f"{prefix}experts.gate_up_proj", gate_up, False)
     yield from _packed(f"{prefix}experts.down_proj", down, False)
+
+
+def _matrices(name: str, stored: str, shard: Shard, moe: MoeConfig, size: tuple[int, int]) -> Parameter:
+    """Those of the rank's experts, of a tensor that has them of all."""
+    rows = range(shard.experts.start * size[0], shard.experts.stop * size[0])
+    return Parameter(name, (Piece(stored, (moe.num_experts, *size), rows, range(size[1])),))
 
 
 def _packed(name: str, linears: tuple[_Linear, ...], has_bias: bool) -> Iterator[Parameter]:

@@ -113,6 +113,9 @@ def _view(piece: Piece, stored: Any) -> Tensor:
     shape = tuple(stored.get_shape())
     if shape != piece.shape:
         raise ConfigError(f"model: tensor {piece.name!r} has shape {shape}; config.json asks for {piece.shape}")
+    if len(shape) == 3:
+        matrices = stored[piece.rows.start // shape[1] : piece.rows.stop // shape[1]]
+        return cast(Tensor, matrices.flatten(0, 1))
     rows = slice(piece.rows.start, piece.rows.stop)
     if piece.columns is None:
         return cast(Tensor, stored[rows])

@@ -123,8 +123,7 @@ async def _ask_all(gateway: GatewaySettings, chats: list[Chat], console: Console
             while not all(task.done() for task in tasks):
                 await asyncio.wait(tasks, timeout=0.08)
                 live.update(_answers(chats))
-            for task in tasks:
-                task.result()
+            await asyncio.gather(*tasks)  # the first error, if any; no other is left to be told of by asyncio
 
 
 async def _ask(client: object, chat: Chat) -> None:

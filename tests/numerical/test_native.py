@@ -52,11 +52,12 @@ from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
 from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.memory_plan import plan_host
-from shoal_replica.model import decoder as decoder_module
-from shoal_replica.model import model_runner
-from shoal_replica.model.decoder import Decoder, NativeCpuDecoder, TorchDecoder, make_decoder
+from shoal_replica.model import model_runner, torch_decoder
+from shoal_replica.model.decoder import Decoder, make_decoder
 from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.model.native_cpu_decoder import NativeCpuDecoder
 from shoal_replica.model.sequence_table import SequenceTable
+from shoal_replica.model.torch_decoder import TorchDecoder
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.tokenizer import Tokenizer
 
@@ -825,7 +826,7 @@ def test_memory_is_planned_for_the_kernels_that_serve(
     if not has_native:
         monkeypatch.setattr(native_library, "_LIBRARY", None)
     held: dict[str, Tensor] = {}
-    monkeypatch.setattr(decoder_module, "LlamaDecoder", lambda model, weights, *rest: held.update(weights))
+    monkeypatch.setattr(torch_decoder, "LlamaDecoder", lambda model, weights, *rest: held.update(weights))
     plan = plan_host(model, SchedulerConfig(), ParallelConfig(), cache, 1 << 30)
     decoder = make_decoder(model, cache, ParallelConfig())
     (said,) = caplog.records

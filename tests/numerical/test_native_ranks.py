@@ -25,11 +25,12 @@ from shoal_kernels.native_shape import DecoderShape
 from shoal_replica.adapter_folder import read_adapter
 from shoal_replica.config import ModelConfig, ParallelConfig
 from shoal_replica.executor import NewSequence, ScheduledSequence
-from shoal_replica.model import decoder
-from shoal_replica.model.decoder import NativeCpuDecoder, TorchDecoder
+from shoal_replica.model import native_cpu_decoder
 from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.model.native_cpu_decoder import NativeCpuDecoder
 from shoal_replica.model.sequence_table import SequenceTable
 from shoal_replica.model.shared_memory import share
+from shoal_replica.model.torch_decoder import TorchDecoder
 from shoal_replica.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")
@@ -55,7 +56,7 @@ def test_sums_in_many_pieces_are_the_same(
     """A part holds only one row of the widest tensor that is exchanged. Helper threads take some of the work."""
     model = ModelConfig.from_folder(make_checkpoint(family, tmp_path))
     expected, _ = run(ModelRunner(model, CACHE, ParallelConfig()))
-    monkeypatch.setattr(decoder, "EXCHANGE_BYTES", 0)
+    monkeypatch.setattr(native_cpu_decoder, "EXCHANGE_BYTES", 0)
     for size, stages, num_threads in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)):
         tokens = generate(model, size, stages, is_shared=is_shared, kind=NativeCpuDecoder, num_threads=num_threads)
         assert tokens == expected, (size, stages, num_threads)
@@ -72,7 +73,7 @@ def test_adapters_of_ranks_that_sum_in_many_pieces(
     whole = ModelRunner(model, CACHE, ParallelConfig(), adapters=[adapter])
     plain, expected = logits(whole, prompt), logits(whole, prompt, "a")
     assert (plain - expected).abs().max() > 1
-    monkeypatch.setattr(decoder, "EXCHANGE_BYTES", 0)
+    monkeypatch.setattr(native_cpu_decoder, "EXCHANGE_BYTES", 0)
     for size, num_threads in ((2, 1), (2, 2), (4, 1)):
         ranks = ThreadedRanks(model, CACHE, ParallelConfig(tensor_parallel_size=size, num_threads=num_threads))
         ranks._on_all(lambda runner: runner._decoder.load(adapter))

@@ -32,8 +32,8 @@ const ShoalShape& checked(const ShoalShape& s) {
         throw std::invalid_argument("hidden_size, intermediate_size, expert_size: must be even");
     if (s.experts_per_token < 0 || s.experts_per_token > s.num_experts)
         throw std::invalid_argument("experts_per_token: must be at most num_experts");
-    if (s.first_expert < 0 || s.held_experts < 0 || s.first_expert > s.num_experts - s.held_experts)
-        throw std::invalid_argument("held_experts: must be among num_experts");
+    if (s.first_expert < 0 || s.held_experts < (s.num_experts > 0) || s.first_expert > s.num_experts - s.held_experts)
+        throw std::invalid_argument("held_experts: must be some of num_experts");
     return s;
 }
 

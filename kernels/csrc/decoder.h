@@ -211,8 +211,8 @@ private:
     Linear head_, embedding_;  // a tied model has no embedding_ of its own: the head is unpacked a row at a time
     Screen screen_;
     int unscreened_steps_ = 0;  // steps still to run without a screen, because the last screen was of little use
-    // Values per row of normed_, attended_, gated_ and expert_gated_: an odd number of cache lines. Rows an even number of lines apart
-    // would conflict in the caches when a product reads the same place of all of them.
+    // Values per row of normed_, attended_, gated_ and expert_gated_: an odd number of cache lines. Rows an even number
+    // of lines apart would conflict in the caches when a product reads the same place of all of them.
     const int64_t normed_stride_, attended_stride_, gated_stride_, expert_stride_;
     const Finish gates_;
     bool has_integers_ = false, has_post_norms_ = false;

@@ -158,7 +158,7 @@ void Decoder::add_experts(Team::Member& member, int index, float* stream, int ro
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const int64_t hidden = shape_.hidden_size;
     route(member, layer, rows);
-    if (shape_.held_experts > 0) run_experts(member, layer, rows);
+    run_experts(member, layer, rows);
     if (exchange_ == nullptr) {
         return for_chunks(member, rows, [&](int begin, int end) {
             for (int row = begin; row < end; ++row) add_weighted(row, stream + row * hidden);

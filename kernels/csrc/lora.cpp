@@ -155,7 +155,7 @@ int64_t Decoder::gate_sums_stride() const { return divide_up(shape_.intermediate
 
 void Decoder::gate_row(const float* sums, int row) {
     kernels_.gate(dtype_, gates_, sums, gated_.data() + row * (gated_stride_ / values_per_word(dtype_)),
-                    static_cast<int>(gate_sums_stride() / kBlockColumns));
+                  static_cast<int>(gate_sums_stride() / kBlockColumns));
 }
 
 // An adapted row's sums are needed before they are gated, so a chunk of rows with such a row keeps all of its sums.

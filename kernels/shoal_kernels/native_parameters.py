@@ -65,6 +65,10 @@ def product_size(shape: DecoderShape, name: str) -> tuple[int, int]:
         "gate_up_proj": (2 * shape.intermediate_size, shape.hidden_size),
         "down_proj": (shape.hidden_size, shape.intermediate_size),
     }
-    if (size := sizes.get(name.rpartition(".")[2])) is None:
+    prefix, _, product = name.rpartition(".")
+    if (size := sizes.get(product)) is None:
         raise ValueError(f"{name}: must be one of {', '.join(sizes)} of a layer")
+    mixtures = {f"layers.{layer}" for layer in shape.experts.layers} if shape.experts is not None else ()
+    if prefix in mixtures and f"{product}.weight" in MLP:
+        raise ValueError(f"{name}: the layer has experts, which cannot be adapted")
     return size

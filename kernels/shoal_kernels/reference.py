@@ -60,7 +60,7 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    weights, expert_ids = torch.softmax(router_logits.float(), dim=-1).sort(dim=-1, descending=True)
+    weights, expert_ids = torch.softmax(router_logits.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
     weights, expert_ids = weights[:, :num_chosen], expert_ids[:, :num_chosen]
     return (weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights), expert_ids
 

@@ -53,18 +53,23 @@ def read_adapter(name: str, folder: str | Path, model: ModelConfig) -> AdapterCo
     shapes = _read_shapes(name, path / WEIGHTS_FILE)
     sizes = _adaptable(model)
     sides: dict[str, dict[str, str]] = {}
+    named: dict[str, str] = {}  # as the adapter has it
     for tensor in shapes:
         match = FACTOR.fullmatch(tensor)
-        if match is None or match["module"] not in sizes:
+        module = (model.text_name(match["module"]) or match["module"]) if match is not None else ""
+        if match is None or module not in sizes:
             adapted = dict.fromkeys(module.rpartition(".")[2] for module in sizes)
             raise ConfigError(
                 f"adapters.{name}: tensor {tensor!r} adapts nothing that can be adapted here: "
                 f"{', '.join(adapted)} of the model's {model.num_layers} layers"
             )
-        pair = sides.setdefault(match["module"], {})
+        named[module] = match["module"]
+        pair = sides.setdefault(module, {})
         if (other := pair.setdefault(match["side"], tensor)) != tensor:
             raise ConfigError(f"adapters.{name}: tensors {other!r} and {tensor!r} are the same factor")
-    factors = tuple(_factors(name, module, pair, shapes, sizes[module], raw) for module, pair in sides.items())
+    factors = tuple(
+        _factors(name, module, named[module], pair, shapes, sizes[module], raw) for module, pair in sides.items()
+    )
     if not factors:
         raise ConfigError(f"adapters.{name}: {path / WEIGHTS_FILE} holds no tensors")
     ranks = {f.module: f.rank for f in factors}
@@ -137,6 +142,7 @@ def _adaptable(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _factors(
     name: str,
     module: str,
+    stored: str,
     pair: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
     size: tuple[int, ...],
@@ -153,7 +159,7 @@ def _factors(
         )
     if not 1 <= rank <= MAX_RANK:
         raise ConfigError(f"adapters.{name}: {module} has rank {rank}; must be from 1 to {MAX_RANK}")
-    return Factors(module, rank, _scale(name, module, rank, raw), pair["A"], pair["B"])
+    return Factors(module, rank, _scale(name, stored, rank, raw), pair["A"], pair["B"])
 
 
 def _scale(name: str, module: str, rank: int, raw: Mapping[str, Any]) -> float:

@@ -140,6 +140,15 @@ class ModelConfig:
             **family,
         )
 
+    def text_name(self, stored: str) -> str | None:
+        """What a stored tensor, or module, of a model with several parts is called where there is no other part; None
+        if it belongs to another part.
+        """
+        for prefix, own in self.text_prefixes:
+            if stored.startswith(prefix):
+                return own + stored.removeprefix(prefix)
+        return None
+
     @property
     def num_parameters(self) -> int:
         """Number of the decoder's weights; tied embeddings count once."""
@@ -295,6 +304,8 @@ class EngineConfig:
                 f"tensor_parallel_size: got {self.parallel.tensor_parallel_size}; must be 1 for "
                 f"{self.model.architecture}, which norms all heads of queries and keys together"
             )
+        if self.model.moe is not None:
+            _at_most("tensor_parallel_size", self.parallel.tensor_parallel_size, self.model.moe.num_experts, "experts")
         _at_most("pipeline_parallel_size", self.parallel.pipeline_parallel_size, self.model.num_layers, "layers")
         room = self.cache.num_blocks * self.cache.block_size
         if room < self.model.max_model_len:

@@ -31,7 +31,7 @@ EXCHANGE_BYTES = MIB
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes of one rank on an NPU, or of all ranks on a CPU host. ``usable`` is what may be taken, 0 if unknown;
-    ``adapters`` is an upper bound.
+    ``adapters`` is an upper bound. ``loading`` is what loading takes beside the weights, when only these are in use.
 
     ``block`` is the size of one KV block. ``num_other_blocks`` are allocated beside the pool: on an NPU, staging blocks
     for transfers to host memory; on a CPU, the ``num_host_blocks`` themselves. ``kernels`` names the CPU kernels used.
@@ -46,6 +46,7 @@ class MemoryPlan:
     graphs: int
     block: int
     adapters: int = 0
+    loading: int = 0
     num_blocks: int
     num_host_blocks: int = 0
     num_other_blocks: int = 0
@@ -55,7 +56,8 @@ class MemoryPlan:
     def room_for_blocks(self) -> int:
         """How many KV blocks fit beside everything else; below 0 if everything else alone does not fit."""
         rest = self.weights + self.adapters + self.activations + self.communication + self.graphs
-        return (self.usable - rest) // self.block - self.num_other_blocks
+        room = (self.usable - rest) // self.block - self.num_other_blocks
+        return room if self.weights + self.loading <= self.usable else min(room, -self.num_other_blocks - 1)
 
     def report(self) -> str:
         """One line for the log."""
@@ -98,6 +100,8 @@ class MemoryPlan:
                 field = change.partition("=")[0]
                 raise ConfigError(f"{field}: {self.report()}; {change} fits, with num_blocks up to {room}")
         what = "not one block fits" if self.weights <= self.usable else "the weights alone do not fit"
+        if replace(self, loading=0).room_for_blocks > 0:
+            what = f"loading does not fit, which takes {self.loading / GIB:.2f} beside the weights"
         raise ConfigError(f"model: {self.report()}; {what}")
 
 
@@ -154,6 +158,10 @@ def plan_host(
     if is_screened and model.hidden_size % 32 == 0 and parallel.tensor_parallel_size == 1:
         # A second copy of the head, in 8 bits and a scale per 32 weights, by which greedy tokens are found.
         screen = model.vocab_size * model.hidden_size * 17 // 16 * sum(shard.is_last_stage for shard in shards)
+    # One parameter is held beside the weights, of experts all of a layer; and once more where it is rounded.
+    loading = sum(_largest_parameter_bytes(plain, shard) for shard in shards)
+    if kernels.is_native and rounded < 1:
+        loading += int(loading * rounded)
     # What is summed, or handed to the next stage: one buffer to send and one to receive.
     handed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * 4
     summed = 2 * EXCHANGE_BYTES if kernels.is_native else handed
@@ -166,6 +174,7 @@ def plan_host(
         weights=weights,
         adapters=adapter_bytes * len(shards),
         activations=screen + sum(activation_bytes(model, shard, scheduler) for shard in shards),
+        loading=loading,
         communication=communication * len(shards),
         graphs=0,
         block=sum(shard.block_bytes(model, cache.block_size) for shard in shards),
@@ -205,6 +214,14 @@ def shard_weight_bytes(model: ModelConfig, shard: Shard) -> int:
     is_shared = model.tie_word_embeddings and shard.num_stages == 1
     total += hidden * size * shard.is_last_stage  # the last norm
     return total + table * (shard.is_first_stage + shard.is_last_stage - is_shared)
+
+
+def _largest_parameter_bytes(model: ModelConfig, shard: Shard) -> int:
+    """Bytes of the largest packed parameter of a rank's layers, in the model's dtype."""
+    inner = len(shard.mlp)
+    if model.moe is not None:
+        inner = max(inner, len(shard.experts) * model.moe.intermediate_size)
+    return 2 * inner * model.hidden_size * DTYPE_BYTES[model.dtype]
 
 
 def activation_bytes(model: ModelConfig, shard: Shard, scheduler: SchedulerConfig) -> int:

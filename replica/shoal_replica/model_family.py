@@ -46,10 +46,14 @@ def text_config(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     architecture = str(named[0]) if isinstance(named, list) and named else "?"
     if architecture not in _FAMILIES:
         raise ConfigError(f"model: architecture {architecture!r} is not one of {', '.join(_FAMILIES)}")
-    own = _LEFT_OUT.get(architecture, {}) | raw | fields_of(raw, "text_config")
+    given = raw | fields_of(raw, "text_config")
+    if raw.get("eos_token_id") is not None:  # that of the part may be its family's default alone
+        given["eos_token_id"] = raw["eos_token_id"]
+    given = {key: value for key, value in given.items() if value is not None or key == "sliding_window"}
+    own = _LEFT_OUT.get(architecture, {}) | given  # no window is not the same as none given
     if architecture == "Olmo3ForCausalLM":  # whose rope_scaling is not that of layers with a window
         own.setdefault(LOCAL_THETA, own["rope_theta"])
-    return architecture, {key: value for key, value in own.items() if value is not None}
+    return architecture, own
 
 
 def family_fields(architecture: str, raw: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -71,7 +75,9 @@ def family_fields(architecture: str, raw: dict[str, Any], dtype: str) -> dict[st
         "rms_norm_eps": number(raw, "rms_norm_eps", 1e-6),
     }
     fields = shared | _FAMILIES[architecture](raw)
-    if fields.get("has_offset_norms") and dtype == "bfloat16":  # Gemma rounds the scale like what it multiplies
+    if fields.get("moe") and fields["activation"] != "silu":
+        raise ConfigError(f"model: {name} {activation!r} is not supported in experts, only 'silu'")
+    if architecture.startswith("Gemma3") and dtype == "bfloat16":  # it rounds the scale like what it multiplies
         fields["embedding_scale"] = _round_to_bfloat16(fields["embedding_scale"])
     return fields
 
@@ -92,18 +98,27 @@ def _window(raw: dict[str, Any], is_default: bool = True) -> int | None:
 def _no_window(raw: dict[str, Any]) -> dict[str, Any]:
     """For families that hardly ever have one."""
     if _window(raw, is_default=False):
-        raise ConfigError("model: use_sliding_window mixes window and full layers, which is not supported")
+        raise ConfigError(
+            "model: use_sliding_window in config.json is set, which is not supported for this architecture"
+        )
     return {}
 
 
 def _windows(raw: dict[str, Any], has_window: Callable[[int], bool]) -> dict[str, Any]:
-    """The window of some layers: those that ``layer_types`` names, or else those that ``has_window``."""
-    window, num_layers = size(raw, "sliding_window"), size(raw, "num_hidden_layers")
+    """The window of some layers, if any has one."""
+    full = _full_layers(raw, has_window)
+    if raw.get("sliding_window") is None or len(full) == size(raw, "num_hidden_layers"):
+        return {}
+    return {"sliding_window": size(raw, "sliding_window"), "full_layers": full}
+
+
+def _full_layers(raw: dict[str, Any], has_window: Callable[[int], bool]) -> tuple[int, ...]:
+    """Those without a window: by ``layer_types``, or else all but those that ``has_window``."""
+    num_layers = size(raw, "num_hidden_layers")
     types = raw.get("layer_types") or [WINDOW if has_window(layer) else FULL for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in (WINDOW, FULL) for kind in types):
         raise refusal("layer_types", types, f"a list of {num_layers}, each {WINDOW!r} or {FULL!r}")
-    full = tuple(layer for layer, kind in enumerate(types) if kind == FULL)
-    return {"sliding_window": window, "full_layers": full} if len(full) < num_layers else {}
+    return tuple(layer for layer, kind in enumerate(types) if kind == FULL)
 
 
 def _last_windows(raw: dict[str, Any]) -> dict[str, Any]:
@@ -212,8 +227,11 @@ def _exaone4(raw: dict[str, Any]) -> dict[str, Any]:
         return fields
     pattern = raw.get("sliding_window_pattern")
     period = len(pattern) if isinstance(pattern, str) and pattern else size(raw, "sliding_window_pattern", 4)
-    windows = _windows(raw, lambda layer: (layer + 1) % period != 0)
-    return fields | windows | {"unrotated_layers": windows.get("full_layers", ())}
+
+    def has_window(layer: int) -> bool:
+        return (layer + 1) % period != 0
+
+    return fields | _windows(raw, has_window) | {"unrotated_layers": _full_layers(raw, has_window)}
 
 
 def _granite(raw: dict[str, Any]) -> dict[str, Any]:

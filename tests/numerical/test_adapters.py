@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,31 @@ def test_attention_of_a_mixture_of_experts_can_be_adapted(tmp_path):
         outputs = llm.generate(PROMPTS, GREEDY, "a")
     model = load_adapted(folder, path)
     assert [o.token_ids for o in outputs] == [oracle_greedy(model, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_adapters_of_one_part_of_a_model(tmp_path, prefix):
+    """As PEFT names them where the decoder for text is one part; patterns go by those names."""
+    plain = make_checkpoint("gemma3", tmp_path / "model")
+    path = make_adapter(tmp_path / "adapter", plain, 0, alpha_pattern={"model.layers.1.self_attn.q_proj": 3})
+    whole = ModelConfig.from_folder(plain)
+    expected = read_adapter("a", path, whole)
+    assert len({factors.scale for factors in expected.factors}) == 2
+    weights = path / "adapter_model.safetensors"
+    save_file({name.replace("model.layers.", f"{prefix}layers."): t for name, t in load_file(weights).items()}, weights)
+    config = json.loads((path / "adapter_config.json").read_text())
+    config["alpha_pattern"] = {f"{prefix}layers.1.self_attn.q_proj": 3}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    config = json.loads((plain / "config.json").read_text())
+    parts = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "dtype": "float32"}
+    (plain / "config.json").write_text(json.dumps(parts))
+    found = read_adapter("a", path, ModelConfig.from_folder(plain))
+    assert [(f.module, f.rank, f.scale) for f in found.factors] == [
+        (f.module, f.rank, f.scale) for f in expected.factors
+    ]
+    save_file({name.replace(prefix, "vision_tower."): t for name, t in load_file(weights).items()}, weights)
+    with pytest.raises(ConfigError, match="adapts nothing that can be adapted here"):
+        read_adapter("a", path, ModelConfig.from_folder(plain))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)], ids=["whole", "tensor", "pipeline"])

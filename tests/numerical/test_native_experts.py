@@ -95,11 +95,21 @@ def test_a_missing_router_is_named() -> None:
         NativeDecoder(shape, weights.items(), rotary_table(shape))
 
 
+def test_an_mlp_that_is_not_there_cannot_be_adapted() -> None:
+    shape = make_shape(experts=make_experts(layers=(1,)))
+    decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
+    down, up = torch.zeros(2, shape.hidden_size), torch.zeros(2 * shape.intermediate_size, 2)
+    decoder.add_adapter([("layers.0.gate_up_proj", (down, up))])
+    with pytest.raises(ValueError, match="has experts, which cannot be adapted"):
+        decoder.add_adapter([("layers.1.gate_up_proj", (down, up))])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_experts_per_token": 6}, "experts_per_token: must be at most num_experts"),
-        ({"held": range(3, 7)}, "held_experts: must be among num_experts"),
+        ({"held": range(3, 7)}, "held_experts: must be some of num_experts"),
+        ({"held": range(0)}, "held_experts: must be some of num_experts"),
         ({"size": 63}, "expert_size: must be even"),
     ],
 )

@@ -76,6 +76,22 @@ def test_a_decoding_row_does_not_depend_on_its_company_or_the_threads(kernels: s
     assert torch.equal(run(together, *last), torch.cat([run(alone, part) for part in last]))
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_sequences_that_share_their_first_blocks(kernels: str, family: dict[str, Any]) -> None:
+    """Decodes that read shared pages together give the same bits as each alone, with windows or without."""
+    shape = make_shape(dtype=torch.bfloat16, num_blocks=60, num_threads=2, **family)
+    weights = make_weights(shape, qk_norm=True)
+    prefix, shared = tokens(shape, 320), list(range(20))
+    decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels, window_table(shape))
+    run(decoder, Part(prefix, 0, shared))
+    last = []
+    for i, length in enumerate((1, 9, 20, 40)):
+        rest, own = tokens(shape, length, seed=i), [*shared, *range(20 + 4 * i, 24 + 4 * i)]
+        run(decoder, Part(rest, len(prefix), own))
+        last.append(Part([7], len(prefix) + length, own))
+    assert torch.equal(run(decoder, *last), torch.cat([run(decoder, part) for part in last]))
+
+
 def test_gates_far_from_zero_are_finite() -> None:
     """Where gates are so large that their exponentials overflow or vanish, GELU is the gate itself or nothing."""
     shape = make_shape(activation="gelu_tanh", num_layers=1)

@@ -148,6 +148,22 @@ class TestModelConfig:
         )
         model = ModelConfig.from_folder(tmp_path)
         assert (model.sliding_window, model.full_layers, model.unrotated_layers) == (None, (), ())
+        exaone = {"architectures": ["Exaone4ForCausalLM"], "layer_types": ["full_attention"] * 2}
+        model = ModelConfig.from_folder(write(tmp_path, **exaone))  # whose window is there, if in no layer
+        assert (model.sliding_window, model.full_layers, model.unrotated_layers) == (None, (), (0, 1))
+
+    @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+    def test_null_is_as_good_as_nothing(self, tmp_path: Path, architecture: str) -> None:
+        """But for a window, where it says that there is none."""
+        config = LLAMA | {"architectures": [architecture], "num_hidden_layers": 6}
+        absent = {key: value for key, value in config.items() if key not in ("rope_theta", "rms_norm_eps")}
+        (tmp_path / "config.json").write_text(json.dumps(absent))
+        expected = ModelConfig.from_folder(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": None, "rms_norm_eps": None}))
+        assert ModelConfig.from_folder(tmp_path) == expected
+        assert expected.sliding_window == 4096
+        (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
+        assert ModelConfig.from_folder(tmp_path).sliding_window is None
 
     def test_a_layer_with_a_window_may_be_rotated_differently(self, tmp_path: Path) -> None:
         gemma = {"architectures": ["Gemma3ForCausalLM"], "rope_theta": 1e6, "rope_local_base_freq": 1e4}
@@ -173,6 +189,7 @@ class TestModelConfig:
         text = {
             "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "model_type": "gemma3_text",
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+            "eos_token_id": 1,  # as transformers saves it: the family's default, which ends no turn of a chat
         }  # fmt: skip
         raw = {
             "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": text,
@@ -185,6 +202,7 @@ class TestModelConfig:
         assert (model.rope_theta, model.window_rope_theta, model.max_model_len) == (1e6, 1e4, 131072)
         assert (model.sliding_window, model.full_layers) == (1024, (5, 11, 17, 23, 29))
         assert model.tie_word_embeddings
+        assert model.eos_token_ids == (1, 106)
         assert model.attention_scale == 1 / 16
         assert model.embedding_scale == 50.5  # the root of 2560 is 50.596, which bfloat16 does not have
         assert ModelConfig.from_folder(tmp_path, "float32").embedding_scale == 2560**0.5
@@ -205,6 +223,14 @@ class TestModelConfig:
         EngineConfig(model=model, cache=cache, parallel=ParallelConfig(pipeline_parallel_size=2))
         with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 2; must be 1 for Olmo2ForCausalLM"):
             EngineConfig(model=model, cache=cache, parallel=ParallelConfig(tensor_parallel_size=2))
+
+    def test_no_rank_is_without_experts(self, tmp_path: Path) -> None:
+        experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+        model = ModelConfig.from_folder(write(tmp_path, architectures=["MixtralForCausalLM"], **experts))
+        cache = CacheConfig(num_blocks=64)
+        EngineConfig(model=model, cache=cache, parallel=ParallelConfig(tensor_parallel_size=3))
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 4; must be at most 3, .* number of experts"):
+            EngineConfig(model=model, cache=cache, parallel=ParallelConfig(tensor_parallel_size=4))
 
     def test_yarn_says_for_which_length_it_is(self, tmp_path: Path) -> None:
         """Qwen's instructions add it to the config, and leave the length there as it was."""
@@ -344,6 +370,11 @@ class TestModelConfig:
                     "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}},
                 },
                 "rope type 'yarn' is not supported in layers with a window alone",
+            ),
+            (
+                {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+                | {"hidden_act": "gelu_pytorch_tanh"},
+                "hidden_act 'gelu_pytorch_tanh' is not supported in experts, only 'silu'",
             ),
             (
                 {"architectures": ["OlmoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0},

@@ -135,6 +135,21 @@ def test_adapters_take_their_part() -> None:
         )
 
 
+def test_experts_need_memory_to_be_loaded() -> None:
+    """All of a layer at once, and once more as integers, beside the weights but not beside the blocks."""
+    moe = MoeConfig(num_experts=64, num_experts_per_token=2, intermediate_size=1024, renormalize=True, layers=(0, 1))
+    model = replace(EIGHT_B, num_layers=2, moe=moe)
+    settings, cache = (SchedulerConfig(), ParallelConfig()), CacheConfig(num_blocks=9, block_size=128)
+    plain = plan_host(model, *settings, cache, 40 * GIB)
+    assert plain.loading == 64 * 2 * 1024 * model.hidden_size * 2
+    rounded = plan_host(replace(model, quantization="int8"), *settings, cache, 40 * GIB)
+    if rounded.weights < plain.weights:  # else torch's operators widen it again
+        assert 1.5 * plain.loading < rounded.loading < 1.6 * plain.loading
+    plan_host(model, *settings, cache, plain.weights + plain.loading).check()
+    with pytest.raises(ConfigError, match=r"loading does not fit, which takes 1\.00 beside the weights"):
+        plan_host(model, *settings, cache, plain.weights + plain.loading - 1).check()
+
+
 def check_npu(refused: MemoryPlan, free: float) -> None:
     parallel = ParallelConfig(device="npu", graph_sizes=default_graph_sizes(64))
     cache = CacheConfig(num_blocks=refused.num_blocks, block_size=128)

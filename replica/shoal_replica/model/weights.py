@@ -85,14 +85,10 @@ def stream_weights(
 class _TextPart:
     """A file of a model with several parts, by the names that the tensors of its decoder for text have alone."""
 
-    def __init__(self, file: Any, prefixes: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, file: Any, config: ModelConfig) -> None:
         self._file = file
-        self._stored_names = {
-            own + name.removeprefix(prefix): name
-            for name in file.keys()  # noqa: SIM118 (it is not a Mapping)
-            for prefix, own in prefixes
-            if name.startswith(prefix)
-        }
+        names = file.keys()  # it is not a Mapping
+        self._stored_names = {own: name for name in names if (own := config.text_name(name)) is not None}
 
     def keys(self) -> Iterable[str]:
         return self._stored_names
@@ -150,7 +146,7 @@ def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
             file = files.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
             raise ConfigError(f"model: {path} cannot be read: {error}") from None
-        part = file if config.text_prefixes == () else _TextPart(file, config.text_prefixes)
+        part = _TextPart(file, config) if config.text_prefixes else file
         names = part.keys()  # a safetensors file is not a Mapping
         stored.update({name: part for name in names if not _is_redundant(name, config)})
     unexpected = stored.keys() - missing

@@ -12,9 +12,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from shoal_replica.adapter import NAME_PATTERN, RANK_UNIT, WEIGHTS_FILE, AdapterConfig, Factors
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError, NotFound
 from shoal_replica.model.parameters import parameters
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import whole_shard
 
 CONFIG_FILE = "adapter_config.json"

@@ -15,10 +15,8 @@ from shoal_replica.checkpoint import ensure_adapter, ensure_checkpoint, read_ahe
 from shoal_replica.config import (
     DEFAULT_BLOCK_SIZES,
     DEFAULT_SPECULATIVE_TOKENS,
-    DTYPE_BYTES,
     CacheConfig,
     EngineConfig,
-    ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     default_graph_sizes,
@@ -29,6 +27,7 @@ from shoal_replica.executor import Executor
 from shoal_replica.memory import available_bytes, default_num_blocks
 from shoal_replica.memory_advice import check_host, npu_changes
 from shoal_replica.memory_plan import MemoryPlan, plan_host, plan_memory
+from shoal_replica.model_config import DTYPE_BYTES, ModelConfig
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankLauncher
 from shoal_replica.scheduler import Scheduler

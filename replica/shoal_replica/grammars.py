@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.structured_output import FIELD, JSON_SCHEMA, REGEX, WHITE_SPACE, StructuredOutput
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from shoal_replica.config import ModelConfig
 from shoal_replica.memory_plan import MemoryPlan
+from shoal_replica.model_config import ModelConfig
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from shoal_replica.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.memory_plan import MemoryPlan, plan_host, plan_memory
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import make_shard
 from shoal_replica.weight_formats import ACTIVATION_BITS, LAYER_BITS
 

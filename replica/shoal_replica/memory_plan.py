@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shoal_replica.config import DTYPE_BYTES, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from shoal_replica.config import CacheConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import MAX_SCORED_TOKENS
 from shoal_replica.model.cpu_kernels import choose_kernels
 from shoal_replica.model.parameters import NORMS
+from shoal_replica.model_config import DTYPE_BYTES, ModelConfig
 from shoal_replica.shard import Shard, make_shard
 
 GIB = 2**30

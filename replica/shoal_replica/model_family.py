@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal_replica.config_fields import fields_of, number, refusal, size
 from shoal_replica.errors import ConfigError
+from shoal_replica.moe_config import read_all_layers, read_some_layers
 from shoal_replica.rope import FULL, LOCAL_THETA, WINDOW
 
 NAME_OF_SHARE = "partial_rotary_factor"
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
-    """The mixture of experts that replaces the MLP in some layers.
-
-    ``renormalize`` makes the weights of a token's chosen experts add up to 1. ``layers`` lists the layers with experts.
-    ``stored_in`` is a layer's module that holds them in checkpoints, ``router`` the one within it that chooses, and
-    ``projections`` each expert's gate, up and down; or ``stacked`` all experts' gates and ups together, and all downs.
-    """
-
-    num_experts: int
-    num_experts_per_token: int
-    intermediate_size: int
-    renormalize: bool
-    layers: tuple[int, ...]
-    stored_in: str = "mlp"
-    router: str = "gate"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    stacked: tuple[str, str] | None = None
 
 
 def text_config(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -151,51 +131,27 @@ def _qwen3(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_moe(raw: dict[str, Any]) -> dict[str, Any]:
-    num_experts = size(raw, "num_experts" if "num_experts" in raw else "num_local_experts")
-    step, dense = size(raw, "decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
-    layers = tuple(i for i in range(size(raw, "num_hidden_layers")) if i not in dense and (i + 1) % step == 0)
-    moe = MoeConfig(
-        num_experts=num_experts,
-        num_experts_per_token=_num_per_token(raw, num_experts),
-        intermediate_size=size(raw, "moe_intermediate_size"),
-        renormalize=bool(raw.get("norm_topk_prob", False)),
-        layers=layers,
-    )
-    return {"qk_norm": True, "moe": moe if layers else None} | _no_window(raw)
+    return {"qk_norm": True, "moe": read_some_layers(raw)} | _no_window(raw)
 
 
 def _mixtral(raw: dict[str, Any]) -> dict[str, Any]:
-    moe = _all_experts(raw, "num_local_experts")
-    moe = replace(moe, stored_in="block_sparse_moe", projections=("w1", "w3", "w2"))
+    moe = read_all_layers(raw, "num_local_experts", stored_in="block_sparse_moe", projections=("w1", "w3", "w2"))
     return {"moe": moe, "sliding_window": _window(raw)}
 
 
 def _olmoe(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("clip_qkv"):
         raise ConfigError(f"model: clip_qkv in config.json is {raw['clip_qkv']!r}; it is not supported")
-    return {
-        "qk_norm": True,
-        "qk_norm_spans_heads": True,
-        "moe": replace(_all_experts(raw, "num_experts"), renormalize=bool(raw.get("norm_topk_prob", False))),
-    }
+    moe = read_all_layers(raw, "num_experts", renormalize=bool(raw.get("norm_topk_prob", False)))
+    return {"qk_norm": True, "qk_norm_spans_heads": True, "moe": moe}
 
 
 def _granite_moe(raw: dict[str, Any]) -> dict[str, Any]:
-    moe = _all_experts(raw, "num_local_experts")
     stacked = ("input_linear.weight", "output_linear.weight")
-    return _granite(raw) | {"moe": replace(moe, stored_in="block_sparse_moe", router="router.layer", stacked=stacked)}
-
-
-def _all_experts(raw: dict[str, Any], name: str) -> MoeConfig:
-    """A mixture in each layer, in place of an MLP of ``intermediate_size``."""
-    num_experts = size(raw, name)
-    return MoeConfig(
-        num_experts=num_experts,
-        num_experts_per_token=_num_per_token(raw, num_experts),
-        intermediate_size=size(raw, "intermediate_size"),
-        renormalize=True,
-        layers=tuple(range(size(raw, "num_hidden_layers"))),
+    moe = read_all_layers(
+        raw, "num_local_experts", stored_in="block_sparse_moe", router="router.layer", stacked=stacked
     )
+    return _granite(raw) | {"moe": moe}
 
 
 def _phi3(raw: dict[str, Any]) -> dict[str, Any]:
@@ -267,15 +223,6 @@ def _gemma3_with_images(raw: dict[str, Any]) -> dict[str, Any]:
     """Its decoder for text. Newer checkpoints have the second and third prefix."""
     prefixes = (("language_model.", ""), ("model.language_model.", "model."), ("lm_head.", "lm_head."))
     return _gemma3(raw) | {"text_prefixes": prefixes}
-
-
-def _num_per_token(raw: dict[str, Any], num_experts: int) -> int:
-    num_per_token = size(raw, "num_experts_per_tok")
-    if num_per_token > num_experts:
-        raise ConfigError(
-            f"model: num_experts_per_tok in config.json is {num_per_token}; must be at most {num_experts}"
-        )
-    return num_per_token
 
 
 _FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

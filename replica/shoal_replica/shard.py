@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal_replica.config import DTYPE_BYTES, ModelConfig, ParallelConfig
+from shoal_replica.config import ParallelConfig
+from shoal_replica.model_config import DTYPE_BYTES, ModelConfig
 from shoal_replica.weight_formats import LAYER_BITS
 
 MLP_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)

@@ -23,8 +23,9 @@ from shoal_cluster.serve.replica_adapters import GRACE_S, LOOK_S, ReplicaAdapter
 from shoal_replica import LLM, AsyncLLM, SamplingParams
 from shoal_replica.adapter_folder import read_adapter
 from shoal_replica.build import find_adapters, resolve_config
-from shoal_replica.config import ModelConfig, ParallelConfig
+from shoal_replica.config import ParallelConfig
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
+from shoal_replica.model_config import ModelConfig
 
 PROMPTS = make_prompts([1, 5, 16, 17, 40, 63, 130], seed=4)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

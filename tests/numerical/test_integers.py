@@ -12,10 +12,10 @@ from tiny_models import make_checkpoint
 
 from shoal_kernels import integers
 from shoal_kernels.integers import GROUP_SIZE, IntegerWeight, round_weight
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.model.quantization import quantize
 from shoal_replica.model.weights import load_weights, stream_weights
+from shoal_replica.model_config import ModelConfig
 
 
 @pytest.mark.parametrize("bits", [8, 4])

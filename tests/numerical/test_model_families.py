@@ -13,13 +13,14 @@ from tiny_models import FAMILIES, MAX_MODEL_LEN, load_oracle, make_checkpoint, m
 from transformers import PreTrainedModel
 
 from shoal_kernels.metadata import AttentionMetadata
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.model import weights
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.model_runner import ModelRunner
 from shoal_replica.model.weights import load_weights, stream_weights
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

@@ -49,7 +49,7 @@ from shoal_kernels.integers import IntegerWeight, round_weight
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.native import NativeDecoder
 from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from shoal_replica.config import CacheConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.memory_plan import plan_host
 from shoal_replica.model import model_runner, torch_decoder
@@ -58,6 +58,7 @@ from shoal_replica.model.model_runner import ModelRunner
 from shoal_replica.model.native_cpu_decoder import NativeCpuDecoder
 from shoal_replica.model.sequence_table import SequenceTable
 from shoal_replica.model.torch_decoder import TorchDecoder
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.tokenizer import Tokenizer
 

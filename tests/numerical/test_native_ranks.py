@@ -23,7 +23,7 @@ from shoal_kernels.exchange import CarriedExchange, LostRank, SharedExchange, sh
 from shoal_kernels.native import NativeDecoder
 from shoal_kernels.native_shape import DecoderShape
 from shoal_replica.adapter_folder import read_adapter
-from shoal_replica.config import ModelConfig, ParallelConfig
+from shoal_replica.config import ParallelConfig
 from shoal_replica.executor import NewSequence, ScheduledSequence
 from shoal_replica.model import native_cpu_decoder
 from shoal_replica.model.model_runner import ModelRunner
@@ -31,6 +31,7 @@ from shoal_replica.model.native_cpu_decoder import NativeCpuDecoder
 from shoal_replica.model.sequence_table import SequenceTable
 from shoal_replica.model.shared_memory import share
 from shoal_replica.model.torch_decoder import TorchDecoder
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")

@@ -18,10 +18,11 @@ from fixtures.waiting import DEADLINE_S
 from tiny_models import make_checkpoint, make_prompts
 
 from shoal_replica.build import build_executor, resolve_config
-from shoal_replica.config import EngineConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import EngineConfig, ParallelConfig
 from shoal_replica.errors import ConfigError, EngineDead
 from shoal_replica.executor import Executor, NewSequence, ScheduledSequence, SchedulerOutput
 from shoal_replica.model.model_runner import ModelRunner
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.ranks.launcher import RANK_COMMAND, LocalRanks
 from shoal_replica.sampling_params import SamplingParams
 

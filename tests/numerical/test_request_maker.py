@@ -15,9 +15,9 @@ from shoal_cluster.serve.openai_chat import ChatRequest
 from shoal_cluster.serve.openai_types import CompletionRequest, RequestBody
 from shoal_cluster.serve.request_maker import Made, RequestMaker
 from shoal_replica.chat_template import PromptEnd
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.tokenizer import Tokenizer
 
 # Without tools, and with a place where a reasoning model would begin.

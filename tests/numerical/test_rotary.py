@@ -12,8 +12,8 @@ from transformers import LlamaConfig, Phi3Config, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from shoal_replica.config import ModelConfig
 from shoal_replica.model.rotary import rotary_cache
+from shoal_replica.model_config import ModelConfig
 
 LONG = LONG_ROPE | {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.3, 2.0, 5.0, 11.0, 29.0]}
 YARNS: list[dict[str, Any]] = [

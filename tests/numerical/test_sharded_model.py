@@ -15,11 +15,12 @@ from tiny_models import FAMILIES, SHAPE, make_checkpoint
 from torch import Tensor
 from transformers import Qwen3Config
 
-from shoal_replica.config import ModelConfig, ParallelConfig
+from shoal_replica.config import ParallelConfig
 from shoal_replica.model import weights
 from shoal_replica.model.model_runner import ModelRunner
 from shoal_replica.model.parameters import parameters
 from shoal_replica.model.weights import load_weights
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import make_shard, whole_shard
 
 SIZES = [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3)]

@@ -20,9 +20,9 @@ from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, load_oracle, make_checkpoint, 
 from shoal_replica import LLM, SamplingParams, grammars
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.checkpoint import DEMO_MODEL
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.request import FinishReason, Request
 from shoal_replica.structured_output import MAX_SOURCE_LENGTH, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer

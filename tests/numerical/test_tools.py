@@ -23,9 +23,9 @@ from shoal_cluster.chat.tool import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolC
 from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.request_maker import RequestMaker
 from shoal_replica import LLM, SamplingParams
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.request import FinishReason
 from shoal_replica.structured_output import REGEX, StructuredOutput
 from shoal_replica.text_stream import TextStream

@@ -15,17 +15,12 @@ from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.serve.admission_desk import limits_of
 from shoal_replica import memory
-from shoal_replica.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    MoeConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
+from shoal_replica.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.memory import available_bytes, default_num_blocks
 from shoal_replica.memory_plan import MemoryPlan, plan_host
+from shoal_replica.model_config import ModelConfig
+from shoal_replica.moe_config import MoeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,12 +8,13 @@ import pytest
 from fixtures.model_configs import make_model
 
 from shoal_kernels import native_library
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from shoal_replica.config import CacheConfig, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_advice import host_changes
 from shoal_replica.memory_plan import MemoryPlan, plan_host
 from shoal_replica.model.cpu_kernels import choose_kernels
-from shoal_replica.model_family import MoeConfig
+from shoal_replica.model_config import ModelConfig
+from shoal_replica.moe_config import MoeConfig
 
 MODEL = make_model(
     vocab_size=4096,

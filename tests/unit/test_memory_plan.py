@@ -8,17 +8,12 @@ import pytest
 from fixtures.model_configs import make_model
 
 from shoal_kernels import native_library
-from shoal_replica.config import (
-    CacheConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    default_graph_sizes,
-)
+from shoal_replica.config import CacheConfig, ParallelConfig, SchedulerConfig, default_graph_sizes
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_advice import host_changes, npu_changes
 from shoal_replica.memory_plan import GIB, MemoryPlan, plan_host, plan_memory, shard_weight_bytes
-from shoal_replica.model_family import MoeConfig
+from shoal_replica.model_config import ModelConfig
+from shoal_replica.moe_config import MoeConfig
 from shoal_replica.shard import make_shard, whole_shard
 from shoal_replica.weight_formats import StoredQuantization
 

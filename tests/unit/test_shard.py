@@ -7,9 +7,10 @@ from itertools import chain
 import pytest
 from fixtures.model_configs import make_model
 
-from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, EngineConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
-from shoal_replica.model_family import MoeConfig
+from shoal_replica.model_config import ModelConfig
+from shoal_replica.moe_config import MoeConfig
 from shoal_replica.shard import Shard, make_shard
 
 

@@ -57,9 +57,9 @@ from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_cluster.user_config import UserConfig
 from shoal_replica.checkpoint import ensure_checkpoint
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument, NotFound
 from shoal_replica.grammars import Grammars
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.request import Request
 from shoal_replica.tokenizer import Tokenizer
 

@@ -17,10 +17,11 @@ from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.adapter import VERSION_MARK, WEIGHTS_FILE, AdapterConfig, adapter_bytes, title
 from shoal_replica.adapter_folder import CONFIG_FILE
 from shoal_replica.build import find_adapters
-from shoal_replica.config import DTYPE_BYTES, EngineConfig
+from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError, ShoalError
 from shoal_replica.memory import available_bytes
+from shoal_replica.model_config import DTYPE_BYTES
 
 LOOK_S = 2.0
 """How often files are looked at for changes; after failures, the first pause before another try."""

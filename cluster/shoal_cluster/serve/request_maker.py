@@ -12,10 +12,10 @@ from shoal_cluster.chat.answer_reader import AnswerPiece, AnswerReader
 from shoal_cluster.chat.chats import Chats
 from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt
 from shoal_replica.bad_words import ban_words
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
 from shoal_replica.llm import with_seed
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.request import Request
 from shoal_replica.request_checks import check_prompt, check_scores
 from shoal_replica.sampling_params import SamplingParams

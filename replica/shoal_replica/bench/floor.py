@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal_replica.config import ModelConfig
+from shoal_replica.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

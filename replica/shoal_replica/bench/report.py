@@ -14,7 +14,7 @@ from shoal_replica.bench.contender import FLOOR, SHOAL, Contender
 from shoal_replica.bench.floor import Floor
 from shoal_replica.bench.runner import Outcome, Sample
 from shoal_replica.bench.workloads import GENERATED, ROWS
-from shoal_replica.config import ModelConfig
+from shoal_replica.model_config import ModelConfig
 
 FORMAT = 1
 

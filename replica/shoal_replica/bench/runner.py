@@ -15,8 +15,8 @@ from shoal_replica.bench.floor import Floor
 from shoal_replica.bench.processor import ForeignShare
 from shoal_replica.bench.worker_process import WorkerProcess, running
 from shoal_replica.bench.workloads import BATCH, GENERATED, PROMPT_LEN, Prompts, Request
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ShoalError, Unavailable
+from shoal_replica.model_config import ModelConfig
 
 MB = 1e6
 MAX_READ_BYTES = 1 << 30  # the floor meter reads no more, even if the weights are larger

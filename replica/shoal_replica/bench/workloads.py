@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal_replica.bench.floor import Floor
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.model_config import ModelConfig
 
 BATCH, PROMPT_LEN, OUTPUT_LEN = 64, 256, 64
 STREAM_PROMPT_LEN, STREAM_OUTPUT_LEN = 32, 128

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal_kernels import native_library, native_limits
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, ParallelConfig
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import make_shard
 
 

@@ -11,13 +11,14 @@ from torch import Tensor
 from shoal_kernels.draws import RowOperators
 from shoal_kernels.native_buffers import RowMaxima
 from shoal_replica.adapter import AdapterConfig
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.model.cpu_kernels import choose_kernels
 from shoal_replica.model.native_cpu_decoder import NativeCpuDecoder
 from shoal_replica.model.npu_memory import open_device
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.torch_decoder import TorchDecoder
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import Shard, whole_shard
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shoal_kernels import ops
 from shoal_kernels.metadata import AttentionMetadata
-from shoal_replica.config import ModelConfig
 from shoal_replica.model.lora import StepAdapters
 from shoal_replica.model.parallel_group import ParallelGroup
-from shoal_replica.model_family import MoeConfig
+from shoal_replica.model_config import ModelConfig
+from shoal_replica.moe_config import MoeConfig
 from shoal_replica.shard import Shard
 
 Weights = dict[str, Tensor]

@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from shoal_kernels import ops
 from shoal_kernels.metadata import AttentionMetadata
-from shoal_replica.config import ModelConfig
 from shoal_replica.model.layers import DecoderLayer, LayerCache, StepInputs, Weights
 from shoal_replica.model.lora import StepAdapters
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
 from shoal_replica.model.rotary import rotary_caches
 from shoal_replica.model.weights import DTYPES
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import Shard, whole_shard
 
 

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shoal_replica.adapter import WEIGHTS_FILE, AdapterConfig, Factors
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.model.parameters import Piece, parameters
 from shoal_replica.model.weights import DTYPES
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import Shard
 
 

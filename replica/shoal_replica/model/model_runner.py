@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal_replica.adapter import AdapterConfig
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import (
     NewSequence,
@@ -28,6 +28,7 @@ from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.sampler import Sampler
 from shoal_replica.model.sequence_table import SequenceTable
 from shoal_replica.model.step_sampler import StepSampler
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.shard import Shard
 

@@ -13,7 +13,7 @@ from shoal_kernels.exchange import LostRank
 from shoal_kernels.native_buffers import RowMaxima
 from shoal_kernels.native_shape import DecoderShape, ExpertShape
 from shoal_replica.adapter import AdapterConfig
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.memory_plan import EXCHANGE_BYTES
 from shoal_replica.model.lora import load_adapter
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
@@ -21,6 +21,7 @@ from shoal_replica.model.quantization import quantize
 from shoal_replica.model.rotary import rotary_caches
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, stream_weights
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.ranks.runner import CollectiveError
 from shoal_replica.shard import Shard, whole_shard
 

@@ -20,7 +20,7 @@ from shoal_kernels.npu_graph import StepGraph
 from shoal_kernels.npu_int8 import round_weight
 from shoal_kernels.npu_swap import BlockSwap
 from shoal_replica.adapter import AdapterConfig
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_plan import num_staging_blocks
 from shoal_replica.model.layers import Weights
@@ -31,6 +31,7 @@ from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.parameters import EMBEDDING, HEAD
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, load_weights, stream_weights
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import Shard, whole_shard
 
 ALIGNMENT = 8  # int32 numbers, i.e. 32 bytes: the alignment of the device's transfers

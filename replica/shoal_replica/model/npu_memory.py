@@ -8,11 +8,12 @@ import sys
 import torch
 
 from shoal_kernels import npu_limits
-from shoal_replica.config import CacheConfig, EngineConfig, ModelConfig
+from shoal_replica.config import CacheConfig, EngineConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory import available_bytes
 from shoal_replica.memory_advice import npu_changes
 from shoal_replica.memory_plan import plan_memory
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import Shard, make_shard
 
 QUANTIZATIONS = ("none", "int8", "w8a8")  # the last two are one: the cube unit multiplies bytes with bytes

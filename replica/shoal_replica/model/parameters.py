@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shoal_replica.config import ModelConfig
-from shoal_replica.model_family import MoeConfig
+from shoal_replica.model_config import ModelConfig
+from shoal_replica.moe_config import MoeConfig
 from shoal_replica.shard import Shard
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shoal_kernels.integers import GROUP_SIZE, IntegerWeight, round_weight
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.model.parameters import EMBEDDING, HEAD
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.weight_formats import ACTIVATION_BITS, LAYER_BITS
 
 TABLES = (EMBEDDING, HEAD)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_replica.config import ModelConfig
+from shoal_replica.model_config import ModelConfig
 
 
 def rotary_caches(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

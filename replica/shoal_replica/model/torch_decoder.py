@@ -11,13 +11,14 @@ from shoal_kernels import ops
 from shoal_kernels.draws import RowOperators
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.adapter import AdapterConfig
-from shoal_replica.config import CacheConfig, ModelConfig, ParallelConfig
+from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.lora import LoraPair, load_adapter, step_adapters
 from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.quantization import quantize, widen
 from shoal_replica.model.sequence_table import StepArrays
 from shoal_replica.model.weights import DTYPES, stream_weights
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import Shard, whole_shard
 
 

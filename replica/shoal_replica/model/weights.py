@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal_kernels.integers import IntegerWeight, joined
-from shoal_replica.config import ModelConfig
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.model.parameters import EMBEDDING, HEAD, Piece, parameters
 from shoal_replica.model.quantized_pieces import KV_SCALES, QuantizedPieces, is_quantized, matrix_of
+from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import Shard, whole_shard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -34,23 +34,21 @@ void Decoder::choose_experts(int row) {
     const int count = shape_.num_experts, chosen = shape_.experts_per_token;
     const float* const logits = router_logits_.data() + int64_t{row} * count;
     Route* const routes = &routes_[static_cast<size_t>(row) * chosen];
-    for (int i = 0; i < chosen; ++i) {
-        int best = -1;
-        for (int e = 0; e < count; ++e) {
-            const bool is_taken = std::any_of(routes, routes + i, [&](const Route& route) { return route.expert == e; });
-            if (!is_taken && (best < 0 || logits[e] > logits[best])) best = e;
-        }
-        routes[i] = {best, -1, 0.0f};
+    for (int e = 0, found = 0; e < count; ++e) {
+        if (found == chosen && !(logits[e] > logits[routes[chosen - 1].expert])) continue;
+        int place = found < chosen ? found++ : chosen - 1;
+        for (; place > 0 && logits[e] > logits[routes[place - 1].expert]; --place) routes[place] = routes[place - 1];
+        routes[place] = {e, -1, 0.0f};
     }
     const float largest = logits[routes[0].expert];
-    float sum = 0.0f, of_chosen = 0.0f;
-    for (int e = 0; e < count; ++e) sum += std::exp(logits[e] - largest);
-    for (int i = 0; i < chosen; ++i) {
-        routes[i].weight = std::exp(logits[routes[i].expert] - largest) / sum;
-        of_chosen += routes[i].weight;
+    float sum = 0.0f;
+    if (shape_.renormalizes_experts) {  // the others cancel out; but for a NaN among them, which makes the sum NaN
+        for (int e = 0; e < count; ++e) sum += logits[e] * 0.0f;
+        for (int i = 0; i < chosen; ++i) sum += std::exp(logits[routes[i].expert] - largest);
+    } else {
+        for (int e = 0; e < count; ++e) sum += std::exp(logits[e] - largest);
     }
-    if (!shape_.renormalizes_experts) return;
-    for (int i = 0; i < chosen; ++i) routes[i].weight /= of_chosen;
+    for (int i = 0; i < chosen; ++i) routes[i].weight = std::exp(logits[routes[i].expert] - largest) / sum;
 }
 
 void Decoder::group_by_expert(int rows) {

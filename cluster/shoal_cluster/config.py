@@ -47,6 +47,9 @@ class ReplicaSettings(Settings):
     block_size: int = Field(DEFAULT_BLOCK_SIZES["cpu"], ge=1, description="128 on an NPU")
     num_blocks: int | None = Field(None, ge=1, description="None sizes the pool to max_num_seqs, or fills the NPU")
     enable_prefix_caching: bool = True
+    kv_transfer: bool = Field(
+        True, description="take cached blocks over from another replica where that is faster than computing them"
+    )
     num_host_blocks: int = Field(0, ge=0, description="in host memory, for what the pool gives up of its prefix cache")
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(512, ge=1)
@@ -222,6 +225,11 @@ class ClusterConfig(Settings):
     def with_scaling(self, changes: dict[str, Any]) -> ClusterConfig:
         """A copy with some keys of ``scaling`` changed. Raises ConfigError as ``from_args`` does."""
         return ClusterConfig.from_args(self.model_dump() | {"scaling": self.scaling.model_dump() | changes})
+
+    @property
+    def weights_name(self) -> str:
+        """What replicas must have in common to take over each other's cached blocks."""
+        return f"{self.model} {self.replica.dtype} {self.replica.quantization}"
 
     @property
     def name(self) -> str:

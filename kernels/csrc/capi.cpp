@@ -98,6 +98,16 @@ int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32
     return guarded([&] { decoder->copy_blocks(pairs, count); });
 }
 
+int64_t shoal_decoder_block_bytes(const ShoalDecoder* decoder) { return decoder->block_bytes(); }
+
+void shoal_decoder_read_blocks(const ShoalDecoder* decoder, const int64_t* blocks, int32_t count, void* contents) {
+    decoder->read_blocks(blocks, count, static_cast<shoal::Word*>(contents));
+}
+
+void shoal_decoder_write_blocks(ShoalDecoder* decoder, const int64_t* blocks, int32_t count, const void* contents) {
+    decoder->write_blocks(blocks, count, static_cast<const shoal::Word*>(contents));
+}
+
 void shoal_row_maxima(const float* rows, int64_t num_rows, int64_t size, float* values, int64_t* places) {
     for (int64_t i = 0; i < num_rows; ++i) {
         const auto [value, place] = best_kernels()->row_maximum(rows + i * size, size);

@@ -26,6 +26,10 @@ public:
     Word* layer(int layer) const { return static_cast<Word*>(pages_.data()) + layer * blocks_ * block_words_; }
     // Copies blocks, as pairs of (source, destination); every source is read as it was before the call.
     void copy(const int64_t* pairs, int count);
+    // Copies the contents of blocks to `words` [layers][count][block_words], or from there.
+    void read(const int64_t* blocks, int count, Word* words) const;
+    void write(const int64_t* blocks, int count, const Word* words);
+    int64_t block_bytes() const { return layers_ * block_words_ * static_cast<int64_t>(sizeof(Word)); }
     // To be held while blocks up to `last_block` are written.
     Prefault::Use use(int64_t last_block) {
         return {prefault_, (last_block + 1) * block_words_ * static_cast<int64_t>(sizeof(Word))};
@@ -79,6 +83,9 @@ public:
     void for_each_row(int64_t num_rows, const std::function<void(int)>& work);
     const Kernels& kernels() const { return kernels_; }
     void copy_blocks(const int64_t* pairs, int count) { pool_.copy(pairs, count); }
+    void read_blocks(const int64_t* blocks, int count, Word* words) const { pool_.read(blocks, count, words); }
+    void write_blocks(const int64_t* blocks, int count, const Word* words) { pool_.write(blocks, count, words); }
+    int64_t block_bytes() const { return pool_.block_bytes(); }
     const char* kernels_name() const { return kernels_.name; }
     uint64_t progress() const { return team_.progress(); }  // changes as a step progresses; any thread may call it
 

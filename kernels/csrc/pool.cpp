@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 
 #include "decoder.h"
@@ -21,6 +22,20 @@ void Pool::copy(const int64_t* pairs, int count) {
         for (int i = 0; i < count; ++i)
             std::memcpy(base + pairs[2 * i + 1] * block_words_, &sources[i * block_words_], bytes);
     }
+}
+
+void Pool::read(const int64_t* blocks, int count, Word* words) const {
+    for (int l = 0; l < layers_; ++l)
+        for (int i = 0; i < count; ++i, words += block_words_)
+            std::memcpy(words, layer(l) + blocks[i] * block_words_, static_cast<size_t>(block_words_) * sizeof(Word));
+}
+
+void Pool::write(const int64_t* blocks, int count, const Word* words) {
+    if (count == 0) return;
+    const Prefault::Use in_use = use(*std::max_element(blocks, blocks + count));
+    for (int l = 0; l < layers_; ++l)
+        for (int i = 0; i < count; ++i, words += block_words_)
+            std::memcpy(layer(l) + blocks[i] * block_words_, words, static_cast<size_t>(block_words_) * sizeof(Word));
 }
 
 }  // namespace shoal

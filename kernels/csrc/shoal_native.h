@@ -104,6 +104,12 @@ SHOAL_API int shoal_decoder_remove_adapter(ShoalDecoder* decoder, int32_t slot);
    written if another rank takes the logits or the stage is not the last. Returns -2 if another rank did not come. */
 SHOAL_API int shoal_decoder_step(ShoalDecoder* decoder, const ShoalStep* step, float* values, int64_t* places);
 SHOAL_API int shoal_decoder_copy_blocks(ShoalDecoder* decoder, const int64_t* pairs, int32_t count);
+/* The contents of blocks, for a decoder of the same shape and instruction set: block_bytes for each. */
+SHOAL_API int64_t shoal_decoder_block_bytes(const ShoalDecoder* decoder);
+SHOAL_API void shoal_decoder_read_blocks(const ShoalDecoder* decoder, const int64_t* blocks, int32_t count,
+                                         void* contents);
+SHOAL_API void shoal_decoder_write_blocks(ShoalDecoder* decoder, const int64_t* blocks, int32_t count,
+                                          const void* contents);
 /* A number that changes as a step progresses; any thread may call it. */
 SHOAL_API uint64_t shoal_decoder_progress(const ShoalDecoder* decoder);
 /* The largest value of each row (NaN if the row has one) and its first index. */

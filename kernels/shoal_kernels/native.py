@@ -214,10 +214,34 @@ class NativeDecoder:
         Raises:
             ValueError: a block does not exist.
         """
-        flat = np.ascontiguousarray(pairs, np.int64).reshape(-1, 2)
-        if flat.size and not (flat.min() >= 0 and flat.max() < self.shape.num_blocks):
-            raise ValueError(f"copy_blocks: a block beyond the pool of {self.shape.num_blocks}")
+        flat = self._blocks(pairs).reshape(-1, 2)
         self._check(library().shoal_decoder_copy_blocks(self._open(), flat.ctypes.data, len(flat)))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's keys and values in all layers."""
+        return int(library().shoal_decoder_block_bytes(self._open()))
+
+    def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
+        """The contents of blocks, ``block_bytes`` for each, which a decoder of the same shape and ``kernels`` can hold.
+
+        Raises:
+            ValueError: a block does not exist.
+        """
+        ids, contents = self._blocks(block_ids), np.empty(len(block_ids) * self.block_bytes, np.uint8)
+        library().shoal_decoder_read_blocks(self._open(), ids.ctypes.data, len(ids), contents.ctypes.data)
+        return contents.data
+
+    def write_blocks(self, block_ids: Sequence[int], contents: memoryview) -> None:
+        """Fill blocks, all different, with what ``read_blocks`` has returned for as many.
+
+        Raises:
+            ValueError: a block does not exist, or there are contents for more or fewer; nothing was changed.
+        """
+        ids, held = self._blocks(block_ids), np.frombuffer(contents, np.uint8)
+        if held.size != len(ids) * self.block_bytes:
+            raise ValueError(f"write_blocks: got {held.size} bytes; must be {len(ids)} times {self.block_bytes}")
+        library().shoal_decoder_write_blocks(self._open(), ids.ctypes.data, len(ids), held.ctypes.data)
 
     def close(self) -> None:
         """Free weights, KV blocks and threads. No call may follow except another ``close``."""
@@ -229,6 +253,13 @@ class NativeDecoder:
         # If the constructor raised, there may be no handle.
         if getattr(self, "_handle", None):
             self.close()
+
+    def _blocks(self, numbers: Sequence[int] | Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        """Raises ValueError if a block does not exist."""
+        ids = np.ascontiguousarray(numbers, np.int64)
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.shape.num_blocks):
+            raise ValueError(f"got a block beyond the pool of {self.shape.num_blocks}")
+        return ids
 
     def _open(self) -> int:
         if not self._handle:

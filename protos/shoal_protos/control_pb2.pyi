@@ -105,7 +105,7 @@ class Replica(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., num_reserved_blocks: _Optional[int] = ..., connected: _Optional[bool] = ..., start_report: _Optional[str] = ..., stalled: _Optional[bool] = ..., slowness: _Optional[float] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
-    __slots__ = ("time_s", "block_size", "blocks", "num_running", "num_waiting", "num_waiting_tokens", "max_num_seqs", "max_num_batched_tokens", "step_s", "num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_finished", "num_preemptions", "num_refused", "draining", "busy_s", "token_s", "due_tokens", "num_host_blocks", "num_host_cached_blocks", "num_host_cached_tokens", "num_blocks_out", "num_blocks_in", "full_token_s", "by_due", "num_draft_tokens", "num_accepted_tokens")
+    __slots__ = ("time_s", "block_size", "blocks", "num_running", "num_waiting", "num_waiting_tokens", "max_num_seqs", "max_num_batched_tokens", "step_s", "num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_finished", "num_preemptions", "num_refused", "draining", "busy_s", "token_s", "due_tokens", "num_host_blocks", "num_host_cached_blocks", "num_host_cached_tokens", "num_blocks_out", "num_blocks_in", "full_token_s", "by_due", "num_draft_tokens", "num_accepted_tokens", "num_blocks_given", "num_blocks_taken")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,8 @@ class ReplicaStats(_message.Message):
     BY_DUE_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_GIVEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_TAKEN_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     block_size: int
     blocks: BlockLedger
@@ -164,7 +166,9 @@ class ReplicaStats(_message.Message):
     by_due: bool
     num_draft_tokens: int
     num_accepted_tokens: int
-    def __init__(self, time_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_refused: _Optional[int] = ..., draining: _Optional[bool] = ..., busy_s: _Optional[float] = ..., token_s: _Optional[float] = ..., due_tokens: _Optional[_Iterable[int]] = ..., num_host_blocks: _Optional[int] = ..., num_host_cached_blocks: _Optional[int] = ..., num_host_cached_tokens: _Optional[int] = ..., num_blocks_out: _Optional[int] = ..., num_blocks_in: _Optional[int] = ..., full_token_s: _Optional[float] = ..., by_due: _Optional[bool] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+    num_blocks_given: int
+    num_blocks_taken: int
+    def __init__(self, time_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockLedger, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_refused: _Optional[int] = ..., draining: _Optional[bool] = ..., busy_s: _Optional[float] = ..., token_s: _Optional[float] = ..., due_tokens: _Optional[_Iterable[int]] = ..., num_host_blocks: _Optional[int] = ..., num_host_cached_blocks: _Optional[int] = ..., num_host_cached_tokens: _Optional[int] = ..., num_blocks_out: _Optional[int] = ..., num_blocks_in: _Optional[int] = ..., full_token_s: _Optional[float] = ..., by_due: _Optional[bool] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_blocks_given: _Optional[int] = ..., num_blocks_taken: _Optional[int] = ...) -> None: ...
 
 class ExplainRouteRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from shoal_replica.block_exchange import BlockExchange
 from shoal_replica.burst import Burst
 from shoal_replica.errors import EngineDead, Unavailable
 from shoal_replica.executor import Executor
@@ -70,6 +71,7 @@ class Engine:
         self._pace = PrefillPace(scheduler.config.max_num_batched_tokens)
         self._rested_s = 0.0
         self._reports = Reports(scheduler, self.stats, heartbeat_s)
+        self.blocks = BlockExchange(scheduler.kv, executor, self._thread, scheduler.totals, self._note_taken)
 
     def start(self) -> None:
         """Begin stepping on the running event loop."""
@@ -79,8 +81,9 @@ class Engine:
         """Call ``subscriber`` with every StepReport from now on. Returns a function that unsubscribes it."""
         return self._reports.subscribe(subscriber)
 
-    def add(self, request: Request) -> asyncio.Future[None]:
-        """Queue a request. The future completes when its last sequence has ended; its tokens go to subscribers.
+    def add(self, request: Request, is_held: bool = False) -> asyncio.Future[None]:
+        """Queue a request; one that is held starts only after ``release``. The future completes when its last sequence
+        has ended; its tokens go to subscribers.
 
         Raises:
             EngineDead: a step has failed.
@@ -91,7 +94,7 @@ class Engine:
         self.check_health()
         if self._draining:
             raise Unavailable("the replica is draining")
-        self._scheduler.add(request)
+        self._scheduler.add(request, is_held)
         self._burst.note(time.monotonic(), len(self._finished), self._step_s)
         self._reports.note_change()
         finished = asyncio.get_running_loop().create_future()
@@ -101,6 +104,12 @@ class Engine:
         self._idle.clear()
         self._wake.set()
         return finished
+
+    def release(self, request_id: str) -> None:
+        """A held request may start. Unknown ids are ignored."""
+        self._scheduler.release(request_id)
+        self._reports.note_change()
+        self._wake.set()
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request, or one of its sequences, now; its blocks are free on return. Unknown ids are ignored."""
@@ -131,15 +140,15 @@ class Engine:
         Events that no report has carried yet are published first, since the snapshot already includes them.
         """
         self._reports.publish()
-        return tuple(self._scheduler.cache_hashes())
+        return tuple(self._scheduler.kv.cached_hashes())
 
     def uncached(self, block_hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
         """See ``KVCacheManager.uncached``."""
-        return self._scheduler.uncached(block_hashes)
+        return self._scheduler.kv.uncached(block_hashes)
 
     def block_heat(self) -> bytes:
         """One byte per block; see BlockPool.heat."""
-        return self._scheduler.block_heat()
+        return self._scheduler.kv.pool.heat()
 
     def check_health(self) -> None:
         """Raise EngineDead if a step has failed."""
@@ -256,7 +265,7 @@ class Engine:
         flight.future.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(hear))
         try:
             while not (await asyncio.wait([taken], timeout=self._beat_s))[0]:
-                if self.adapters.is_changing:  # the step may wait for that
+                if self._thread.has_other_work:  # the step may wait for that
                     started = time.perf_counter()
                 if time.perf_counter() - started > self._step_timeout_s:
                     raise TimeoutError(f"a step took longer than {self._step_timeout_s:g} s")
@@ -296,9 +305,14 @@ class Engine:
                 # Once per idle period: it takes a while with many blocks.
                 self._scheduler.check_invariants()
                 self._is_checked = True
-            if not self.adapters.is_changing:
+            if not self._thread.has_other_work:
                 self._executor.check_health()
             self._reports.publish()
+
+    def _note_taken(self) -> None:
+        """Blocks of another replica have been entered: let the gateways know."""
+        self._reports.note_change()
+        self._reports.publish()
 
     def _publish(self, deltas: Sequence[TokenDelta], step_s: float | None = None) -> None:
         for delta in deltas:

@@ -6,6 +6,7 @@ structs, encoded in a step's frame as plain arrays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,6 +144,15 @@ class StepTiming:
     forward_s: float
 
 
+class BlockPart(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank holds of some blocks. ``layout`` says of what kind and shape the contents are: only a rank with the
+    same can take them over.
+    """
+
+    layout: str
+    contents: memoryview
+
+
 class Executor(Protocol):
     """Runs steps. ``execute`` blocks until the step is done and raises if the model failed."""
 
@@ -158,6 +168,16 @@ class Executor(Protocol):
 
     def unload(self, name: str) -> None:
         """Free an adapter that no sequence uses. Called between steps."""
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
+        """The contents of blocks, one part for each rank. Called between steps."""
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], parts: Sequence[BlockPart]) -> None:
+        """Fill blocks with what ``read_blocks`` of an executor of the same kind has returned. Called between steps.
+        Raises ConfigError if they are of another kind; the contents of the blocks are then undefined.
+        """
         ...
 
     def close(self) -> None: ...

@@ -75,6 +75,11 @@ class HostBlocks:
         self._in.append((self._rows[block_hash], block_id))
         self.num_in += 1
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether moves out are in steps planned ahead, which may still be dropped."""
+        return self._num_sent > 0
+
     def take_moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
         """All moves out (block, row) and all moves in (row, block), for a step that is sure to run."""
         out, into = tuple((block, row) for _, block, row in self._out), tuple(self._in)

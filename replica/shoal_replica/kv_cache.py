@@ -130,6 +130,16 @@ class KVCacheManager:
     def block_table(self, seq_id: int) -> BlockTable:
         return self._tables[seq_id]
 
+    @property
+    def num_tables(self) -> int:
+        """How many sequences have blocks."""
+        return len(self._tables)
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether there are tables with negative ids: blocks on their way from or to another replica."""
+        return any(seq_id < 0 for seq_id in self._tables)
+
     # Commands
 
     def refresh(self, block_id: int) -> None:

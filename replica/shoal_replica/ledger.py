@@ -48,7 +48,7 @@ class Ledger:
             num_blocks_out=host.num_out,
             num_blocks_in=host.num_in,
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=self._waiting.num_all,
             num_waiting_tokens=self._waiting.num_tokens + sum(s.num_behind for s in behind) + len(level),
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
@@ -59,7 +59,7 @@ class Ledger:
             **self._totals.as_dict(),
             draining=draining,
             by_due=self._config.policy == "deadline",
-            due_tokens=due_profile((*behind, *self._waiting), now, self._config.policy),
+            due_tokens=due_profile((*behind, *self._waiting, *self._waiting.held), now, self._config.policy),
         )
 
     def check_invariants(self) -> None:
@@ -73,5 +73,5 @@ class Ledger:
             assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
         assert len(self._running) <= self._config.max_num_seqs
         self._waiting.check_invariants()
-        if not self._running:
+        if not self._running and not self._kv.has_guests:
             assert self._kv.pool.num_allocated == 0

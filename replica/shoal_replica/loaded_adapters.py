@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
 from shoal_replica.adapter import AdapterConfig
@@ -27,12 +26,6 @@ class LoadedAdapters:
         self._thread = thread
         self._num_used = Counter[str]()
         self._freed = asyncio.Event()
-        self._num_working = 0
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether the executor is at work on one, or is about to: it must not be asked for anything else meanwhile."""
-        return self._num_working > 0
 
     def use(self, name: str, until: asyncio.Future[None]) -> None:
         """A request uses it until that future is done."""
@@ -45,7 +38,7 @@ class LoadedAdapters:
             raise ConfigError(f"adapters.{adapter.title}: is loaded already")
         self._held.add(adapter.name)
         try:
-            await self._work(partial(self._executor.load, adapter), lambda: self.names.add(adapter.name))
+            await self._thread.run(partial(self._executor.load, adapter), lambda: self.names.add(adapter.name))
         except Exception:
             self._held.discard(adapter.name)
             raise
@@ -64,24 +57,7 @@ class LoadedAdapters:
         except asyncio.CancelledError:
             self.names.add(name)
             raise
-        await self._work(partial(self._executor.unload, name), lambda: self._held.discard(name))
-
-    async def _work(self, work: Callable[[], None], then: Callable[[], None]) -> None:
-        """Have it done between steps, and ``then``, even if whoever waits is cancelled meanwhile."""
-        self._num_working += 1
-        working = asyncio.ensure_future(self._thread.run(work))
-
-        def end(done: asyncio.Future[None]) -> None:
-            self._num_working -= 1
-            if not done.cancelled() and done.exception() is None:
-                then()
-
-        working.add_done_callback(end)
-        try:
-            await asyncio.shield(working)
-        except asyncio.CancelledError:
-            await asyncio.wait([working])
-            raise
+        await self._thread.run(partial(self._executor.unload, name), lambda: self._held.discard(name))
 
     def _release(self, name: str) -> None:
         self._num_used[name] -= 1

@@ -6,7 +6,7 @@ the token budget of each step (iteration-level scheduling: Orca, OSDI '22; chunk
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from shoal_replica.beams import Beams
 from shoal_replica.config import CacheConfig, SchedulerConfig
@@ -34,6 +34,9 @@ from shoal_replica.waiting_queue import WaitingQueue
 class Scheduler:
     """Owns every sequence from ``add`` to its FinishReason. Has no clock, no model and no I/O.
 
+    Attributes:
+        kv, totals: others may read them, and exchange blocks with other replicas.
+
     Args:
         max_model_len: most tokens per sequence, prompt and output together; must fit the pool.
         eos_token_ids: tokens that end a sequence unless it ignores them.
@@ -51,13 +54,13 @@ class Scheduler:
         if max_model_len > cache_config.num_blocks * cache_config.block_size:
             raise ValueError("max_model_len does not fit the block pool")
         self.config = config
-        self._kv = kv = KVCacheManager(cache_config)
+        self.kv = kv = KVCacheManager(cache_config)
         self._finish_rule = rule = FinishRule(frozenset(eos_token_ids), max_model_len, adapters)
         self._live = live = LiveSequences()
         self._waiting = waiting = WaitingQueue(config.policy)
         self._running = running = list[Sequence]()  # in rank order: preemption victims come last
         self._roster = ExecutorRoster(kv, rule)
-        self._totals = totals = Totals()
+        self.totals = totals = Totals()
         self.now = 0.0  # time of the last step, on the caller's clock
         self._beams = beams = Beams(kv, live, running, config.policy, rule, self._finish)
         self._preemption = Preemption(kv, running, beams, config.policy, totals, self._requeue)
@@ -68,19 +71,19 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting.num_all or self._running)
 
     @property
     def has_room(self) -> bool:
         """Whether ``add`` would accept another request."""
-        return len(self._waiting) < self.config.max_num_waiting
+        return self._waiting.num_all < self.config.max_num_waiting
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request has not ended."""
         return request_id in self._live
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, is_held: bool = False) -> None:
+        """Queue a request; one that is held does not start before its ``release``.
 
         Raises:
             InvalidArgument: the id is in use, or tokens or beams do not fit the model, a step or the block pool.
@@ -92,9 +95,15 @@ class Scheduler:
         self._finish_rule.check(request)
         self._beams.check(request, self.config.max_num_seqs)
         if not self.has_room:
-            self._totals.num_refused += 1
-            raise ResourceExhausted(f"{len(self._waiting)} sequences are waiting, the most", retry_after_s=1.0)
-        self._enqueue(self._live.start(request, request.index))
+            self.totals.num_refused += 1
+            raise ResourceExhausted(f"{self._waiting.num_all} sequences are waiting, the most", retry_after_s=1.0)
+        self._enqueue(self._live.start(request, request.index), is_held)
+
+    def release(self, request_id: str) -> None:
+        """A held request may start. Unknown ids are ignored."""
+        for sequence in [s for s in self._waiting.held if s.request.request_id == request_id]:
+            self._waiting.remove(sequence)
+            self._enqueue(sequence)
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Choose the next step's tokens and allocate blocks for them. None if there is nothing to compute."""
@@ -103,7 +112,7 @@ class Scheduler:
         plan, decodes_wait = self._pieces.plan(level, behind, self._waiting, self.config.max_num_seqs - self._num_slots)
         if not decodes_wait:
             self._advance_level(plan, level)
-        line = WaitingLine(self._waiting, behind, self._kv)
+        line = WaitingLine(self._waiting, behind, self.kv)
         for sequence in behind:
             self._admit_waiting(plan, line, before=sequence)
             self._advance(plan, [sequence])
@@ -118,12 +127,12 @@ class Scheduler:
             self._speculation.extend(plan, level)
         dropped = self._roster.take_dropped()
         chosen, num_drafts = self._beams.take_chosen(dropped), self._speculation.num_wanted(len(self._running))
-        return plan.output(self._totals.num_steps + 1, dropped, self._kv.host.take_moves(), chosen, num_drafts)
+        return plan.output(self.totals.num_steps + 1, dropped, self.kv.host.take_moves(), chosen, num_drafts)
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float = 0.0) -> list[TokenDelta]:
         """Process a step's tokens at ``now``: advance sequences, commit full blocks, end finished sequences."""
         deltas, self.now = list[TokenDelta](), max(self.now, now)
-        self._totals.num_steps = output.step
+        self.totals.num_steps = output.step
         self._speculation.take(output, result)
         for scored in result.scored:
             if (sequence := self._live.by_id.get(scored.seq_id)) is not None:
@@ -138,12 +147,12 @@ class Scheduler:
             tokens = sampled[share.seq_id] if share.samples else []
             reason = self._finish_rule.cut(sequence.request, sequence.num_tokens, tokens)
             num_computed = sequence.advance(share, max(0, len(tokens) - 1))
-            if num_computed % self._kv.block_size < share.num_new_tokens:  # it has filled a block
-                sequence.extend_hashes(self._kv.block_size)
-                self._kv.commit(sequence.seq_id, sequence.block_hashes, num_computed, sequence.tokens)
+            if num_computed % self.kv.block_size < share.num_new_tokens:  # it has filled a block
+                sequence.extend_hashes(self.kv.block_size)
+                self.kv.commit(sequence.seq_id, sequence.block_hashes, num_computed, sequence.tokens)
             if not share.samples:
                 continue
-            self._totals.num_generated_tokens += len(tokens)
+            self.totals.num_generated_tokens += len(tokens)
             if has_beams and self._beams.take(sequence, tokens[0]):
                 continue
             if len(sequence.token_ids) == len(sequence.request.prompt_token_ids):
@@ -175,19 +184,7 @@ class Scheduler:
 
     def take_block_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """The block hashes stored and removed since the last call, as net changes."""
-        return self._kv.prefix_cache.take_events()
-
-    def cache_hashes(self) -> Iterable[BlockHash]:
-        """Every block hash in the prefix cache, on the device or the host."""
-        return self._kv.cached_hashes()
-
-    def uncached(self, block_hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
-        """See ``KVCacheManager.uncached``."""
-        return self._kv.uncached(block_hashes)
-
-    def block_heat(self) -> bytes:
-        """See BlockPool.heat."""
-        return self._kv.pool.heat()
+        return self.kv.prefix_cache.take_events()
 
     def stats(
         self, time_s: float, step_s: float = 0.0, draining: bool = False, busy_s: float = 0.0, pace: Pace = UNKNOWN_PACE
@@ -197,9 +194,9 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """All data structures agree, and every sequence that has not ended is in exactly one queue."""
-        self._kv.check_invariants()
+        self.kv.check_invariants()
         self._ledger.check_invariants()
-        live = {s.seq_id for s in (*self._running, *self._waiting)}
+        live = {s.seq_id for s in (*self._running, *self._waiting, *self._waiting.held)}
         assert live == self._live.by_id.keys()
         self._live.check_invariants()
         self._beams.check_invariants()
@@ -213,9 +210,10 @@ class Scheduler:
         """Slots of a step that are taken, or kept for beams to come."""
         return len(self._running) + (self._beams.num_reserved_slots if self._beams else 0)
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.extend_hashes(self._kv.block_size)
-        self._waiting.push(sequence, expected_cached_tokens(sequence, self._kv, (*self._running, *self._waiting)))
+    def _enqueue(self, sequence: Sequence, is_held: bool = False) -> None:
+        sequence.extend_hashes(self.kv.block_size)
+        num_cached = expected_cached_tokens(sequence, self.kv, (*self._running, *self._waiting))
+        self._waiting.push(sequence, num_cached, is_held)
 
     def _advance_level(self, plan: StepPlan, level: list[Sequence]) -> None:
         """Plan the decoding sequences, one token each."""
@@ -237,10 +235,10 @@ class Scheduler:
             if num_new == 0:
                 continue  # it yields, or is already planned as far as it may be
             changes = self.lookahead.take_untold(sequence.seq_id)
-            if not self._kv.fits_last_block(sequence.seq_id, start, start + num_new):
+            if not self.kv.fits_last_block(sequence.seq_id, start, start + num_new):
                 if not self._preemption.make_room(sequence, start + num_new):
                     continue
-                change = self._kv.append(sequence.seq_id, start, start + num_new)
+                change = self.kv.append(sequence.seq_id, start, start + num_new)
                 if change is not None:
                     plan.copy_blocks(change)
                     changes.append(change)
@@ -268,14 +266,14 @@ class Scheduler:
             if plan.share(sequence) == 0:
                 continue  # it yields, or the step scores no more
             room -= num_slots
-            matched = self._kv.match(sequence.block_hashes, sequence.num_tokens)
+            matched = self.kv.match(sequence.block_hashes, sequence.num_tokens)
             if self._waits_for_another(plan, line, sequence, len(matched)):
                 continue
             num_kept = line.num_kept_blocks + self._beams.num_blocks_to_come(sequence)
-            if not self._kv.can_allocate(matched, sequence.num_tokens + 1, num_kept):
+            if not self.kv.can_allocate(matched, sequence.num_tokens + 1, num_kept):
                 line.close()
                 break
-            take_over(sequence, matched, plan, self._kv)
+            take_over(sequence, matched, plan, self.kv)
             self._note_first_run(sequence, matched, self.now)
             sequence.move(SequenceStatus.RUNNING)
             self._beams.open(sequence)
@@ -292,14 +290,14 @@ class Scheduler:
         """Whether ``sequence`` waits for another that computes what it needs next. The other is then planned in its
         place in this step, as far as the two share, and the slot and blocks that it will need are reserved for it.
         """
-        ahead = find_ahead(sequence, num_matched, line.computing, self._kv)
+        ahead = find_ahead(sequence, num_matched, line.computing, self.kv)
         if ahead is None or not ahead.is_worth_a_wait(sequence, plan, self.config.max_num_batched_tokens):
             return False
         self._advance(plan, [ahead.sequence], ahead.num_tokens)  # no block: a prompt has all of its own from the start
         if not plan.includes(ahead.sequence):
             return False
         if not sequence.request.yields:  # one that yields may wait for many pieces, and its slot would be idle
-            line.keep(sequence, ahead.num_tokens // self._kv.block_size)
+            line.keep(sequence, ahead.num_tokens // self.kv.block_size)
         return True
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -314,8 +312,8 @@ class Scheduler:
     def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
         if sequence.first_scheduled_s is None:
             sequence.start(now)
-            num_from_host = sum(not isinstance(block, int) for block in matched) * self._kv.block_size
-            self._totals.note_start(sequence.num_prompt_tokens, sequence.num_cached_tokens, num_from_host)
+            num_from_host = sum(not isinstance(block, int) for block in matched) * self.kv.block_size
+            self.totals.note_start(sequence.num_prompt_tokens, sequence.num_cached_tokens, num_from_host)
 
     def _fork_siblings(self, parent: Sequence) -> None:
         """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks. Each recomputes the last
@@ -326,9 +324,9 @@ class Scheduler:
             child.num_cached_tokens = parent.num_cached_tokens
             child.first_scheduled_s = parent.first_scheduled_s
             if self._num_slots < self.config.max_num_seqs:
-                self._kv.fork(parent.seq_id, child.seq_id)
+                self.kv.fork(parent.seq_id, child.seq_id)
                 child.num_computed_tokens = child.num_tokens - 1
-                child.extend_hashes(self._kv.block_size)
+                child.extend_hashes(self.kv.block_size)
                 child.move(SequenceStatus.RUNNING)
                 insert(self._running, child, self.config.policy)
             else:
@@ -336,7 +334,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is SequenceStatus.RUNNING:
-            self._kv.free(sequence.seq_id)
+            self.kv.free(sequence.seq_id)
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)
@@ -345,4 +343,4 @@ class Scheduler:
         self._drop(sequence)
         if self._live.end(sequence):
             self._beams.close(sequence.request.request_id)
-            self._totals.num_finished += 1
+            self.totals.num_finished += 1

@@ -24,6 +24,8 @@ class Totals:
     num_refused: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_blocks_given: int = 0
+    num_blocks_taken: int = 0
 
     def note_drafts(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Count guesses that a step has computed, and those that were right."""
@@ -49,6 +51,8 @@ class Totals:
             "num_refused": self.num_refused,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
+            "num_blocks_given": self.num_blocks_given,
+            "num_blocks_taken": self.num_blocks_taken,
         }
 
 
@@ -75,6 +79,7 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         num_draft_tokens, num_accepted_tokens: guesses at what follows that steps computed, and those that were right;
             totals.
         num_host_cached_tokens: of ``num_cached_tokens``, those that came back from host memory.
+        num_blocks_given, num_blocks_taken: cached blocks copied to other replicas and from them; totals.
     """
 
     time_s: float
@@ -109,6 +114,8 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_blocks_in: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_blocks_given: int = 0
+    num_blocks_taken: int = 0
 
     @property
     def utilization(self) -> float:

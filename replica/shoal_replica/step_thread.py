@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from shoal_replica.executor import Executor, SchedulerOutput, StepResult
 from shoal_replica.lookahead import Lookahead, PlannedStep
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class StepThread:
         self._executor = executor
         self._lookahead = lookahead
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-step")
+        self._num_working = 0
 
     def depart(self, output: SchedulerOutput) -> Flight:
         return Flight(output, self._thread.submit(self._execute, output), is_ahead=False)
@@ -51,9 +55,29 @@ class StepThread:
         """Execute ``planned`` right after ``flight``, if ``Lookahead.confirm`` agrees when that has ended."""
         return Flight(planned, self._thread.submit(self._execute_after, flight.future, planned), is_ahead=True)
 
-    async def run(self, work: Callable[[], None]) -> None:
-        """Do other work of the executor, after the steps submitted before. Raises what it raises."""
-        await asyncio.wrap_future(self._thread.submit(work))
+    @property
+    def has_other_work(self) -> bool:
+        """Whether ``run`` is at work, or about to be: the executor must not be asked for anything else meanwhile."""
+        return self._num_working > 0
+
+    async def run(self, work: Callable[[], T], then: Callable[[], None] = lambda: None) -> T:
+        """Do other work of the executor, after the steps submitted before, and ``then`` on the loop, even if whoever
+        waits is cancelled meanwhile: that ends only with the work. Raises what the work raises.
+        """
+        self._num_working += 1
+        working = asyncio.wrap_future(self._thread.submit(work))
+
+        def end(done: asyncio.Future[T]) -> None:
+            self._num_working -= 1
+            if not done.cancelled() and done.exception() is None:
+                then()
+
+        working.add_done_callback(end)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait([working])
+            raise
 
     async def stop(self, timeout_s: float) -> bool:
         """Drop steps that have not begun. False if one still runs after ``timeout_s`` and so uses the executor."""

@@ -6,12 +6,15 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
+
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.beam_search import BeamSearch, num_candidates
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import (
     MAX_SCORED_TOKENS,
+    BlockPart,
     Draft,
     NewSequence,
     SampledToken,
@@ -110,6 +113,7 @@ class FakeExecutor:
         self._tokens: dict[int, list[int]] = {}
         self._tables: dict[int, list[int]] = {}
         self.is_closed = False
+        self.layout = "fake"
         self.adapters: dict[str, AdapterConfig] = {}
         self._gone: set[str] = set()  # adapters that have been unloaded
 
@@ -199,6 +203,16 @@ class FakeExecutor:
             state = mix(state, token_id)
             held = self._slots[table[position // self._block_size]][position % self._block_size]
             assert held == state, f"position {position} holds another sequence's"
+
+    def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
+        return (BlockPart(self.layout, memoryview(msgspec.msgpack.encode([self._slots[i] for i in block_ids]))),)
+
+    def write_blocks(self, block_ids: Sequence[int], parts: Sequence[BlockPart]) -> None:
+        if [part.layout for part in parts] != [self.layout]:
+            raise ConfigError(f"blocks: are of {parts[0].layout}; must be of {self.layout}")
+        contents = msgspec.msgpack.decode(parts[0].contents, type=list[list[int]])
+        for block_id, slots in zip(block_ids, contents, strict=True):
+            self._slots[block_id][:] = slots
 
     def check_health(self) -> None:
         """Never fails."""

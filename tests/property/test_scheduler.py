@@ -100,7 +100,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         assert mirror.issuperset(removed)
         mirror.difference_update(removed)
         mirror.update(stored)
-        assert mirror == set(scheduler.cache_hashes())
+        assert mirror == set(scheduler.kv.cached_hashes())
         scheduler.check_invariants()
         stats = scheduler.stats(0.0)
         assert stats.num_allocated_blocks + stats.num_free_blocks == stats.num_total_blocks

@@ -33,7 +33,7 @@ events = st.lists(
 
 def state(scheduler: Scheduler):
     """Everything that a step may change."""
-    kv = scheduler._kv
+    kv = scheduler.kv
     return {
         "running": [(s.seq_id, s.num_computed_tokens, [*s.token_ids], s.block_hashes) for s in scheduler._running],
         "waiting": [(s.seq_id, s.status, s.num_tokens) for s in scheduler._waiting],
@@ -83,18 +83,18 @@ def test_decodes_taken_together_are_decodes_taken_one_by_one(
         for delta in plain.update(output, StepResult(tuple(sampled))):
             drawn[delta.request_id] += len(delta.token_ids)
             if delta.start is not None:
-                firsts.append((delta.request_id, plain._totals.num_steps))
+                firsts.append((delta.request_id, plain.totals.num_steps))
             if delta.finish_reason is not None:
-                ends.append((delta.request_id, plain._totals.num_steps, delta.finish_reason))
+                ends.append((delta.request_id, plain.totals.num_steps, delta.finish_reason))
 
     def take(deltas) -> None:
         for delta in deltas:
             assert delta.position == told[delta.request_id] + num_before[delta.request_id]
             told[delta.request_id] += len(delta.token_ids)
             if delta.start is not None:
-                assert firsts.pop(0) == (delta.request_id, steady._totals.num_steps)
+                assert firsts.pop(0) == (delta.request_id, steady.totals.num_steps)
             if delta.finish_reason is not None:
-                assert ends.pop(0) == (delta.request_id, steady._totals.num_steps, delta.finish_reason)
+                assert ends.pop(0) == (delta.request_id, steady.totals.num_steps, delta.finish_reason)
                 assert told[delta.request_id] == drawn[delta.request_id]
 
     def step(limit: int, coming: Request | None = None) -> int:

@@ -57,7 +57,7 @@ async def test_a_call_that_breaks_off_at_the_only_replica_goes_on_there(monkeypa
     async with serving("a") as serve:
         made, calls = serve.replicas["a"], list[Response]()
 
-        def send(request: Request) -> Response:
+        def send(request: Request, source: object) -> Response:
             calls.append(Response(asyncio.get_running_loop().create_future()))
             return calls[-1]
 

@@ -541,7 +541,7 @@ async def test_a_call_that_ends_without_its_tokens_is_resumed(monkeypatch: pytes
         serve.submits = False
         real = serve.replicas["a"].call
 
-        async def hurried(request: Request, gateway_id: str) -> Outcome:
+        async def hurried(request: Request, gateway_id: str, source: object) -> Outcome:
             if "#" not in request.request_id:
                 return Outcome(refused=False)
             return await real(request, gateway_id)

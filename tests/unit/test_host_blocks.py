@@ -112,7 +112,7 @@ def test_what_only_the_host_has_is_told_as_cached_and_counted_when_found() -> No
     stored_then, removed = scheduler.take_block_events()
     assert len(stored_then) == 5
     assert not removed
-    assert {*stored, *stored_then} == {*scheduler.cache_hashes()}
+    assert {*stored, *stored_then} == {*scheduler.kv.cached_hashes()}
     assert serve("third", first) == 12
     stats = scheduler.stats(0.0)
     assert stats.num_host_cached_tokens > 0

@@ -29,7 +29,7 @@ async def test_whatever_comes_between_a_turn_and_what_is_sent(what: str, num_tur
     async with serving("a", "b", max_num_seqs=1) as serve:
         dispatcher, generations = serve.hold(), list[Generation]()
 
-        def send(request: Request) -> Response:
+        def send(request: Request, source: object) -> Response:
             return Response(asyncio.ensure_future(route(request)))
 
         async def route(request: Request) -> Outcome:
@@ -104,7 +104,7 @@ async def test_who_leaves_the_queue_and_comes_again_under_the_same_id_gets_a_tur
     async with serving("a", max_num_seqs=1) as serve:
         made, dispatcher = serve.replicas["a"], serve.hold()
 
-        def send(request: Request) -> Response:
+        def send(request: Request, source: object) -> Response:
             return Response(asyncio.ensure_future(made.call(request, serve.ledger.gateway_id)))
 
         def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:

@@ -40,7 +40,7 @@ def test_a_query_has_the_hashes_that_the_replica_stores() -> None:
         scheduler.add(request)
         while (step := scheduler.schedule(0.0)) is not None:
             scheduler.update(step, executor.execute(step))
-        assert set(RouteQuery.for_request(request, 4).block_hashes) == set(scheduler.cache_hashes())
+        assert set(RouteQuery.for_request(request, 4).block_hashes) == set(scheduler.kv.cached_hashes())
 
 
 def test_a_replica_without_the_adapter_leaves_the_request_to_others() -> None:

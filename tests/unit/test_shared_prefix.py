@@ -236,8 +236,8 @@ def test_nobody_waits_for_copies_that_are_not_cached() -> None:
             step(scheduler)
     third = make_request("third", [*slow[:500], 7, 8, 9], max_tokens=1, due_s=3.0)
     cached = hash_blocks(slow, 4)
-    assert cached[0] not in set(scheduler.cache_hashes())
-    assert cached[1] in set(scheduler.cache_hashes())
+    assert cached[0] not in set(scheduler.kv.cached_hashes())
+    assert cached[1] in set(scheduler.kv.cached_hashes())
     scheduler.add(third)
     assert step(scheduler) == {4: WHOLE_STEP}
 

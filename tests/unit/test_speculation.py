@@ -174,7 +174,7 @@ def test_no_draft_where_the_pool_is_full() -> None:
     scheduler = decoding(num_blocks=3, max_model_len=12)
     for _ in range(2):
         offer(scheduler)
-    scheduler._kv.pool.allocate(scheduler._kv.pool.num_free)
+    scheduler.kv.pool.allocate(scheduler.kv.pool.num_free)
     output = scheduler.schedule(0.0)
     assert output is not None
     ahead = scheduler.lookahead.plan(output)

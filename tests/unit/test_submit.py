@@ -127,7 +127,7 @@ async def test_an_error_of_the_engine_ends_that_request_alone(monkeypatch: pytes
     async with replica() as one, gateway(one) as client:
         real = one.engine.add
 
-        def add(request: Request) -> asyncio.Future[None]:
+        def add(request: Request, is_held: bool) -> asyncio.Future[None]:
             if request.request_id.startswith("bad"):
                 raise OverflowError("a bug")
             return real(request)
@@ -331,7 +331,7 @@ async def test_a_hand_back_by_the_feed_goes_to_the_next_rank() -> None:
 async def test_a_request_that_no_replica_takes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving("a") as serve:
         serve.may_call.clear()
-        monkeypatch.setattr(serve.replicas["a"].feed, "on_submit", lambda request, gateway_id: None)
+        monkeypatch.setattr(serve.replicas["a"].feed, "on_submit", lambda request, gateway_id, source: None)
         generation = serve.generation(make_request(), placement_timeout_s=0.05)
         with pytest.raises(Unavailable, match=r"no replica could take the request within 0\.05 s"):
             async with streaming(generation) as chunks:
@@ -453,7 +453,7 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
     async with serving("a", "b") as serve:
         made, calls = serve.replicas, list[Response]()
 
-        def send(request: Request) -> Response:
+        def send(request: Request, source: object) -> Response:
             if how == "cannot be made":
                 raise ResourceExhausted("no")
             [name] = serve.ledger.ranks(request.request_id)
@@ -502,9 +502,12 @@ async def test_what_becomes_of_a_request_before_serves_call_is_made_waits_for_no
     async with serving("a") as serve:
         made, calls, dispatcher, delay = serve.replicas["a"], list[Request](), serve.hold(), CallDelay()
 
+        def send(request: Request, source: object) -> None:
+            calls.append(request)
+
         def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", calls.append), delay)
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), delay)
 
         serve.place = place  # type: ignore[method-assign, assignment]
         if how == "is refused":
@@ -530,7 +533,7 @@ async def test_of_a_burst_those_are_refused_that_there_is_no_room_for() -> None:
     async with serving("a", max_num_seqs=1, num_blocks=512) as serve:
         made, dispatcher = serve.replicas["a"], serve.hold(AdmissionLimits(max_waiting_requests=10))
 
-        def send(request: Request) -> Response:
+        def send(request: Request, source: object) -> Response:
             return Response(asyncio.ensure_future(made.call(request, serve.ledger.gateway_id)))
 
         def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
@@ -559,7 +562,11 @@ async def test_what_can_start_is_on_its_way_at_once_and_taken_back_if_nobody_wai
         made.executor.gate.clear()
         query = RouteQuery.for_request(request, BLOCK_SIZE)
         pending = PendingRequest(query=query, arrival_s=0.0)
-        placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", calls.append), CallDelay())
+
+        def send(request: Request, source: object) -> None:
+            calls.append(request)
+
+        placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
         ignored = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
         serve.ledger.follow(request.request_id, ignored)
         outcome = placement.outcome()

@@ -18,11 +18,12 @@ from shoal_cluster.policies.routing import RouteQuery, RouteWeights
 from shoal_cluster.serve.call import Chunk, GenerateCall, ModelCard
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.feed_messages import LENGTH_BYTES, Snapshot, Update, frame
-from shoal_cluster.serve.gateway_ledger import GatewayLedger, Member
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.http_api import HttpCore
 from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.member import Member
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.checkpoint import ensure_checkpoint

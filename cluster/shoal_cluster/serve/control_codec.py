@@ -48,6 +48,8 @@ _STATS_SCALARS = (  # fields of ReplicaStats with the same names in the proto; i
     "num_blocks_in",
     "num_draft_tokens",
     "num_accepted_tokens",
+    "num_blocks_given",
+    "num_blocks_taken",
 )
 _VIEW_SCALARS = (
     "replica_id",

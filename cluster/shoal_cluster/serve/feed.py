@@ -24,6 +24,7 @@ from shoal_cluster.serve.feed_messages import (
     Abort,
     Answer,
     Ask,
+    BlockSource,
     FromGateway,
     InFlight,
     Promise,
@@ -52,13 +53,13 @@ class FeedServer:
     """The replica's end of its feeds. Requests belong to the gateway that sent them; when it is gone, they are aborted.
 
     ``answers`` maps each question that a gateway may ask to a function from its body to the answer's. ``on_submit``
-    takes requests that arrive on the feed, with their gateway's id.
+    takes requests that arrive on the feed, with their gateway's id and where more of their blocks are.
     """
 
     def __init__(self, engine: Engine, answers: Mapping[str, Callable[[bytes], bytes]] | None = None) -> None:
         self._engine = engine
         self._answers = answers or {}
-        self.on_submit: Callable[[Request, str], None] = lambda request, gateway_id: None
+        self.on_submit: Callable[[Request, str, BlockSource | None], None] = lambda request, gateway_id, source: None
         self._subscribers: dict[str, Subscriber] = {}
         self._server: asyncio.Server | None = None
         self._unsubscribe: Callable[[], None] | None = None
@@ -149,7 +150,7 @@ class FeedServer:
         """Handle a message of a gateway."""
         match message:
             case Submit() if self._subscribers.get(subscriber.gateway_id) is subscriber:  # else lost: it reconnected
-                self.on_submit(message.request, subscriber.gateway_id)
+                self.on_submit(message.request, subscriber.gateway_id, message.source)
             case Abort() if message.request_id in subscriber.request_ids:
                 self._engine.abort(message.request_id, message.index)
             case Recall() if message.request_id in subscriber.request_ids:

@@ -15,6 +15,7 @@ from shoal_cluster.serve.feed_messages import (
     Abort,
     Answer,
     Ask,
+    BlockSource,
     FromReplica,
     Promise,
     Recall,
@@ -73,11 +74,11 @@ class FeedClient:
         self._num_asked = 0
         self._task = asyncio.get_running_loop().create_task(self._follow(), name=f"shoal-feed-{address[1]}")
 
-    def submit(self, request: Request) -> bool:
-        """Send a request. False if the feed is down or the request is too long for it."""
+    def submit(self, request: Request, source: BlockSource | None = None) -> bool:
+        """Send a request, and where more of its blocks are. False if the feed is down or the request is too long."""
         if self._connection is None or _usual_bytes(request) > MAX_REQUEST_BYTES:
             return False
-        data = frame(Submit(request))
+        data = frame(Submit(request, source))
         if len(data) > LENGTH_BYTES + MAX_REQUEST_BYTES:
             return False
         self._connection.transport.write(data)

@@ -29,10 +29,21 @@ class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
     gateway_id: str
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A request whose turn has come; its ``due_s`` counts from its arrival here. Serve's call with the same follows."""
+class BlockSource(msgspec.Struct, frozen=True, array_like=True):
+    """Where another replica gives its cached blocks, and how many leading blocks of the prompt it should have."""
+
+    host: str
+    port: int
+    num_blocks: int
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
+    """A request whose turn has come; its ``due_s`` counts from its arrival here. Serve's call with the same follows.
+    ``source`` has more of its blocks.
+    """
 
     request: Request
+    source: BlockSource | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

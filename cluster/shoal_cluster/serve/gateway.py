@@ -32,7 +32,7 @@ from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
 from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.explainer import Explainer
 from shoal_cluster.serve.explanation import Explanation
-from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST
+from shoal_cluster.serve.feed_messages import BLOCKS, DRAIN, METRICS, PAST, BlockSource
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.ingress import Ingress
@@ -317,8 +317,8 @@ class Gateway:
         )
         return ServePlacement(self._ledger, self._dispatcher, request, pending, self._send, self._call_delay)
 
-    def _send(self, request: Request) -> DeploymentResponse:
-        return self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id)
+    def _send(self, request: Request, source: BlockSource | None) -> DeploymentResponse:
+        return self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, source=source)
 
     def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""

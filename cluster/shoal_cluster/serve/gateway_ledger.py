@@ -7,10 +7,11 @@ import random
 import time
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from shoal_cluster.policies.baselines import OWN_RULE
+from shoal_cluster.policies.block_offer import best_offer
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named import NamedPlacement, placement_by
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
@@ -20,8 +21,9 @@ from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.feed_client import FeedClient
-from shoal_cluster.serve.feed_messages import Snapshot, Update
+from shoal_cluster.serve.feed_messages import BlockSource, Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
+from shoal_cluster.serve.member import Member
 from shoal_cluster.serve.recalls import Recalls
 from shoal_cluster.serve.route_log import RouteLog
 from shoal_cluster.serve.sent import Follower, SentRequests
@@ -31,16 +33,6 @@ from shoal_replica.errors import InvalidArgument, NotFound
 from shoal_replica.request import Request
 
 ANSWER_TIMEOUT_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A running replica as Serve names it, with its feed's address and the report of what its memory went to."""
-
-    replica_id: str
-    node_id: str
-    feed_address: tuple[str, int]
-    start_report: str = ""
 
 
 class GatewayLedger:
@@ -142,10 +134,18 @@ class GatewayLedger:
                 self.routes.add_look(query.request_id, dispatch.look)
         self._commit(record)
 
-    def submit(self, request: Request, replica_id: str) -> Callable[[], None] | None:
+    def source(self, candidates: Candidates, replica_id: str) -> BlockSource | None:
+        """Where the replica that a request goes to may fetch more of its blocks."""
+        offer = best_offer(candidates, replica_id)
+        member = None if offer is None else self._members.get(offer.replica_id)
+        if offer is None or member is None or member.blocks_address is None:
+            return None
+        return BlockSource(*member.blocks_address, offer.num_blocks)
+
+    def submit(self, request: Request, replica_id: str, source: BlockSource | None = None) -> Callable[[], None] | None:
         """Send a request on ``replica_id``'s feed; Serve's call follows. Returns how to abort it, None if not sent."""
         feed, request_id = self._feeds.get(replica_id), request.request_id
-        if feed is None or replica_id not in self._members or not feed.submit(request):
+        if feed is None or replica_id not in self._members or not feed.submit(request, source):
             return None
         self._sent.submit(request_id, replica_id)
         self._note_replica(request_id, replica_id, is_taken=False)

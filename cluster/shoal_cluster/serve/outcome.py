@@ -24,7 +24,9 @@ import logging
 from dataclasses import dataclass, replace
 from time import monotonic
 
+from shoal_cluster.serve.block_fetcher import BlockFetcher
 from shoal_cluster.serve.feed import FeedServer
+from shoal_cluster.serve.feed_messages import BlockSource
 from shoal_replica.engine import Engine
 from shoal_replica.errors import EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import Request
@@ -59,18 +61,22 @@ _Key = tuple[str, str]  # gateway id, request id
 
 
 class Runs:
-    """The requests at a replica, as its feed and Serve bring them. Tokens go to the gateway that sent the request."""
+    """The requests at a replica, as its feed and Serve bring them. Tokens go to the gateway that sent the request.
 
-    def __init__(self, engine: Engine, feed: FeedServer) -> None:
+    ``fetcher`` fetches blocks that other replicas have; without it they are computed.
+    """
+
+    def __init__(self, engine: Engine, feed: FeedServer, fetcher: BlockFetcher | None = None) -> None:
         self._engine = engine
         self._feed = feed
+        self._fetcher = fetcher
         self._runs: dict[_Key, _Run] = {}
         self._kept: dict[_Key, float] = {}  # ended, but came one way only: when kept, oldest first
         feed.on_submit = self._submit
 
-    async def call(self, request: Request, gateway_id: str) -> Outcome:
+    async def call(self, request: Request, gateway_id: str, source: BlockSource | None = None) -> Outcome:
         """Serve's call: run the request to its end. Its ``due_s`` counts from now, or from its ``Submit``. Cancelling
-        this frees its blocks.
+        this frees its blocks. ``source`` has more of its blocks.
 
         Raises:
             EngineDead: the engine has failed.
@@ -79,7 +85,7 @@ class Runs:
         key = (gateway_id, request.request_id)
         run = self._runs.get(key)
         if run is None or (run.is_called and run.ended.done()):
-            run = self._start(key, request)
+            run = self._start(key, request, source)
         run.is_called = True
         try:
             await asyncio.wait([run.ended])
@@ -90,22 +96,24 @@ class Runs:
             self._settle(key, run)
         return run.ended.result()
 
-    def _submit(self, request: Request, gateway_id: str) -> None:
+    def _submit(self, request: Request, gateway_id: str, source: BlockSource | None) -> None:
         key = (gateway_id, request.request_id)
         run = self._runs.get(key)
         if run is None or (run.is_submitted and run.ended.done()):
-            run = self._start(key, request)
+            run = self._start(key, request, source)
         run.is_submitted = True
         self._settle(key, run)
 
-    def _start(self, key: _Key, request: Request) -> _Run:
+    def _start(self, key: _Key, request: Request, source: BlockSource | None) -> _Run:
         now = monotonic()
         self._kept.pop(key, None)  # of an earlier request with that id
         self._forget_kept(now)
         gateway_id, request_id = key
         run = self._runs[key] = _Run(asyncio.get_running_loop().create_future())
         try:
-            finished = self._engine.add(replace(request, arrival_s=now, due_s=now + request.due_s))
+            request = replace(request, arrival_s=now, due_s=now + request.due_s)
+            is_held = self._fetcher is not None and self._fetcher.is_worth(request, source)
+            finished = self._engine.add(request, is_held)
         except (ResourceExhausted, Unavailable) as error:
             run.ended.set_result(Outcome(refused=True, reason=str(error)))
         except InvalidArgument as error:  # another gateway's request may have its id
@@ -116,6 +124,8 @@ class Runs:
             run.ended.set_exception(error)
             run.ended.exception()  # counts as retrieved: the call raises it, if it comes
         else:
+            if self._fetcher is not None and source is not None and is_held:
+                self._fetcher.fetch(request, source, finished)
             if self._feed.own(request, gateway_id):
                 finished.add_done_callback(lambda finished: self._end(key, run, finished.exception()))
             else:

@@ -13,10 +13,13 @@ from ray import serve
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.serve.autoscaler import ledger_metrics
+from shoal_cluster.serve.block_fetcher import BlockFetcher
 from shoal_cluster.serve.block_map import encode_block_map
+from shoal_cluster.serve.block_server import BlockServer
+from shoal_cluster.serve.block_wire import PIECE_BYTES
 from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.feed import FeedServer
-from shoal_cluster.serve.feed_messages import ADAPTERS, BLOCKS, DRAIN, METRICS, PAST
+from shoal_cluster.serve.feed_messages import ADAPTERS, BLOCKS, DRAIN, METRICS, PAST, BlockSource
 from shoal_cluster.serve.logs import set_up_logs
 from shoal_cluster.serve.metrics.gathered import encode_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
@@ -25,7 +28,7 @@ from shoal_cluster.serve.outcome import Outcome, Runs
 from shoal_cluster.serve.rank_actors import RayRanks
 from shoal_cluster.serve.replica_adapters import ReplicaAdapters
 from shoal_cluster.serve.replica_past import ReplicaPast
-from shoal_cluster.serve.request_router import FEED_KEY, REPORT_KEY
+from shoal_cluster.serve.request_router import BLOCKS_KEY, FEED_KEY, REPORT_KEY
 from shoal_replica.build import build_engine, build_executor, plan_replica
 from shoal_replica.config import EngineConfig
 from shoal_replica.errors import EngineDead, Unavailable
@@ -74,28 +77,36 @@ class ReplicaServer:
                 ADAPTERS: self._adapters.answer,
             },
         )
-        self._runs = Runs(self._engine, self._feed)
         host = ray.util.get_node_ip_address() if settings.feed_host == "node" else settings.feed_host
         self._address = await self._feed.start(host)
+        block_bytes, name = shape.block_bytes(cache.block_size), config.weights_name
+        transfers = settings.kv_transfer and settings.enable_prefix_caching
+        self._block_server = BlockServer(self._engine.blocks, name, max(1, PIECE_BYTES // block_bytes))
+        self._blocks_address = await self._block_server.start(host) if transfers else None
+        self._fetcher = BlockFetcher(self._engine, name, block_bytes) if transfers else None
+        self._runs = Runs(self._engine, self._feed, self._fetcher)
         self._engine.subscribe(self._measure)  # after the feed: tokens go first
         self._past = ReplicaPast(self._engine)
         self._watch = asyncio.get_running_loop().create_task(self._leave_when_dead(), name="shoal-replica-watch")
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Sent once to every router: the feed's address, and a report of what the replica has taken of its host."""
-        return {FEED_KEY: list(self._address), REPORT_KEY: self._report}
+        """Sent once to every router: the feed's address, a report of what the replica has taken of its host, and where
+        it gives its blocks to other replicas, if it does.
+        """
+        told: dict[str, Any] = {FEED_KEY: list(self._address), REPORT_KEY: self._report}
+        return told if self._blocks_address is None else told | {BLOCKS_KEY: list(self._blocks_address)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The numbers of the block ledger that the autoscaling policy reads."""
         return ledger_metrics(self._engine.stats())
 
-    async def generate(self, request: Request, gateway_id: str) -> Outcome:
+    async def generate(self, request: Request, gateway_id: str, source: BlockSource | None = None) -> Outcome:
         """Run a request to its end, as ``Runs.call`` does. Cancelling the call frees its blocks.
 
         Raises:
             EngineDead: the engine has failed; the replica is about to be replaced.
         """
-        return await self._runs.call(request, gateway_id)
+        return await self._runs.call(request, gateway_id, source)
 
     def _measure(self, report: StepReport) -> None:
         """Called with each report of the engine: after each step, and every ``BEAT_S`` (30 ms) without one."""
@@ -130,5 +141,9 @@ class ReplicaServer:
         """Serve awaits this after its own drain."""
         if hasattr(self, "_feed"):
             await self._adapters.close()
+            if hasattr(self, "_fetcher") and self._fetcher is not None:
+                await self._fetcher.close()
+            if hasattr(self, "_block_server"):
+                await self._block_server.close()
             await self._engine.stop()
             await self._feed.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 FEED_KEY = "shoal_feed"
+BLOCKS_KEY = "shoal_blocks"
 REPORT_KEY = "shoal_start_report"
 
 
@@ -12,16 +13,18 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
     """Holds no state. Serve runs a by-value copy of this module, so the ledger is imported where it is used."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        from shoal_cluster.serve.gateway_ledger import Member
         from shoal_cluster.serve.installed_ledger import current
+        from shoal_cluster.serve.member import Member
 
         super().update_replicas(replicas)
         members = []
         for replica in replicas:
             told = replica.replica_metadata
-            if (address := told.get(FEED_KEY)) is not None:
-                place = (address[0], address[1])
-                members.append(Member(replica.replica_id.unique_id, replica.node_id, place, told.get(REPORT_KEY, "")))
+            if (feed := told.get(FEED_KEY)) is not None:
+                blocks, report = told.get(BLOCKS_KEY), told.get(REPORT_KEY, "")
+                place = None if blocks is None else (blocks[0], blocks[1])
+                name = replica.replica_id.unique_id
+                members.append(Member(name, replica.node_id, (feed[0], feed[1]), report, place))
         current().set_members(members)
 
     async def choose_replicas(

@@ -18,6 +18,7 @@ from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.pending import PendingRequest
 from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
+from shoal_cluster.serve.feed_messages import BlockSource
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.request import Request
@@ -37,7 +38,7 @@ class ServePlacement:
         dispatcher: Dispatcher,
         request: Request,
         pending: PendingRequest,
-        send: Callable[[Request], DeploymentResponse],
+        send: Callable[[Request, BlockSource | None], DeploymentResponse],
         call_delay: CallDelay,
     ) -> None:
         self._ledger = ledger
@@ -48,6 +49,7 @@ class ServePlacement:
         self._call_delay = call_delay
         self._task: asyncio.Task[Outcome] | None = None
         self._is_submitted = False
+        self._source: BlockSource | None = None  # where more of its blocks are
         self._take_back: Callable[[], None] | None = None  # aborts it where it was submitted
         self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -80,7 +82,7 @@ class ServePlacement:
             self._submit(dispatch)
         if self._take_back is not None:
             await self._call_delay.wait()
-        response = self._send(self._request)
+        response = self._send(self._request, self._source)
         self.sent.set_result(None)
         try:
             outcome: Outcome = await response
@@ -93,7 +95,8 @@ class ServePlacement:
         due_in_s = dispatch.due_s - time.monotonic()  # hosts' clocks differ: the replica counts from its own now
         hashes = self._pending.query.block_hashes
         self._request = replace(self._request, due_s=due_in_s, yields=dispatch.yields, block_hashes=hashes)
-        self._take_back = self._ledger.submit(self._request, dispatch.decision.best)
+        self._source = self._ledger.source(dispatch.candidates, dispatch.decision.best)
+        self._take_back = self._ledger.submit(self._request, dispatch.decision.best, self._source)
 
     def _end(self, waiter: Waiter, task: asyncio.Task[Outcome]) -> None:
         """Clean up, also after a task that was cancelled before it began."""

@@ -160,7 +160,7 @@ class SimReplica:
         self.scheduler.add(request)
         self._added.append(request.request_id)
         if promise is not None:
-            num_cached_blocks = len(request.block_hashes) - len(self.scheduler.uncached(request.block_hashes))
+            num_cached_blocks = len(request.block_hashes) - len(self.scheduler.kv.uncached(request.block_hashes))
             self._promised.append(promise)
             self._tell_promises(((request.request_id, num_cached_blocks),))
         self._cut_stretch()
@@ -235,7 +235,7 @@ class SimReplica:
         assert not self.scheduler.has_work
         stats = self.scheduler.stats(self._loop.now)
         assert stats.num_allocated_blocks == 0
-        num_cached_blocks = len(list(self.scheduler.cache_hashes()))
+        num_cached_blocks = len(list(self.scheduler.kv.cached_hashes()))
         return EndedReplica(self.replica_id, stats, self.busy_s, self.started_s, self.ended_s, num_cached_blocks)
 
     def _abort_all(self) -> None:

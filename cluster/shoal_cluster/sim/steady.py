@@ -50,7 +50,7 @@ class SteadyScheduler(Scheduler):
 
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig, max_model_len: int) -> None:
         super().__init__(config, cache_config, max_model_len, ())
-        self._roster = _NoExecutor(self._kv, self._finish_rule)
+        self._roster = _NoExecutor(self.kv, self._finish_rule)
         self.alike: list[Sequence] = []
         self.num_alike_tokens = 0
         self._alike_until: dict[int, int] = {}  # by seq_id: number of tokens up to which it is alike
@@ -80,7 +80,7 @@ class SteadyScheduler(Scheduler):
     def finish_steps(self, num_steps: int, now: float) -> None:
         """``finish_step`` for ``num_steps`` steps of the same sequences, all alike. The last step began at ``now``."""
         self.now = now
-        self._totals.num_steps += num_steps
+        self.totals.num_steps += num_steps
         self._go_on(num_steps)
 
     def abort_all(self) -> list[TokenDelta]:
@@ -98,7 +98,7 @@ class SteadyScheduler(Scheduler):
         alike = [s for s in level if len(s.token_ids) < until.get(s.seq_id, 0)]
         others = [] if len(alike) == len(level) else [s for s in level if len(s.token_ids) >= until.get(s.seq_id, 0)]
         sizes = [(s.seq_id, s.num_computed_tokens, len(s.token_ids)) for s in others]
-        if sum([self._kv.num_blocks_to_append(*size) for size in sizes]) > self._kv.pool.num_free:
+        if sum([self.kv.num_blocks_to_append(*size) for size in sizes]) > self.kv.pool.num_free:
             super()._advance_level(plan, level)  # some sequence has to be preempted
             return
         for sequence in others:
@@ -115,22 +115,22 @@ class SteadyScheduler(Scheduler):
         request, start, end = sequence.request, sequence.num_computed_tokens, len(sequence.token_ids)
         if sequence.num_output_tokens <= len(request.output_token_ids):
             return False  # its first token is still to come
-        block_size, max_tokens = self._kv.block_size, request.sampling_params.max_tokens
+        block_size, max_tokens = self.kv.block_size, request.sampling_params.max_tokens
         last = self._finish_rule.max_model_len
         if max_tokens is not None:
             last = min(last, request.num_prompt_tokens + max_tokens)
         until = min(last - 1, (start // block_size + 1) * block_size)
         if end >= until:
             return False
-        if not self._kv.fits_last_block(sequence.seq_id, start, end):
-            self._kv.append(sequence.seq_id, start, end)
+        if not self.kv.fits_last_block(sequence.seq_id, start, end):
+            self.kv.append(sequence.seq_id, start, end)
         self._alike_until[sequence.seq_id] = until
         return True
 
     def _go_on(self, num_steps: int) -> None:
         running = SequenceStatus.RUNNING
         going = [s for s in self.alike if s.status is running]  # the others were preempted
-        self._totals.num_generated_tokens += num_steps * len(going)
+        self.totals.num_generated_tokens += num_steps * len(going)
         for sequence in going:
             sequence.num_computed_tokens += num_steps
             if num_steps == 1:
@@ -164,12 +164,12 @@ class SteadyScheduler(Scheduler):
 
     def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
         if self.shared_pool is not None:
-            block_size = self._kv.block_size
+            block_size = self.kv.block_size
             reusable = sequence.block_hashes[: (sequence.num_tokens - 1) // block_size]
             num_tokens = self.shared_pool.use(reusable) * block_size
             if num_tokens > sequence.num_computed_tokens:
                 sequence.num_computed_tokens = num_tokens
-                self._kv.commit(sequence.seq_id, sequence.block_hashes, num_tokens)
+                self.kv.commit(sequence.seq_id, sequence.block_hashes, num_tokens)
         super()._note_first_run(sequence, matched, now)
 
 

@@ -80,6 +80,19 @@ class Decoder(Protocol):
         """Copy rows to blocks, pairs of (row, block)."""
         ...
 
+    @property
+    def block_layout(self) -> str:
+        """Kind and shape of what ``read_blocks`` returns: decoders with the same one can exchange blocks."""
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
+        """The contents of blocks."""
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], contents: memoryview) -> None:
+        """Fill blocks with contents of the same layout. Raises ValueError if they are not of that many blocks."""
+        ...
+
     def close(self) -> None:
         """Release weights and KV blocks. No call may follow."""
         ...

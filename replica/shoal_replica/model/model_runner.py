@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,6 +15,7 @@ from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import (
+    BlockPart,
     NewSequence,
     ScheduledSequence,
     SchedulerOutput,
@@ -128,6 +129,20 @@ class ModelRunner:
         for seq_id, token_id in tokens:
             if not self._sequences[seq_id].num_candidates:  # else the scheduler chooses one
                 self._sequences.append(seq_id, token_id)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
+        """The contents of blocks on this rank, as one part."""
+        return (BlockPart(self._decoder.block_layout, self._decoder.read_blocks(block_ids)),)
+
+    def write_blocks(self, block_ids: Sequence[int], parts: Sequence[BlockPart]) -> None:
+        """Fill blocks on this rank. Raises ConfigError if the contents are of another kind."""
+        here = self._decoder.block_layout
+        if [part.layout for part in parts] != [here]:
+            raise ConfigError(f"blocks: are of {', '.join(part.layout for part in parts)}; must be of {here}")
+        try:
+            self._decoder.write_blocks(block_ids, parts[0].contents)
+        except ValueError as error:
+            raise ConfigError(f"blocks: {error}") from None
 
     def check_health(self) -> None:
         """Does nothing: a model in this process can fail only within a step."""

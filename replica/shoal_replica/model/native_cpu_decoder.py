@@ -122,6 +122,19 @@ class NativeCpuDecoder:
     def move_in(self, moves: Sequence[tuple[int, int]]) -> None:
         self.copy_blocks([(self._first_row + row, block) for row, block in moves])
 
+    @property
+    def block_layout(self) -> str:
+        shape = self._native.shape
+        layers = f"layers {shape.first_layer} to {shape.first_layer + shape.num_layers - 1}"
+        sizes = f"{shape.num_kv_heads} x {shape.block_size} x {shape.head_size}"
+        return f"native {self.kernels} {self._model.dtype}, {layers}, {sizes}"
+
+    def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
+        return self._native.read_blocks(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], contents: memoryview) -> None:
+        self._native.write_blocks(block_ids, contents)
+
     def close(self) -> None:
         self._native.close()
 

@@ -23,6 +23,7 @@ from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_plan import num_staging_blocks
+from shoal_replica.model.block_tensors import BlockTensors
 from shoal_replica.model.layers import Weights
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.lora import LoraPair, load_adapter, step_adapters
@@ -69,10 +70,12 @@ class NpuDecoder:
         self._caches = [
             (self._zeros(shape, DTYPES[model.dtype]), self._zeros(shape, DTYPES[model.dtype])) for _ in shard.layers
         ]
+        self._pool = BlockTensors(
+            [tensor for layer in self._caches for tensor in layer], f"layers from {shard.layers.start}"
+        )
         self._swap: BlockSwap | None = None
         if cache.num_host_blocks:
-            tensors = [tensor for layer in self._caches for tensor in layer]
-            self._swap = BlockSwap(tensors, cache.num_host_blocks, num_staging_blocks(cache))
+            self._swap = BlockSwap(self._pool.tensors, cache.num_host_blocks, num_staging_blocks(cache))
         self._inputs = PackedInputs(self._device)
         self._shard = shard
         self._adapters: dict[str, dict[str, LoraPair]] = {}
@@ -144,12 +147,22 @@ class NpuDecoder:
         assert self._swap is not None
         self._swap.move_in(moves)
 
+    @property
+    def block_layout(self) -> str:
+        return self._pool.layout
+
+    def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
+        return self._pool.read(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], contents: memoryview) -> None:
+        self._pool.write(block_ids, contents)
+
     def close(self) -> None:
         for graph in self._graphs.values():
             graph.close()
         self._graphs = {}
         self._graph_inputs = {}
-        self._caches = []
+        self._caches, self._pool = [], BlockTensors([], "")
         self._swap = None
         del self._model
         torch_npu.npu.empty_cache()

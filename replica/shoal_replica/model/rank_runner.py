@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
-from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.executor import BlockPart, SchedulerOutput, StepResult
 from shoal_replica.memory import available_bytes
 from shoal_replica.memory_advice import check_host
 from shoal_replica.model.model_runner import ModelRunner
@@ -70,6 +70,13 @@ class DistributedRunner:
 
     def unload(self, name: str) -> None:
         self._runner.unload(name)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> BlockPart:
+        (part,) = self._runner.read_blocks(block_ids)
+        return part
+
+    def write_blocks(self, block_ids: Sequence[int], part: BlockPart) -> None:
+        self._runner.write_blocks(block_ids, (part,))
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         return self._runner.execute(output)

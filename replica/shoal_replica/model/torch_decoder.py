@@ -12,6 +12,7 @@ from shoal_kernels.draws import RowOperators
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ParallelConfig
+from shoal_replica.model.block_tensors import BlockTensors
 from shoal_replica.model.llama import LlamaDecoder
 from shoal_replica.model.lora import LoraPair, load_adapter, step_adapters
 from shoal_replica.model.parallel_group import ParallelGroup
@@ -46,6 +47,7 @@ class TorchDecoder:
         num_blocks = cache.num_blocks + cache.num_host_blocks
         shape = (len(shard.layers), 2, num_blocks, num_heads, cache.block_size, model.head_size)
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
+        self._pool = BlockTensors([tensor for layer in whole for tensor in layer], f"layers from {shard.layers.start}")
         self._caches = [(layer[0], layer[1]) for layer in whole]
 
     @property
@@ -92,5 +94,15 @@ class TorchDecoder:
     def move_in(self, moves: Sequence[tuple[int, int]]) -> None:
         self.copy_blocks([(self._first_row + row, block) for row, block in moves])
 
+    @property
+    def block_layout(self) -> str:
+        return self._pool.layout
+
+    def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
+        return self._pool.read(block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], contents: memoryview) -> None:
+        self._pool.write(block_ids, contents)
+
     def close(self) -> None:
-        self._caches = []
+        self._caches, self._pool = [], BlockTensors([], "")

@@ -13,7 +13,7 @@ import msgspec
 
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
-from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.executor import BlockPart, SchedulerOutput, StepResult
 
 MAX_FRAME_BYTES = 256 * 2**20
 READ_BYTES = 2**16
@@ -57,6 +57,19 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
     name: str
 
 
+class ReadBlocks(msgspec.Struct, frozen=True, tag="read_blocks"):
+    """Tell what this rank holds of some blocks. It answers ``Blocks``."""
+
+    block_ids: tuple[int, ...]
+
+
+class WriteBlocks(msgspec.Struct, frozen=True, tag="write_blocks"):
+    """Fill this rank's part of blocks. It answers ``Ready`` or ``Refused``."""
+
+    block_ids: tuple[int, ...]
+    part: BlockPart
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """No more steps follow."""
 
@@ -76,9 +89,15 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The adapter cannot be loaded; nothing has changed."""
+    """The adapter cannot be loaded, or the blocks not be filled."""
 
     message: str
+
+
+class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
+    """What the rank holds of the blocks that it was asked for."""
+
+    part: BlockPart
 
 
 class Pulse(msgspec.Struct, frozen=True, tag="pulse"):
@@ -116,8 +135,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_secondary: bool
 
 
-ToRank = Setup | Step | Load | Unload | Stop
-FromRank = Hello | Ready | Refused | Pulse | Done | Failed
+ToRank = Setup | Step | Load | Unload | ReadBlocks | WriteBlocks | Stop
+FromRank = Hello | Ready | Refused | Blocks | Pulse | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -6,7 +6,7 @@ import logging
 import secrets
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import NoReturn
@@ -15,20 +15,23 @@ from shoal_replica import errors
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
 from shoal_replica.errors import ConfigError, EngineDead, ShoalError
-from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.executor import BlockPart, SchedulerOutput, StepResult
 from shoal_replica.ranks.blame import stuck_ranks
 from shoal_replica.ranks.channel import (
+    Blocks,
     Done,
     Failed,
     FromRank,
     Load,
     RankLink,
+    ReadBlocks,
     Ready,
     Refused,
     Setup,
     Step,
     Stop,
     Unload,
+    WriteBlocks,
     frame,
 )
 from shoal_replica.ranks.launcher import RankLauncher, RankProcess
@@ -36,7 +39,7 @@ from shoal_replica.ranks.launcher import RankLauncher, RankProcess
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 5.0
-ADAPTER_TIMEOUT_S = 120.0  # to load one
+ASKED_TIMEOUT_S = 120.0  # to load an adapter
 POLL_S = 0.25  # while ranks start
 LEAST_POLL_S = 0.01
 BLAME_S = 0.5  # when ranks fail because another is lost: how long to wait for that one's own report
@@ -94,16 +97,28 @@ class RankExecutor:
 
     def load(self, adapter: AdapterConfig) -> None:
         """Load an adapter on all ranks, or on none. Raises ConfigError, and EngineDead as ``execute`` does."""
-        refusals = self._ask_all(Load(adapter))
+        refusals = _refusals(self._ask(dict.fromkeys(self._ranks, Load(adapter))))
         if not refusals:
             return
-        loaded = [rank for rank in range(len(self._links)) if rank not in refusals]
-        self._ask_all(Unload(adapter.name), loaded)
-        rank, why = next(iter(refusals.items()))
-        raise ConfigError(f"rank {rank}: {why}")
+        self._ask({rank: Unload(adapter.name) for rank in self._ranks if rank not in refusals})
+        _raise_first(refusals)
 
     def unload(self, name: str) -> None:
-        self._ask_all(Unload(name))
+        self._ask(dict.fromkeys(self._ranks, Unload(name)))
+
+    def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
+        """Each rank's part of some blocks. Raises EngineDead as ``execute`` does."""
+        answers = self._ask(dict.fromkeys(self._ranks, ReadBlocks(tuple(block_ids))))
+        return tuple(answer.part for answer in answers if isinstance(answer, Blocks))
+
+    def write_blocks(self, block_ids: Sequence[int], parts: Sequence[BlockPart]) -> None:
+        """Fill each rank's part of some blocks. Raises ConfigError if the contents are of another kind; EngineDead as
+        ``execute`` does.
+        """
+        if len(parts) != len(self._ranks):
+            raise ConfigError(f"blocks: are of {len(parts)} ranks; must be of {len(self._ranks)}")
+        ids = tuple(block_ids)
+        _raise_first(_refusals(self._ask({rank: WriteBlocks(ids, part) for rank, part in enumerate(parts)})))
 
     def check_health(self) -> None:
         """Raise EngineDead if a rank has failed. To be called only between steps."""
@@ -124,26 +139,28 @@ class RankExecutor:
             process.exit_reason(max(0.0, deadline - monotonic()))
         self._kill_all()
 
-    def _ask_all(self, message: Load | Unload, ranks: Sequence[int] | None = None) -> dict[int, str]:
-        """Have ranks, all by default, do something between steps. Returns why those refuse that do."""
+    @property
+    def _ranks(self) -> range:
+        return range(len(self._links))
+
+    def _ask(self, messages: Mapping[int, Load | Unload | ReadBlocks | WriteBlocks]) -> list[Ready | Refused | Blocks]:
+        """Have ranks do something between steps. Returns their answers, in the order of ``messages``."""
         self._raise_failure()
-        waiting = set(range(len(self._links)) if ranks is None else ranks)
-        for rank in waiting:
+        for rank, message in messages.items():
             with suppress(OSError):  # it is gone: what it sent before is read below
                 self._links[rank].send(frame(message))
-        refusals: dict[int, str] = {}
-        deadline = monotonic() + ADAPTER_TIMEOUT_S
-        while waiting:
+        answers: dict[int, Ready | Refused | Blocks] = {}
+        deadline = monotonic() + ASKED_TIMEOUT_S
+        while waiting := messages.keys() - answers.keys():
             for rank, answer in self._poll(POLL_S):
-                if isinstance(answer, Refused):
-                    refusals[rank] = answer.message
-                elif not isinstance(answer, Ready):
+                is_expected = isinstance(answer, Blocks if isinstance(messages[rank], ReadBlocks) else Ready | Refused)
+                if not is_expected or not isinstance(answer, Ready | Refused | Blocks):
                     self._fail(rank, f"sent an unexpected {type(answer).__name__}")
-                waiting.discard(rank)
+                answers[rank] = answer
             self._check_silence()
-            if waiting and monotonic() > deadline:
-                self._fail(min(waiting), f"did not answer in {ADAPTER_TIMEOUT_S:g} s")
-        return refusals
+            if monotonic() > deadline:
+                self._fail(min(waiting), f"did not answer in {ASKED_TIMEOUT_S:g} s")
+        return [answers[rank] for rank in messages]
 
     def _start(self, config: EngineConfig, launcher: RankLauncher, deadline: float) -> None:
         num_ranks, key = config.parallel.num_ranks, secrets.token_hex(16)
@@ -289,3 +306,13 @@ class RankExecutor:
 
 
 _PLAIN_ERRORS = ("ConfigError", "NotFound", "Unavailable")
+
+
+def _refusals(answers: Sequence[Ready | Refused | Blocks]) -> dict[int, str]:
+    """Why those ranks refuse that do; ``answers`` are of all ranks."""
+    return {rank: answer.message for rank, answer in enumerate(answers) if isinstance(answer, Refused)}
+
+
+def _raise_first(refusals: Mapping[int, str]) -> None:
+    for rank, why in refusals.items():
+        raise ConfigError(f"rank {rank}: {why}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
-from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.executor import BlockPart, SchedulerOutput, StepResult
 
 
 class CollectiveError(RuntimeError):
@@ -63,6 +63,14 @@ class RankRunner(Protocol):
 
     def unload(self, name: str) -> None:
         """Free an adapter that no sequence uses."""
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int]) -> BlockPart:
+        """What this rank holds of some blocks."""
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], part: BlockPart) -> None:
+        """Fill this rank's part of blocks. Raises ConfigError if the contents are of another kind."""
         ...
 
     def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:

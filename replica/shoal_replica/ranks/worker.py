@@ -17,6 +17,7 @@ import msgspec
 
 from shoal_replica.errors import ConfigError, ShoalError
 from shoal_replica.ranks.channel import (
+    Blocks,
     Done,
     EngineLink,
     Failed,
@@ -24,11 +25,13 @@ from shoal_replica.ranks.channel import (
     Load,
     Pulse,
     RankAddress,
+    ReadBlocks,
     Ready,
     Refused,
     Setup,
     Step,
     Unload,
+    WriteBlocks,
 )
 from shoal_replica.ranks.runner import CollectiveError, RankRunner, Rendezvous, RunnerFactory
 
@@ -105,6 +108,15 @@ def _run(link: EngineLink, runner: RankRunner, heart: _Heart) -> None:
             case Unload(name):
                 runner.unload(name)
                 link.send(Ready())
+            case ReadBlocks(block_ids):
+                link.send(Blocks(runner.read_blocks(block_ids)))
+            case WriteBlocks(block_ids, part):
+                try:
+                    runner.write_blocks(block_ids, part)
+                except ConfigError as error:
+                    link.send(Refused(str(error)))
+                else:
+                    link.send(Ready())
             case _:
                 return
 

@@ -203,6 +203,13 @@ MOVED_BLOCKS = _replica(
     "Blocks moved out to host memory, and in again",
     Label("direction", ("out", "in")),
 )
+TRANSFERRED_BLOCKS = _replica(
+    "transferred_blocks_total",
+    _C,
+    "blocks",
+    "Cached blocks copied to other replicas, and from them",
+    Label("direction", ("out", "in")),
+)
 SEQUENCES_NOW = _replica(
     "sequences", _G, "sequences", "Sequences in the engine", Label("state", ("running", "waiting"))
 )

@@ -22,6 +22,8 @@ def stats_points(replica_id: str, stats: ReplicaStats) -> Iterator[Point]:
     yield Point(d.BLOCKS, (*own, "free", d.HOST), stats.num_host_blocks - stats.num_host_cached_blocks)
     yield Point(d.MOVED_BLOCKS, (*own, "out"), stats.num_blocks_out)
     yield Point(d.MOVED_BLOCKS, (*own, "in"), stats.num_blocks_in)
+    yield Point(d.TRANSFERRED_BLOCKS, (*own, "out"), stats.num_blocks_given)
+    yield Point(d.TRANSFERRED_BLOCKS, (*own, "in"), stats.num_blocks_taken)
     yield Point(d.SEQUENCES_NOW, (*own, "running"), stats.num_running)
     yield Point(d.SEQUENCES_NOW, (*own, "waiting"), stats.num_waiting)
     yield Point(d.WAITING_TOKENS, own, stats.num_waiting_tokens)

@@ -1,0 +1,80 @@
+"""Gives a replica's cached blocks to other replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing, suppress
+
+from shoal_cluster.serve.block_wire import Coming, Wanted, receive, send_blocks
+from shoal_cluster.serve.feed_messages import frame
+from shoal_replica.block_exchange import BlockExchange
+from shoal_replica.errors import ShoalError
+
+MAX_AT_ONCE = 8
+"""So many replicas are given blocks at a time; more get none, and compute."""
+
+GIVE_S = 30.0  # longest that one is given blocks
+CLOSE_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class BlockServer:
+    """Listens for other replicas. Must be closed.
+
+    Args:
+        model: what this replica serves; to one that asks for another model it gives nothing.
+        num_at_once: blocks that are read between two steps.
+    """
+
+    def __init__(self, blocks: BlockExchange, model: str, num_at_once: int) -> None:
+        self._blocks = blocks
+        self._model = model
+        self._num_at_once = num_at_once
+        self._server: asyncio.Server | None = None
+        self._giving: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str) -> tuple[str, int]:
+        """Listen on a free port of ``host``; returns the address."""
+        self._server = await asyncio.start_server(self._serve, host, 0)
+        address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
+        return address
+
+    async def close(self) -> None:
+        """Stop listening, and stop what is being given."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._giving:
+            task.cancel()
+        if self._giving:
+            await asyncio.wait(self._giving, timeout=CLOSE_S)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._giving.add(task)
+        try:
+            async with asyncio.timeout(GIVE_S):
+                await self._give(reader, writer)
+        except (OSError, EOFError, ValueError, TimeoutError) as error:  # it is gone, or no replica
+            logger.debug("blocks could not be given: %s", error)
+        except ShoalError as error:  # a rank has failed, and the replica is about to end
+            logger.warning("blocks could not be given: %s", error)
+        except asyncio.CancelledError:
+            pass  # by ``close``; the server does not expect its tasks to be cancelled
+        finally:
+            self._giving.discard(task)
+            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await writer.wait_closed()
+
+    async def _give(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        wanted = await receive(reader, Wanted)
+        if wanted.model == self._model and len(self._giving) <= MAX_AT_ONCE and wanted.first >= 0:
+            async with aclosing(self._blocks.give(wanted.block_hashes, wanted.first, self._num_at_once)) as pieces:
+                async for num_blocks, parts in pieces:
+                    await send_blocks(writer, num_blocks, parts)
+        writer.write(frame(Coming()))
+        await writer.drain()

@@ -571,6 +571,28 @@ def test_copied_blocks_take_what_their_sources_were() -> None:
     assert not torch.equal(run(decoder, Part([9], 32, [4, 5, 6])), expected)
 
 
+@pytest.mark.parametrize("kernels", native_library.supported_kernels())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_of_one_decoder_serve_another(kernels: str, dtype: torch.dtype) -> None:
+    shape = make_shape(dtype=dtype)
+    one, other = (
+        NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape), kernels=kernels) for _ in range(2)
+    )
+    run(one, Part(tokens(shape, 32), 0, [4, 5]))
+    expected = run(one, Part([9], 32, [4, 5, 6]))
+    contents = one.read_blocks([5, 4])
+    assert contents.nbytes == 2 * one.block_bytes
+    other.write_blocks([7, 0], contents)
+    assert torch.equal(run(other, Part([9], 32, [0, 7, 6])), expected)
+    for call in (
+        lambda: one.read_blocks([shape.num_blocks]),
+        lambda: one.write_blocks([-1], contents[: one.block_bytes]),
+        lambda: one.write_blocks([1], contents),
+    ):
+        with pytest.raises(ValueError, match=r"beyond the pool|must be 1 times"):
+            call()
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [

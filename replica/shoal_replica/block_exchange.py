@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import count
+from typing import TypeVar
 
 from shoal_replica.errors import Unavailable
 from shoal_replica.executor import BlockPart, Executor, SchedulerOutput
-from shoal_replica.host_blocks import Move
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import Totals
 from shoal_replica.step_thread import StepThread
 
+T = TypeVar("T")
+
 
 class BlockExchange:
     """Reads an engine's cached blocks for others, and enters theirs. Its methods belong to the engine's event loop.
 
-    Blocks under way have a table like that of a sequence (with a negative id), so nobody evicts or overwrites them. The
-    executor copies them between steps: a few at a time, so that no step waits for long.
+    Blocks under way have a table like that of a sequence (with a negative id), so nobody evicts or overwrites them.
+    They are copied beside the steps or, where the executor cannot do that, between them.
 
     Args:
         on_taken: called when blocks have been entered into the prefix cache.
@@ -45,9 +47,14 @@ class BlockExchange:
     def block_size(self) -> int:
         return self._kv.block_size
 
+    @property
+    def waits_for_steps(self) -> bool:
+        """Whether each copy waits for the end of a step, and the next step for the copy."""
+        return not self._executor.copies_beside_steps
+
     def num_missing(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many blocks of a prefix to take over: those after the ones on the device. None if host memory has the next
-        of them, as it is nearer.
+        """How many blocks of a prefix to take over: those after the ones on the device. None if host memory has the
+        next of them, as it is nearer.
         """
         num_cached = len(self._kv.prefix_cache.match(block_hashes))
         left = block_hashes[num_cached:]
@@ -65,43 +72,52 @@ class BlockExchange:
         with self._table(block_hashes) as (table_id, num_cached):
             for start in range(first, num_cached, num_at_once):
                 block_ids = self._kv.block_table(table_id)[start : start + num_at_once]
-                parts = await self._thread.run(partial(self._executor.read_blocks, block_ids))
+                parts = await self._copy(partial(self._executor.read_blocks, block_ids))
                 self._totals.num_blocks_given += len(block_ids)
                 yield len(block_ids), parts
 
-    @contextmanager
-    def taking(self, block_hashes: Sequence[BlockHash]) -> Iterator[Taking]:
-        """Take over the blocks of a prefix that are not on the device yet. What has come by the end stays cached."""
+    @asynccontextmanager
+    async def taking(self, block_hashes: Sequence[BlockHash]) -> AsyncIterator[Taking]:
+        """Take over the blocks of a prefix that are not on the device yet. What has come by the end stays cached.
+
+        Raises:
+            Unavailable: there is no room for them.
+            EngineDead: a rank has failed.
+        """
         with self._table(block_hashes) as (table_id, num_cached):
+            await self._make_room(table_id, num_cached, len(block_hashes))
             yield Taking(self, table_id, block_hashes, num_cached)
 
     async def take(
         self, table_id: int, block_hashes: Sequence[BlockHash], first: int, parts: Sequence[BlockPart]
     ) -> None:
-        """See ``Taking.take``, which calls this: the new blocks of a table are ``block_hashes[first:]``."""
-        kv, size = self._kv, self._kv.block_size
-        start, end = first * size, len(block_hashes) * size
-        num_new = kv.num_blocks_to_append(table_id, start, end)
-        if num_new + kv.num_tables > kv.pool.num_free or kv.host.is_planned:  # a block is left for each that may grow
-            raise Unavailable("there is no room for another replica's blocks")
-        kv.append(table_id, start, end)
-        block_ids, moves_out = kv.block_table(table_id)[first:], kv.host.take_moves()[0]
-        await self._thread.run(partial(self._write, block_ids, parts, moves_out))
-        kv.commit(table_id, block_hashes, end)
+        """See ``Taking.take``, which calls this for ``block_hashes[first:]``."""
+        block_ids = self._kv.block_table(table_id)[first : len(block_hashes)]
+        await self._copy(partial(self._executor.write_blocks, block_ids, parts))
+        self._kv.commit(table_id, block_hashes, len(block_hashes) * self.block_size)
         self._totals.num_blocks_taken += len(block_ids)
         self._on_taken()
 
-    def _write(self, block_ids: Sequence[int], parts: Sequence[BlockPart], moves_out: tuple[Move, ...]) -> None:
-        """On the steps' thread: first what these blocks held goes to host memory, as before a step."""
-        if moves_out:
-            self._executor.execute(SchedulerOutput(self._totals.num_steps, (), moves_out=moves_out))
-        self._executor.write_blocks(block_ids, parts)
+    async def _make_room(self, table_id: int, first: int, end: int) -> None:
+        """Give a table blocks ``[first:end]``, and wait until they may be written."""
+        kv, size = self._kv, self.block_size
+        num_new = kv.num_blocks_to_append(table_id, first * size, end * size)
+        if num_new + kv.num_tables > kv.pool.num_free or kv.host.is_planned:  # a block is left for each that may grow
+            raise Unavailable("there is no room for another replica's blocks")
+        kv.append(table_id, first * size, end * size)
+        moves_out = kv.host.take_moves()[0]  # what the blocks have held
+        step = SchedulerOutput(self._totals.num_steps, (), moves_out=moves_out)
+        # Also without any it waits for the step that runs, which may still use blocks of an aborted sequence.
+        await self._thread.run((lambda: self._executor.execute(step)) if moves_out else (lambda: None))
+
+    async def _copy(self, work: Callable[[], T]) -> T:
+        return await (self._thread.run(work) if self.waits_for_steps else self._thread.run_beside(work))
 
     @contextmanager
     def _table(self, block_hashes: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
         """A table of the leading blocks that are on the device: its id, and their number."""
         table_id, on_device = next(self._ids), self._kv.prefix_cache.match(block_hashes)
-        self._kv.allocate(table_id, on_device, len(on_device) * self._kv.block_size)
+        self._kv.allocate(table_id, on_device, len(on_device) * self.block_size)
         try:
             yield table_id, len(on_device)
         finally:
@@ -127,7 +143,7 @@ class Taking:
         """Enter the next ``num_blocks`` blocks, of which ``parts`` are the contents.
 
         Raises:
-            Unavailable: there is no room for them.
+            Unavailable: so many are not missing.
             ConfigError: they are of another kind than the blocks here.
             EngineDead: a rank has failed.
         """

@@ -170,13 +170,18 @@ class Executor(Protocol):
         """Free an adapter that no sequence uses. Called between steps."""
         ...
 
+    @property
+    def copies_beside_steps(self) -> bool:
+        """Whether another thread may read and write blocks that no step uses while one runs."""
+        ...
+
     def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
-        """The contents of blocks, one part for each rank. Called between steps."""
+        """The contents of blocks, one part for each rank. Unless it ``copies_beside_steps``, called between steps."""
         ...
 
     def write_blocks(self, block_ids: Sequence[int], parts: Sequence[BlockPart]) -> None:
-        """Fill blocks with what ``read_blocks`` of an executor of the same kind has returned. Called between steps.
-        Raises ConfigError if they are of another kind; the contents of the blocks are then undefined.
+        """Fill blocks with what ``read_blocks`` of an executor of the same kind has returned. Called like that. Raises
+        ConfigError if they are of another kind; the contents of the blocks are then undefined.
         """
         ...
 

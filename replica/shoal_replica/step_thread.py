@@ -46,6 +46,7 @@ class StepThread:
         self._executor = executor
         self._lookahead = lookahead
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-step")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="shoal-blocks")  # begun when it is first needed
         self._num_working = 0
 
     def depart(self, output: SchedulerOutput) -> Flight:
@@ -73,17 +74,18 @@ class StepThread:
                 then()
 
         working.add_done_callback(end)
-        try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
-            await asyncio.wait([working])
-            raise
+        return await _to_the_end(working)
+
+    async def run_beside(self, work: Callable[[], T]) -> T:
+        """Do work that need not wait for steps, and for which they need not wait. Ends and raises as ``run`` does."""
+        return await _to_the_end(asyncio.wrap_future(self._beside.submit(work)))
 
     async def stop(self, timeout_s: float) -> bool:
         """Drop steps that have not begun. False if one still runs after ``timeout_s`` and so uses the executor."""
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+                for thread in (self._thread, self._beside):
+                    await asyncio.to_thread(thread.shutdown, cancel_futures=True)
         except TimeoutError:
             return False
         return True
@@ -98,3 +100,12 @@ class StepThread:
         landed = before.result(0.0)
         output = None if landed is None else self._lookahead.confirm(planned, landed.output, landed.result)
         return None if output is None else self._execute(output)
+
+
+async def _to_the_end(working: asyncio.Future[T]) -> T:
+    """Wait for work that a thread does; if cancelled, until it is over: what it uses must not be freed before."""
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise

@@ -114,6 +114,7 @@ class FakeExecutor:
         self._tables: dict[int, list[int]] = {}
         self.is_closed = False
         self.layout = "fake"
+        self.copies_beside_steps = False
         self.adapters: dict[str, AdapterConfig] = {}
         self._gone: set[str] = set()  # adapters that have been unloaded
 

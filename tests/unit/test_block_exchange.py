@@ -26,7 +26,7 @@ async def pieces(engine: Engine, first: int = 0, num_at_once: int = 3) -> list[t
 
 
 async def take(engine: Engine, given: Sequence[tuple[int, tuple[BlockPart, ...]]], hashes: Sequence[BlockHash]) -> int:
-    with engine.blocks.taking(hashes) as taking:
+    async with engine.blocks.taking(hashes) as taking:
         for piece in given:
             await taking.take(*piece)
         return taking.num_blocks

@@ -95,7 +95,7 @@ class BlockFetcher:
         hashes = request.block_hashes[: self._num_usable(request, source)]
         reader, writer = await asyncio.open_connection(source.host, source.port)
         try:
-            with self._engine.blocks.taking(hashes) as taking:
+            async with self._engine.blocks.taking(hashes) as taking:
                 first = taking.num_blocks
                 writer.write(frame(Wanted(self._model, hashes, first)))
                 while (piece := await receive_blocks(reader))[0]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import aclosing, suppress
 
-from shoal_cluster.serve.block_wire import Coming, Wanted, receive, send_blocks
+from shoal_cluster.serve.block_wire import PIECE_BYTES, PIECE_BYTES_BETWEEN_STEPS, Coming, Wanted, receive, send_blocks
 from shoal_cluster.serve.feed_messages import frame
 from shoal_replica.block_exchange import BlockExchange
 from shoal_replica.errors import ShoalError
@@ -25,13 +25,14 @@ class BlockServer:
 
     Args:
         model: what this replica serves; to one that asks for another model it gives nothing.
-        num_at_once: blocks that are read between two steps.
+        block_bytes: size of a block, over all ranks.
     """
 
-    def __init__(self, blocks: BlockExchange, model: str, num_at_once: int) -> None:
+    def __init__(self, blocks: BlockExchange, model: str, block_bytes: int) -> None:
         self._blocks = blocks
         self._model = model
-        self._num_at_once = num_at_once
+        piece_bytes = PIECE_BYTES_BETWEEN_STEPS if blocks.waits_for_steps else PIECE_BYTES
+        self._num_at_once = max(1, piece_bytes // block_bytes)
         self._server: asyncio.Server | None = None
         self._giving: set[asyncio.Task[None]] = set()
 

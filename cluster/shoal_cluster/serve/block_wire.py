@@ -16,8 +16,13 @@ from shoal_cluster.serve.feed_messages import LENGTH_BYTES, frame
 from shoal_replica.executor import BlockPart
 from shoal_replica.prefix_cache import BlockHash
 
-PIECE_BYTES = 32 * 2**20
-"""Blocks are sent so many bytes at a time, or one by one if a block is larger: steps wait while they are copied."""
+PIECE_BYTES = 2 * 2**20
+"""Blocks are sent so many bytes at a time, or one by one if a block is larger: what one replica copies while the other
+copies what came before.
+"""
+
+PIECE_BYTES_BETWEEN_STEPS = 32 * 2**20
+"""The same where each piece waits for the end of a step, and the next step for the piece."""
 
 MAX_FRAME_BYTES = 64 * 2**20  # hashes of four million blocks
 MAX_PIECE_BYTES = 2**30

@@ -16,7 +16,6 @@ from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_fetcher import BlockFetcher
 from shoal_cluster.serve.block_map import encode_block_map
 from shoal_cluster.serve.block_server import BlockServer
-from shoal_cluster.serve.block_wire import PIECE_BYTES
 from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.feed import FeedServer
 from shoal_cluster.serve.feed_messages import ADAPTERS, BLOCKS, DRAIN, METRICS, PAST, BlockSource
@@ -81,7 +80,7 @@ class ReplicaServer:
         self._address = await self._feed.start(host)
         block_bytes, name = shape.block_bytes(cache.block_size), config.weights_name
         transfers = settings.kv_transfer and settings.enable_prefix_caching
-        self._block_server = BlockServer(self._engine.blocks, name, max(1, PIECE_BYTES // block_bytes))
+        self._block_server = BlockServer(self._engine.blocks, name, block_bytes)
         self._blocks_address = await self._block_server.start(host) if transfers else None
         self._fetcher = BlockFetcher(self._engine, name, block_bytes) if transfers else None
         self._runs = Runs(self._engine, self._feed, self._fetcher)

@@ -85,6 +85,11 @@ class Decoder(Protocol):
         """Kind and shape of what ``read_blocks`` returns: decoders with the same one can exchange blocks."""
         ...
 
+    @property
+    def copies_beside_steps(self) -> bool:
+        """Whether another thread may read and write blocks that no step uses while one runs."""
+        ...
+
     def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
         """The contents of blocks."""
         ...

@@ -130,6 +130,10 @@ class ModelRunner:
             if not self._sequences[seq_id].num_candidates:  # else the scheduler chooses one
                 self._sequences.append(seq_id, token_id)
 
+    @property
+    def copies_beside_steps(self) -> bool:
+        return self._decoder.copies_beside_steps
+
     def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
         """The contents of blocks on this rank, as one part."""
         return (BlockPart(self._decoder.block_layout, self._decoder.read_blocks(block_ids)),)

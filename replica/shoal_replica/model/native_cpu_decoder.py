@@ -129,6 +129,10 @@ class NativeCpuDecoder:
         sizes = f"{shape.num_kv_heads} x {shape.block_size} x {shape.head_size}"
         return f"native {self.kernels} {self._model.dtype}, {layers}, {sizes}"
 
+    @property
+    def copies_beside_steps(self) -> bool:
+        return True
+
     def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
         return self._native.read_blocks(block_ids)
 

@@ -151,6 +151,10 @@ class NpuDecoder:
     def block_layout(self) -> str:
         return self._pool.layout
 
+    @property
+    def copies_beside_steps(self) -> bool:
+        return False
+
     def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
         return self._pool.read(block_ids)
 

@@ -98,6 +98,10 @@ class TorchDecoder:
     def block_layout(self) -> str:
         return self._pool.layout
 
+    @property
+    def copies_beside_steps(self) -> bool:
+        return True
+
     def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
         return self._pool.read(block_ids)
 

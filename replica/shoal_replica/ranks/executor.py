@@ -106,6 +106,10 @@ class RankExecutor:
     def unload(self, name: str) -> None:
         self._ask(dict.fromkeys(self._ranks, Unload(name)))
 
+    @property
+    def copies_beside_steps(self) -> bool:
+        return False
+
     def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
         """Each rank's part of some blocks. Raises EngineDead as ``execute`` does."""
         answers = self._ask(dict.fromkeys(self._ranks, ReadBlocks(tuple(block_ids))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from shoal_replica.block_pool import BlockPool
 from shoal_replica.config import CacheConfig
@@ -41,6 +42,7 @@ class KVCacheManager:
         self._reuses_partially = config.enable_prefix_caching and config.enable_partial_reuse
         self._tables: dict[int, BlockTable] = {}
         self._num_committed: dict[int, int] = {}
+        self.guest_ids = count(-1, -1)  # see ``GuestTable``
 
     # Queries
 
@@ -61,6 +63,13 @@ class KVCacheManager:
                     break
                 found.append(block_hash if block_id is None else block_id)
         return found
+
+    def num_missing(self, block_hashes: Sequence[BlockHash]) -> int:
+        """How many blocks of a prefix to take over from another replica: those after the ones on the device. None if
+        host memory has the next of them, as it is nearer.
+        """
+        left = block_hashes[len(self.prefix_cache.match(block_hashes)) :]
+        return 0 if left and left[0] in self.host else len(left)
 
     def match_within(
         self, block_hashes: Sequence[BlockHash], num_matched: int, tokens: Tokens | None

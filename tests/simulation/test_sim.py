@@ -170,7 +170,7 @@ def give_to_another(cluster: SimCluster) -> None:
 
 
 def lose(cluster: SimCluster) -> None:
-    cluster.replicas["replica-0000"].scheduler._totals.num_generated_tokens += 1
+    cluster.replicas["replica-0000"].scheduler.totals.num_generated_tokens += 1
 
 
 @pytest.mark.parametrize("spoil", [reserve, expect, cache, refuse, give_to_another, lose])

@@ -53,7 +53,7 @@ async def test_a_request_finds_the_blocks_of_another_replica() -> None:
             assert await answered(other, source_of(one)) == expected_tokens(PROMPT, 4)
         assert (one.engine.stats().num_blocks_given, other.engine.stats().num_blocks_taken) == (7, 7)
         assert other.engine.stats().num_cached_tokens == 28
-        assert other.fetcher._block_s > 0
+        assert other.fetcher._pace.block_s > 0
         await until(lambda: not other.fetcher._tasks and not one.block_server._giving)
         for made in (one, other):
             assert made.engine.stats().num_allocated_blocks == 0
@@ -215,11 +215,11 @@ async def test_only_what_comes_sooner_than_it_is_computed_is_fetched() -> None:
         assert not fetcher.is_worth(replace(REQUEST, block_hashes=()), source)
         assert not fetcher.is_worth(make_request("r", PROMPT[:4], block_hashes=HASHES[:1]), source)  # the last token
         one.engine._pace._token_s = 0.001  # 28 tokens take 28 ms, and to ask 5
-        fetcher._block_s = 0.001
+        fetcher._pace.block_s = 0.001
         assert fetcher.is_worth(REQUEST, source)
-        fetcher._block_s = 0.002
+        fetcher._pace.block_s = 0.002
         assert not fetcher.is_worth(REQUEST, source)
-        fetcher._block_s = 0.001
+        fetcher._pace.block_s = 0.001
         await one.engine.add(make_request("before", PROMPT[:13], max_tokens=1))
         one.engine._pace._token_s = 0.001
         assert not fetcher.is_worth(REQUEST, source)  # four blocks are left

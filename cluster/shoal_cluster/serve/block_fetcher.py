@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from shoal_cluster.policies.transfer_pace import TransferPace
 from shoal_cluster.serve.block_wire import Wanted, receive_blocks
 from shoal_cluster.serve.feed_messages import BlockSource, frame
 from shoal_replica.engine import Engine
@@ -14,11 +15,6 @@ from shoal_replica.request import Request
 
 ASSUMED_BYTES_PER_S = 2**29
 """How fast blocks come before any have: a slow network's pace. What is measured takes its place."""
-
-START_S = 0.005  # to connect and ask, beside what the blocks take
-WEIGHT = 0.3  # of the newest fetch in the moving mean of a block's time
-WORTH = 0.5
-"""Blocks are fetched if that should take at most this share of the time to compute them: both are estimates."""
 
 LEAST_S = 0.25
 """A fetch is given up when computing the blocks would be done by now, but not before this."""
@@ -44,7 +40,7 @@ class BlockFetcher:
     def __init__(self, engine: Engine, model: str, block_bytes: int) -> None:
         self._engine = engine
         self._model = model
-        self._block_s = block_bytes / ASSUMED_BYTES_PER_S
+        self._pace = TransferPace(block_bytes / ASSUMED_BYTES_PER_S)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: dict[Address, float] = {}  # when the last fetch from there failed
 
@@ -55,8 +51,7 @@ class BlockFetcher:
         if time.monotonic() - self._failed.get((source.host, source.port), -RETRY_S) < RETRY_S:
             return False
         num_blocks = self._num_missing(request, source)
-        fetch_s, compute_s = START_S + num_blocks * self._block_s, self._compute_s(num_blocks)
-        return num_blocks > 0 and (compute_s is None or fetch_s <= WORTH * compute_s)
+        return self._pace.is_worth(num_blocks, self._compute_s(num_blocks))
 
     def fetch(self, request: Request, source: BlockSource, finished: asyncio.Future[None]) -> None:
         """Begin to fetch the blocks of a held request, and release it once they are here, or will not come.
@@ -86,8 +81,7 @@ class BlockFetcher:
             self._failed[source.host, source.port] = time.monotonic()
         else:
             if num_blocks:
-                measured_s = max(0.0, time.monotonic() - began_s - START_S) / num_blocks
-                self._block_s += WEIGHT * (measured_s - self._block_s)
+                self._pace.take(num_blocks, time.monotonic() - began_s)
         self._engine.release(request.request_id)
 
     async def _take(self, request: Request, source: BlockSource) -> int:

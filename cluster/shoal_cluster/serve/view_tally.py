@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shoal_cluster.policies.block_offer import best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import RouteQuery
 
@@ -64,6 +65,8 @@ class ViewTally:
         if replica_id in replicas.replica_ids:
             predicted = predicted_tokens(query, replicas.matched_by(replica_id))
             found = num_cached_tokens - num_cached_tokens % query.block_size
+            if found > predicted and best_offer(replicas, replica_id) is not None:
+                found = predicted  # another replica gave the rest, which says nothing of the view
             for place, amount in enumerate((1, query.num_prompt_tokens, predicted, found)):
                 self._sums[place] += amount
         return True

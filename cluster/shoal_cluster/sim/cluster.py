@@ -19,6 +19,7 @@ from shoal_cluster.sim.gateway import SimGateway
 from shoal_cluster.sim.replica import EndedReplica, FeedMessage, SimReplica
 from shoal_cluster.sim.scaler import SimScaler
 from shoal_cluster.sim.shared_pool import SharedIndex, SharedPool
+from shoal_cluster.sim.transfers import Transfers
 from shoal_cluster.sim.workload import SimRequest
 
 
@@ -130,6 +131,7 @@ class SimCluster:
             self._publish,
             Hindrances(faults),
             math.inf if crash is None else crash.from_s,
+            None if self.config.transfer_s is None else Transfers(self.config.transfer_s, self.replicas, self.loop),
         )
         replica.scheduler.shared_pool = self.shared_pool
         self.replicas[replica_id] = replica

@@ -58,6 +58,12 @@ def sim(
         float | None,
         typer.Option(min=1.0, help=f"Tokens/s whose KV moves to host memory or back; default {HOST_TOKENS_PER_S:g}."),
     ] = None,
+    transfer_rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0, help="Tokens/s whose KV is copied to a replica from another that has it; default: it is computed."
+        ),
+    ] = None,
     routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = "predicted_ttft",
     hold: Annotated[
         bool | None,
@@ -140,6 +146,8 @@ def sim(
         raise ConfigError("host_rate: got it without host_blocks; nothing moves")
     if host_blocks and shared_pool:
         raise ConfigError("host_blocks: got it with shared_pool, the ceiling of what fits the devices")
+    if transfer_rate is not None and shared_pool:
+        raise ConfigError("transfer_rate: got it with shared_pool, whose transfers are free")
     step_time = replace(_step_time(model_rate, model_from), move_s=block_size / (host_rate or HOST_TOKENS_PER_S))
     objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     rule = _one_of("routing", routing, ROUTINGS)
@@ -171,6 +179,7 @@ def sim(
         scaling=_scaling(scale, STARTUP_S if startup is None else startup),
         num_gateways=gateways,
         has_shared_pool=shared_pool,
+        transfer_s=None if transfer_rate is None else block_size / transfer_rate,
         objective=objective,
         faults=parse_faults(fault or (), 1 if least else replicas),  # --find-replicas starts with one replica
         seed=seed,

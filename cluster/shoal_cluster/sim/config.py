@@ -42,6 +42,8 @@ class SimConfig:
         feed_delay_s: time from the end of a step until the gateway has its tokens and stats.
         has_shared_pool: every replica can use at once, at no cost, what any replica has cached: the upper bound of what
             placement can achieve.
+        transfer_s: seconds that a cached block takes from one replica to another, which then need not compute it; None
+            if they compute all that they have not cached.
         hold: how gateways hold requests until a replica can start them; None places each request on arrival.
         objective: TTFT up to which a request counts as good, given its actual uncached prefill.
     """
@@ -61,6 +63,7 @@ class SimConfig:
     objective: LatencyObjective = field(default_factory=LatencyObjective)
     num_gateways: int = 1
     has_shared_pool: bool = False
+    transfer_s: float | None = None
     hold: HoldConfig | None = None
     faults: tuple[Fault, ...] = ()
     seed: int = 0

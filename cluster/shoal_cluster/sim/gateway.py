@@ -11,6 +11,7 @@ from typing import Protocol
 
 from shoal_cluster.policies.admission import admit, keep, lateness_s, misfit, stay
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
+from shoal_cluster.policies.block_offer import best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.policies.memory import RoutingMemory
@@ -257,8 +258,7 @@ class SimGateway:
                 return
             self._book.num_decisions += 1
             query = dispatch.pending.query
-            num_matched = dispatch.candidates.matched_by(dispatch.replica_id)
-            if self._send(query, dispatch.replica_id, num_matched, dispatch.due_s, dispatch.yields):
+            if self._send(query, dispatch.replica_id, dispatch.candidates, dispatch.due_s, dispatch.yields):
                 self._sent[query.request_id] = dispatch.pending
             else:  # the replica has begun to drain
                 self._hold_again(dispatch.pending, dispatch.replica_id)
@@ -302,7 +302,7 @@ class SimGateway:
         decision = place(config.routing, query, candidates, config.weights, self._rng, recalled)
         self._book.num_decisions += 1
         for replica_id in decision.ranked:
-            if self._send(query, replica_id, candidates.matched_by(replica_id)):
+            if self._send(query, replica_id, candidates):
                 self._memory.note(query, replica_id, with_blocks=config.routing in USE_SENT_BLOCKS)
                 return
         self._book.refuse(query.request_id, decision.reason if not decision.ranked else "every replica refused")
@@ -311,19 +311,20 @@ class SimGateway:
         self,
         query: RouteQuery,
         replica_id: str,
-        num_matched_blocks: int,
+        candidates: Candidates,
         due_s: float = math.inf,
         yields: bool = False,
     ) -> bool:
-        request = self._book.requests[query.request_id]
+        request, config = self._book.requests[query.request_id], self._config
         replica = self.targets.get(replica_id)
         if replica is None or replica.draining:
             return False
-        outcome = self._book.outcomes[query.request_id]
+        outcome, num_matched_blocks = self._book.outcomes[query.request_id], candidates.matched_by(replica_id)
         num_blocks, num_tokens = uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks)
         promise = Promise(query.request_id, self.gateway_id, num_blocks, num_tokens) if self._is_one_of_many else None
         try:
-            order = Order(query.request_id, due_s, yields, outcome.num_output_tokens, promise)
+            offer = None if config.transfer_s is None else best_offer(candidates, replica_id)
+            order = Order(query.request_id, due_s, yields, outcome.num_output_tokens, promise, offer)
             replica.place(order, request, query.block_hashes or request.block_hashes(query.block_size))
         except ResourceExhausted:
             return False

@@ -6,14 +6,17 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
+from shoal_cluster.policies.block_offer import BlockOffer
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.faults import Hindrances
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.steady import FIRST_OUTPUT_TOKEN_ID, CompactRequest, SteadyScheduler
+from shoal_cluster.sim.transfers import Transfers
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.executor import SchedulerOutput
@@ -61,6 +64,7 @@ class Order(msgspec.Struct, frozen=True):
     """A request as a gateway sends it; the rest of the request is in the trace.
 
     ``num_output_tokens``: tokens that other replicas have generated already. ``due_s`` and ``yields`` as in Request.
+    ``offer``: another replica has more of its blocks.
     """
 
     request_id: str
@@ -68,6 +72,7 @@ class Order(msgspec.Struct, frozen=True):
     yields: bool = False
     num_output_tokens: int = 0
     promise: Promise | None = None
+    offer: BlockOffer | None = None
 
 
 class EndedReplica(msgspec.Struct, frozen=True):
@@ -90,6 +95,7 @@ class SimReplica:
         publish: called with each feed message.
         hindrances: the stalls and slowdowns of this replica.
         crash_s: when ``crash`` will be called.
+        transfers: how it takes blocks of others; None if it does not.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class SimReplica:
         publish: Callable[[SimReplica, FeedMessage], None],
         hindrances: Hindrances | None = None,
         crash_s: float = math.inf,
+        transfers: Transfers | None = None,
     ) -> None:
         self.replica_id = replica_id
         max_model_len = cache_config.num_blocks * cache_config.block_size
@@ -114,6 +121,7 @@ class SimReplica:
         self.publish = publish
         self._hindrances = hindrances or Hindrances()
         self._crash_s = crash_s
+        self._transfers = transfers
         self._has_crashed = False
         self._added: list[str] = []
         self._promised: list[Promise] = []  # of requests that no stats have counted yet
@@ -153,16 +161,31 @@ class SimReplica:
             cache_salt=str(request.round),
             output_token_ids=(FIRST_OUTPUT_TOKEN_ID,) * order.num_output_tokens,
         )
-        self.add(engine_request, order.promise)
+        self.add(engine_request, order.promise, order.offer)
 
-    def add(self, request: Request, promise: Promise | None = None) -> None:
+    def add(self, request: Request, promise: Promise | None = None, offer: BlockOffer | None = None) -> None:
         """Queue a request and publish its ``promise``. Raises ResourceExhausted as the scheduler does."""
-        self.scheduler.add(request)
+        is_held = False
+        if offer is not None and self._transfers is not None and self.scheduler.has_room:
+            token_s, release = self._pace.told(self._loop.now).token_s, partial(self._release, request.request_id)
+            is_held = self._transfers.begin(self.scheduler, request, offer, token_s, release)
+        self.scheduler.add(request, is_held)
         self._added.append(request.request_id)
         if promise is not None:
             num_cached_blocks = len(request.block_hashes) - len(self.scheduler.kv.uncached(request.block_hashes))
             self._promised.append(promise)
             self._tell_promises(((request.request_id, num_cached_blocks),))
+        self._go_on()
+
+    def _release(self, request_id: str) -> None:
+        """The blocks that a request has waited for are here, or will not come."""
+        if not self._has_crashed:
+            self.scheduler.release(request_id)
+            self.tell(())
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """There is something new to schedule, as soon as the running step has ended."""
         self._cut_stretch()
         if not self._is_stepping:
             self._is_stepping, self._began_s = True, self._loop.now

@@ -42,6 +42,7 @@ class SimReport:
             gateways expected to be cached.
         host_hit_rate: share of prompt tokens that came back from host memory. A request that resumes elsewhere counts
             again.
+        transfer_rate: tokens whose blocks were copied from other replicas, per prompt token.
         num_resumes: how often requests were resumed elsewhere, or held for that, because their replica crashed or
             drained for too long.
         imbalance: busy time of the busiest replica over the mean of all replicas that existed.
@@ -68,6 +69,7 @@ class SimReport:
     hit_rate: float
     predicted_hit_rate: float
     host_hit_rate: float
+    transfer_rate: float
     imbalance: float
     utilization: float
     duration_s: float
@@ -82,6 +84,8 @@ class SimReport:
         """A few lines for people to read."""
         ttft, latency = self.ttft_s, self.latency_s
         from_host = f", {self.host_hit_rate:.1%} from host memory" if self.host_hit_rate else ""
+        if self.transfer_rate:
+            from_host += f", {self.transfer_rate:.1%} copied from other replicas"
         rows = (
             ("requests", f"{self.num_finished} finished, {self.num_shed} shed, of {self.num_requests}"),
             ("first token", f"p50 {ttft.p50:.2f} s, p90 {ttft.p90:.2f} s, p99 {ttft.p99:.2f} s"),

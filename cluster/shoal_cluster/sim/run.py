@@ -86,6 +86,8 @@ def report(cluster: SimCluster) -> SimReport:
         hit_rate=sum(o.num_cached_tokens for o in finished) / max(1, num_prompt),
         predicted_hit_rate=sum(o.num_predicted_tokens for o in finished) / max(1, num_prompt),
         host_hit_rate=sum(s.num_host_cached_tokens for s in stats) / max(1, sum(s.num_prompt_tokens for s in stats)),
+        transfer_rate=sum(s.num_blocks_taken * s.block_size for s in stats)
+        / max(1, sum(s.num_prompt_tokens for s in stats)),
         imbalance=max(busy_s.values()) / mean_busy_s if mean_busy_s else 1.0,
         utilization=sum(shares) / max(1, len(shares)),
         duration_s=last_s - first_s,

@@ -1,0 +1,70 @@
+"""Cached blocks on their way between simulated replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from shoal_cluster.policies.block_offer import BlockOffer
+from shoal_cluster.policies.transfer_pace import TransferPace
+from shoal_cluster.sim.event_loop import EventLoop
+from shoal_replica.errors import Unavailable
+from shoal_replica.guest_table import GuestTable
+from shoal_replica.request import Request
+from shoal_replica.scheduler import Scheduler
+
+
+class Side(Protocol):
+    """A replica that gives blocks or takes them."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+
+class Transfers:
+    """Moves blocks as ``BlockExchange`` and its callers do, in simulated time. Steps wait for none of it.
+
+    Args:
+        block_s: seconds that a block takes.
+        replicas: those that can give; the cluster's own mapping, not a copy.
+    """
+
+    def __init__(self, block_s: float, replicas: Mapping[str, Side], loop: EventLoop) -> None:
+        self._pace = TransferPace(block_s)
+        self._replicas = replicas
+        self._loop = loop
+
+    def begin(
+        self, taker: Scheduler, request: Request, offer: BlockOffer, token_s: float, then: Callable[[], None]
+    ) -> bool:
+        """Begin to copy what is offered for ``request`` and not cached here, if that is worth it where a token takes
+        ``token_s`` to compute (0: not known); ``then`` is called when it is here. False if it is to be computed.
+        """
+        kv = taker.kv
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        wanted = request.block_hashes[: min(offer.num_blocks, (num_tokens - 1) // kv.block_size)]
+        num_missing = kv.num_missing(wanted)
+        compute_s = num_missing * kv.block_size * token_s if token_s else None
+        giver = self._replicas.get(offer.replica_id)
+        if giver is None or not self._pace.is_worth(num_missing, compute_s):
+            return False
+        here = GuestTable(kv, wanted)
+        try:
+            here.make_room()
+        except Unavailable:
+            here.close()
+            return False
+        there = GuestTable(giver.scheduler.kv, wanted)
+        num_blocks = max(0, there.num_blocks - here.num_blocks)
+
+        def end() -> None:
+            if num_blocks and self._replicas.get(offer.replica_id) is giver:
+                here.commit(num_blocks)
+                taker.totals.num_blocks_taken += num_blocks
+                giver.scheduler.totals.num_blocks_given += num_blocks
+            here.close()
+            there.close()
+            then()
+
+        self._loop.after(self._pace.seconds(num_blocks), end)
+        return True

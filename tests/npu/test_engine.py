@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,16 +18,19 @@ from tiny_models import SHAPE, make_checkpoint
 
 from shoal_kernels import npu
 from shoal_replica import LLM, SamplingParams, step_plan
+from shoal_replica.build import build_engine, build_executor, resolve_config
 from shoal_replica.checkpoint import DEMO_MODEL
+from shoal_replica.config import ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import SchedulerOutput
 from shoal_replica.memory_plan import GRAPH_BYTES, WORKSPACE_BYTES
 from shoal_replica.model import npu_decoder
 from shoal_replica.model.npu_decoder import NpuDecoder
 from shoal_replica.model.sampler import Sampler, SamplerRow
+from shoal_replica.prefix_cache import hash_blocks
 from shoal_replica.step_costs import StepCosts
 from shoal_replica.structured_output import StructuredOutput
-from shoal_replica.testing import num_reused_tokens
+from shoal_replica.testing import make_request, num_reused_tokens
 
 MIB = 2**20
 BLOCK_BYTES = 2 * 2 * 2 * 128 * 128 * 2  # keys and values, layers, KV heads, tokens, head size, bfloat16
@@ -336,3 +340,26 @@ def test_refused_at_start(family: str, settings: dict[str, object], message: str
 
     with pytest.raises(ConfigError, match=message):
         LLM(str(write_tiny_tokenizer(folder)), device="npu", num_blocks=8, **settings)
+
+
+async def test_blocks_of_one_engine_serve_another(llama: Path) -> None:
+    prompt = [5 + number % 60 for number in range(300)]  # two whole blocks of 128
+    config = resolve_config(str(llama), num_blocks=8, parallel=ParallelConfig(device="npu"), block_size=128)
+    one, other = build_engine(config, build_executor(config)), build_engine(config, build_executor(config))
+    hashes = hash_blocks(prompt, 128)
+    tokens: dict[str, list[int]] = {"one": [], "other": []}
+    for name, engine in (("one", one), ("other", other)):
+        engine.subscribe(lambda report, name=name: tokens[name].extend(t for d in report.deltas for t in d.token_ids))  # type: ignore[misc]
+        engine.start()
+    try:
+        await one.add(make_request("one", prompt))
+        async with other.blocks.taking(hashes) as taking, aclosing(one.blocks.give(hashes, 0, 1)) as pieces:
+            async for piece in pieces:
+                await taking.take(*piece)
+            assert taking.num_blocks == 2
+        await other.add(make_request("other", prompt))
+        assert other.stats().num_cached_tokens == 256
+        assert tokens["other"] == tokens["one"]
+    finally:
+        await one.stop()
+        await other.stop()

@@ -118,15 +118,16 @@ class Engine:
             self._reports.note_change()
             self._publish(deltas)
 
-    def hand_back(self, request_id: str) -> bool:
-        """Give up a request of which nothing has been computed, so that another replica may run it. Its future raises
-        Unavailable, and subscribers see no delta for its end. False if it has started or is unknown.
+    def hand_back(self, request_id: str, also_started: bool = False) -> bool:
+        """Give up a request of which nothing has been computed or, with ``also_started``, any but a beam search, so
+        that another replica may run it or go on after its tokens. Its future raises Unavailable, and subscribers see no
+        delta for its end. False if it cannot be given up or is unknown.
         """
-        if request_id not in self._scheduler.request_ids(only_unstarted=True):
+        if not self._scheduler.may_leave(request_id, also_started):
             return False
         self._scheduler.abort(request_id)
         self._reports.note_change()
-        self._note_end(request_id, Unavailable("the replica has handed the request back before it started"))
+        self._note_end(request_id, Unavailable("the replica has handed the request back"))
         self._reports.publish()
         return True
 

@@ -24,9 +24,18 @@ class LiveSequences:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_request
 
-    def request_ids(self, only_unstarted: bool = False) -> list[str]:
-        """Ids of all requests, or only of those of which nothing has been computed; oldest first."""
-        return [r for r, own in self._by_request.items() if not only_unstarted or own[0].first_scheduled_s is None]
+    def request_ids(self) -> list[str]:
+        """Ids of all requests, oldest first."""
+        return list(self._by_request)
+
+    def may_leave(self, request_id: str, also_started: bool = False) -> bool:
+        """Whether another replica could run a request instead: it is live, and nothing of it has been computed or, with
+        ``also_started``, what has come of it can be continued. A beam search would begin again.
+        """
+        own = self.of(request_id)
+        if not own or own[0].first_scheduled_s is None:
+            return bool(own)
+        return also_started and not own[0].request.sampling_params.is_beam_search
 
     def of(self, request_id: str) -> Items[Sequence]:
         """The live sequences of a request, oldest first."""

@@ -178,9 +178,13 @@ class Scheduler:
             self._finish(sequence, reason)
         return deltas
 
-    def request_ids(self, only_unstarted: bool = False) -> list[str]:
-        """Ids of the requests that have not ended, or only of those of which nothing has been computed."""
-        return self._live.request_ids(only_unstarted)
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return self._live.request_ids()
+
+    def may_leave(self, request_id: str, also_started: bool = False) -> bool:
+        """See ``LiveSequences.may_leave``."""
+        return self._live.may_leave(request_id, also_started)
 
     def take_block_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """The block hashes stored and removed since the last call, as net changes."""

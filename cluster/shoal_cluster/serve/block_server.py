@@ -15,6 +15,7 @@ MAX_AT_ONCE = 8
 """So many replicas are given blocks at a time; more get none, and compute."""
 
 GIVE_S = 30.0  # longest that one is given blocks
+LAST_GIVE_S = 5.0
 CLOSE_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,13 @@ class BlockServer:
         return address
 
     async def close(self) -> None:
-        """Stop listening, and stop what is being given."""
+        """Stop listening, and let what is being given come to its end, up to ``LAST_GIVE_S``: requests that were here
+        a moment ago go on elsewhere.
+        """
         if self._server is not None:
             self._server.close()
+        if self._giving:
+            await asyncio.wait(self._giving, timeout=LAST_GIVE_S)
         for task in self._giving:
             task.cancel()
         if self._giving:

@@ -154,7 +154,7 @@ class FeedServer:
             case Abort() if message.request_id in subscriber.request_ids:
                 self._engine.abort(message.request_id, message.index)
             case Recall() if message.request_id in subscriber.request_ids:
-                self._engine.hand_back(message.request_id)
+                self._engine.hand_back(message.request_id, message.also_started)
             case Promise() if message.request_id not in subscriber.request_ids:  # else overtaken by the request
                 subscriber.promises[message.request_id] = message
                 self._tell_others()

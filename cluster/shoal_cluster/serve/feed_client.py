@@ -74,6 +74,11 @@ class FeedClient:
         self._num_asked = 0
         self._task = asyncio.get_running_loop().create_task(self._follow(), name=f"shoal-feed-{address[1]}")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the replica can be told anything now."""
+        return self._connection is not None
+
     def submit(self, request: Request, source: BlockSource | None = None) -> bool:
         """Send a request, and where more of its blocks are. False if the feed is down or the request is too long."""
         if self._connection is None or _usual_bytes(request) > MAX_REQUEST_BYTES:
@@ -88,9 +93,9 @@ class FeedClient:
         """Ask the replica to end one sequence, or a whole request. If the feed is down, the replica ends it anyway."""
         self._send(Abort(request_id, index))
 
-    def recall(self, request_id: str) -> None:
-        """Ask for a request back; the replica keeps it if it has started."""
-        self._send(Recall(request_id))
+    def recall(self, request_id: str, also_started: bool = False) -> None:
+        """Ask for a request back; the replica keeps it if it has started, unless ``also_started``."""
+        self._send(Recall(request_id, also_started))
 
     def promise(self, request_id: str, num_blocks: int, num_tokens: int) -> None:
         """Tell the replica, and through it the other gateways, what a request will take there."""

@@ -54,9 +54,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Recall(msgspec.Struct, frozen=True, tag="recall"):
-    """A gateway wants a request back to place it elsewhere. One that has started stays."""
+    """A gateway wants a request back to place it elsewhere. One that has started stays, unless it is ``also_started``
+    ones that are wanted; a beam search stays.
+    """
 
     request_id: str
+    also_started: bool = False
 
 
 class Promise(msgspec.Struct, frozen=True, tag="promise"):

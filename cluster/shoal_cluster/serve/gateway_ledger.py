@@ -10,8 +10,6 @@ from contextlib import suppress
 from functools import partial
 
 from shoal_cluster.policies.baselines import OWN_RULE
-from shoal_cluster.policies.block_offer import best_offer
-from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named import NamedPlacement, placement_by
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
@@ -24,6 +22,7 @@ from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import BlockSource, Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.member import Member
+from shoal_cluster.serve.moves import Moves
 from shoal_cluster.serve.recalls import Recalls
 from shoal_cluster.serve.route_log import RouteLog
 from shoal_cluster.serve.sent import Follower, SentRequests
@@ -70,6 +69,7 @@ class GatewayLedger:
         self.recalls = Recalls(
             self.view, self._feeds, self._replica_of, self._sent.records, self.can_place, self.journal
         )
+        self.moves = Moves(self.view, self._feeds, self._replica_of, self._sent.records)
         self.routes = RouteLog()
         self.tally = ViewTally()
         self._changed = asyncio.Event()
@@ -100,6 +100,7 @@ class GatewayLedger:
                 self._members[replica_id] = member
                 self._draining.discard(replica_id)
                 self.view.join(replica_id, member.node_id)
+                self.moves.join(replica_id, member.blocks_address)
                 if (older := self._feeds.pop(replica_id, None)) is not None:
                     older.close()  # it left and came back: only a new feed begins with a snapshot
                 self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
@@ -133,14 +134,6 @@ class GatewayLedger:
             if dispatch.look is not None:
                 self.routes.add_look(query.request_id, dispatch.look)
         self._commit(record)
-
-    def source(self, candidates: Candidates, replica_id: str) -> BlockSource | None:
-        """Where the replica that a request goes to may fetch more of its blocks."""
-        offer = best_offer(candidates, replica_id)
-        member = None if offer is None else self._members.get(offer.replica_id)
-        if offer is None or member is None or member.blocks_address is None:
-            return None
-        return BlockSource(*member.blocks_address, offer.num_blocks)
 
     def submit(self, request: Request, replica_id: str, source: BlockSource | None = None) -> Callable[[], None] | None:
         """Send a request on ``replica_id``'s feed; Serve's call follows. Returns how to abort it, None if not sent."""
@@ -183,6 +176,7 @@ class GatewayLedger:
         self.tally.forget(request_id)
         self._sent.forget(request_id)
         self.recalls.forget(request_id)
+        self.moves.forget(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
             self._close_unused_feed(replica_id)
@@ -289,6 +283,7 @@ class GatewayLedger:
         if message.stats is not None and (message.stats.draining or self.view.is_stalled(replica_id)):
             self.recalls.recall(replica_id)
         self.recalls.look(now)
+        self.moves.look(now)
         self.view.settle(message.accepted)
         for delta in message.deltas:
             if self.tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
@@ -333,6 +328,7 @@ class GatewayLedger:
     def _close_unused_feed(self, replica_id: str) -> None:
         if replica_id not in self._replica_of.values() and (feed := self._feeds.pop(replica_id, None)) is not None:
             feed.close()
+            self.moves.leave(replica_id)
             if replica_id in self._draining:
                 self._draining.discard(replica_id)
                 self.journal.note(EventKind.STOPPED, "no request of this gateway is left there", replica_id=replica_id)

@@ -15,7 +15,7 @@ from shoal_cluster.serve.call_times import CallTimes, LegTimes
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
-from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLost, ReplicaUnheard
+from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLeft, ReplicaLost, ReplicaUnheard
 from shoal_cluster.serve.request_id import leg_id
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
@@ -181,7 +181,11 @@ class Generation:
         for _ in range(MAX_REFUSALS):
             try:
                 refusal = await self._attempt(request, indexes, await self._excluded(refused))
-            except ReplicaUnheard:  # not counted as a resume: it costs only time, which the deadline limits
+            except ReplicaLeft as error:  # not counted as a resume: little is computed again
+                self._note_resume(f"moved: {error}")
+                self._resume(request, indexes, num_resumes)
+                return
+            except ReplicaUnheard:  # nor is this one: it costs only time, which the deadline limits
                 await asyncio.sleep(UNHEARD_S)
                 self._resume(request, indexes, num_resumes)
                 return
@@ -189,9 +193,7 @@ class Generation:
                 if num_resumes == MAX_RESUMES:
                     raise Unavailable(f"the request was resumed {MAX_RESUMES} times: {error}") from None
                 self.num_resumes += 1
-                self._ledger.journal.note(
-                    EventKind.RESUMED, str(error), replica_id=self._replica_id, request_id=self._request.request_id
-                )
+                self._note_resume(str(error))
                 self._resume(request, indexes, num_resumes + 1)
                 return
             if refusal is None:
@@ -245,13 +247,17 @@ class Generation:
             refusal = await leg.see_through(self._place(request, query, self._deadline_s), self._placement_timeout_s)
             times.end = "" if refusal is None else "refused"
             return None if refusal is None else (leg.replica_id, refusal)
-        except ReplicaLost:
-            times.end = "lost"
+        except ReplicaLost as error:
+            times.end = "moved" if isinstance(error, ReplicaLeft) else "lost"
             raise
         finally:
             if leg.is_replica_gone:
                 self._gone.add(leg.replica_id)
             self._ledger.unfollow(request.request_id)
+
+    def _note_resume(self, why: str) -> None:
+        request_id = self._request.request_id
+        self._ledger.journal.note(EventKind.RESUMED, why, replica_id=self._replica_id, request_id=request_id)
 
     def _resume(self, request: Request, indexes: range, num_resumes: int) -> None:
         """Go on elsewhere after the tokens that the client has: each sequence in its own leg, or, while there are no

@@ -36,6 +36,10 @@ class ReplicaLost(ShoalError):
     """The replica that ran a request has gone, or its feed has broken."""
 
 
+class ReplicaLeft(ReplicaLost):
+    """The replica has handed the running request back, as the gateway has asked because it drains."""
+
+
 class ReplicaUnheard(ReplicaLost):
     """The replica has no feed to this gateway, which has not noticed yet. It did not run the request but may soon."""
 
@@ -66,6 +70,7 @@ class Leg:
         self._sent_s: float | None = None  # when the request went to ``replica_id``
         self._refusal: Outcome | None = None  # why that replica does not run it
         self._lost = ""  # why that replica does not finish it
+        self._is_handed_back = False  # it had begun there
         self._routed: asyncio.Future[None] = loop.create_future()  # done when a replica has taken the request
         self._ended: asyncio.Future[None] = loop.create_future()  # done when it has finished, or is refused or lost
         self._outputs = outputs
@@ -81,7 +86,8 @@ class Leg:
         """Wait for the end. Returns why the replica refused the request, or None when its sequences are done.
 
         Raises:
-            ReplicaLost: the replica did not finish the request; ReplicaUnheard: it has no feed to this gateway.
+            ReplicaLost: the replica did not finish the request. ReplicaLeft: because it drains. ReplicaUnheard: it has
+                no feed to this gateway.
             InvalidArgument: the replica found the request invalid: no other replica should run it.
             Unavailable: no replica confirmed within ``placement_timeout_s`` of its turn that it had taken it.
         """
@@ -102,12 +108,16 @@ class Leg:
                 self.is_replica_gone = True
                 lost = f"replica {self.replica_id}: {type(error).__name__}"
             elif outcome.done():
-                if outcome.result().refused:
+                if outcome.result().refused and not self._has_begun:
                     return _reason(outcome.result())
-                await _first(self._ended, timeout_s=GRACE_S)
+                self._is_handed_back = outcome.result().refused
+                if not self._is_handed_back:
+                    await _first(self._ended, timeout_s=GRACE_S)
                 lost = f"replica {self.replica_id} ended the request early"
             elif self.is_done:
                 await _first(outcome, timeout_s=GRACE_S)  # cancelling a call that is returning would count as a failure
+            if not self.is_done and self._is_handed_back:
+                raise ReplicaLeft(f"replica {self.replica_id} drains")
             if not self.is_done:
                 raise ReplicaLost(lost)
             return None
@@ -141,11 +151,15 @@ class Leg:
 
     def _on_refused(self, replica_id: str, reason: str, field: str) -> None:
         self.replica_id = replica_id
-        if self._times.first_token_s is None:
-            self._refusal = Outcome(refused=True, reason=reason, field=field)
+        if self._has_begun:
+            self._is_handed_back = True
         else:
-            self._lost = f"replica {replica_id}: {reason}"
+            self._refusal = Outcome(refused=True, reason=reason, field=field)
         self._on_lost()
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._times.first_token_s is not None
 
     def _on_lost(self) -> None:
         if not self._ended.done():

@@ -95,7 +95,7 @@ class ServePlacement:
         due_in_s = dispatch.due_s - time.monotonic()  # hosts' clocks differ: the replica counts from its own now
         hashes = self._pending.query.block_hashes
         self._request = replace(self._request, due_s=due_in_s, yields=dispatch.yields, block_hashes=hashes)
-        self._source = self._ledger.source(dispatch.candidates, dispatch.decision.best)
+        self._source = self._ledger.moves.source(self._pending.query, dispatch.candidates, dispatch.decision.best)
         self._take_back = self._ledger.submit(self._request, dispatch.decision.best, self._source)
 
     def _end(self, waiter: Waiter, task: asyncio.Task[Outcome]) -> None:

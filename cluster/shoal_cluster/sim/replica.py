@@ -205,7 +205,7 @@ class SimReplica:
 
     def hand_back(self, request_id: str) -> bool:
         """Give up a request if none of it has been computed; return whether it was given up."""
-        if self._has_crashed or request_id not in self.scheduler.request_ids(only_unstarted=True):
+        if self._has_crashed or not self.scheduler.may_leave(request_id):
             return False
         self.scheduler.abort(request_id)
         self.tell((), landed=(request_id,))

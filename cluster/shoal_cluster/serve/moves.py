@@ -1,0 +1,105 @@
+"""Running requests leave replicas that drain: they go on elsewhere, with their cached blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal_cluster.policies.block_offer import best_offer
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import CAPACITY, OPEN_SLOTS, ROOM
+from shoal_cluster.policies.ranking import RouteQuery
+from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.serve.feed_client import FeedClient
+from shoal_cluster.serve.feed_messages import BlockSource
+from shoal_cluster.serve.request_id import call_of
+
+LOOK_S = 0.1  # how often a few requests are moved: those before have arrived by then, and count where they went
+MAX_AT_ONCE = 4
+KEPT_S = 60.0  # a request that has left a replica finds another within this time, or no blocks
+
+Address = tuple[str, int]
+
+
+class Moves:
+    """Owner: the gateway's ledger. Also knows where blocks can be fetched: replicas move with their requests.
+
+    Args:
+        feeds, replica_of, dispatched: the ledger's own: feeds by replica id; the replica of each request, by its id;
+            and its routing record.
+    """
+
+    def __init__(
+        self,
+        view: ClusterView,
+        feeds: Mapping[str, FeedClient],
+        replica_of: Mapping[str, str],
+        dispatched: Mapping[str, RouteRecord],
+    ) -> None:
+        self._view = view
+        self._feeds = feeds
+        self._replica_of = replica_of
+        self._dispatched = dispatched
+        self._addresses: dict[str, Address] = {}  # of replicas whose feeds are followed, members or not
+        self._asked: set[str] = set()
+        self._left: dict[str, tuple[float, Address]] = {}  # by call: when it left a replica, which still has its blocks
+        self._next_s = 0.0
+
+    def join(self, replica_id: str, blocks_address: Address | None) -> None:
+        """A replica is a member now; None: it gives no blocks."""
+        if blocks_address is None:
+            self._addresses.pop(replica_id, None)
+        else:
+            self._addresses[replica_id] = blocks_address
+
+    def leave(self, replica_id: str) -> None:
+        """A replica is neither a member any more nor followed."""
+        self._addresses.pop(replica_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that is over at its replica."""
+        self._asked.discard(request_id)
+
+    def look(self, now: float) -> None:
+        """Ask replicas that drain, or that Serve stops, for a few of their requests, as far as others have room now.
+        Where no blocks can be fetched, requests stay: elsewhere all would have to be computed again.
+        """
+        if now < self._next_s:
+            return
+        self._next_s = now + LOOK_S
+        self._left = {call: (at, where) for call, (at, where) in self._left.items() if now - at < KEPT_S}
+        cluster = self._view.present(now)
+        for replica_id in [r for r in self._addresses if self._drains(r, cluster)]:
+            self._move_some(replica_id, cluster, now)
+
+    def source(self, query: RouteQuery, candidates: Candidates, replica_id: str) -> BlockSource | None:
+        """Where the replica to which a request goes may fetch more of its blocks than it has."""
+        if (left := self._left.get(call_of(query.request_id))) is not None:
+            return BlockSource(*left[1], len(query.block_hashes))
+        offer = best_offer(candidates, replica_id)
+        address = None if offer is None else self._addresses.get(offer.replica_id)
+        return None if offer is None or address is None else BlockSource(*address, offer.num_blocks)
+
+    def _drains(self, replica_id: str, cluster: Candidates) -> bool:
+        if replica_id not in self._view:
+            return True
+        stats = cluster.stats[cluster.place(replica_id)]
+        return stats is not None and stats.draining
+
+    def _move_some(self, replica_id: str, cluster: Candidates, now: float) -> None:
+        takes = cluster.columns[CAPACITY] >= 0
+        room, slots = cluster.columns[ROOM] * takes, cluster.columns[OPEN_SLOTS] * takes
+        there = [r for r, where in self._replica_of.items() if where == replica_id and r not in self._asked]
+        for request_id in there[:MAX_AT_ONCE]:
+            record, feed = self._dispatched.get(request_id), self._feeds.get(replica_id)
+            if record is None or feed is None or not feed.is_open or not room.size:
+                continue
+            query, place = record.query, int(room.argmax())
+            num_blocks = query.num_blocks_needed + -(-query.decode_steps // query.block_size)
+            if room[place] < num_blocks or slots[place] < 1 or cluster.replica_ids[place] in query.excluded:
+                return
+            room[place] -= num_blocks
+            slots[place] -= 1
+            self._asked.add(request_id)
+            self._left[call_of(request_id)] = now, self._addresses[replica_id]
+            feed.recall(request_id, also_started=True)

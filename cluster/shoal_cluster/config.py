@@ -227,11 +227,6 @@ class ClusterConfig(Settings):
         return ClusterConfig.from_args(self.model_dump() | {"scaling": self.scaling.model_dump() | changes})
 
     @property
-    def weights_name(self) -> str:
-        """What replicas must have in common to take over each other's cached blocks."""
-        return f"{self.model} {self.replica.dtype} {self.replica.quantization}"
-
-    @property
     def name(self) -> str:
         """The name that clients use for the model: ``served_model_name``, else the last part of the model's path."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]

@@ -40,13 +40,13 @@ Prefault::~Prefault() {
 
 void Prefault::begin_use(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    ++uses_;
+    ++uses_, ++users_;
     wanted_ = std::max(wanted_, std::min(area_bytes_, bytes + std::max(kLeastAhead, kAhead / areas_)));
 }
 
 void Prefault::end_use() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    ++uses_;
+    ++uses_, --users_;
     if (sleeping_ && !is_done()) wake_.notify_one();
 }
 
@@ -72,7 +72,7 @@ void Prefault::work() {
         }
         const uint64_t seen = uses_;
         wake_.wait_for(lock, kPatience, [&] { return stopping_; });
-        while (!stopping_ && uses_ == seen && seen % 2 == 0 && !is_done()) {
+        while (!stopping_ && uses_ == seen && users_ == 0 && !is_done()) {
             lock.unlock();
             const bool made = make_page();  // only this thread changes real_ and next_
             lock.lock();

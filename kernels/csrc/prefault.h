@@ -21,7 +21,7 @@ public:
     Prefault(const Prefault&) = delete;
     Prefault& operator=(const Prefault&) = delete;
 
-    // While it lives, no page is begun. The first `bytes` of each area count as used from now on. One at a time.
+    // While it lives, no page is begun. The first `bytes` of each area count as used from now on.
     class Use {
     public:
         Use(Prefault& memory, int64_t bytes) : memory_(memory) { memory_.begin_use(bytes); }
@@ -46,7 +46,8 @@ private:
     std::condition_variable wake_;
     // Pages are made in rounds: each round makes, in every area, the page with byte real_; next_ is the next area.
     int64_t wanted_ = 0, real_ = 0, next_ = 0;
-    uint64_t uses_ = 0;  // begun plus ended: odd during a use
+    uint64_t uses_ = 0;  // begun plus ended
+    int users_ = 0;      // begun and not ended
     bool sleeping_ = false, stopping_ = false, has_failed_ = false;
     std::thread thread_;  // last, because it uses the other members
 };

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TypeVar
 
-from shoal_replica.errors import Unavailable
+from shoal_replica.errors import ConfigError
 from shoal_replica.executor import BlockPart, Executor, SchedulerOutput
 from shoal_replica.guest_table import GuestTable
 from shoal_replica.kv_cache import KVCacheManager
@@ -65,35 +65,38 @@ class BlockExchange:
             EngineDead: a rank has failed.
         """
         with closing(GuestTable(self._kv, block_hashes)) as table:
-            for start in range(first, table.num_blocks, num_at_once):
+            if self._kv.host.num_rows:  # a block that comes back from host memory counts as cached before it is there
+                await self._thread.run(lambda: None)
+            for start in range(first, table.num_filled, num_at_once):
                 block_ids = table.block_ids[start : start + num_at_once]
                 parts = await self._copy(partial(self._executor.read_blocks, block_ids))
                 self._totals.num_blocks_given += len(block_ids)
                 yield len(block_ids), parts
 
-    @asynccontextmanager
-    async def taking(self, block_hashes: Sequence[BlockHash]) -> AsyncIterator[Taking]:
-        """Take over the blocks of a prefix that are not on the device yet. What has come by the end stays cached.
-
-        Raises:
-            Unavailable: there is no room for them.
-            EngineDead: a rank has failed.
-        """
+    @contextmanager
+    def taking(self, block_hashes: Sequence[BlockHash]) -> Iterator[Taking]:
+        """Take over the blocks of a prefix that are not on the device yet. What has come by the end stays cached."""
         with closing(GuestTable(self._kv, block_hashes)) as table:
-            table.make_room()
-            moves_out = self._kv.host.take_moves()[0]  # what the blocks have held
-            step = SchedulerOutput(self._totals.num_steps, (), moves_out=moves_out)
-            # Also without any it waits for the step that runs, which may still use blocks of an aborted sequence.
-            await self._thread.run((lambda: self._executor.execute(step)) if moves_out else (lambda: None))
-            yield Taking(self, table, len(block_hashes))
+            yield Taking(self, table)
 
     async def fill(self, table: GuestTable, num_blocks: int, parts: Sequence[BlockPart]) -> None:
         """See ``Taking.take``, which calls this."""
-        block_ids = table.block_ids[table.num_blocks : table.num_blocks + num_blocks]
+        if len(table.block_ids) == table.num_filled:
+            await self._make_room(table)
+        block_ids = table.block_ids[table.num_filled : table.num_filled + num_blocks]
         await self._copy(partial(self._executor.write_blocks, block_ids, parts))
         table.commit(num_blocks)
         self._totals.num_blocks_taken += num_blocks
         self._on_taken()
+
+    async def _make_room(self, table: GuestTable) -> None:
+        """Add the missing blocks, and wait until they may be written: until the step that runs has ended, which may
+        still use blocks of an aborted sequence, and what they have held is in host memory.
+        """
+        table.make_room()
+        moves_out = self._kv.host.take_moves()[0]
+        step = SchedulerOutput(self._totals.num_steps, (), moves_out=moves_out)
+        await self._thread.run((lambda: self._executor.execute(step)) if moves_out else (lambda: None))
 
     async def _copy(self, work: Callable[[], T]) -> T:
         return await (self._thread.run(work) if self.waits_for_steps else self._thread.run_beside(work))
@@ -102,25 +105,24 @@ class BlockExchange:
 class Taking:
     """The blocks of one prefix, as they come."""
 
-    def __init__(self, exchange: BlockExchange, table: GuestTable, num_wanted: int) -> None:
+    def __init__(self, exchange: BlockExchange, table: GuestTable) -> None:
         self._exchange = exchange
         self._table = table
-        self._num_wanted = num_wanted
 
     @property
     def num_blocks(self) -> int:
         """Leading blocks that are here by now."""
-        return self._table.num_blocks
+        return self._table.num_filled
 
     async def take(self, num_blocks: int, parts: Sequence[BlockPart]) -> None:
         """Enter the next ``num_blocks`` blocks, of which ``parts`` are the contents.
 
         Raises:
-            Unavailable: so many are not missing.
-            ConfigError: they are of another kind than the blocks here.
+            Unavailable: there is no room for them.
+            ConfigError: so many are not missing, or they are of another kind than the blocks here.
             EngineDead: a rank has failed.
         """
-        num_missing = self._num_wanted - self.num_blocks
+        num_missing = self._table.num_wanted - self._table.num_filled
         if not 0 < num_blocks <= num_missing:
-            raise Unavailable(f"got {num_blocks} blocks; {num_missing} are missing")
+            raise ConfigError(f"blocks: got {num_blocks}; {num_missing} are missing")
         await self._exchange.fill(self._table, num_blocks, parts)

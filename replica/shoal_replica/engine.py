@@ -266,7 +266,7 @@ class Engine:
         flight.future.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(hear))
         try:
             while not (await asyncio.wait([taken], timeout=self._beat_s))[0]:
-                if self._thread.has_other_work:  # the step may wait for that
+                if self._thread.is_at_other_work:  # the step may wait for that
                     started = time.perf_counter()
                 if time.perf_counter() - started > self._step_timeout_s:
                     raise TimeoutError(f"a step took longer than {self._step_timeout_s:g} s")

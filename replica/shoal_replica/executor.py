@@ -176,7 +176,9 @@ class Executor(Protocol):
         ...
 
     def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
-        """The contents of blocks, one part for each rank. Unless it ``copies_beside_steps``, called between steps."""
+        """The contents of blocks, one part for each rank. Unless it ``copies_beside_steps``, called between steps.
+        Raises ConfigError if there is no memory for them.
+        """
         ...
 
     def write_blocks(self, block_ids: Sequence[int], parts: Sequence[BlockPart]) -> None:

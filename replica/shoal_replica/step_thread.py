@@ -48,6 +48,7 @@ class StepThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-step")
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="shoal-blocks")  # begun when it is first needed
         self._num_working = 0
+        self._is_at_work = False
 
     def depart(self, output: SchedulerOutput) -> Flight:
         return Flight(output, self._thread.submit(self._execute, output), is_ahead=False)
@@ -61,12 +62,17 @@ class StepThread:
         """Whether ``run`` is at work, or about to be: the executor must not be asked for anything else meanwhile."""
         return self._num_working > 0
 
+    @property
+    def is_at_other_work(self) -> bool:
+        """Whether ``run`` is at work, so that a step waits for that."""
+        return self._is_at_work
+
     async def run(self, work: Callable[[], T], then: Callable[[], None] = lambda: None) -> T:
         """Do other work of the executor, after the steps submitted before, and ``then`` on the loop, even if whoever
         waits is cancelled meanwhile: that ends only with the work. Raises what the work raises.
         """
         self._num_working += 1
-        working = asyncio.wrap_future(self._thread.submit(work))
+        working = asyncio.wrap_future(self._thread.submit(self._do, work))
 
         def end(done: asyncio.Future[T]) -> None:
             self._num_working -= 1
@@ -90,6 +96,13 @@ class StepThread:
             return False
         return True
 
+    def _do(self, work: Callable[[], T]) -> T:
+        self._is_at_work = True
+        try:
+            return work()
+        finally:
+            self._is_at_work = False
+
     def _execute(self, output: SchedulerOutput) -> Landed:
         started = time.perf_counter()
         result = self._executor.execute(output)
@@ -103,9 +116,17 @@ class StepThread:
 
 
 async def _to_the_end(working: asyncio.Future[T]) -> T:
-    """Wait for work that a thread does; if cancelled, until it is over: what it uses must not be freed before."""
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait([working])
-        raise
+    """Wait for work that a thread does; however often cancelled, until it is over: what it uses must not be freed
+    before.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not working.done():
+        try:
+            await asyncio.wait([working])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not working.cancelled():
+            working.exception()  # counts as retrieved
+        raise cancelled
+    return working.result()

@@ -353,9 +353,10 @@ async def test_blocks_of_one_engine_serve_another(llama: Path) -> None:
         engine.start()
     try:
         await one.add(make_request("one", prompt))
-        async with other.blocks.taking(hashes) as taking, aclosing(one.blocks.give(hashes, 0, 1)) as pieces:
-            async for piece in pieces:
-                await taking.take(*piece)
+        with other.blocks.taking(hashes) as taking:
+            async with aclosing(one.blocks.give(hashes, 0, 1)) as pieces:
+                async for piece in pieces:
+                    await taking.take(*piece)
             assert taking.num_blocks == 2
         await other.add(make_request("other", prompt))
         assert other.stats().num_cached_tokens == 256

@@ -39,7 +39,7 @@ async def answer(llm: AsyncLLM, prompt: list[int]) -> tuple[list[int], int]:
 
 async def transfer(one: AsyncLLM, other: AsyncLLM, prompt: list[int], num_at_once: int = 2) -> None:
     hashes = hash_blocks(prompt, one.engine.blocks.block_size)
-    async with other.engine.blocks.taking(hashes) as taking:
+    with other.engine.blocks.taking(hashes) as taking:
         async with aclosing(one.engine.blocks.give(hashes, taking.num_blocks, num_at_once)) as pieces:
             async for num_blocks, parts in pieces:
                 await taking.take(num_blocks, parts)

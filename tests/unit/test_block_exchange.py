@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
 from fixtures.engines import running_engine
-from fixtures.waiting import until
+from fixtures.waiting import DEADLINE_S, until
 
 from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError, Unavailable
 from shoal_replica.executor import BlockPart
 from shoal_replica.prefix_cache import BlockHash, hash_blocks
+from shoal_replica.request import FinishReason
 from shoal_replica.testing import expected_tokens, make_request
 
 PROMPT = tuple(range(100, 130))  # seven whole blocks of four tokens
@@ -26,15 +28,17 @@ async def pieces(engine: Engine, first: int = 0, num_at_once: int = 3) -> list[t
 
 
 async def take(engine: Engine, given: Sequence[tuple[int, tuple[BlockPart, ...]]], hashes: Sequence[BlockHash]) -> int:
-    async with engine.blocks.taking(hashes) as taking:
+    with engine.blocks.taking(hashes) as taking:
         for piece in given:
             await taking.take(*piece)
         return taking.num_blocks
 
 
+@pytest.mark.parametrize("beside_steps", [False, True])
 @pytest.mark.parametrize("first", [0, 2, 7])
-async def test_a_prompt_goes_on_from_another_engines_blocks(first: int) -> None:
-    async with running_engine() as (one, *_), running_engine() as (other, _, recorder):
+async def test_a_prompt_goes_on_from_another_engines_blocks(first: int, beside_steps: bool) -> None:
+    async with running_engine() as (one, giver, _), running_engine() as (other, taker, recorder):
+        giver.copies_beside_steps = taker.copies_beside_steps = beside_steps
         await one.add(make_request("r", PROMPT))
         if first:
             await other.add(make_request("before", PROMPT[: 4 * first], max_tokens=1))
@@ -98,7 +102,7 @@ async def test_contents_of_another_kind_are_refused_and_leave_nothing() -> None:
         assert other.stats().num_cached_blocks == other.stats().num_allocated_blocks == 0
         await other.add(make_request("r", PROMPT))
         assert recorder.tokens["r", 0] == expected_tokens(PROMPT, 4)
-        with pytest.raises(Unavailable, match="0 are missing"):
+        with pytest.raises(ConfigError, match="0 are missing"):
             await take(other, given, HASHES)
 
 
@@ -136,3 +140,86 @@ async def test_a_held_request_waits_for_its_release_and_can_be_taken_back() -> N
             await held[0]
         engine.release("a")  # it is over
         engine.check_invariants()
+
+
+async def test_blocks_that_come_back_from_host_memory_are_given_once_they_are_there() -> None:
+    async with (
+        running_engine(num_blocks=8, max_model_len=32, num_host_blocks=16) as (one, executor, _),
+        running_engine() as (other, _, recorder),
+    ):
+        await one.add(make_request("r", PROMPT[:28]))
+        await one.add(make_request("old", range(28)))  # whose blocks displace those of r
+        executor.copies_beside_steps = True
+        executor.gate.clear()
+        again = one.add(make_request("again", PROMPT[:28]))
+        await until(lambda: executor.is_held)  # its step has not brought them back yet
+        giving = asyncio.create_task(pieces(one))
+        await asyncio.sleep(0.02)
+        executor.gate.set()
+        await again
+        await take(other, await giving, HASHES)
+        await other.add(make_request("r", PROMPT))
+        assert recorder.tokens["r", 0] == expected_tokens(PROMPT, 4)
+
+
+async def test_however_often_it_is_cancelled_a_write_ends_before_its_blocks_are_given_out() -> None:
+    async with (
+        running_engine() as (one, *_),
+        running_engine(num_blocks=10, max_model_len=40) as (other, taker, recorder),
+    ):
+        await one.add(make_request("r", PROMPT))
+        given, gate, write = await pieces(one, num_at_once=7), threading.Event(), taker.write_blocks
+        taker.copies_beside_steps = True
+
+        def slowly(block_ids: Sequence[int], parts: Sequence[BlockPart]) -> None:
+            gate.wait(DEADLINE_S)
+            write(block_ids, parts)
+
+        taker.write_blocks = slowly  # type: ignore[method-assign]
+        taking = asyncio.create_task(take(other, given, HASHES))
+        await until(lambda: other.stats().num_allocated_blocks == 7)
+        await asyncio.sleep(0.02)
+        for _ in range(3):
+            taking.cancel()
+            await asyncio.sleep(0.01)
+            assert not taking.done()
+        victim = other.add(make_request("victim", range(29), max_tokens=6))
+        await asyncio.sleep(0.02)
+        gate.set()
+        await victim
+        assert recorder.tokens["victim", 0] == expected_tokens(range(29), 6)
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+
+
+@pytest.mark.parametrize("kind", ["gives", "takes"])
+async def test_a_step_that_hangs_is_noticed_whatever_waits_behind_it(kind: str) -> None:
+    async with running_engine() as (giver, *_), running_engine(step_timeout_s=0.2) as (engine, executor, recorder):
+        await giver.add(make_request("r", PROMPT))
+        given = await pieces(giver)
+        await engine.add(make_request("r", PROMPT[:9]))
+        executor.gate.clear()
+        engine.add(make_request("s", (1, 2, 3)))
+        await until(lambda: executor.is_held)
+        work = pieces(engine) if kind == "gives" else take(engine, given, HASHES)
+        waits = asyncio.ensure_future(work)
+        await until(lambda: recorder.reasons.get(("s", 0)) == FinishReason.ERROR)
+        executor.gate.set()
+        await asyncio.wait([waits])
+
+
+async def test_blocks_under_way_do_not_preempt_what_runs() -> None:
+    async with (
+        running_engine() as (one, *_),
+        running_engine(num_blocks=14, max_model_len=48) as (other, taker, recorder),
+    ):
+        await one.add(make_request("r", PROMPT))
+        given = await pieces(one)
+        taker.pause_s = 0.002
+        long = other.add(make_request("long", range(5), max_tokens=16))
+        await until(lambda: other.stats().num_generated_tokens)
+        with other.blocks.taking(HASHES) as taking:
+            await taking.take(*given[0])
+            await long
+        assert recorder.tokens["long", 0] == expected_tokens(range(5), 16)
+        assert other.stats().num_preemptions == 0

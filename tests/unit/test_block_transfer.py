@@ -15,9 +15,11 @@ from fixtures.waiting import until
 
 from shoal_cluster.policies.block_offer import BlockOffer, best_offer
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.transfer_pace import FORGET_S, START_S, TransferPace
 from shoal_cluster.serve import block_fetcher, block_server
 from shoal_cluster.serve.block_wire import MAX_FRAME_BYTES, Coming, Wanted, receive, receive_blocks, send_blocks
 from shoal_cluster.serve.feed_messages import BlockSource, Subscribe, frame
+from shoal_replica import guest_table
 from shoal_replica.executor import BlockPart
 from shoal_replica.prefix_cache import hash_blocks
 from shoal_replica.testing import expected_tokens, make_request
@@ -53,7 +55,7 @@ async def test_a_request_finds_the_blocks_of_another_replica() -> None:
             assert await answered(other, source_of(one)) == expected_tokens(PROMPT, 4)
         assert (one.engine.stats().num_blocks_given, other.engine.stats().num_blocks_taken) == (7, 7)
         assert other.engine.stats().num_cached_tokens == 28
-        assert other.fetcher._pace.block_s > 0
+        assert other.fetcher._pace._measured_s > 0
         await until(lambda: not other.fetcher._tasks and not one.block_server._giving)
         for made in (one, other):
             assert made.engine.stats().num_allocated_blocks == 0
@@ -191,20 +193,84 @@ async def test_one_that_reads_nothing_holds_no_blocks_for_long(monkeypatch: pyte
         writer.close()
 
 
-async def test_more_than_so_many_at_once_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_than_so_many_at_once_get_none_and_idle_connections_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(block_server, "MAX_AT_ONCE", 1)
     async with replica() as one:
         await one.engine.add(REQUEST)
-        idle = [await asyncio.open_connection(*one.blocks_address)]
-        await until(lambda: len(one.block_server._giving) == 1)
-        idle.append(await asyncio.open_connection(*one.blocks_address))
-        idle[1][1].write(frame(Wanted("model", HASHES, 0)))
-        assert await receive_blocks(idle[1][0]) == (0, ())
-        idle[0][1].write(frame(Wanted("model", HASHES, 5)))
-        num_blocks, parts = await receive_blocks(idle[0][0])
+        (_, idle), (reader, writer) = [await asyncio.open_connection(*one.blocks_address) for _ in range(2)]
+        writer.write(frame(Wanted("model", HASHES, 5)))
+        num_blocks, parts = await receive_blocks(reader)
         assert (num_blocks, len(parts)) == (2, 1)
-        for _, writer in idle:
-            writer.close()
+        monkeypatch.setattr(block_server, "MAX_AT_ONCE", 0)
+        other_reader, other = await asyncio.open_connection(*one.blocks_address)
+        other.write(frame(Wanted("model", HASHES, 0)))
+        assert await receive_blocks(other_reader) == (0, ())
+        for each in (idle, writer, other):
+            each.close()
+
+
+async def test_what_is_being_given_comes_to_its_end_when_the_replica_stops() -> None:
+    async with replica() as one, replica() as other:
+        await one.engine.add(REQUEST)
+        _, idle = await asyncio.open_connection(*one.blocks_address)
+        one.executor.gate.clear()
+        step = one.engine.add(make_request("holds up the copies", (1, 2, 3)))
+        await until(lambda: one.executor.is_held)
+        with await followed(other):
+            call = asyncio.create_task(answered(other, source_of(one)))
+            await until(lambda: one.block_server._giving)
+            closing = asyncio.create_task(one.block_server.close())
+            one.executor.gate.set()
+            assert await call == expected_tokens(PROMPT, 4)
+        await closing
+        await step
+        assert other.engine.stats().num_blocks_taken == 7
+        idle.close()
+
+
+async def test_requests_that_lack_the_same_blocks_fetch_them_once() -> None:
+    async with replica() as one, replica() as other:
+        await one.engine.add(REQUEST)
+        with await followed(other):
+            calls = [other.call(replace(REQUEST, request_id=f"r{n}"), "g", source_of(one)) for n in range(6)]
+            for outcome in await asyncio.gather(*calls):
+                assert not outcome.refused
+        assert other.engine.stats().num_blocks_taken == 7
+        assert other.engine.stats().num_cached_tokens == 6 * 28
+        assert not other.fetcher._by_first
+
+
+async def test_any_error_releases_the_request() -> None:
+    async with replica() as one, replica() as other:
+        await one.engine.add(REQUEST)
+
+        def fail(*_: object) -> None:
+            raise OverflowError("a bug")
+
+        other.executor.write_blocks = fail  # type: ignore[method-assign]
+        with await followed(other):
+            assert await answered(other, source_of(one)) == expected_tokens(PROMPT, 4)
+
+
+async def test_lack_of_room_here_is_not_the_other_replicas_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest_table, "LEAST_LEFT", 1)  # the whole pool
+    async with replica() as one, replica() as other:
+        await one.engine.add(REQUEST)
+        with await followed(other):
+            assert await answered(other, source_of(one)) == expected_tokens(PROMPT, 4)
+        assert other.engine.stats().num_blocks_taken == 0
+        assert not other.fetcher._failed
+
+
+def test_one_slow_transfer_is_forgotten() -> None:
+    pace = TransferPace(0.0007)
+    pace.take(2, 0.405, now=100.0)
+    assert not pace.is_worth(64, 64 * 0.016, now=100.0)
+    assert pace.is_worth(64, 64 * 0.016, now=100.0 + 5 * FORGET_S)
+    pace.take(64, START_S + 64 * 0.0001, now=10_000.0)
+    assert pace.block_s(now=10_100.0) == pytest.approx(0.0007 - 0.3 * 0.0006)  # a faster one is not
 
 
 async def test_only_what_comes_sooner_than_it_is_computed_is_fetched() -> None:
@@ -215,11 +281,11 @@ async def test_only_what_comes_sooner_than_it_is_computed_is_fetched() -> None:
         assert not fetcher.is_worth(replace(REQUEST, block_hashes=()), source)
         assert not fetcher.is_worth(make_request("r", PROMPT[:4], block_hashes=HASHES[:1]), source)  # the last token
         one.engine._pace._token_s = 0.001  # 28 tokens take 28 ms, and to ask 5
-        fetcher._pace.block_s = 0.001
+        fetcher._pace._mean_s = fetcher._pace._assumed_s = 0.001
         assert fetcher.is_worth(REQUEST, source)
-        fetcher._pace.block_s = 0.002
+        fetcher._pace._mean_s = fetcher._pace._assumed_s = 0.002
         assert not fetcher.is_worth(REQUEST, source)
-        fetcher._pace.block_s = 0.001
+        fetcher._pace._mean_s = fetcher._pace._assumed_s = 0.001
         await one.engine.add(make_request("before", PROMPT[:13], max_tokens=1))
         one.engine._pace._token_s = 0.001
         assert not fetcher.is_worth(REQUEST, source)  # four blocks are left

@@ -61,8 +61,10 @@ async def test_a_running_request_goes_on_elsewhere_with_its_blocks(leaves: str) 
         assert taken >= 7  # all full blocks of the prompt and of more than ten tokens
         assert other.engine.stats().num_cached_tokens == len(PROMPT)  # nothing of it is computed again
         told = [event.text for event in serve.ledger.journal.last(9) if event.kind is EventKind.RESUMED]
-        assert told == [f"moved: replica {owner} drains"]
+        assert told == [f"moved: replica {owner} has handed it back"]
         assert [leg.end for leg in serve.times[0].legs] == ["moved", ""]
+        quality = serve.ledger.tally.quality()
+        assert quality.num_cached_tokens == quality.num_predicted_tokens
 
 
 async def test_sequences_of_one_request_each_go_on() -> None:

@@ -7,10 +7,11 @@ import logging
 import time
 
 from shoal_cluster.policies.transfer_pace import TransferPace
-from shoal_cluster.serve.block_wire import Wanted, receive_blocks
+from shoal_cluster.serve.block_wire import READ_BYTES, Wanted, receive_blocks
 from shoal_cluster.serve.feed_messages import BlockSource, frame
 from shoal_replica.engine import Engine
-from shoal_replica.errors import EngineDead, ShoalError
+from shoal_replica.errors import EngineDead, ShoalError, Unavailable
+from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request
 
 ASSUMED_BYTES_PER_S = 2**29
@@ -19,6 +20,7 @@ ASSUMED_BYTES_PER_S = 2**29
 LEAST_S = 0.25
 """A fetch is given up when computing the blocks would be done by now, but not before this."""
 
+MOST_S = 10.0  # in any case: other sequences may need the blocks
 UNKNOWN_S = 2.0  # the same while nothing is known of how long that takes
 MAX_AT_ONCE = 8
 RETRY_S = 10.0  # after a failure, nothing is asked of that replica for so long
@@ -27,6 +29,7 @@ CLOSE_S = 5.0
 logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
+Hashes = tuple[BlockHash, ...]
 
 
 class BlockFetcher:
@@ -42,16 +45,19 @@ class BlockFetcher:
         self._model = model
         self._pace = TransferPace(block_bytes / ASSUMED_BYTES_PER_S)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._by_first: dict[BlockHash, asyncio.Future[None]] = {}  # fetches under way, by the first block that comes
         self._failed: dict[Address, float] = {}  # when the last fetch from there failed
 
     def is_worth(self, request: Request, source: BlockSource | None) -> bool:
         """Whether ``request`` is to wait for the blocks that ``source`` has."""
-        if source is None or not request.block_hashes or len(self._tasks) >= MAX_AT_ONCE:
+        if source is None or len(self._tasks) >= MAX_AT_ONCE:
             return False
-        if time.monotonic() - self._failed.get((source.host, source.port), -RETRY_S) < RETRY_S:
+        now, wanted = time.monotonic(), self._wanted(request, source)
+        self._failed = {address: at for address, at in self._failed.items() if now - at < RETRY_S}
+        num_blocks = self._engine.blocks.num_missing(wanted)
+        if not num_blocks or (source.host, source.port) in self._failed:
             return False
-        num_blocks = self._num_missing(request, source)
-        return self._pace.is_worth(num_blocks, self._compute_s(num_blocks))
+        return self._pace.is_worth(num_blocks, self._compute_s(num_blocks), now)
 
     def fetch(self, request: Request, source: BlockSource, finished: asyncio.Future[None]) -> None:
         """Begin to fetch the blocks of a held request, and release it once they are here, or will not come.
@@ -70,41 +76,59 @@ class BlockFetcher:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
     async def _fetch(self, request: Request, source: BlockSource) -> None:
-        compute_s, began_s = self._compute_s(self._num_missing(request, source)), time.monotonic()
+        wanted = self._wanted(request, source)
+        compute_s = self._compute_s(self._engine.blocks.num_missing(wanted))
         try:
-            async with asyncio.timeout(UNKNOWN_S if compute_s is None else max(LEAST_S, compute_s)):
-                num_blocks = await self._take(request, source)
+            async with asyncio.timeout(UNKNOWN_S if compute_s is None else min(MOST_S, max(LEAST_S, compute_s))):
+                await self._follow(wanted)
+                await self._take(wanted, source)
+        except Unavailable as error:
+            logger.debug("request %s: blocks could not be taken over: %s", request.request_id, error)
+        except EngineDead:
+            pass  # which all requests are told
         except (OSError, EOFError, ValueError, TimeoutError, ShoalError) as error:
-            if not isinstance(error, EngineDead):
-                told = str(error) or type(error).__name__
-                logger.info("request %s: blocks could not be fetched: %s", request.request_id, told)
+            told = str(error) or type(error).__name__
+            logger.info("request %s: blocks could not be fetched: %s", request.request_id, told)
             self._failed[source.host, source.port] = time.monotonic()
-        else:
-            if num_blocks:
-                self._pace.take(num_blocks, time.monotonic() - began_s)
-        self._engine.release(request.request_id)
+        except Exception:
+            logger.exception("request %s: blocks could not be fetched", request.request_id)
+        finally:
+            self._engine.release(request.request_id)
 
-    async def _take(self, request: Request, source: BlockSource) -> int:
-        """Fetch what is missing. Returns how many blocks have come."""
-        hashes = request.block_hashes[: self._num_usable(request, source)]
-        reader, writer = await asyncio.open_connection(source.host, source.port)
-        try:
-            async with self._engine.blocks.taking(hashes) as taking:
-                first = taking.num_blocks
-                writer.write(frame(Wanted(self._model, hashes, first)))
+    async def _follow(self, wanted: Hashes) -> None:
+        """Wait while another request fetches what is missing first: it may be all."""
+        num_missing = self._engine.blocks.num_missing(wanted)
+        while num_missing and (other := self._by_first.get(wanted[-num_missing])) is not None:
+            await asyncio.wait([other])
+            num_missing = self._engine.blocks.num_missing(wanted)
+
+    async def _take(self, wanted: Hashes, source: BlockSource) -> None:
+        """Fetch what is missing."""
+        with self._engine.blocks.taking(wanted) as taking:
+            first = taking.num_blocks
+            if first == len(wanted):
+                return
+            done = self._by_first[wanted[first]] = asyncio.get_running_loop().create_future()
+            writer: asyncio.StreamWriter | None = None
+            try:
+                reader, writer = await asyncio.open_connection(source.host, source.port, limit=READ_BYTES)
+                began_s = time.monotonic()
+                writer.write(frame(Wanted(self._model, wanted, first)))
                 while (piece := await receive_blocks(reader))[0]:
                     await taking.take(*piece)
-                return taking.num_blocks - first
-        finally:
-            writer.transport.abort()
+                if num_blocks := taking.num_blocks - first:
+                    now = time.monotonic()
+                    self._pace.take(num_blocks, now - began_s, now)
+            finally:
+                del self._by_first[wanted[first]]
+                done.set_result(None)
+                if writer is not None:
+                    writer.transport.abort()
 
-    def _num_usable(self, request: Request, source: BlockSource) -> int:
-        """Leading blocks that the source has and the request can use: its last token is always computed."""
+    def _wanted(self, request: Request, source: BlockSource) -> Hashes:
+        """The leading blocks that the source has and the request can use: its last token is always computed."""
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        return min(source.num_blocks, (num_tokens - 1) // self._engine.blocks.block_size, len(request.block_hashes))
-
-    def _num_missing(self, request: Request, source: BlockSource) -> int:
-        return self._engine.blocks.num_missing(request.block_hashes[: self._num_usable(request, source)])
+        return request.block_hashes[: min(source.num_blocks, (num_tokens - 1) // self._engine.blocks.block_size)]
 
     def _compute_s(self, num_blocks: int) -> float | None:
         """Seconds to compute so many blocks; None if no prompt has been measured yet."""

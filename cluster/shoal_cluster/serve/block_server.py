@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 from shoal_cluster.serve.block_wire import PIECE_BYTES, PIECE_BYTES_BETWEEN_STEPS, Coming, Wanted, receive, send_blocks
 from shoal_cluster.serve.feed_messages import frame
@@ -35,7 +35,8 @@ class BlockServer:
         piece_bytes = PIECE_BYTES_BETWEEN_STEPS if blocks.waits_for_steps else PIECE_BYTES
         self._num_at_once = max(1, piece_bytes // block_bytes)
         self._server: asyncio.Server | None = None
-        self._giving: set[asyncio.Task[None]] = set()
+        self._open: set[asyncio.Task[None]] = set()  # connections
+        self._giving: set[asyncio.Task[None]] = set()  # those that have asked
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listen on a free port of ``host``; returns the address."""
@@ -44,43 +45,61 @@ class BlockServer:
         return address
 
     async def close(self) -> None:
-        """Stop listening, and let what is being given come to its end, up to ``LAST_GIVE_S``: requests that were here
-        a moment ago go on elsewhere.
+        """Stop listening, and let what is being given come to its end, up to ``LAST_GIVE_S``: requests that were here a
+        moment ago go on elsewhere.
         """
         if self._server is not None:
             self._server.close()
-        if self._giving:
-            await asyncio.wait(self._giving, timeout=LAST_GIVE_S)
-        for task in self._giving:
+        for task in self._open - self._giving:
             task.cancel()
         if self._giving:
-            await asyncio.wait(self._giving, timeout=CLOSE_S)
+            await asyncio.wait(self._giving, timeout=LAST_GIVE_S)
+        for task in self._open:
+            task.cancel()
+        if self._open:
+            await asyncio.wait(self._open, timeout=CLOSE_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._giving.add(task)
+        self._open.add(task)
+        has_ended = False
         try:
             async with asyncio.timeout(GIVE_S):
-                await self._give(reader, writer)
+                wanted = await receive(reader, Wanted)
+                self._giving.add(task)
+                await self._give(wanted, writer)
+            has_ended = True
         except (OSError, EOFError, ValueError, TimeoutError) as error:  # it is gone, or no replica
             logger.debug("blocks could not be given: %s", error)
-        except ShoalError as error:  # a rank has failed, and the replica is about to end
+        except ShoalError as error:  # no memory; or a rank has failed, and the replica is about to end
             logger.warning("blocks could not be given: %s", error)
         except asyncio.CancelledError:
             pass  # by ``close``; the server does not expect its tasks to be cancelled
+        except Exception:  # others are to get theirs
+            logger.exception("blocks could not be given")
         finally:
+            self._open.discard(task)
             self._giving.discard(task)
-            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
-            with suppress(OSError, TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
-                    await writer.wait_closed()
+            await _end(writer, has_ended)
 
-    async def _give(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        wanted = await receive(reader, Wanted)
+    async def _give(self, wanted: Wanted, writer: asyncio.StreamWriter) -> None:
         if wanted.model == self._model and len(self._giving) <= MAX_AT_ONCE and wanted.first >= 0:
             async with aclosing(self._blocks.give(wanted.block_hashes, wanted.first, self._num_at_once)) as pieces:
                 async for num_blocks, parts in pieces:
                     await send_blocks(writer, num_blocks, parts)
         writer.write(frame(Coming()))
         await writer.drain()
+
+
+async def _end(writer: asyncio.StreamWriter, has_ended: bool) -> None:
+    """Close a connection; what is still to be sent is sent if all ``has_ended`` well."""
+    if has_ended:
+        writer.close()
+    else:
+        writer.transport.abort()
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await writer.wait_closed()
+    except (OSError, TimeoutError):
+        writer.transport.abort()

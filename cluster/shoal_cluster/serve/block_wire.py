@@ -25,7 +25,10 @@ PIECE_BYTES_BETWEEN_STEPS = 32 * 2**20
 """The same where each piece waits for the end of a step, and the next step for the piece."""
 
 MAX_FRAME_BYTES = 64 * 2**20  # hashes of four million blocks
-MAX_PIECE_BYTES = 2**30
+MAX_PIECE_BYTES = 2**27  # what a rank takes in one message is limited, too
+
+READ_BYTES = 2**22
+"""Of a connection, so many bytes are read ahead."""
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 

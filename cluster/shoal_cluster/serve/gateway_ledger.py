@@ -140,6 +140,8 @@ class GatewayLedger:
         feed, request_id = self._feeds.get(replica_id), request.request_id
         if feed is None or replica_id not in self._members or not feed.submit(request, source):
             return None
+        if source is not None:
+            self.tally.leave_out(request_id)
         self._sent.submit(request_id, replica_id)
         self._note_replica(request_id, replica_id, is_taken=False)
         return lambda: feed.abort(request_id)

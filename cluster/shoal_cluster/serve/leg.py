@@ -69,7 +69,6 @@ class Leg:
         self.is_replica_gone = False  # the replica cannot finish what it took, be it this request or another
         self._sent_s: float | None = None  # when the request went to ``replica_id``
         self._refusal: Outcome | None = None  # why that replica does not run it
-        self._lost = ""  # why that replica does not finish it
         self._is_handed_back = False  # it had begun there
         self._routed: asyncio.Future[None] = loop.create_future()  # done when a replica has taken the request
         self._ended: asyncio.Future[None] = loop.create_future()  # done when it has finished, or is refused or lost
@@ -103,7 +102,7 @@ class Leg:
             await _first(outcome, self._ended)
             if self._refusal is not None:
                 return _reason(self._refusal)
-            lost = self._lost or f"the feed of replica {self.replica_id} broke"
+            lost = f"the feed of replica {self.replica_id} broke"
             if outcome.done() and (error := _error(outcome)) is not None:
                 self.is_replica_gone = True
                 lost = f"replica {self.replica_id}: {type(error).__name__}"
@@ -117,7 +116,7 @@ class Leg:
             elif self.is_done:
                 await _first(outcome, timeout_s=GRACE_S)  # cancelling a call that is returning would count as a failure
             if not self.is_done and self._is_handed_back:
-                raise ReplicaLeft(f"replica {self.replica_id} drains")
+                raise ReplicaLeft(f"replica {self.replica_id} has handed it back")
             if not self.is_done:
                 raise ReplicaLost(lost)
             return None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from shoal_cluster.policies.block_offer import best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, OPEN_SLOTS, ROOM
-from shoal_cluster.policies.ranking import RouteQuery
+from shoal_cluster.policies.ranking import RouteQuery, is_eligible
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed_client import FeedClient
@@ -16,7 +18,7 @@ from shoal_cluster.serve.request_id import call_of
 
 LOOK_S = 0.1  # how often a few requests are moved: those before have arrived by then, and count where they went
 MAX_AT_ONCE = 4
-KEPT_S = 60.0  # a request that has left a replica finds another within this time, or no blocks
+KEPT_S = 10.0  # a request that has left a replica finds another within this time, or no blocks
 
 Address = tuple[str, int]
 
@@ -89,17 +91,23 @@ class Moves:
     def _move_some(self, replica_id: str, cluster: Candidates, now: float) -> None:
         takes = cluster.columns[CAPACITY] >= 0
         room, slots = cluster.columns[ROOM] * takes, cluster.columns[OPEN_SLOTS] * takes
-        there = [r for r, where in self._replica_of.items() if where == replica_id and r not in self._asked]
-        for request_id in there[:MAX_AT_ONCE]:
-            record, feed = self._dispatched.get(request_id), self._feeds.get(replica_id)
-            if record is None or feed is None or not feed.is_open or not room.size:
+        feed, num_asked = self._feeds.get(replica_id), 0
+        if feed is None or not feed.is_open:
+            return
+        for request_id in [r for r, where in self._replica_of.items() if where == replica_id and r not in self._asked]:
+            if (record := self._dispatched.get(request_id)) is None:
                 continue
-            query, place = record.query, int(room.argmax())
+            query = record.query
             num_blocks = query.num_blocks_needed + -(-query.decode_steps // query.block_size)
-            if room[place] < num_blocks or slots[place] < 1 or cluster.replica_ids[place] in query.excluded:
-                return
+            fits = is_eligible(query, cluster) & (room >= num_blocks) & (slots >= 1)
+            if not fits.any():
+                continue
+            place = int(np.where(fits, room, -1).argmax())
             room[place] -= num_blocks
             slots[place] -= 1
             self._asked.add(request_id)
             self._left[call_of(request_id)] = now, self._addresses[replica_id]
             feed.recall(request_id, also_started=True)
+            num_asked += 1
+            if num_asked == MAX_AT_ONCE:
+                return

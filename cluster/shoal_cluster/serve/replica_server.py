@@ -31,6 +31,7 @@ from shoal_cluster.serve.request_router import BLOCKS_KEY, FEED_KEY, REPORT_KEY
 from shoal_replica.build import build_engine, build_executor, plan_replica
 from shoal_replica.config import EngineConfig
 from shoal_replica.errors import EngineDead, Unavailable
+from shoal_replica.fingerprint import fingerprint
 from shoal_replica.reports import StepReport
 from shoal_replica.request import Request
 
@@ -78,7 +79,7 @@ class ReplicaServer:
         )
         host = ray.util.get_node_ip_address() if settings.feed_host == "node" else settings.feed_host
         self._address = await self._feed.start(host)
-        block_bytes, name = shape.block_bytes(cache.block_size), config.weights_name
+        block_bytes, name = shape.block_bytes(cache.block_size), await asyncio.to_thread(fingerprint, resolved)
         transfers = settings.kv_transfer and settings.enable_prefix_caching
         self._block_server = BlockServer(self._engine.blocks, name, block_bytes)
         self._blocks_address = await self._block_server.start(host) if transfers else None

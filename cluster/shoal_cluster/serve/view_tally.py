@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal_cluster.policies.block_offer import best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.routing import RouteQuery
 
@@ -47,7 +46,7 @@ class ViewTally:
     """Remembers what a placement was decided on until its first token shows how accurate that was."""
 
     def __init__(self) -> None:
-        self._pending: dict[str, tuple[RouteQuery, Candidates]] = {}
+        self._pending: dict[str, tuple[RouteQuery, Candidates] | None] = {}
         self._sums = [0, 0, 0, 0]
         self._ages_s: deque[float] = deque(maxlen=NUM_AGES)
 
@@ -58,18 +57,22 @@ class ViewTally:
 
     def take(self, request_id: str, replica_id: str, num_cached_tokens: int) -> bool:
         """A token has come. Returns whether it is the first of a noted placement; later ones do not count."""
-        pending = self._pending.pop(request_id, None)
-        if pending is None:
+        if request_id not in self._pending:
             return False
+        if (pending := self._pending.pop(request_id)) is None:
+            return True
         query, replicas = pending
         if replica_id in replicas.replica_ids:
             predicted = predicted_tokens(query, replicas.matched_by(replica_id))
             found = num_cached_tokens - num_cached_tokens % query.block_size
-            if found > predicted and best_offer(replicas, replica_id) is not None:
-                found = predicted  # another replica gave the rest, which says nothing of the view
             for place, amount in enumerate((1, query.num_prompt_tokens, predicted, found)):
                 self._sums[place] += amount
         return True
+
+    def leave_out(self, request_id: str) -> None:
+        """A placed request may be given blocks by another replica: what it finds cached says nothing of the view."""
+        if request_id in self._pending:
+            self._pending[request_id] = None
 
     def forget(self, request_id: str) -> None:
         """Forget a request that goes elsewhere or has ended. Unknown ids are ignored."""

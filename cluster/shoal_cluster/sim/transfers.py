@@ -46,7 +46,7 @@ class Transfers:
         num_missing = kv.num_missing(wanted)
         compute_s = num_missing * kv.block_size * token_s if token_s else None
         giver = self._replicas.get(offer.replica_id)
-        if giver is None or not self._pace.is_worth(num_missing, compute_s):
+        if giver is None or not self._pace.is_worth(num_missing, compute_s, self._loop.now):
             return False
         here = GuestTable(kv, wanted)
         try:
@@ -55,7 +55,7 @@ class Transfers:
             here.close()
             return False
         there = GuestTable(giver.scheduler.kv, wanted)
-        num_blocks = max(0, there.num_blocks - here.num_blocks)
+        num_blocks = max(0, there.num_filled - here.num_filled)
 
         def end() -> None:
             if num_blocks and self._replicas.get(offer.replica_id) is giver:
@@ -66,5 +66,5 @@ class Transfers:
             there.close()
             then()
 
-        self._loop.after(self._pace.seconds(num_blocks), end)
+        self._loop.after(self._pace.seconds(num_blocks, self._loop.now), end)
         return True

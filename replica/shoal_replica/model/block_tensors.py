@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class BlockTensors:
-    """Keys and values of each layer, [num_blocks, ...], all of one shape, dtype and device. ``what`` tells layouts of
+    """Keys and values of each layer, [num_blocks, ...], all of one shape, dtype and device. ``layers`` tells layouts of
     equal shapes apart.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], what: str) -> None:
+    def __init__(self, tensors: Sequence[Tensor], layers: str) -> None:
         self.tensors = tensors
-        self._what = what
+        self._layers = layers
 
     @property
     def layout(self) -> str:
         first = self.tensors[0]
         sizes = " x ".join(map(str, (len(self.tensors), *first.shape[1:])))
-        return f"torch {first.device.type} {str(first.dtype).removeprefix('torch.')}, {self._what}, {sizes}"
+        return f"torch {first.device.type} {str(first.dtype).removeprefix('torch.')}, {self._layers}, {sizes}"
 
     def read(self, block_ids: Sequence[int]) -> memoryview:
         """The contents of blocks, tensor by tensor."""

@@ -135,8 +135,11 @@ class ModelRunner:
         return self._decoder.copies_beside_steps
 
     def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
-        """The contents of blocks on this rank, as one part."""
-        return (BlockPart(self._decoder.block_layout, self._decoder.read_blocks(block_ids)),)
+        """The contents of blocks on this rank, as one part. Raises ConfigError if there is no memory for them."""
+        try:
+            return (BlockPart(self._decoder.block_layout, self._decoder.read_blocks(block_ids)),)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(f"blocks: {error}") from None
 
     def write_blocks(self, block_ids: Sequence[int], parts: Sequence[BlockPart]) -> None:
         """Fill blocks on this rank. Raises ConfigError if the contents are of another kind."""
@@ -145,7 +148,7 @@ class ModelRunner:
             raise ConfigError(f"blocks: are of {', '.join(part.layout for part in parts)}; must be of {here}")
         try:
             self._decoder.write_blocks(block_ids, parts[0].contents)
-        except ValueError as error:
+        except (ValueError, RuntimeError, MemoryError) as error:
             raise ConfigError(f"blocks: {error}") from None
 
     def check_health(self) -> None:

@@ -7,7 +7,6 @@ import secrets
 import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from time import monotonic
 from typing import NoReturn
 
@@ -111,8 +110,11 @@ class RankExecutor:
         return False
 
     def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
-        """Each rank's part of some blocks. Raises EngineDead as ``execute`` does."""
+        """Each rank's part of some blocks. Raises ConfigError if there is no memory for them, EngineDead as ``execute``
+        does.
+        """
         answers = self._ask(dict.fromkeys(self._ranks, ReadBlocks(tuple(block_ids))))
+        _raise_first(_refusals(answers))
         return tuple(answer.part for answer in answers if isinstance(answer, Blocks))
 
     def write_blocks(self, block_ids: Sequence[int], parts: Sequence[BlockPart]) -> None:
@@ -151,19 +153,22 @@ class RankExecutor:
         """Have ranks do something between steps. Returns their answers, in the order of ``messages``."""
         self._raise_failure()
         for rank, message in messages.items():
-            with suppress(OSError):  # it is gone: what it sent before is read below
+            try:
                 self._links[rank].send(frame(message))
+            except TimeoutError:
+                self._fail(rank, f"hangs: has not read what it was asked for {self._timeout_s:g} s")
+            except OSError:
+                continue  # it is gone: what it sent before is read below
         answers: dict[int, Ready | Refused | Blocks] = {}
         deadline = monotonic() + ASKED_TIMEOUT_S
         while waiting := messages.keys() - answers.keys():
             for rank, answer in self._poll(POLL_S):
-                is_expected = isinstance(answer, Blocks if isinstance(messages[rank], ReadBlocks) else Ready | Refused)
-                if not is_expected or not isinstance(answer, Ready | Refused | Blocks):
+                if rank not in waiting or not isinstance(answer, Ready | Refused | Blocks):
                     self._fail(rank, f"sent an unexpected {type(answer).__name__}")
                 answers[rank] = answer
             self._check_silence()
-            if monotonic() > deadline:
-                self._fail(min(waiting), f"did not answer in {ASKED_TIMEOUT_S:g} s")
+            if (late := messages.keys() - answers.keys()) and monotonic() > deadline:
+                self._fail(min(late), f"did not answer in {ASKED_TIMEOUT_S:g} s")
         return [answers[rank] for rank in messages]
 
     def _start(self, config: EngineConfig, launcher: RankLauncher, deadline: float) -> None:

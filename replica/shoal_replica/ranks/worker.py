@@ -109,7 +109,10 @@ def _run(link: EngineLink, runner: RankRunner, heart: _Heart) -> None:
                 runner.unload(name)
                 link.send(Ready())
             case ReadBlocks(block_ids):
-                link.send(Blocks(runner.read_blocks(block_ids)))
+                try:
+                    link.send(Blocks(runner.read_blocks(block_ids)))
+                except ConfigError as error:
+                    link.send(Refused(str(error)))
             case WriteBlocks(block_ids, part):
                 try:
                     runner.write_blocks(block_ids, part)

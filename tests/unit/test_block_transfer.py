@@ -239,7 +239,7 @@ async def test_requests_that_lack_the_same_blocks_fetch_them_once() -> None:
                 assert not outcome.refused
         assert other.engine.stats().num_blocks_taken == 7
         assert other.engine.stats().num_cached_tokens == 6 * 28
-        assert not other.fetcher._by_first
+        assert other.fetcher._num_blocks == 0
 
 
 async def test_any_error_releases_the_request() -> None:

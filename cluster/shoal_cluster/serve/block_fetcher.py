@@ -18,9 +18,9 @@ ASSUMED_BYTES_PER_S = 2**29
 """How fast blocks come before any have: a slow network's pace. What is measured takes its place."""
 
 LEAST_S = 0.25
-"""A fetch is given up when computing the blocks would be done by now, but not before this."""
+"""From its turn on, a fetch may take as long as computing the blocks would, or so long if that is longer."""
 
-MOST_S = 10.0  # in any case: other sequences may need the blocks
+MOST_S = 10.0  # in any case, with the wait for its turn
 UNKNOWN_S = 2.0  # the same while nothing is known of how long that takes
 MAX_AT_ONCE = 8
 RETRY_S = 10.0  # after a failure, nothing is asked of that replica for so long
@@ -45,7 +45,8 @@ class BlockFetcher:
         self._model = model
         self._pace = TransferPace(block_bytes / ASSUMED_BYTES_PER_S)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._by_first: dict[BlockHash, asyncio.Future[None]] = {}  # fetches under way, by the first block that comes
+        self._turn = asyncio.Lock()  # one fetch after the other: together all would be late
+        self._num_blocks = 0  # of all fetches to come
         self._failed: dict[Address, float] = {}  # when the last fetch from there failed
 
     def is_worth(self, request: Request, source: BlockSource | None) -> bool:
@@ -57,7 +58,7 @@ class BlockFetcher:
         num_blocks = self._engine.blocks.num_missing(wanted)
         if not num_blocks or (source.host, source.port) in self._failed:
             return False
-        return self._pace.is_worth(num_blocks, self._compute_s(num_blocks), now)
+        return self._pace.is_worth(self._num_blocks + num_blocks, self._compute_s(num_blocks), now)
 
     def fetch(self, request: Request, source: BlockSource, finished: asyncio.Future[None]) -> None:
         """Begin to fetch the blocks of a held request, and release it once they are here, or will not come.
@@ -77,11 +78,13 @@ class BlockFetcher:
 
     async def _fetch(self, request: Request, source: BlockSource) -> None:
         wanted = self._wanted(request, source)
-        compute_s = self._compute_s(self._engine.blocks.num_missing(wanted))
+        num_blocks = self._engine.blocks.num_missing(wanted)
+        compute_s = self._compute_s(num_blocks)
+        self._num_blocks += num_blocks
         try:
-            async with asyncio.timeout(UNKNOWN_S if compute_s is None else min(MOST_S, max(LEAST_S, compute_s))):
-                await self._follow(wanted)
-                await self._take(wanted, source)
+            async with asyncio.timeout(MOST_S), self._turn:
+                async with asyncio.timeout(UNKNOWN_S if compute_s is None else max(LEAST_S, compute_s)):
+                    await self._take(wanted, source)
         except Unavailable as error:
             logger.debug("request %s: blocks could not be taken over: %s", request.request_id, error)
         except EngineDead:
@@ -93,25 +96,16 @@ class BlockFetcher:
         except Exception:
             logger.exception("request %s: blocks could not be fetched", request.request_id)
         finally:
+            self._num_blocks -= num_blocks
             self._engine.release(request.request_id)
 
-    async def _follow(self, wanted: Hashes) -> None:
-        """Wait while another request fetches what is missing first: it may be all."""
-        num_missing = self._engine.blocks.num_missing(wanted)
-        while num_missing and (other := self._by_first.get(wanted[-num_missing])) is not None:
-            await asyncio.wait([other])
-            num_missing = self._engine.blocks.num_missing(wanted)
-
     async def _take(self, wanted: Hashes, source: BlockSource) -> None:
-        """Fetch what is missing."""
+        """Fetch what is missing, which another request may have fetched meanwhile."""
         with self._engine.blocks.taking(wanted) as taking:
-            first = taking.num_blocks
-            if first == len(wanted):
+            if (first := taking.num_blocks) == len(wanted):
                 return
-            done = self._by_first[wanted[first]] = asyncio.get_running_loop().create_future()
-            writer: asyncio.StreamWriter | None = None
+            reader, writer = await asyncio.open_connection(source.host, source.port, limit=READ_BYTES)
             try:
-                reader, writer = await asyncio.open_connection(source.host, source.port, limit=READ_BYTES)
                 began_s = time.monotonic()
                 writer.write(frame(Wanted(self._model, wanted, first)))
                 while (piece := await receive_blocks(reader))[0]:
@@ -120,10 +114,7 @@ class BlockFetcher:
                     now = time.monotonic()
                     self._pace.take(num_blocks, now - began_s, now)
             finally:
-                del self._by_first[wanted[first]]
-                done.set_result(None)
-                if writer is not None:
-                    writer.transport.abort()
+                writer.transport.abort()
 
     def _wanted(self, request: Request, source: BlockSource) -> Hashes:
         """The leading blocks that the source has and the request can use: its last token is always computed."""

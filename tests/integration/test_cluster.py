@@ -494,6 +494,41 @@ def test_the_command_line(cluster: LiveCluster):
     assert len(status["replicas"]) == 2
 
 
+async def test_streams_of_a_replica_that_drains_go_on_elsewhere_with_their_blocks(cluster: LiveCluster):
+    """Each gets the tokens of an undisturbed run, and none is computed again from its beginning."""
+    params = {"max_tokens": 200, "ignore_eos": True}
+    requests = [replace(call(seed=i, **params), messages=(Message("user", f"{i}: tell a tale."),)) for i in range(6)]
+    async with GatewayClient(cluster.grpc_address) as client, httpx.AsyncClient() as http:
+        await until_cluster(client, is_idle)
+        streams: list[list[Chunk]] = [[] for _ in requests]
+
+        async def run(number: int) -> None:
+            async for chunk in client.generate(requests[number]):
+                streams[number].append(chunk)
+
+        tasks = [asyncio.create_task(run(i)) for i in range(6)]
+        await until(lambda: all(len(tokens(stream)) >= 20 for stream in streams))
+        rows = (await client.cluster()).replicas
+        victim, survivor = sorted(rows, key=lambda r: r.stats.num_running if r.stats else 0, reverse=True)
+        url = f"http://{cluster.http_address}/dashboard/controls/drain/{victim.replica_id}"
+        answer = await http.post(url, headers={"authorization": f"Bearer {cluster.admin_key}"})
+        assert answer.status_code == 200
+        await asyncio.gather(*tasks)
+        usages = [stream[-1].usage for stream in streams]
+        assert {usage.replica_id for usage in usages if usage} == {survivor.replica_id}
+        assert {usage.num_resumes for usage in usages if usage} == {0}
+        (stats,) = [r.stats for r in (await client.cluster()).replicas if r.replica_id == survivor.replica_id]
+        assert victim.stats is not None
+        assert stats is not None
+        assert stats.num_blocks_taken >= 2 * victim.stats.num_running  # the prompt's and some of the answer's, of each
+        expected = await asyncio.to_thread(undisturbed, cluster, requests)
+        assert [tokens(stream) for stream in streams] == [output.token_ids for output in expected]
+        is_replaced = {victim.replica_id}.isdisjoint
+        await until_cluster(
+            client, lambda row: num_connected(row) == 2 and is_replaced(r.replica_id for r in row.replicas)
+        )
+
+
 async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cluster: LiveCluster):
     """Eight streams, about half of them on a replica that is killed: each gets the tokens of an undisturbed run. The
     new replica takes requests within ``WHOLE_AGAIN_S`` after Serve first reports it (its process takes longer than that

@@ -32,6 +32,7 @@ class Churn:
             serve.is_growing = True
             serve.hold()
         self.replicas: dict[str, Replica] = {}
+        self.ever: list[Replica] = []  # those that are gone, too
         self.calls: list[asyncio.Task[None]] = []
         self.happened = Counter[str]()
         self._names = (f"r{number}" for number in itertools.count())
@@ -55,6 +56,7 @@ class Churn:
         name, max_num_seqs = next(self._names), self.rng.choice((1, 2, 4))
         made = await self.stack.enter_async_context(replica(max_num_seqs=max_num_seqs))
         self.replicas[name] = made
+        self.ever.append(made)
         for serve in self.serves:
             serve.join(name, made)
 
@@ -119,3 +121,4 @@ async def test_whatever_becomes_of_replicas_every_call_gets_its_answer(num_gatew
             for serve in churn.serves:
                 await serve.ledger.close()
         assert {"ask", "leave", "lose", "start", "break", "hang"} <= churn.happened.keys()
+        assert sum(made.engine.stats().num_blocks_taken for made in churn.ever) > 0

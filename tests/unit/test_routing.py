@@ -143,8 +143,11 @@ def test_the_reason_tells_hits_barrier_and_stale_stats() -> None:
     stale = make_row("stale", age_s=4.0)
     reason = decision_of(make_query(160, block_hashes=hashes), fresh, stale).reason
     assert reason.startswith("fresh: least cost")
-    assert "4 of 10 prompt blocks cached" in reason
+    assert reason.endswith("4 of 10 prompt blocks cached")
     assert "stale stats: stale (4.0 s)" in reason
+    owner = make_row("owner", num_matched_blocks=9, stats=make_stats(num_free_blocks=0))
+    reason = decision_of(make_query(160, block_hashes=hashes), fresh, owner).reason
+    assert reason.endswith("4 of 10 prompt blocks cached, 9 at owner")
     full = make_row("full", stats=make_stats(num_free_blocks=0))
     assert "none can start it now" in decision_of(make_query(), full).reason
     busy = make_row("busy", stats=make_stats(num_waiting_tokens=10_000))

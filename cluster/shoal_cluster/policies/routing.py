@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal_cluster.policies.block_offer import best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import (
     CAPACITY,
@@ -101,6 +102,8 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     reason = (
         f"{decision.reason}; {candidates.num_matched_blocks[best]} of {len(query.block_hashes)} prompt blocks cached"
     )
+    if (offer := best_offer(candidates, decision.ranked[0])) is not None:  # it may give them
+        reason += f", {offer.num_blocks} at {offer.replica_id}"
     return RouteDecision(decision.ranked, reason, decision.candidates)
 
 

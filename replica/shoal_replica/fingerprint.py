@@ -22,7 +22,7 @@ def fingerprint(config: EngineConfig) -> str:
     for folder in (model.folder, *(adapter.folder for adapter in config.adapters)):
         for path in sorted(Path(folder).glob(WEIGHT_FILES)):
             digest.update(_probe(path))
-    digest.update(repr([(adapter.name, adapter.title) for adapter in config.adapters]).encode())
+    digest.update(repr([adapter.name for adapter in config.adapters]).encode())
     return digest.hexdigest()
 
 

@@ -47,7 +47,9 @@ def test_it_does_not_depend_on_the_place_of_the_files_or_the_size_of_the_pool(tm
         lambda folder: change_byte(config(folder), 0),
         lambda folder: change_byte(config(folder), SIZE // 2 + 5),
         lambda folder: change_byte(config(folder), SIZE - 1),
-        lambda folder: config(folder, adapters=(AdapterConfig("legal", str(folder), (), 0),)),
+        lambda folder: config(
+            folder, adapters=(AdapterConfig(name="legal", folder=str(folder), factors=(), num_values=0),)
+        ),
     ],
 )
 def test_it_tells_what_changes_keys_and_values(change: Callable[[Path], EngineConfig], tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from shoal_replica import SamplingParams  # noqa: E402
 ADMIN_KEY = "transfer"
 LENGTHS = (128, 256, 512, 1024, 1536)
 NUM_ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 400, 1600
+BEGUN_TOKENS = 50  # of each answer, before the drain begins
 PAUSE_S = 0.3
 TIMEOUT_S = 300.0
 
@@ -73,14 +74,19 @@ async def first_tokens(client: GatewayClient, rng: Random) -> None:
 
 
 async def drain(client: GatewayClient, http_address: str, rng: Random) -> None:
-    """Drain one of the replicas while both have long answers to give."""
+    """Drain the busier of the replicas while both have long answers to give."""
+    before = num_generated(await client.cluster())
     calls = [
         asyncio.create_task(stream(client, prompt_of(PROMPT_TOKENS, rng), ANSWER_TOKENS, seed=number))
         for number in range(NUM_ANSWERS)
     ]
-    row = await until_cluster(client, lambda row: sum(map(num_running, row.replicas)) == NUM_ANSWERS)
-    await asyncio.sleep(2.0)
-    name, began = row.replicas[0].replica_id, time.perf_counter()
+
+    def is_under_way(row: ClusterRow) -> bool:
+        all_run = sum(map(num_running, row.replicas)) == NUM_ANSWERS
+        return all_run and num_generated(row) - before >= NUM_ANSWERS * BEGUN_TOKENS
+
+    row = await until_cluster(client, is_under_way)
+    name, began = max(row.replicas, key=num_running).replica_id, time.perf_counter()
     async with httpx.AsyncClient() as http:
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
         answer = await http.post(f"http://{http_address}/dashboard/controls/drain/{name}", headers=headers)
@@ -95,6 +101,10 @@ async def drain(client: GatewayClient, http_address: str, rng: Random) -> None:
     gaps = [after - before for of in times for before, after in pairwise(of) if after > began]
     print(f"drained in {drained_s:.2f} s; the longest pause of an answer since then {1e3 * max(gaps):.0f} ms")
     await until_cluster(client, lambda row: num_connected(row) == 2)
+
+
+def num_generated(row: ClusterRow) -> int:
+    return sum(replica.stats.num_generated_tokens for replica in row.replicas if replica.stats)
 
 
 def num_running(replica: Any) -> int:

@@ -81,9 +81,9 @@ class Engine:
         """Call ``subscriber`` with every StepReport from now on. Returns a function that unsubscribes it."""
         return self._reports.subscribe(subscriber)
 
-    def add(self, request: Request, is_held: bool = False) -> asyncio.Future[None]:
-        """Queue a request; one that is held starts only after ``release``. The future completes when its last sequence
-        has ended; its tokens go to subscribers.
+    def add(self, request: Request, num_coming_blocks: int = 0) -> asyncio.Future[None]:
+        """Queue a request; if so many of its leading blocks are on their way here, it is held until ``release``. The
+        future completes when its last sequence has ended; its tokens go to subscribers.
 
         Raises:
             EngineDead: a step has failed.
@@ -94,7 +94,7 @@ class Engine:
         self.check_health()
         if self._draining:
             raise Unavailable("the replica is draining")
-        self._scheduler.add(request, is_held)
+        self._scheduler.add(request, num_coming_blocks)
         self._burst.note(time.monotonic(), len(self._finished), self._step_s)
         self._reports.note_change()
         finished = asyncio.get_running_loop().create_future()

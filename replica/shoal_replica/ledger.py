@@ -59,7 +59,7 @@ class Ledger:
             **self._totals.as_dict(),
             draining=draining,
             by_due=self._config.policy == "deadline",
-            due_tokens=due_profile((*behind, *self._waiting, *self._waiting.held), now, self._config.policy),
+            due_tokens=due_profile((*behind, *self._waiting), now, self._config.policy),
         )
 
     def check_invariants(self) -> None:

@@ -82,8 +82,8 @@ class Scheduler:
         """Whether a request has not ended."""
         return request_id in self._live
 
-    def add(self, request: Request, is_held: bool = False) -> None:
-        """Queue a request; one that is held does not start before its ``release``.
+    def add(self, request: Request, num_coming_blocks: int = 0) -> None:
+        """Queue a request; if so many of its leading blocks are on their way here, it is held until its ``release``.
 
         Raises:
             InvalidArgument: the id is in use, or tokens or beams do not fit the model, a step or the block pool.
@@ -97,7 +97,7 @@ class Scheduler:
         if not self.has_room:
             self.totals.num_refused += 1
             raise ResourceExhausted(f"{self._waiting.num_all} sequences are waiting, the most", retry_after_s=1.0)
-        self._enqueue(self._live.start(request, request.index), is_held)
+        self._enqueue(self._live.start(request, request.index), num_coming_blocks)
 
     def release(self, request_id: str) -> None:
         """A held request may start. Unknown ids are ignored."""
@@ -214,10 +214,11 @@ class Scheduler:
         """Slots of a step that are taken, or kept for beams to come."""
         return len(self._running) + (self._beams.num_reserved_slots if self._beams else 0)
 
-    def _enqueue(self, sequence: Sequence, is_held: bool = False) -> None:
+    def _enqueue(self, sequence: Sequence, num_coming_blocks: int = 0) -> None:
         sequence.extend_hashes(self.kv.block_size)
         num_cached = expected_cached_tokens(sequence, self.kv, (*self._running, *self._waiting))
-        self._waiting.push(sequence, num_cached, is_held)
+        num_coming = num_coming_blocks * self.kv.block_size
+        self._waiting.push(sequence, max(num_cached, num_coming), is_held=num_coming_blocks > 0)
 
     def _advance_level(self, plan: StepPlan, level: list[Sequence]) -> None:
         """Plan the decoding sequences, one token each."""

@@ -125,10 +125,12 @@ async def test_what_taken_blocks_displace_goes_to_host_memory_first() -> None:
 
 async def test_a_held_request_waits_for_its_release_and_can_be_taken_back() -> None:
     async with running_engine() as (engine, executor, recorder):
-        held = [engine.add(make_request(name, PROMPT), is_held=True) for name in ("a", "b", "c")]
+        held = [engine.add(make_request(name, PROMPT), num_coming_blocks=4) for name in ("a", "b", "c")]
         await engine.add(make_request("passes", PROMPT[:9]))
         assert executor.num_started == 4
-        assert engine.stats().num_waiting == 3
+        stats = engine.stats()
+        assert (stats.num_waiting, stats.num_waiting_tokens) == (3, 3 * (len(PROMPT) - 16))  # when its blocks are here
+        assert not any(stats.due_tokens)  # and until then it goes before nobody
         engine.check_invariants()
         assert engine.hand_back("a")
         engine.abort("b")

@@ -134,7 +134,7 @@ async def test_blocks_that_do_not_come_are_computed(
         assert other.engine.stats().num_cached_tokens == other.engine.stats().num_blocks_taken == 0
         has_failed = fails not in (other_model, has_lost_them)
         assert ((source.host, source.port) in other.fetcher._failed) == has_failed
-        assert other.fetcher.is_worth(make_request("s", PROMPT, block_hashes=HASHES), source) is False
+        assert other.fetcher.num_coming(make_request("s", PROMPT, block_hashes=HASHES), source) == 0
         other.engine.check_invariants()
     while SERVERS:
         SERVERS.pop().close()
@@ -276,19 +276,19 @@ def test_one_slow_transfer_is_forgotten() -> None:
 async def test_only_what_comes_sooner_than_it_is_computed_is_fetched() -> None:
     async with replica() as one:
         fetcher, source = one.fetcher, BlockSource("127.0.0.1", 1, 7)
-        assert fetcher.is_worth(REQUEST, source)  # nothing is known
-        assert not fetcher.is_worth(REQUEST, None)
-        assert not fetcher.is_worth(replace(REQUEST, block_hashes=()), source)
-        assert not fetcher.is_worth(make_request("r", PROMPT[:4], block_hashes=HASHES[:1]), source)  # the last token
+        assert fetcher.num_coming(REQUEST, source)  # nothing is known
+        assert not fetcher.num_coming(REQUEST, None)
+        assert not fetcher.num_coming(replace(REQUEST, block_hashes=()), source)
+        assert not fetcher.num_coming(make_request("r", PROMPT[:4], block_hashes=HASHES[:1]), source)  # the last token
         one.engine._pace._token_s = 0.001  # 28 tokens take 28 ms, and to ask 5
         fetcher._pace._mean_s = fetcher._pace._assumed_s = 0.001
-        assert fetcher.is_worth(REQUEST, source)
+        assert fetcher.num_coming(REQUEST, source)
         fetcher._pace._mean_s = fetcher._pace._assumed_s = 0.002
-        assert not fetcher.is_worth(REQUEST, source)
+        assert not fetcher.num_coming(REQUEST, source)
         fetcher._pace._mean_s = fetcher._pace._assumed_s = 0.001
         await one.engine.add(make_request("before", PROMPT[:13], max_tokens=1))
         one.engine._pace._token_s = 0.001
-        assert not fetcher.is_worth(REQUEST, source)  # four blocks are left
+        assert not fetcher.num_coming(REQUEST, source)  # four blocks are left
 
 
 def test_the_offer_is_of_the_replica_with_the_most_blocks_that_can_be_reached() -> None:

@@ -49,16 +49,17 @@ class BlockFetcher:
         self._num_blocks = 0  # of all fetches to come
         self._failed: dict[Address, float] = {}  # when the last fetch from there failed
 
-    def is_worth(self, request: Request, source: BlockSource | None) -> bool:
-        """Whether ``request`` is to wait for the blocks that ``source`` has."""
+    def num_coming(self, request: Request, source: BlockSource | None) -> int:
+        """Leading blocks of ``request`` that will be here if it waits for those that ``source`` has; 0 if it is not to."""
         if source is None or len(self._tasks) >= MAX_AT_ONCE:
-            return False
+            return 0
         now, wanted = time.monotonic(), self._wanted(request, source)
         self._failed = {address: at for address, at in self._failed.items() if now - at < RETRY_S}
         num_blocks = self._engine.blocks.num_missing(wanted)
         if not num_blocks or (source.host, source.port) in self._failed:
-            return False
-        return self._pace.is_worth(self._num_blocks + num_blocks, self._compute_s(num_blocks), now)
+            return 0
+        is_worth = self._pace.is_worth(self._num_blocks + num_blocks, self._compute_s(num_blocks), now)
+        return len(wanted) if is_worth else 0
 
     def fetch(self, request: Request, source: BlockSource, finished: asyncio.Future[None]) -> None:
         """Begin to fetch the blocks of a held request, and release it once they are here, or will not come.

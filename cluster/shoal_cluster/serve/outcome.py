@@ -112,8 +112,8 @@ class Runs:
         run = self._runs[key] = _Run(asyncio.get_running_loop().create_future())
         try:
             request = replace(request, arrival_s=now, due_s=now + request.due_s)
-            is_held = self._fetcher is not None and self._fetcher.is_worth(request, source)
-            finished = self._engine.add(request, is_held)
+            num_coming_blocks = 0 if self._fetcher is None else self._fetcher.num_coming(request, source)
+            finished = self._engine.add(request, num_coming_blocks)
         except (ResourceExhausted, Unavailable) as error:
             run.ended.set_result(Outcome(refused=True, reason=str(error)))
         except InvalidArgument as error:  # another gateway's request may have its id
@@ -124,7 +124,7 @@ class Runs:
             run.ended.set_exception(error)
             run.ended.exception()  # counts as retrieved: the call raises it, if it comes
         else:
-            if self._fetcher is not None and source is not None and is_held:
+            if self._fetcher is not None and source is not None and num_coming_blocks:
                 self._fetcher.fetch(request, source, finished)
             if self._feed.own(request, gateway_id):
                 finished.add_done_callback(lambda finished: self._end(key, run, finished.exception()))

@@ -165,11 +165,11 @@ class SimReplica:
 
     def add(self, request: Request, promise: Promise | None = None, offer: BlockOffer | None = None) -> None:
         """Queue a request and publish its ``promise``. Raises ResourceExhausted as the scheduler does."""
-        is_held = False
+        num_coming_blocks = 0
         if offer is not None and self._transfers is not None and self.scheduler.has_room:
             token_s, release = self._pace.told(self._loop.now).token_s, partial(self._release, request.request_id)
-            is_held = self._transfers.begin(self.scheduler, request, offer, token_s, release)
-        self.scheduler.add(request, is_held)
+            num_coming_blocks = self._transfers.begin(self.scheduler, request, offer, token_s, release)
+        self.scheduler.add(request, num_coming_blocks)
         self._added.append(request.request_id)
         if promise is not None:
             num_cached_blocks = len(request.block_hashes) - len(self.scheduler.kv.uncached(request.block_hashes))

@@ -36,9 +36,9 @@ class Transfers:
 
     def begin(
         self, taker: Scheduler, request: Request, offer: BlockOffer, token_s: float, then: Callable[[], None]
-    ) -> bool:
+    ) -> int:
         """Begin to copy what is offered for ``request`` and not cached here, if that is worth it where a token takes
-        ``token_s`` to compute (0: not known); ``then`` is called when it is here. False if it is to be computed.
+        ``token_s`` to compute (0: not known); ``then`` is called when it is here. Returns how many of its leading blocks will be, 0 if it is to be computed.
         """
         kv = taker.kv
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
@@ -47,13 +47,13 @@ class Transfers:
         compute_s = num_missing * kv.block_size * token_s if token_s else None
         giver = self._replicas.get(offer.replica_id)
         if giver is None or not self._pace.is_worth(num_missing, compute_s, self._loop.now):
-            return False
+            return 0
         here = GuestTable(kv, wanted)
         try:
             here.make_room()
         except Unavailable:
             here.close()
-            return False
+            return 0
         there = GuestTable(giver.scheduler.kv, wanted)
         num_blocks = max(0, there.num_filled - here.num_filled)
 
@@ -67,4 +67,4 @@ class Transfers:
             then()
 
         self._loop.after(self._pace.seconds(num_blocks, self._loop.now), end)
-        return True
+        return len(wanted)

@@ -12,7 +12,8 @@ from heapq import merge
 from typing import NamedTuple
 
 from shoal_replica.executor import TokenLogprobs
-from shoal_replica.request import FinishReason, FinishRule, Request
+from shoal_replica.finish_rule import FinishRule
+from shoal_replica.request import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from typing import Any
 from shoal_replica.beam_search import BeamSearch
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import SampledToken, TokenLogprobs
+from shoal_replica.finish_rule import FinishRule
 from shoal_replica.kv_cache import KVCacheManager
 from shoal_replica.live_sequences import LiveSequences
-from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, StartTimes, TokenDelta
+from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatus, StartTimes, TokenDelta
 from shoal_replica.request_checks import MAX_LOGPROBS_TOLD
 from shoal_replica.scheduling_policy import insert
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shoal_replica.beam_search import num_candidates
+from shoal_replica.finish_rule import FinishRule
 from shoal_replica.kv_cache import KVCacheManager
-from shoal_replica.request import FinishRule, Sequence
+from shoal_replica.request import Sequence
 from shoal_replica.step_plan import StepPlan
 
 

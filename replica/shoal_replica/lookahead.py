@@ -17,9 +17,10 @@ import msgspec
 
 from shoal_replica.config import SchedulerConfig
 from shoal_replica.executor import Draft, SampledToken, ScheduledSequence, SchedulerOutput, StepResult
+from shoal_replica.finish_rule import FinishRule
 from shoal_replica.host_blocks import Move
 from shoal_replica.kv_cache import KVCacheManager, TableChange
-from shoal_replica.request import FinishRule, Sequence
+from shoal_replica.request import Sequence
 from shoal_replica.speculation import Speculation
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, MutableSequence
+from collections.abc import MutableSequence
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal_replica.adapter import title
-from shoal_replica.errors import InvalidArgument, Unavailable
 from shoal_replica.executor import SampledToken, ScheduledSequence, TokenLogprobs
 from shoal_replica.partial_reuse import Tokens
 from shoal_replica.prefix_cache import BlockHash, extend_block_hashes
-from shoal_replica.request_checks import check_scores
 from shoal_replica.sampling_params import SamplingParams
 
 
@@ -284,65 +281,3 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """
         is_ended = self.finish_reason is FinishReason.STOP and not includes_stop
         return self.token_ids[:-1] if is_ended else self.token_ids
-
-
-@dataclass(frozen=True, slots=True)
-class FinishRule:
-    """Which requests the model can serve, and when a sequence ends: by its own parameters, and by the model's
-    end-of-sequence tokens and maximum length.
-    """
-
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-    adapters: Collection[str] = ()
-
-    def check(self, request: Request) -> None:
-        """Raise InvalidArgument if the tokens do not fit the model, or what is told of them a message, and Unavailable
-        if its adapter is not loaded: while replicas are replaced, another may have it.
-        """
-        params, num_tokens = request.sampling_params, request.num_prompt_tokens + len(request.output_token_ids)
-        if num_tokens >= self.max_model_len:
-            raise InvalidArgument("prompt", f"{num_tokens} tokens", f"must be under {self.max_model_len}")
-        check_scores(params, request.num_prompt_tokens)
-        if request.adapter and request.adapter not in self.adapters:
-            raise Unavailable(f"adapter {title(request.adapter)!r} is not loaded here")
-        if request.output_token_ids and (params.n > 1 or params.is_beam_search):
-            raise ValueError(f"request {request.request_id!r} resumes more than one sequence")
-
-    def num_left(self, request: Request, num_tokens: int) -> int:
-        """How many more tokens a sequence of ``num_tokens`` may get."""
-        left, max_tokens = self.max_model_len - num_tokens, request.sampling_params.max_tokens
-        return left if max_tokens is None else min(left, max_tokens - (num_tokens - request.num_prompt_tokens))
-
-    def cut(self, request: Request, num_tokens: int, tokens: list[SampledToken]) -> FinishReason | None:
-        """Why a sequence of ``num_tokens`` tokens ends that gets ``tokens``, from which those are removed that come
-        after its end; None if it goes on.
-        """
-        for number, token in enumerate(tokens, 1):
-            reason = self.reason(request, token.token_id, num_tokens + number, token.is_cut)
-            if reason is not None:
-                del tokens[number:]
-                return reason
-        return None
-
-    def num_end_tokens(self, params: SamplingParams) -> int:
-        """How many different tokens end a sequence with these parameters."""
-        own = frozenset(params.stop_token_ids)
-        return len(own if params.ignore_eos else own | self.eos_token_ids)
-
-    def reason(self, request: Request, token_id: int, num_tokens: int, is_cut: bool = False) -> FinishReason | None:
-        """Why a sequence ends with ``token_id``, the last of its ``num_tokens`` tokens; None if it goes on. ``is_cut``
-        is that of ``SampledToken``.
-        """
-        params = request.sampling_params
-        if is_cut:
-            return FinishReason.LENGTH
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            return FinishReason.STOP
-        if token_id in params.stop_token_ids:
-            return FinishReason.STOP
-        if params.max_tokens is not None and num_tokens - len(request.prompt_token_ids) >= params.max_tokens:
-            return FinishReason.LENGTH
-        if num_tokens >= self.max_model_len:
-            return FinishReason.LENGTH
-        return None

@@ -13,6 +13,7 @@ from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import InvalidArgument, ResourceExhausted
 from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
 from shoal_replica.executor_roster import ExecutorRoster
+from shoal_replica.finish_rule import FinishRule
 from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.ledger import Ledger
 from shoal_replica.live_sequences import LiveSequences
@@ -21,7 +22,7 @@ from shoal_replica.pieces import Pieces
 from shoal_replica.preemption import Preemption
 from shoal_replica.prefill_pace import UNKNOWN_PACE, Pace
 from shoal_replica.prefix_cache import BlockHash
-from shoal_replica.request import FinishReason, FinishRule, Request, Sequence, SequenceStatus, TokenDelta
+from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatus, TokenDelta
 from shoal_replica.scheduling_policy import by_progress, insert, rank
 from shoal_replica.shared_prefix import expected_cached_tokens, find_ahead, take_over
 from shoal_replica.speculation import Speculation

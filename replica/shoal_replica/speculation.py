@@ -14,8 +14,9 @@ from heapq import heapify, heappop, heapreplace
 
 from shoal_replica.draft_odds import DraftOdds
 from shoal_replica.executor import MAX_DRAFT_TOKENS, Draft, SchedulerOutput, StepResult
+from shoal_replica.finish_rule import FinishRule
 from shoal_replica.kv_cache import KVCacheManager
-from shoal_replica.request import FinishRule, Sequence
+from shoal_replica.request import Sequence
 from shoal_replica.stats import Totals
 from shoal_replica.step_costs import StepCosts
 from shoal_replica.step_plan import StepPlan

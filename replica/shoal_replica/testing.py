@@ -24,9 +24,10 @@ from shoal_replica.executor import (
     StepResult,
     TokenLogprobs,
 )
+from shoal_replica.finish_rule import FinishRule
 from shoal_replica.partial_reuse import WORTH_A_COPY
 from shoal_replica.prefix_cache import BlockHash
-from shoal_replica.request import FinishRule, Request
+from shoal_replica.request import Request
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.scheduler import Scheduler
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from shoal_replica.executor import SchedulerOutput
-from shoal_replica.request import FinishRule, TokenDelta
+from shoal_replica.finish_rule import FinishRule
+from shoal_replica.request import TokenDelta
 from shoal_replica.testing import expected_beams, expected_tokens, make_request, make_scheduler
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))

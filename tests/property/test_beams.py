@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_replica.request import FinishRule
+from shoal_replica.finish_rule import FinishRule
 from shoal_replica.testing import expected_beams, expected_tokens, make_request, make_scheduler
 
 MAX_MODEL_LEN = 40

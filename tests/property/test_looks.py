@@ -120,7 +120,7 @@ class Gateway:
             query, matched = sent.pending.query, sent.candidates.matched_by(sent.replica_id)
             size = uncached_blocks(query, matched), uncached_tokens(query, matched)
             self.view.expect(query.request_id, sent.replica_id, query.block_hashes)
-            self.view.reserve(query.request_id, sent.replica_id, *size, now, query.block_hashes)
+            self.view.reserve(query.request_id, sent.replica_id, *size, now)
         return sent
 
     def held(self, now: float) -> tuple[list[tuple[QueuePlace, ...]], dict[str, tuple[Wish, ...]]]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from shoal_replica import step_plan
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
-from shoal_replica.request import FinishReason, FinishRule
+from shoal_replica.finish_rule import FinishRule
+from shoal_replica.request import FinishReason
 from shoal_replica.testing import (
     expected_beams,
     expected_prompt_logprobs,

@@ -10,7 +10,8 @@ import pytest
 
 from shoal_replica.beam_search import BeamSearch, num_candidates
 from shoal_replica.executor import TokenLogprobs
-from shoal_replica.request import FinishReason, FinishRule, Request
+from shoal_replica.finish_rule import FinishRule
+from shoal_replica.request import FinishReason, Request
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.testing import mix
 

@@ -11,8 +11,9 @@ from fixtures.waiting import until
 from shoal_replica.config import CacheConfig
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import SampledToken, StepResult
+from shoal_replica.finish_rule import FinishRule
 from shoal_replica.kv_cache import KVCacheManager
-from shoal_replica.request import FinishReason, FinishRule, StartTimes
+from shoal_replica.request import FinishReason, StartTimes
 from shoal_replica.request_checks import MAX_LOGPROBS_TOLD
 from shoal_replica.testing import expected_beams, make_request, make_scheduler
 

@@ -16,7 +16,8 @@ from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
-from shoal_replica.request import FinishRule, Request, TokenDelta
+from shoal_replica.finish_rule import FinishRule
+from shoal_replica.request import Request, TokenDelta
 from shoal_replica.testing import expected_beams, expected_prompt_logprobs, expected_tokens, make_request
 
 PROMPT = tuple(range(10, 31))

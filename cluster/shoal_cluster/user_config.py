@@ -16,9 +16,10 @@ _DEFAULTS = RouteWeights()
 
 
 class RoutingSettings(Settings):
-    """How requests are placed: RouteWeights' fields, and another rule than Shoal's own."""
+    """How requests are placed: RouteWeights' fields, another rule than Shoal's own, and the roles of replicas."""
 
     rule: str = OWN_RULE
+    prefill_share: float = Field(0.0, ge=0, lt=1, description="of the replicas: they only compute prompts; see Roles")
     prefill_price: float = Field(_DEFAULTS.prefill_price, ge=0, le=MAX_PRICE)
     decode_price: float = Field(_DEFAULTS.decode_price, ge=0, le=MAX_PRICE)
 
@@ -51,6 +52,9 @@ class UserConfig(Settings):
         try:
             told = cls.model_validate(user_config)
             config.with_scaling(told.scaling)
+            if told.routing.prefill_share and not (config.replica.kv_transfer and config.replica.enable_prefix_caching):
+                share = f"got {told.routing.prefill_share!r}; above 0 it needs kv_transfer and enable_prefix_caching"
+                raise ConfigError(f"routing.prefill_share: {share}")
             for name in told.adapters:
                 if name in (config.name, *config.adapters):
                     raise ConfigError(f"adapters.{name}: is the name of the model, or of an adapter under args")

@@ -83,7 +83,7 @@ class BlockLedger(_message.Message):
     def __init__(self, num_allocated_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., utilization: _Optional[float] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "node_id", "stats", "age_s", "num_reserved_blocks", "connected", "start_report", "stalled", "slowness")
+    __slots__ = ("replica_id", "node_id", "stats", "age_s", "num_reserved_blocks", "connected", "start_report", "stalled", "slowness", "role")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class Replica(_message.Message):
     START_REPORT_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     SLOWNESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     node_id: str
     stats: ReplicaStats
@@ -102,7 +103,8 @@ class Replica(_message.Message):
     start_report: str
     stalled: bool
     slowness: float
-    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., num_reserved_blocks: _Optional[int] = ..., connected: _Optional[bool] = ..., start_report: _Optional[str] = ..., stalled: _Optional[bool] = ..., slowness: _Optional[float] = ...) -> None: ...
+    role: str
+    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., num_reserved_blocks: _Optional[int] = ..., connected: _Optional[bool] = ..., start_report: _Optional[str] = ..., stalled: _Optional[bool] = ..., slowness: _Optional[float] = ..., role: _Optional[str] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
     __slots__ = ("time_s", "block_size", "blocks", "num_running", "num_waiting", "num_waiting_tokens", "max_num_seqs", "max_num_batched_tokens", "step_s", "num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_finished", "num_preemptions", "num_refused", "draining", "busy_s", "token_s", "due_tokens", "num_host_blocks", "num_host_cached_blocks", "num_host_cached_tokens", "num_blocks_out", "num_blocks_in", "full_token_s", "by_due", "num_draft_tokens", "num_accepted_tokens", "num_blocks_given", "num_blocks_taken")
@@ -317,7 +319,7 @@ class NamedRule(_message.Message):
     def __init__(self, routing: _Optional[str] = ..., turn: _Optional[int] = ..., num_sent_blocks: _Optional[_Iterable[int]] = ..., num_remembered_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouteQuery(_message.Message):
-    __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded", "decode_steps", "passed")
+    __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded", "decode_steps", "passed", "phase")
     class PassedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +335,7 @@ class RouteQuery(_message.Message):
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     num_prompt_tokens: int
@@ -341,10 +344,11 @@ class RouteQuery(_message.Message):
     excluded: _containers.RepeatedScalarFieldContainer[str]
     decode_steps: int
     passed: _containers.ScalarMap[str, int]
-    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ..., passed: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    phase: str
+    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ..., passed: _Optional[_Mapping[str, int]] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class ReplicaView(_message.Message):
-    __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks", "stalled", "slowness")
+    __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks", "stalled", "slowness", "role")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +360,7 @@ class ReplicaView(_message.Message):
     NUM_MATCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     SLOWNESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     node_id: str
     stats: ReplicaStats
@@ -367,7 +372,8 @@ class ReplicaView(_message.Message):
     num_matched_blocks: int
     stalled: bool
     slowness: float
-    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., connected: _Optional[bool] = ..., num_reserved: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_reserved_tokens: _Optional[int] = ..., num_matched_blocks: _Optional[int] = ..., stalled: _Optional[bool] = ..., slowness: _Optional[float] = ...) -> None: ...
+    role: str
+    def __init__(self, replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ..., age_s: _Optional[float] = ..., connected: _Optional[bool] = ..., num_reserved: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_reserved_tokens: _Optional[int] = ..., num_matched_blocks: _Optional[int] = ..., stalled: _Optional[bool] = ..., slowness: _Optional[float] = ..., role: _Optional[str] = ...) -> None: ...
 
 class RouteWeights(_message.Message):
     __slots__ = ("prefill_price", "decode_price")

@@ -25,7 +25,7 @@ class BlockExchange:
     between them.
 
     Args:
-        on_taken: called when blocks have been entered into the prefix cache.
+        on_change: called when blocks have been given, or have been taken and entered into the prefix cache.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class BlockExchange:
         executor: Executor,
         thread: StepThread,
         totals: Totals,
-        on_taken: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._kv = kv
         self._executor = executor
         self._thread = thread
         self._totals = totals
-        self._on_taken = on_taken
+        self._on_change = on_change
 
     @property
     def block_size(self) -> int:
@@ -71,6 +71,7 @@ class BlockExchange:
                 block_ids = table.block_ids[start : start + num_at_once]
                 parts = await self._copy(partial(self._executor.read_blocks, block_ids))
                 self._totals.num_blocks_given += len(block_ids)
+                self._on_change()
                 yield len(block_ids), parts
 
     @contextmanager
@@ -87,7 +88,7 @@ class BlockExchange:
         await self._copy(partial(self._executor.write_blocks, block_ids, parts))
         table.commit(num_blocks)
         self._totals.num_blocks_taken += num_blocks
-        self._on_taken()
+        self._on_change()
 
     async def _make_room(self, table: GuestTable) -> None:
         """Add the missing blocks, and wait until they may be written: until the step that runs has ended, which may

@@ -39,7 +39,10 @@ class FinishRule:
     def num_left(self, request: Request, num_tokens: int) -> int:
         """How many more tokens a sequence of ``num_tokens`` may get."""
         left, max_tokens = self.max_model_len - num_tokens, request.sampling_params.max_tokens
-        return left if max_tokens is None else min(left, max_tokens - (num_tokens - request.num_prompt_tokens))
+        num_generated = num_tokens - request.num_prompt_tokens
+        if request.is_prefill_only:
+            left = min(left, len(request.output_token_ids) + 1 - num_generated)
+        return left if max_tokens is None else min(left, max_tokens - num_generated)
 
     def cut(self, request: Request, num_tokens: int, tokens: list[SampledToken]) -> FinishReason | None:
         """Why a sequence of ``num_tokens`` tokens ends that gets ``tokens``, from which those are removed that come
@@ -72,4 +75,4 @@ class FinishRule:
             return FinishReason.LENGTH
         if num_tokens >= self.max_model_len:
             return FinishReason.LENGTH
-        return None
+        return FinishReason.PREFILLED if request.is_prefill_only else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from shoal_replica.config import SchedulerConfig
-from shoal_replica.kv_cache import KVCacheManager
+from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.prefill_pace import Pace
 from shoal_replica.request import Sequence, SequenceStatus
 from shoal_replica.scheduling_policy import by_progress, due_profile
@@ -61,6 +61,20 @@ class Ledger:
             by_due=self._config.policy == "deadline",
             due_tokens=due_profile((*behind, *self._waiting), now, self._config.policy),
         )
+
+    def note_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
+        """A waiting sequence runs. The first time it is started and its prompt counted; where it has begun at another
+        replica, only what is not cached here: one that has left there would seem to have found all of it.
+        """
+        if sequence.first_scheduled_s is not None:
+            return
+        sequence.start(now)
+        num_prompt, num_cached = sequence.num_prompt_tokens, sequence.num_cached_tokens
+        if sequence.request.output_token_ids:
+            self._totals.note_start(num_prompt - num_cached, 0, 0)
+        else:
+            num_from_host = sum(not isinstance(block, int) for block in matched) * self._kv.block_size
+            self._totals.note_start(num_prompt, num_cached, num_from_host)
 
     def check_invariants(self) -> None:
         """Queues, statuses and block tables agree; an idle scheduler holds no block."""

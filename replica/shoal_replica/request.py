@@ -24,6 +24,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the model's context is used up, or a structured answer cannot be completed
     ABORT = "abort"  # the caller cancelled it, or the engine was stopped
     ERROR = "error"  # the engine failed
+    PREFILLED = "prefilled"  # its prompt is computed, and that was all that was asked for here
 
 
 class SequenceStatus(Enum):
@@ -60,6 +61,7 @@ class Request:
         yields: its tenant had most of the service lately, so its prompt is computed in pieces: a request that arrives
             meanwhile then does not wait for a long step.
         block_hashes: hashes of the full blocks of its tokens, if already known; missing ones are computed on arrival.
+        is_prefill_only: each of its sequences ends here with its first token, and goes on elsewhere.
     """
 
     request_id: str
@@ -75,6 +77,7 @@ class Request:
     tenant: str = ""
     yields: bool = False
     block_hashes: tuple[BlockHash, ...] = ()
+    is_prefill_only: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -218,8 +218,8 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence, num_coming_blocks: int = 0) -> None:
         sequence.extend_hashes(self.kv.block_size)
         num_cached = expected_cached_tokens(sequence, self.kv, (*self._running, *self._waiting))
-        num_coming = num_coming_blocks * self.kv.block_size
-        self._waiting.push(sequence, max(num_cached, num_coming), is_held=num_coming_blocks > 0)
+        num_cached = max(num_cached, num_coming_blocks * self.kv.block_size)
+        self._waiting.push(sequence, num_cached, is_held=num_coming_blocks > 0)
 
     def _advance_level(self, plan: StepPlan, level: list[Sequence]) -> None:
         """Plan the decoding sequences, one token each."""
@@ -280,7 +280,7 @@ class Scheduler:
                 line.close()
                 break
             take_over(sequence, matched, plan, self.kv)
-            self._note_first_run(sequence, matched, self.now)
+            self._note_run(sequence, matched)
             sequence.move(SequenceStatus.RUNNING)
             self._beams.open(sequence)
             self._roster.introduce(plan, sequence)
@@ -315,11 +315,8 @@ class Scheduler:
         self.lookahead.take_untold(sequence.seq_id)
         self._roster.drop(sequence)
 
-    def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
-        if sequence.first_scheduled_s is None:
-            sequence.start(now)
-            num_from_host = sum(not isinstance(block, int) for block in matched) * self.kv.block_size
-            self.totals.note_start(sequence.num_prompt_tokens, sequence.num_cached_tokens, num_from_host)
+    def _note_run(self, sequence: Sequence, matched: list[Cached]) -> None:
+        self._ledger.note_run(sequence, matched, self.now)
 
     def _fork_siblings(self, parent: Sequence) -> None:
         """Start the other sequences of an ``n > 1`` request on the parent's prompt blocks. Each recomputes the last
@@ -349,4 +346,4 @@ class Scheduler:
         self._drop(sequence)
         if self._live.end(sequence):
             self._beams.close(sequence.request.request_id)
-            self.totals.num_finished += 1
+            self.totals.num_finished += reason is not FinishReason.PREFILLED

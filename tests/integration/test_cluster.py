@@ -221,12 +221,14 @@ async def test_adapters_answer_under_their_names_and_from_caches_of_their_own(cl
     assert done.stdout.strip() == expected[-1].text.strip()
 
 
-async def test_adapters_come_and_go_while_replicas_run(cluster: LiveCluster, tmp_path: Path):
-    def deploy_with(adapters: dict[str, str]) -> None:
-        document = json.loads(json.dumps(cluster.document))
-        document["applications"][0]["deployments"] = [{"name": "Gateway", "user_config": {"adapters": adapters}}]
-        deploy(document, cluster.dashboard_url, lambda progress: None)
+def deploy_with(cluster: LiveCluster, user_config: dict[str, Any]) -> None:
+    """Give the running gateway another ``user_config``."""
+    document = json.loads(json.dumps(cluster.document))
+    document["applications"][0]["deployments"] = [{"name": "Gateway", "user_config": user_config}]
+    deploy(document, cluster.dashboard_url, lambda progress: None)
 
+
+async def test_adapters_come_and_go_while_replicas_run(cluster: LiveCluster, tmp_path: Path):
     base = LLM(cluster.model, num_blocks=8)
     base.close()
     folder = make_adapter(tmp_path / "late", Path(base.config.model.folder), 7, strength=0.1)
@@ -240,7 +242,7 @@ async def test_adapters_come_and_go_while_replicas_run(cluster: LiveCluster, tmp
             await collect(client, request)
         before = {replica.replica_id for replica in (await client.cluster()).replicas}
         stream = asyncio.create_task(collect(client, call("Tell a long story.", max_tokens=300, ignore_eos=True)))
-        await asyncio.to_thread(deploy_with, {"late": str(folder)})
+        await asyncio.to_thread(deploy_with, cluster, {"adapters": {"late": str(folder)}})
         async with asyncio.timeout(60):
             while True:
                 try:
@@ -269,7 +271,7 @@ async def test_adapters_come_and_go_while_replicas_run(cluster: LiveCluster, tmp
     assert counted[""] >= 7
     assert counted["output"] == counted[""] * len(expected)
     assert counted["prompt"] > counted["cached"]
-    await asyncio.to_thread(deploy_with, {})
+    await asyncio.to_thread(deploy_with, cluster, {})
     await until(lambda: "late" not in [model.id for model in http.models.list()])
 
 
@@ -492,6 +494,49 @@ def test_the_command_line(cluster: LiveCluster):
     assert "Paris" in shoal("generate", "What is the capital of France?", "--temperature", "0", "--max-tokens", "12")
     status = json.loads(shoal("status", "--json"))
     assert len(status["replicas"]) == 2
+
+
+async def test_one_replica_computes_prompts_and_the_other_generates(cluster: LiveCluster):
+    """Roles begin and end while a stream runs. Answers are those of an undisturbed run, whatever was asked for."""
+    tale = " ".join(f"In year {year} there were {year % 97} ships." for year in range(1, 40))
+    asked: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "logprobs": 2},
+        {"stop": ("the",)},
+        {"structured_output": StructuredOutput("regex", "[a-z]{3,12} [0-9]{4}")},
+        {"max_tokens": 1},
+        {"beam_width": 2, "max_tokens": 8},
+        {"prompt_logprobs": 0},
+    ]
+    requests = [call(f"{i}. {tale} Go on.", **{"max_tokens": 24, **fields}) for i, fields in enumerate(asked)]
+    async with GatewayClient(cluster.grpc_address) as client:
+        await until_cluster(client, is_idle)
+        whole = asyncio.create_task(collect(client, call("Tell a long story.", max_tokens=300, ignore_eos=True)))
+        await asyncio.to_thread(deploy_with, cluster, {"routing": {"prefill_share": 0.5}})
+        row = await until_cluster(client, lambda row: {r.role for r in row.replicas} == {"prefill", "decode"})
+        who = {r.role: r.replica_id for r in row.replicas}
+        before = {r.role: r.stats for r in row.replicas if r.stats}
+        streams = await asyncio.gather(*(collect(client, request) for request in requests))
+        usages = [stream[-1].usage for stream in streams]
+        roles = [*["decode"] * 4, "prefill", "decode", "decode"]
+        assert [usage.replica_id for usage in usages if usage] == [who[role] for role in roles]
+        assert {usage.num_resumes for usage in usages if usage} == {0}
+        explained = await client.explain(requests[0].request_id)
+        assert [record.query.phase for record in explained.records] == ["prefill", "decode"]
+        for record in explained.records:
+            assert record.replay() == record.decision
+        assert len(tokens(await whole)) == 300
+        after = {r.role: r.stats for r in (await until_cluster(client, is_idle)).replicas if r.stats}
+        taken = after["decode"].num_blocks_taken - before["decode"].num_blocks_taken
+        assert taken == after["prefill"].num_blocks_given - before["prefill"].num_blocks_given
+        assert taken > 4 * 20  # the prompts of four requests
+        await asyncio.to_thread(deploy_with, cluster, {})
+        await until_cluster(client, lambda row: {r.role for r in row.replicas} == {""})
+        again = await collect(client, replace(requests[0], request_id=uuid.uuid4().hex))
+    expected = await asyncio.to_thread(undisturbed, cluster, requests)
+    assert [tokens(stream) for stream in streams] == [output.token_ids for output in expected]
+    assert tokens(again) == expected[0].token_ids
+    assert [text(stream) for stream in streams] == [output.text for output in expected]
 
 
 async def test_streams_of_a_replica_that_drains_go_on_elsewhere_with_their_blocks(cluster: LiveCluster):

@@ -15,6 +15,7 @@ from shoal_cluster.chat.tool import AUTO, NAME_PATTERN, NONE, REQUIRED, Tool, To
 from shoal_cluster.policies.autoscaling_config import COUNTS, LIMITS, ScaleConfig
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import PHASES
 from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.policies.view import ReplicaView
@@ -155,7 +156,7 @@ chunks = st.builds(
     text=text,
     token_ids=token_ids,
     logprobs=st.lists(logprobs, max_size=2).map(tuple),
-    finish_reason=st.none() | st.sampled_from(FinishReason),
+    finish_reason=st.none() | st.sampled_from([reason for reason in FinishReason if reason != "prefilled"]),
     usage=st.none() | usages,
     reasoning=text,
     tool_calls=st.lists(st.builds(CallPiece, count, text, text, text), max_size=2).map(tuple),
@@ -200,6 +201,7 @@ rows = st.builds(
     connected=st.booleans(),
     stalled=st.booleans(),
     slowness=amount,
+    role=st.sampled_from(PHASES),
 )
 clusters = st.builds(
     ClusterRow,
@@ -230,6 +232,7 @@ views = st.builds(
     connected=st.booleans(),
     stalled=st.booleans(),
     slowness=amount,
+    role=st.sampled_from(PHASES),
     num_reserved=count,
     num_reserved_blocks=count,
     num_reserved_tokens=count,
@@ -252,6 +255,7 @@ records = st.builds(
         excluded=st.frozensets(text, max_size=3),
         decode_steps=st.integers(1, 128),
         passed=st.dictionaries(text, count, max_size=3).map(lambda passed: tuple(sorted(passed.items()))),
+        phase=st.sampled_from(PHASES),
     ),
     replicas=st.lists(views, max_size=2).map(Candidates.of),
     weights=st.builds(RouteWeights, prefill_price=amount, decode_price=amount),

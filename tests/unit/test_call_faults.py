@@ -12,7 +12,7 @@ from fixtures.waiting import until
 
 from shoal_cluster.policies.pending import PendingRequest
 from shoal_cluster.policies.routing import RouteQuery
-from shoal_cluster.serve import generation
+from shoal_cluster.serve import avoided
 from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.serve_placement import ServePlacement
@@ -66,7 +66,7 @@ async def test_a_call_that_breaks_off_at_the_only_replica_goes_on_there(monkeypa
             return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
 
         dispatcher = serve.hold(patience_s=0.5)
-        monkeypatch.setattr(generation, "GONE_S", 0.1)
+        monkeypatch.setattr(avoided, "GONE_S", 0.1)
         serve.place = place  # type: ignore[method-assign, assignment]
         made.executor.gate.clear()
         running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=6))

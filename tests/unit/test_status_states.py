@@ -20,6 +20,7 @@ DRAINING = structs.replace(STATS, draining=True)
     [
         (ReplicaRow(replica_id="one", stats=STATS, connected=True), "ready"),
         (ReplicaRow(replica_id="one", stats=STATS, connected=True, slowness=4.0), "slow x4"),
+        (ReplicaRow(replica_id="one", stats=STATS, connected=True, role="decode"), "ready, decode"),
         (ReplicaRow(replica_id="one", stats=STATS, connected=True, stalled=True, slowness=4.0), "stalled"),
         (ReplicaRow(replica_id="one", stats=DRAINING, connected=True, stalled=True), "draining"),
         (ReplicaRow(replica_id="one", stats=STATS, stalled=True), "lost"),

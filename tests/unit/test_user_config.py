@@ -22,6 +22,7 @@ MISTAKES = [
     ({"routing": {"prefill_price": "much"}}, "user_config.routing.prefill_price: got 'much'; input should be"),
     ({"routing": {"decode_price": -1}}, "user_config.routing.decode_price: got -1; input should be"),
     ({"routing": {"decode_price": float("nan")}}, "user_config.routing.decode_price: got nan; input should be"),
+    ({"routing": {"prefill_share": 1}}, "user_config.routing.prefill_share: got 1; input should be less than 1"),
     ({"routing": None}, "user_config.routing: got None; input should be"),
     ({"routingg": {}}, "user_config.routingg: unknown key"),
     ({"scaling": {"max_replica": 4}}, "user_config.scaling.max_replica: unknown key"),
@@ -38,6 +39,14 @@ def test_what_is_not_said_is_as_deployed() -> None:
     assert (told.routing.rule, told.routing.weights, told.scaling) == ("predicted_ttft", RouteWeights(), {})
     told = UserConfig.from_dict({"routing": {"rule": "round_robin", "prefill_price": 8}}, CONFIG)
     assert (told.routing.rule, told.routing.weights) == ("round_robin", RouteWeights(prefill_price=8.0))
+
+
+@pytest.mark.parametrize("lacking", ["kv_transfer", "enable_prefix_caching"])
+def test_replicas_that_share_out_phases_must_hand_blocks_over(lacking: str) -> None:
+    config = ClusterConfig.from_args({"model": "m", "replica": {lacking: False}})
+    UserConfig.from_dict({}, config)
+    with pytest.raises(ConfigError, match=r"^user_config.routing.prefill_share: got 0.5; above 0 it needs kv_transfer"):
+        UserConfig.from_dict({"routing": {"prefill_share": 0.5}}, config)
 
 
 @pytest.mark.parametrize(("user_config", "words"), MISTAKES)

@@ -151,7 +151,8 @@ def _state(row: ReplicaRow) -> str:
         return "draining"
     if row.stalled:
         return "stalled"
-    return "ready" if row.slowness <= 1 else f"slow x{row.slowness:g}"
+    pace = "ready" if row.slowness <= 1 else f"slow x{row.slowness:g}"
+    return f"{pace}, {row.role}" if row.role else pace
 
 
 def _cells(row: ReplicaRow) -> list[str]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from shoal_cluster.policies.ranking import MAX_AGE_S
 from shoal_cluster.serve.dashboard.history import Sample
+from shoal_cluster.serve.dashboard.roster import State
 from shoal_cluster.serve.dashboard.update import Blocks, Replica, Update
 
 STATE_STYLES = {"ready": "green", "starting": "cyan", "draining": "yellow", "silent": "dim"}
@@ -135,7 +136,8 @@ def _replicas(update: Update, num_rows: int, width: int) -> Table:
 
 
 def _replica(replica: Replica, bar_width: int, names: list[str]) -> list[Text]:
-    name, state = Text(replica.replica_id, "bold"), Text(replica.state, STATE_STYLES.get(replica.state, ""))
+    told = replica.role if replica.role and replica.state == State.READY else replica.state
+    name, state = Text(replica.replica_id, "bold"), Text(told, STATE_STYLES.get(replica.state, ""))
     if replica.age_s is None:
         return [name, state]
     allocated, _, _, _, total = replica.blocks

@@ -18,6 +18,7 @@ from shoal_cluster.policies.columns import (
     TOLD,
     Floats,
     Ints,
+    Phase,
     ReplicaState,
     column,
     told_row,
@@ -43,6 +44,7 @@ class ReplicaView:
             new is sent to it.
         slowness: owned by the gateway; how many times as long as the fastest replica it takes for a prompt, by what the
             replicas measure (see ``Slowness``).
+        role: owned by the gateway; the phase of requests that it is for, "" for both (see ``Roles``).
         num_reserved, num_reserved_blocks, num_reserved_tokens: requests sent here that ``stats`` does not count yet,
             their blocks, and their prompt tokens to compute. Owned by the gateway and exact for its own requests; other
             gateways' are as the replica has heard from them.
@@ -57,6 +59,7 @@ class ReplicaView:
     connected: bool = False
     stalled: bool = False
     slowness: float = 1.0
+    role: Phase = ""
     num_reserved: int = 0
     num_reserved_blocks: int = 0
     num_reserved_tokens: int = 0
@@ -65,7 +68,7 @@ class ReplicaView:
 
     @property
     def state(self) -> ReplicaState:
-        return ReplicaState(self.connected, self.stalled, self.slowness)
+        return ReplicaState(self.connected, self.stalled, self.slowness, self.role)
 
 
 class Present:
@@ -189,6 +192,10 @@ class Candidates:
         """Whether some replica that accepts requests has no prompt to compute and none known to be on its way."""
         idle = (self.columns[CAPACITY] >= 0) & (self.told["num_waiting_tokens"] == 0)
         return bool((idle & (self.num_reserved == 0)).any())
+
+    def serves(self, phase: Phase) -> NDArray[np.bool_]:
+        """Which replicas are for requests of this phase, among others or alone; "" for all [n]."""
+        return np.array([phase == "" or state.role in ("", phase) for state in self.states], np.bool_)
 
     def has_open(self, excluded: Set[str] = frozenset()) -> bool:
         """Whether a replica that is not ``excluded`` accepts requests, with or without room for them now."""

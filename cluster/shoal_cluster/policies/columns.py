@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from shoal_replica.stats import DUE_WITHIN_S, ReplicaStats
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Phase = Literal["", "prefill", "decode"]
+"""Of a request's life: its prompt is computed, or what follows; "" for both."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 COUNTS = (  # of ReplicaStats, under the same names in ``Candidates.told``
     "block_size",
@@ -73,6 +76,7 @@ class ReplicaState(NamedTuple):
     connected: bool = False
     stalled: bool = False
     slowness: float = 1.0
+    role: Phase = ""
 
 
 UNKNOWN = ReplicaState()
@@ -80,7 +84,7 @@ UNKNOWN = ReplicaState()
 
 def told_row(stats: ReplicaStats | None, state: ReplicaState) -> tuple[Any, ...]:
     """One element of ``Candidates.told``, as of ``TOLD``."""
-    connected, stalled, slowness = state
+    connected, stalled, slowness, _ = state
     slower = round((slowness - 1.0) / PER_CENT)
     if stats is None:  # all 0, but 1 for what others divide by
         return (

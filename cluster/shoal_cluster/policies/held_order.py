@@ -193,9 +193,9 @@ class HeldOrder:
         return urgent
 
     def _is_particular(self, held: Held) -> bool:
-        """Whether some replica may not take it: it is too large for one, or excludes one that had it before."""
+        """Whether some replica may not take it: it is too large for one, or must not go to one."""
         query = held.pending.query
-        return bool(query.excluded) or query.num_blocks_needed > self._least_capacity
+        return query.is_particular or query.num_blocks_needed > self._least_capacity
 
     def _due_there_s(self, held: Held) -> float:
         """When it is due at the replica."""

@@ -15,7 +15,7 @@ from shoal_cluster.policies.columns import DUE, TOLD, Ints
 from shoal_cluster.policies.considered import Considered, Step
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.outlook import Outlook
-from shoal_cluster.policies.ranking import PRICED_STEPS
+from shoal_cluster.policies.ranking import PRICED_STEPS, is_allowed
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.wishes import PlacedWish
 from shoal_replica.stats import DUE_WITHIN_S
@@ -92,7 +92,7 @@ class NativePlan:
     """The part of a plan that is native, for one snapshot. For one thread at a time."""
 
     def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
-        self._replica_ids, self._told = snapshot.replica_ids, snapshot.told
+        self._snapshot, self._told = snapshot, snapshot.told
         self._passed: tuple[tuple[tuple[str, int], ...], Ints] = (), NOTHING
         self._cluster = CCluster(
             len(snapshot),
@@ -125,19 +125,19 @@ class NativePlan:
         if num_planned == -1:
             raise MemoryError("no memory to plan held requests")
         if num_planned < 0:
-            raise ValueError(f"matched: must be of {len(self._replica_ids)} replicas")
+            raise ValueError(f"matched: must be of {len(self._snapshot)} replicas")
         numbers = decided[: 2 * num_planned]
         return list(zip(numbers[::2], numbers[1::2], strict=True)), bool(_may_start.value)
 
     def _pack(self, one: Considered) -> bytes:
         """``one`` as a ``ShoalHeld``. It keeps that, and the arrays that it refers to, for the next look."""
-        query, replica_ids = one.query, self._replica_ids
+        query = one.query
         matched = np.ascontiguousarray(one.matched, np.int64)
         passed, excluded, before = None, None, None
         if query.passed:
             passed = self._passed_by(query.passed)
-        if query.excluded:
-            excluded = np.array([replica_id in query.excluded for replica_id in replica_ids])
+        if query.is_particular:
+            excluded = ~is_allowed(query, self._snapshot)
         if one.before:
             before = (CWish * len(one.before))(*map(_wish, one.before))
         one.packed = bytes(
@@ -162,7 +162,7 @@ class NativePlan:
         """``RouteQuery.passed`` of each replica [n]; requests share it."""
         if passed is not self._passed[0]:
             by_id = dict(passed)
-            self._passed = passed, np.array([by_id.get(name, 0) for name in self._replica_ids], np.int64)
+            self._passed = passed, np.array([by_id.get(name, 0) for name in self._snapshot.replica_ids], np.int64)
         return self._passed[1]
 
 

@@ -278,7 +278,7 @@ class PendingQueue:
                 continue
             num_left -= held.sized_s > -math.inf
             query, matched = held.pending.query, look_up(held, view, now)
-            its = takes & is_eligible(query, present) if query.excluded else takes
+            its = takes & is_eligible(query, present) if query.is_particular else takes
             num_new_tokens = uncached_tokens(query, int(matched[its].max(initial=0)))
             held.sized_s = now
             if num_new_tokens != held.num_new_tokens:

@@ -132,7 +132,7 @@ class Plan:
             before = np.stack([load(query, cluster) for query in queries])
         takes = columns[CAPACITY] >= size[:, 1:2]
         for number, query in enumerate(queries):
-            if query.excluded:
+            if query.is_particular:
                 takes[number] = is_eligible(query, cluster)
         costs = np.where(takes, work(cluster, uncached, prices, self.weights, before), np.inf)
         has_room = columns[ROOM] >= np.maximum(size[:, 1:2] - matched, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, overload
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY
+from shoal_cluster.policies.columns import CAPACITY, Phase
 from shoal_replica.prefix_cache import BlockHash, hash_blocks
 from shoal_replica.request import Request
 
@@ -32,12 +32,14 @@ class RouteQuery:
 
     Attributes:
         block_hashes: hashes of the prompt's full blocks.
+        num_prompt_tokens: those that must be computed where none of it is cached: all but what ``comes_with`` it.
         num_blocks_needed: blocks that the request needs to start: those of its prompt and of its first token.
         excluded: replicas that have refused or lost the request already, or lack its adapter.
         decode_steps: steps in which it will decode beside other sequences, as far as they are priced: the tokens that
             it may still generate, at most ``PRICED_STEPS``.
         passed: pairs of a replica's id and the prompt tokens waiting there that this request goes ahead of, because
             their tenants yield to its own.
+        phase: what it is sent for, where replicas have roles: it goes to those for this phase.
     """
 
     request_id: str
@@ -48,6 +50,16 @@ class RouteQuery:
     excluded: frozenset[str] = frozenset()
     decode_steps: int = PRICED_STEPS
     passed: tuple[tuple[str, int], ...] = ()
+    phase: Phase = ""
+
+    def comes_with(self, num_blocks: int) -> RouteQuery:
+        """The same where so many of its leading blocks come with it: they take room, but are not computed."""
+        return replace(self, num_prompt_tokens=max(1, self.num_prompt_tokens - num_blocks * self.block_size))
+
+    @property
+    def is_particular(self) -> bool:
+        """Whether there may be replicas that it must not go to, whatever their size."""
+        return bool(self.excluded or self.phase)
 
     @classmethod
     def for_request(cls, request: Request, block_size: int, is_caching: bool = True) -> RouteQuery:
@@ -233,9 +245,15 @@ def some(items: Sequence[str]) -> str:
 def is_eligible(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
     """Which replicas could take the request, now or later [n]."""
     eligible: NDArray[np.bool_] = candidates.columns[CAPACITY] >= query.num_blocks_needed
+    return eligible & is_allowed(query, candidates) if query.is_particular else eligible
+
+
+def is_allowed(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
+    """Which replicas the request may go to as far as ``excluded`` and ``phase`` say [n]."""
+    allowed = candidates.serves(query.phase)
     if query.excluded:
-        eligible &= ~np.isin(candidates.replica_ids, list(query.excluded))
-    return eligible
+        allowed &= ~np.isin(candidates.replica_ids, list(query.excluded))
+    return allowed
 
 
 class _Explained(Sequence[CandidateTerms]):
@@ -291,6 +309,8 @@ def _rejection(query: RouteQuery, candidates: Candidates, place: int) -> str:
     stats = candidates.stats[place]
     if candidates.replica_ids[place] in query.excluded:
         return "excluded"
+    if query.phase and (role := candidates.states[place].role) not in ("", query.phase):
+        return f"for {role} alone"
     if not candidates.states[place].connected:
         return "not connected"
     if stats is None:

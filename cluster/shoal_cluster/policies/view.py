@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView, with_item
-from shoal_cluster.policies.columns import PROMISED, UNKNOWN, Ints, ReplicaState, column, promise, told_row, unknown
+from shoal_cluster.policies.columns import (
+    PROMISED,
+    UNKNOWN,
+    Ints,
+    Phase,
+    ReplicaState,
+    column,
+    promise,
+    told_row,
+    unknown,
+)
 from shoal_cluster.policies.in_flight import PromptKey, PromptsInFlight
 from shoal_cluster.policies.matches import Matches
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
@@ -63,6 +73,11 @@ class ClusterView:
     def is_stalled(self, replica_id: str) -> bool:
         """Whether ``replica_id`` is a member that is marked as stalled."""
         return replica_id in self and self._states[self._place_of[replica_id]].stalled
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether some members are for one phase of requests only."""
+        return any(state.role for state in self._states)
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
@@ -124,38 +139,30 @@ class ClusterView:
 
     def set_stalled(self, replica_id: str, is_stalled: bool) -> None:
         """Mark whether it makes no progress and is sent nothing new. Ignored unless it is a member."""
-        if (place := self._place_of.get(replica_id)) is not None:
-            self._mark(place, self._states[place]._replace(stalled=is_stalled))
+        self._change(replica_id, stalled=is_stalled)
 
     def set_slowness(self, replica_id: str, slowness: float) -> None:
         """Set how many times as long as the fastest it takes for a prompt. Ignored unless it is a member."""
-        if (place := self._place_of.get(replica_id)) is not None:
-            self._mark(place, self._states[place]._replace(slowness=slowness))
+        self._change(replica_id, slowness=slowness)
+
+    def set_roles(self, roles: Mapping[str, Phase]) -> None:
+        """Set the phases that members are for, "" unless named. Queues look members up anew, as if some had joined."""
+        for replica_id in self._replica_ids:
+            self._change(replica_id, role=roles.get(replica_id, ""))
+        self._set_members(self._replica_ids)
 
     def disconnect(self, replica_id: str) -> None:
         """A replica's feed ended: nothing new is sent there until the next snapshot. Its last ledger stays visible."""
-        place = self._place_of.get(replica_id)
-        if place is not None:
-            self._mark(place, self._states[place]._replace(connected=False, stalled=False))
+        self._change(replica_id, connected=False, stalled=False)
 
-    def reserve(
-        self,
-        request_id: str,
-        replica_id: str,
-        num_blocks: int,
-        num_tokens: int,
-        now: float,
-        block_hashes: Sequence[BlockHash] = (),
-    ) -> None:
-        """Promise room on ``replica_id``, in place of the request's earlier promise. Marks ``block_hashes`` as used.
+    def reserve(self, request_id: str, replica_id: str, num_blocks: int, num_tokens: int, now: float) -> None:
+        """Promise room on ``replica_id``, in place of the request's earlier promise.
 
         Args:
             num_blocks: free blocks that the request will take.
             num_tokens: prompt tokens that the replica will have to compute for it.
         """
         self.release(request_id)
-        if block_hashes:
-            self.index.touch(block_hashes)
         if replica_id in self._place_of:
             reservation = Reservation(replica_id, num_blocks, num_tokens, now)
             self._reservations[request_id] = reservation
@@ -278,6 +285,10 @@ class ClusterView:
                 self._told[place] = self._rows[place] = row
                 self._tell(place, row)
         self._updated_s[place] = now
+
+    def _change(self, replica_id: str, **changes: Any) -> None:
+        if (place := self._place_of.get(replica_id)) is not None:
+            self._mark(place, self._states[place]._replace(**changes))
 
     def _mark(self, place: int, state: ReplicaState) -> None:
         if state == self._states[place]:

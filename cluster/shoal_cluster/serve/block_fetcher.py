@@ -50,7 +50,7 @@ class BlockFetcher:
         self._failed: dict[Address, float] = {}  # when the last fetch from there failed
 
     def num_coming(self, request: Request, source: BlockSource | None) -> int:
-        """Leading blocks of ``request`` that will be here if it waits for those that ``source`` has; 0 if it is not to."""
+        """Leading blocks of ``request`` that will be here if it waits for what ``source`` has; 0: it is not to wait."""
         if source is None or len(self._tasks) >= MAX_AT_ONCE:
             return 0
         now, wanted = time.monotonic(), self._wanted(request, source)

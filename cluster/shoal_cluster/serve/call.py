@@ -11,6 +11,7 @@ from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import ToolUse
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
+from shoal_cluster.policies.columns import Phase
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve.block_map import BlockMap
@@ -135,7 +136,7 @@ class ModelCard:
 class ReplicaRow:
     """One replica as the gateway knows it. ``stats`` is None until its feed has delivered some; ``age_s`` is their age.
     A ``stalled`` replica gets nothing new until it makes progress. ``slowness`` is how many times as long as the
-    fastest replica it takes for a prompt.
+    fastest replica it takes for a prompt; ``role`` the phase of requests that it is for, "" for both.
 
     ``start_report`` says what its memory went to when it started.
     """
@@ -148,6 +149,7 @@ class ReplicaRow:
     connected: bool = False
     stalled: bool = False
     slowness: float = 1.0
+    role: Phase = ""
     start_report: str = ""
 
     @classmethod
@@ -162,6 +164,7 @@ class ReplicaRow:
             connected=view.connected,
             stalled=view.stalled,
             slowness=view.slowness,
+            role=view.role,
             start_report=start_report,
         )
 

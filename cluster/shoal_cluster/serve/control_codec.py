@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal_cluster.policies.baselines import NamedRule, Routing
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import PHASES, Phase
 from shoal_cluster.policies.memory import Recollection
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights, Rule
 from shoal_cluster.policies.view import ReplicaView
@@ -58,6 +59,7 @@ _VIEW_SCALARS = (
     "connected",
     "stalled",
     "slowness",
+    "role",
     "num_reserved",
     "num_reserved_blocks",
     "num_reserved_tokens",
@@ -112,6 +114,7 @@ def query_to_proto(query: RouteQuery) -> pb.RouteQuery:
         excluded=sorted(query.excluded),
         decode_steps=query.decode_steps,
         passed=dict(query.passed),
+        phase=query.phase,
     )
 
 
@@ -125,7 +128,13 @@ def query_from_proto(query: pb.RouteQuery) -> RouteQuery:
         excluded=frozenset(query.excluded),
         decode_steps=query.decode_steps,
         passed=tuple(sorted(query.passed.items())),
+        phase=_phase(query.phase),
     )
+
+
+def _phase(name: str) -> Phase:
+    """A phase that a client knows; of a gateway that is newer there may be others."""
+    return next((phase for phase in PHASES if phase == name), "")
 
 
 def route_record_to_proto(record: RouteRecord) -> pb.RouteRecord:
@@ -232,6 +241,7 @@ def _replica_to_proto(row: ReplicaRow) -> pb.Replica:
         connected=row.connected,
         stalled=row.stalled,
         slowness=row.slowness,
+        role=row.role,
         start_report=row.start_report,
     )
 
@@ -246,6 +256,7 @@ def _replica_from_proto(replica: pb.Replica) -> ReplicaRow:
         connected=replica.connected,
         stalled=replica.stalled,
         slowness=replica.slowness,
+        role=_phase(replica.role),
         start_report=replica.start_report,
     )
 

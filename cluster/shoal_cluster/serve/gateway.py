@@ -142,6 +142,9 @@ class Gateway:
         if weights != self._ledger.weights:
             self._ledger.journal.note(EventKind.CHANGED, f"routing: {weights}")
         self._ledger.weights = weights
+        if (share := told.routing.prefill_share) != self._ledger.roles.share:
+            self._ledger.journal.note(EventKind.CHANGED, f"routing: {share:g} of the replicas only compute prompts")
+        self._ledger.roles.share = share
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """The ports that the servers listen on, which matter where free ones were asked for."""

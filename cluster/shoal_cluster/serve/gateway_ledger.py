@@ -14,6 +14,7 @@ from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named import NamedPlacement, placement_by
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
+from shoal_cluster.policies.roles import Roles
 from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteRecord, RouteWeights, decide
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
@@ -66,6 +67,7 @@ class GatewayLedger:
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
         self._replica_of: dict[str, str] = {}
         self._slowness = Slowness(self.view)
+        self.roles = Roles(self.view)
         self.recalls = Recalls(
             self.view, self._feeds, self._replica_of, self._sent.records, self.can_place, self.journal
         )
@@ -276,11 +278,13 @@ class GatewayLedger:
             self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
             self._credit.take(replica_id, message, now)
             self._changed.set()
+            self.roles.look(now)
             self.on_news()
             return
         self.recalls.hear(replica_id, message.stats, now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
         self._slowness.look(now)
+        self.roles.look(now)
         self._credit.take(replica_id, message, now)
         if message.stats is not None and (message.stats.draining or self.view.is_stalled(replica_id)):
             self.recalls.recall(replica_id)

@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Callable, Set
 from dataclasses import replace
 
 from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.serve.avoided import Avoided
 from shoal_cluster.serve.call import Chunk, Usage
 from shoal_cluster.serve.call_times import CallTimes, LegTimes
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLeft, ReplicaLost, ReplicaUnheard
+from shoal_cluster.serve.phases import in_phase
 from shoal_cluster.serve.request_id import leg_id
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
@@ -27,7 +29,6 @@ MAX_RESUMES = 3
 MAX_REFUSALS = 4
 UNHEARD_S = 0.1  # pause before retrying a replica that has no feed to this gateway
 MAX_MERGED = 256  # tokens in a message, or few more: with 20 log-probabilities each, 80 KB of a client's 4 MiB
-GONE_S = 2.0  # after which a replica that failed a request but has kept its feed counts as well again
 
 Place = Callable[[Request, RouteQuery, float], Placement]  # the float is the call's deadline
 
@@ -51,7 +52,7 @@ class Generation:
         adapters: ServedAdapters | None = None,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        self._adapters = adapters
+        self._avoided = Avoided(ledger, adapters, request.adapter, placement_timeout_s)
         self._request = request
         self._query = query
         self._ledger = ledger
@@ -72,7 +73,6 @@ class Generation:
         self._ready = asyncio.Event()
         self._failure: BaseException | None = None
         self._legs: set[asyncio.Task[None]] = set()
-        self._gone: set[str] = set()  # replicas that cannot finish what they took
 
     async def chunks(self, timeout_s: float) -> AsyncIterator[Chunk]:
         """Stream the call's chunks; the last one carries the usage.
@@ -180,7 +180,9 @@ class Generation:
         refused: dict[str, str] = {}
         for _ in range(MAX_REFUSALS):
             try:
-                refusal = await self._attempt(request, indexes, await self._excluded(refused))
+                refusal = await self._attempt(
+                    request, indexes, num_resumes, await self._avoided.once_there_is_another(refused.keys())
+                )
             except ReplicaLeft as error:  # not counted as a resume: little is computed again
                 self._note_resume(f"moved: {error}")
                 self._resume(request, indexes, num_resumes)
@@ -201,58 +203,45 @@ class Generation:
             refused |= [refusal]
             if refusal[0] not in self._ledger.view:
                 continue  # Serve has removed the replica: another may come in its place
-            if not self._ledger.can_place(refused.keys() | self._gone | self._lacking()):
+            if not self._ledger.can_place(self._avoided.beside(refused.keys())):
                 break
         reason = next(reversed(refused.values()))
         raise ResourceExhausted(f"refused by {len(refused)} replicas: {reason}", retry_after_s=1.0)
 
-    async def _excluded(self, refused: dict[str, str]) -> Set[str]:
-        """The replicas that must not get the request: those that refused it, are gone, or lack its adapter. One that is
-        gone may be well, if only its call broke off: where there is no other and it stays for ``GONE_S``, it is tried
-        again.
-        """
-        if self._adapters is not None:
-            await self._adapters.until_somewhere(self._request.adapter, self._placement_timeout_s)
-        can_place, gone, ends_s = self._ledger.can_place, self._gone, self._loop.time() + GONE_S
-        while gone and not can_place(refused.keys() | gone | (lacking := self._lacking())):
-            if not can_place(refused.keys() | lacking):
-                break
-            if self._loop.time() >= ends_s:
-                gone.clear()
-                break
-            await asyncio.sleep(GONE_S / 20)
-        return refused.keys() | gone | self._lacking()
-
-    def _lacking(self) -> Set[str]:
-        """Replicas that do not have the request's adapter."""
-        return frozenset() if self._adapters is None else self._adapters.lacking(self._request.adapter)
-
-    async def _attempt(self, request: Request, indexes: range, excluded: Set[str]) -> tuple[str, str] | None:
+    async def _attempt(
+        self, request: Request, indexes: range, num_resumes: int, excluded: Set[str]
+    ) -> tuple[str, str] | None:
         """Place a request once and follow it to its end. Returns (replica, reason) if that replica refused it."""
         self._num_legs += 1
-        query = self._query
+        query, whole = self._query, request
         if self._num_legs > 1:
             request = replace(request, request_id=leg_id(self._request.request_id, self._num_legs))
             if request.output_token_ids:
                 is_short = query.num_prompt_tokens < query.block_size
                 is_caching = bool(query.block_hashes) or is_short or self._request.is_scored
                 query = RouteQuery.for_request(request, query.block_size, is_caching)
-            query = replace(query, request_id=request.request_id)
+            query = self._ledger.moves.with_blocks(replace(query, request_id=request.request_id))
         if excluded:
             query = replace(query, excluded=frozenset(excluded))
+        request, query = in_phase(request, query, self._ledger.view)
         times = self._times.start_leg(time.monotonic())
-        leg = Leg({i: self._outputs[i] for i in indexes}, times, self._try_take)
+
+        def go_on(replica_id: str) -> None:
+            self._ledger.moves.note_left(self._request.request_id, replica_id, time.monotonic())
+            self._resume(whole, indexes, num_resumes)
+
+        leg = Leg({i: self._outputs[i] for i in indexes}, times, self._try_take, go_on)
         self._ledger.follow(request.request_id, leg.follower)
         try:
             refusal = await leg.see_through(self._place(request, query, self._deadline_s), self._placement_timeout_s)
-            times.end = "" if refusal is None else "refused"
+            times.end = leg.end if refusal is None else "refused"
             return None if refusal is None else (leg.replica_id, refusal)
         except ReplicaLost as error:
             times.end = "moved" if isinstance(error, ReplicaLeft) else "lost"
             raise
         finally:
             if leg.is_replica_gone:
-                self._gone.add(leg.replica_id)
+                self._avoided.add(leg.replica_id)
             self._ledger.unfollow(request.request_id)
 
     def _note_resume(self, why: str) -> None:

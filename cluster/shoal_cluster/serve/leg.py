@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from shoal_cluster.serve.call_times import LegTimes
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.sent import Follower
@@ -59,10 +61,15 @@ class Leg:
     Args:
         times: notes when a replica has taken the request.
         take: called with ``times``, the replica's id and each delta that continues the client's tokens.
+        go_on: called with the replica's id when it has computed what it was asked for and sequences have not ended.
     """
 
     def __init__(
-        self, outputs: Mapping[int, Output], times: LegTimes, take: Callable[[LegTimes, str, TokenDelta], None]
+        self,
+        outputs: Mapping[int, Output],
+        times: LegTimes,
+        take: Callable[[LegTimes, str, TokenDelta], None],
+        go_on: Callable[[str], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         self.replica_id = ""
@@ -70,16 +77,23 @@ class Leg:
         self._sent_s: float | None = None  # when the request went to ``replica_id``
         self._refusal: Outcome | None = None  # why that replica does not run it
         self._is_handed_back = False  # it had begun there
+        self._prefilled: set[int] = set()  # sequences that have their first token and go on elsewhere
         self._routed: asyncio.Future[None] = loop.create_future()  # done when a replica has taken the request
         self._ended: asyncio.Future[None] = loop.create_future()  # done when it has finished, or is refused or lost
         self._outputs = outputs
         self._times = times
         self._take = take
+        self._go_on = go_on
         self.follower = Follower(self._on_routed, self._on_delta, self._on_refused, self._on_lost)
 
     @property
     def is_done(self) -> bool:
-        return all(output.is_done for output in self._outputs.values())
+        return all(output.is_done or index in self._prefilled for index, output in self._outputs.items())
+
+    @property
+    def end(self) -> str:
+        """As in ``LegTimes``, of a leg that is done."""
+        return "prefilled" if self._prefilled else ""
 
     async def see_through(self, placement: Placement, placement_timeout_s: float) -> str | None:
         """Wait for the end. Returns why the replica refused the request, or None when its sequences are done.
@@ -144,9 +158,14 @@ class Leg:
         elif delta.position != len(output.token_ids):
             self._on_lost()
         else:
+            if delta.finish_reason is FinishReason.PREFILLED:
+                self._prefilled.add(delta.index)
+                delta = msgspec.structs.replace(delta, finish_reason=None)
             self._take(self._times, replica_id, delta)
-            if self.is_done:
+            if self.is_done and not self._ended.done():
                 self._on_lost()
+                if self._prefilled:
+                    self._go_on(replica_id)
 
     def _on_refused(self, replica_id: str, reason: str, field: str) -> None:
         self.replica_id = replica_id

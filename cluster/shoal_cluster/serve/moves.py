@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from shoal_cluster.serve.request_id import call_of
 
 LOOK_S = 0.1  # how often a few requests are moved: those before have arrived by then, and count where they went
 MAX_AT_ONCE = 4
-KEPT_S = 10.0  # a request that has left a replica finds another within this time, or no blocks
+KEPT_S = 60.0  # a request that has left a replica finds another within this time, or no blocks
 
 Address = tuple[str, int]
 
@@ -69,10 +70,20 @@ class Moves:
         if now < self._next_s:
             return
         self._next_s = now + LOOK_S
-        self._left = {call: (at, where) for call, (at, where) in self._left.items() if now - at < KEPT_S}
+        self._forget_left(now)
         cluster = self._view.present(now)
         for replica_id in [r for r in self._addresses if self._drains(r, cluster)]:
             self._move_some(replica_id, cluster, now)
+
+    def note_left(self, call_id: str, replica_id: str, now: float) -> None:
+        """A call goes on elsewhere; the replica still has its blocks."""
+        self._left.pop(call_id, None)  # it is the newest now
+        if (address := self._addresses.get(replica_id)) is not None:
+            self._left[call_id] = now, address
+
+    def with_blocks(self, query: RouteQuery) -> RouteQuery:
+        """``query``, of whose blocks none are to be computed if its call has left a replica that gives them."""
+        return query.comes_with(len(query.block_hashes)) if call_of(query.request_id) in self._left else query
 
     def source(self, query: RouteQuery, candidates: Candidates, replica_id: str) -> BlockSource | None:
         """Where the replica to which a request goes may fetch more of its blocks than it has."""
@@ -81,6 +92,10 @@ class Moves:
         offer = best_offer(candidates, replica_id)
         address = None if offer is None else self._addresses.get(offer.replica_id)
         return None if offer is None or address is None else BlockSource(*address, offer.num_blocks)
+
+    def _forget_left(self, now: float) -> None:
+        for call_id in [*takewhile(lambda call: now - self._left[call][0] >= KEPT_S, self._left)]:
+            del self._left[call_id]
 
     def _drains(self, replica_id: str, cluster: Candidates) -> bool:
         if replica_id not in self._view:
@@ -106,7 +121,7 @@ class Moves:
             room[place] -= num_blocks
             slots[place] -= 1
             self._asked.add(request_id)
-            self._left[call_of(request_id)] = now, self._addresses[replica_id]
+            self.note_left(call_of(request_id), replica_id, now)
             feed.recall(request_id, also_started=True)
             num_asked += 1
             if num_asked == MAX_AT_ONCE:

@@ -162,7 +162,7 @@ class SteadyScheduler(Scheduler):
         self._alike_until.pop(sequence.seq_id, None)
         super()._drop(sequence)
 
-    def _note_first_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
+    def _note_run(self, sequence: Sequence, matched: list[Cached]) -> None:
         if self.shared_pool is not None:
             block_size = self.kv.block_size
             reusable = sequence.block_hashes[: (sequence.num_tokens - 1) // block_size]
@@ -170,7 +170,7 @@ class SteadyScheduler(Scheduler):
             if num_tokens > sequence.num_computed_tokens:
                 sequence.num_computed_tokens = num_tokens
                 self.kv.commit(sequence.seq_id, sequence.block_hashes, num_tokens)
-        super()._note_first_run(sequence, matched, now)
+        super()._note_run(sequence, matched)
 
 
 class _NoExecutor(ExecutorRoster):

@@ -38,7 +38,8 @@ class Transfers:
         self, taker: Scheduler, request: Request, offer: BlockOffer, token_s: float, then: Callable[[], None]
     ) -> int:
         """Begin to copy what is offered for ``request`` and not cached here, if that is worth it where a token takes
-        ``token_s`` to compute (0: not known); ``then`` is called when it is here. Returns how many of its leading blocks will be, 0 if it is to be computed.
+        ``token_s`` to compute (0: not known); ``then`` is called when it is here. Returns how many of its leading
+        blocks will be, 0 if it is to be computed.
         """
         kv = taker.kv
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)

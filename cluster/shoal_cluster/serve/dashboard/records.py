@@ -33,6 +33,7 @@ def encode_route(record: RouteRecord) -> dict[str, object]:
         "num_blocks_needed": query.num_blocks_needed,
         "block_size": query.block_size,
         "excluded": sorted(query.excluded),
+        "phase": query.phase,
         "candidates": [
             {
                 "replica_id": candidate.replica_id,

@@ -75,7 +75,7 @@ class Card {
   show(replica, time_s, devices) {
     const silent = replica.age_s == null;
     this.root.dataset.state = replica.state;
-    setText(this.state, replica.state);
+    setText(this.state, replica.role ? `${replica.state} · ${replica.role}` : replica.state);
     setText(this.node, [replica.node_id ? `node ${replica.node_id}` : "", silent ? "" : devices].filter(Boolean).join(" · "));
     const up = replica.started_s == null ? "" : `${silent ? "for" : "up"} ${lasting(time_s - replica.started_s)}`;
     const stale = !silent && replica.age_s > STALE_S;

@@ -118,6 +118,7 @@ function whole(record) {
     `${count(record.num_prompt_blocks)} full blocks of ${record.block_size}`,
     `${count(record.num_blocks_needed)} blocks needed`,
   ];
+  if (record.phase) asked.push(`placed for ${record.phase}`);
   if (record.excluded.length) asked.push(`not ${record.excluded.join(", ")}`);
   const names = [...new Set(record.candidates.flatMap((candidate) => Object.keys(candidate.terms)))];
   const table = element("table", "terms");

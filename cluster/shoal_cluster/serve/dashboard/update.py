@@ -53,13 +53,15 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 class Replica(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One card. It is sent as a row; the names of the columns are sent once, beside the rows.
 
-    ``age_s`` is the age of everything but ``state``; it is None before the first stats, when the numbers are 0.
+    ``role`` is the phase of requests that the replica is for, "" for both. ``age_s`` is the age of everything else but
+    ``state``; it is None before the first stats, when the numbers are 0.
     ``routed`` is the replica's share of the last decisions, ``route_hits`` the share of their prompts' full blocks that
     it had cached; both in [0, 1].
     """
 
     replica_id: str
     state: str
+    role: str
     node_id: str
     started_s: float | None
     age_s: float | None
@@ -203,6 +205,7 @@ def _replica(card: Card, rates: Rates | None, share: Share | None, num_decisions
     return Replica(
         replica_id=row.replica_id,
         state=card.state,
+        role=row.role,
         node_id=row.node_id[:MAX_NODE_CHARS],
         started_s=_rounded(card.started_s, 0),
         age_s=None if stats is None else round(row.age_s, 2),

@@ -1,0 +1,237 @@
+"""Prefill and decode replicas: who is which, where a request goes first, and how it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from random import Random
+
+import pytest
+from fixtures.cluster_views import make_query, make_stats
+from fixtures.fake_serve import FakeServe, ask, serving, streaming
+from fixtures.waiting import DEADLINE_S, until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_cluster.policies import native_library, plan
+from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.roles import SHORT_S, Roles, num_prefills, phase_at_arrival
+from shoal_cluster.policies.routing import RouteWeights, decide
+from shoal_cluster.policies.view import ClusterView
+from shoal_cluster.serve.journal import EventKind
+from shoal_replica.prefix_cache import hash_blocks
+from shoal_replica.testing import expected_tokens, make_request
+
+PROMPT = tuple(range(100, 141))
+HASHES = tuple(hash_blocks(PROMPT, 4))
+NUM_TOKENS = 20
+
+
+@given(count=st.integers(0, 200), share=st.floats(0, 0.999))
+def test_some_of_each_or_none(count: int, share: float) -> None:
+    prefills = num_prefills(count, share)
+    if not share or count < 2:
+        assert prefills == 0
+    else:
+        assert 1 <= prefills <= count - 1
+        assert abs(prefills - share * count) <= 1
+
+
+def view_of(*names: str, **stats: object) -> ClusterView:
+    view = ClusterView()
+    for name in names:
+        view.join(name)
+        view.apply_snapshot(name, make_stats(**stats), (), 0.0)
+    return view
+
+
+def roles_in(view: ClusterView) -> dict[str, str]:
+    return {row.replica_id: row.role for row in view.replicas_for((), 0.0)}
+
+
+def test_roles_follow_the_replicas_that_take_requests() -> None:
+    view = view_of("a", "b", "c", "d")
+    roles = Roles(view)
+    roles.look(0.0)
+    assert not view.has_roles
+    roles.share = 0.25
+    roles.look(0.0)
+    assert roles_in(view) == {"a": "prefill", "b": "decode", "c": "decode", "d": "decode"}
+    view.disconnect("a")
+    roles.look(0.1)
+    assert roles_in(view) == {"a": "", "b": "prefill", "c": "decode", "d": "decode"}
+    view.leave("a")
+    view.leave("c")
+    view.leave("d")
+    roles.look(0.2)
+    assert not view.has_roles  # one replica has to do everything
+    view.join("c")
+    view.apply_snapshot("c", make_stats(), (), 0.3)
+    roles.look(0.3)
+    assert roles_in(view) == {"b": "prefill", "c": "decode"}
+    roles.share = 0.0
+    roles.look(0.4)
+    assert not view.has_roles
+    view.check_invariants()
+
+
+def test_a_request_goes_to_replicas_for_its_phase_and_the_record_replays() -> None:
+    view = view_of("a", "b", "c")
+    view.set_roles({"a": "prefill", "b": "decode", "c": "decode"})
+    view.apply_update("a", make_stats(num_running=7, num_waiting_tokens=5000), (), (), 0.0)
+    for phase, able in (("prefill", {"a"}), ("decode", {"b", "c"}), ("", {"a", "b", "c"})):
+        query = make_query(phase=phase)
+        record = decide(query, view.candidates((), 0.0), RouteWeights(), seed=1, time_s=0.0)
+        assert set(record.decision.ranked) == able
+        assert record.replay() == record.decision
+    told = {c.replica_id: c.rejected for c in record.decision.candidates}
+    assert told == {"a": "", "b": "", "c": ""}
+    record = decide(make_query(phase="decode"), view.candidates((), 0.0), RouteWeights(), seed=1, time_s=0.0)
+    assert [c.rejected for c in record.decision.candidates] == ["for prefill alone", "", ""]
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_held_requests_wait_for_a_replica_of_their_phase(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_native:
+        monkeypatch.setattr(plan, "library", None)
+    assert native_library.library is not None
+    view = view_of("a", "b")
+    view.set_roles({"a": "prefill", "b": "decode"})
+    view.apply_update("a", make_stats(num_waiting_tokens=5000), (), (), 0.0)
+    queue = PendingQueue(HoldConfig())
+    for phase in ("prefill", "decode"):
+        queue.push(PendingRequest(query=make_query(request_id=phase, phase=phase), arrival_s=0.0))
+    sent = queue.next(view, RouteWeights(), 0.0, Random(0))
+    assert sent is not None
+    assert (sent.pending.query.request_id, sent.replica_id) == ("decode", "b")
+    assert queue.next(view, RouteWeights(), 0.0, Random(0)) is None
+    view.set_roles({"a": "decode", "b": "prefill"})  # while it waits
+    sent = queue.next(view, RouteWeights(), 0.1, Random(0))
+    assert sent is not None
+    assert (sent.pending.query.request_id, sent.replica_id) == ("prefill", "b")
+
+
+def test_a_prompt_of_which_little_is_left_is_computed_where_it_decodes() -> None:
+    view = view_of("a", "b", num_total_blocks=1000, token_s=0.001, step_s=0.01)
+    view.set_roles({"a": "prefill", "b": "decode"})
+    few = round(SHORT_S / 0.001)
+    hashes = tuple(hash_blocks(range(160), 16))
+    query = replace(make_query(160 + few), block_hashes=hashes)
+    assert phase_at_arrival(query, view.candidates(hashes, 0.0)) == "prefill"
+    view.apply_update("a", None, hashes, (), 0.0)  # that is no help
+    assert phase_at_arrival(query, view.candidates(hashes, 0.0)) == "prefill"
+    view.apply_update("b", None, hashes, (), 0.0)
+    assert phase_at_arrival(query, view.candidates(hashes, 0.0)) == "decode"
+    longer = replace(query, num_prompt_tokens=query.num_prompt_tokens + 1)
+    assert phase_at_arrival(longer, view.candidates(hashes, 0.0)) == "prefill"
+    view.apply_update("b", make_stats(num_total_blocks=1000, token_s=0.001, step_s=0.05), (), (), 0.0)
+    assert phase_at_arrival(longer, view.candidates(hashes, 0.0)) == "decode"  # decode steps take longer
+    view.apply_update("b", make_stats(num_total_blocks=1000), (), (), 0.0)
+    assert phase_at_arrival(query, view.candidates(hashes, 0.0)) == "prefill"  # nothing is known of its pace
+
+
+async def with_roles(serve: FakeServe, share: float = 0.5) -> dict[str, str]:
+    serve.hold()
+    serve.ledger.roles.share = share
+    await until(lambda: serve.ledger.view.has_roles)
+    return {role: replica_id for replica_id, role in roles_in(serve.ledger.view).items()}
+
+
+async def test_one_computes_the_prompt_and_another_goes_on_with_its_blocks() -> None:
+    async with serving("a", "b") as serve:
+        who = await with_roles(serve)
+        answer = await ask(serve, prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS)
+        assert answer.tokens == [expected_tokens(PROMPT, NUM_TOKENS)]
+        assert answer.reasons == ["length"]
+        assert answer.usage is not None
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == (who["decode"], 0)
+        first, then = (serve.replicas[who[role]].engine.stats() for role in ("prefill", "decode"))
+        assert (first.num_prompt_tokens, first.num_generated_tokens, first.num_finished) == (len(PROMPT), 1, 0)
+        assert (then.num_prompt_tokens, then.num_generated_tokens, then.num_finished) == (
+            1,
+            NUM_TOKENS - 1,
+            1,
+        )  # its tail is no whole block
+        assert then.num_blocks_taken == first.num_blocks_given == len(HASHES)
+        assert [leg.end for leg in serve.times[0].legs] == ["prefilled", ""]
+        assert not [event for event in serve.ledger.journal.last(9) if event.kind is EventKind.RESUMED]
+        for record in serve.ledger.routes.of_call("call"):
+            assert record.replay() == record.decision
+        quality = serve.ledger.tally.quality()
+        assert quality.num_cached_tokens == quality.num_predicted_tokens
+
+
+async def test_each_of_several_sequences_goes_on() -> None:
+    async with serving("a", "b", "c") as serve:
+        await with_roles(serve, 0.3)
+        answer = await ask(serve, prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS, n=3)
+        assert answer.tokens == [expected_tokens(PROMPT, NUM_TOKENS, index) for index in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "role"),
+    [
+        ({"max_tokens": 1}, "prefill"),
+        ({"max_tokens": 8, "beam_width": 2}, "decode"),
+        ({"max_tokens": 8, "prompt_logprobs": 0}, "decode"),
+    ],
+)
+async def test_what_cannot_be_shared_out_stays_in_one_place(asked: dict[str, int], role: str) -> None:
+    async with serving("a", "b") as serve:
+        who = await with_roles(serve)
+        answer = await ask(serve, prompt_token_ids=PROMPT, **asked)
+        assert answer.usage is not None
+        assert answer.usage.replica_id == who[role]
+        assert len(serve.times[0].legs) == 1
+
+
+async def test_an_answer_that_ends_with_its_first_token_goes_nowhere_else() -> None:
+    (first,) = expected_tokens(PROMPT, 1)
+    async with serving("a", "b") as serve:
+        await with_roles(serve)
+        for name, ends in (("token", {"stop_token_ids": (first,)}), ("text", {"stop": (f"{first} ",)})):
+            request = make_request(name, PROMPT, max_tokens=NUM_TOKENS)
+            request = replace(request, sampling_params=replace(request.sampling_params, **ends))
+            async with streaming(serve.generation(request)) as chunks:
+                reasons = [chunk.finish_reason async for chunk in chunks]
+            assert reasons == ["stop"]
+        assert [len(times.legs) for times in serve.times] == [1, 1]
+
+
+@pytest.mark.parametrize("dies", ["prefill", "decode"])
+async def test_when_a_replica_dies_the_other_does_all(dies: str) -> None:
+    async with serving("a", "b") as serve:
+        who = await with_roles(serve)
+        for made in serve.replicas.values():
+            made.executor.pause_s = 0.01
+        call = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS))
+        await until(lambda: serve.replicas[who[dies]].engine.stats().num_steps > 0)
+        lost = serve.leave(who[dies])
+        await lost.feed.stop()
+        answer = await call
+        assert answer.tokens == [expected_tokens(PROMPT, NUM_TOKENS)]
+        again = await ask(serve, "again", prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS)
+        assert again.tokens == [expected_tokens(PROMPT, NUM_TOKENS)]
+        assert len(serve.times[-1].legs) == 1
+        await lost.engine.drain(DEADLINE_S)
+
+
+async def test_a_client_that_leaves_between_two_replicas_leaves_nothing_behind() -> None:
+    async with serving("a", "b") as serve:
+        who = await with_roles(serve)
+        serve.may_call.clear()  # Serve's calls are late
+        call = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS))
+        await until(lambda: serve.replicas[who["decode"]].engine.stats().num_generated_tokens > 0)
+        call.cancel()
+        await asyncio.wait([call])
+        serve.may_call.set()
+
+
+async def test_many_at_once() -> None:
+    async with serving("a", "b", "c", num_blocks=400) as serve:
+        await with_roles(serve, 0.3)
+        prompts = [tuple(range(number, number + number - 70)) for number in range(100, 112)]
+        answers = await asyncio.gather(
+            *(ask(serve, f"call-{p[0]}", prompt_token_ids=p, max_tokens=NUM_TOKENS) for p in prompts)
+        )
+        assert [answer.tokens for answer in answers] == [[expected_tokens(p, NUM_TOKENS)] for p in prompts]

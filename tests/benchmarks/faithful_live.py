@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,20 +27,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
-_token_folder = tempfile.TemporaryDirectory(prefix="shoal-faithful-")
 
-from shoal_cluster.commands.local_ray import LocalRay, free_ports, make_token  # noqa: E402
-
-os.environ.update(  # before Ray is imported
-    RAY_AUTH_MODE="token",
-    RAY_AUTH_TOKEN_PATH=str(make_token(Path(_token_folder.name))),
-    RAY_ENABLE_AUTO_CONNECT="0",
-    RAY_SERVE_USE_GRPC_BY_DEFAULT="1",
-    RAY_USAGE_STATS_ENABLED="0",
-)
+from fixtures.live_cluster import free_address  # noqa: E402
 
 from shoal_cluster.commands.client import GatewayClient  # noqa: E402
 from shoal_cluster.commands.deploy import deploy, read_config  # noqa: E402
+from shoal_cluster.commands.local_ray import LocalRay  # noqa: E402
 from shoal_cluster.config import ClusterConfig  # noqa: E402
 from shoal_cluster.policies.objective import LatencyObjective  # noqa: E402
 from shoal_cluster.policies.pending import HoldConfig  # noqa: E402
@@ -249,7 +239,7 @@ def configured() -> tuple[dict[str, Any], str]:
     """The Serve document of the local cluster, on free ports, and its gRPC address."""
     document, _ = read_config(ROOT / "deploy" / "serve" / "local.yaml")
     args = document["applications"][0]["args"]
-    grpc_address, http_address = (f"127.0.0.1:{port}" for port in free_ports(2))
+    grpc_address, http_address = free_address(), free_address()
     args["gateway"].update(grpc_address=grpc_address, http_address=http_address)
     return document, grpc_address
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
-import tempfile
 import time
 import uuid
 from itertools import pairwise
@@ -24,22 +22,12 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
-_token_folder = tempfile.TemporaryDirectory(prefix="shoal-transfer-")
-
-from shoal_cluster.commands.local_ray import LocalRay, make_token  # noqa: E402
-
-os.environ.update(  # before Ray is imported
-    RAY_AUTH_MODE="token",
-    RAY_AUTH_TOKEN_PATH=str(make_token(Path(_token_folder.name))),
-    RAY_ENABLE_AUTO_CONNECT="0",
-    RAY_SERVE_USE_GRPC_BY_DEFAULT="1",
-    RAY_USAGE_STATS_ENABLED="0",
-)
 
 from fixtures.live_cluster import free_address, num_connected, until_cluster  # noqa: E402
 
 from shoal_cluster.commands.client import GatewayClient  # noqa: E402
 from shoal_cluster.commands.deploy import deploy, read_config  # noqa: E402
+from shoal_cluster.commands.local_ray import LocalRay  # noqa: E402
 from shoal_cluster.serve.call import ClusterRow, GenerateCall  # noqa: E402
 from shoal_replica import SamplingParams  # noqa: E402
 

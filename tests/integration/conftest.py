@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,19 +14,10 @@ from fixtures.tiny_adapters import ATTENTION, make_adapter
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
-from shoal_cluster.commands.local_ray import LocalRay, make_token
+from shoal_cluster.commands.local_ray import LocalRay
 from shoal_replica.checkpoint import ensure_checkpoint
 
-# Ray reads these once, when it is first imported: they must be the same for every cluster of this process.
-_token_folder = tempfile.TemporaryDirectory(prefix="shoal-test-")
-os.environ.update(
-    RAY_AUTH_MODE="token",
-    RAY_AUTH_TOKEN_PATH=str(make_token(Path(_token_folder.name))),
-    RAY_ENABLE_AUTO_CONNECT="0",
-    RAY_SERVE_USE_GRPC_BY_DEFAULT="1",
-    RAY_USAGE_STATS_ENABLED="0",
-    RAY_metrics_report_interval_ms="2000",  # not the default ten seconds, which tests would wait for
-)
+os.environ.update(RAY_metrics_report_interval_ms="2000")  # not ten seconds, which tests would wait for
 
 ADMIN_KEY = "session"
 HERE = Path(__file__).parent

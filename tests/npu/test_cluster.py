@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,22 +12,11 @@ import pytest
 from fixtures.live_cluster import free_address, num_connected, until_cluster
 from npu_models import GREEDY, NUM_TOKENS, Expected, make_folder
 
-from shoal_cluster.commands.local_ray import LocalRay, make_token
-
-# Ray reads these once, when it is first imported.
-_token_folder = tempfile.TemporaryDirectory(prefix="shoal-test-")
-os.environ.update(
-    RAY_AUTH_MODE="token",
-    RAY_AUTH_TOKEN_PATH=str(make_token(Path(_token_folder.name))),
-    RAY_ENABLE_AUTO_CONNECT="0",
-    RAY_SERVE_USE_GRPC_BY_DEFAULT="1",
-    RAY_USAGE_STATS_ENABLED="0",
-)
-
-from shoal_cluster.commands.client import GatewayClient  # noqa: E402 (brings ray)
-from shoal_cluster.commands.deploy import deploy, read_config  # noqa: E402
-from shoal_cluster.serve.call import Chunk, GenerateCall  # noqa: E402
-from shoal_replica.llm import RequestOutput, SequenceOutput  # noqa: E402
+from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.commands.deploy import deploy, read_config
+from shoal_cluster.commands.local_ray import LocalRay
+from shoal_cluster.serve.call import Chunk, GenerateCall
+from shoal_replica.llm import RequestOutput, SequenceOutput
 
 pytestmark = pytest.mark.timeout(900)  # it includes the start of the cluster
 

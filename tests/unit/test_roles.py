@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal_cluster.policies import native_library, plan
+from shoal_cluster.policies.columns import ROOM
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
-from shoal_cluster.policies.roles import SHORT_S, Roles, num_prefills, phase_at_arrival
+from shoal_cluster.policies.roles import SHORT_S, Handovers, Roles, num_prefills, phase_at_arrival
 from shoal_cluster.policies.routing import RouteWeights, decide
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.journal import EventKind
+from shoal_replica.guest_table import GuestTable
 from shoal_replica.prefix_cache import hash_blocks
 from shoal_replica.testing import expected_tokens, make_request
 
@@ -117,22 +119,60 @@ def test_a_prompt_of_which_little_is_left_is_computed_where_it_decodes() -> None
     few = round(SHORT_S / 0.001)
     hashes = tuple(hash_blocks(range(160), 16))
     query = replace(make_query(160 + few), block_hashes=hashes)
-    assert phase_at_arrival(query, view.candidates(hashes, 0.0)) == "prefill"
+    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "prefill"
     view.apply_update("a", None, hashes, (), 0.0)  # that is no help
-    assert phase_at_arrival(query, view.candidates(hashes, 0.0)) == "prefill"
+    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "prefill"
     view.apply_update("b", None, hashes, (), 0.0)
-    assert phase_at_arrival(query, view.candidates(hashes, 0.0)) == "decode"
+    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "decode"
     longer = replace(query, num_prompt_tokens=query.num_prompt_tokens + 1)
-    assert phase_at_arrival(longer, view.candidates(hashes, 0.0)) == "prefill"
+    assert phase_at_arrival(longer, view.candidates(hashes, 0.0), 0, 2.0) == "prefill"
     view.apply_update("b", make_stats(num_total_blocks=1000, token_s=0.001, step_s=0.05), (), (), 0.0)
-    assert phase_at_arrival(longer, view.candidates(hashes, 0.0)) == "decode"  # decode steps take longer
+    assert phase_at_arrival(longer, view.candidates(hashes, 0.0), 0, 2.0) == "decode"  # decode steps take longer
     view.apply_update("b", make_stats(num_total_blocks=1000), (), (), 0.0)
-    assert phase_at_arrival(query, view.candidates(hashes, 0.0)) == "prefill"  # nothing is known of its pace
+    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "decode"  # as slow as the other
+    view.apply_update("a", make_stats(num_total_blocks=1000), (), (), 0.0)
+    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "prefill"  # no pace is known
+
+
+def test_others_help_when_prompts_would_wait_longer_than_the_objective_allows() -> None:
+    view = view_of("a", "b", "c", num_total_blocks=1000, token_s=0.001)
+    view.set_roles({"a": "prefill", "b": "prefill", "c": "decode"})
+    query = make_query(1000)
+    view.apply_update("a", make_stats(num_total_blocks=1000, token_s=0.001, num_waiting_tokens=1000), (), (), 0.0)
+    assert phase_at_arrival(query, view.candidates((), 0.0), 3000, 2.0) == "prefill"
+    assert phase_at_arrival(query, view.candidates((), 0.0), 3001, 2.0) == ""
+    view.reserve("other", "b", 1, 1, 0.0)
+    assert phase_at_arrival(query, view.candidates((), 0.0), 3000, 2.0) == ""
+    view.reserve("other", "c", 1, 1, 0.0)
+    assert phase_at_arrival(query, view.candidates((), 0.0), 3000, 2.0) == "prefill"
+
+
+def test_a_request_stays_where_its_prompt_is_computed_unless_another_has_room_for_all_that_come() -> None:
+    view = view_of("a", "b", num_total_blocks=80)  # ten of them stay free when blocks come
+    view.set_roles({"a": "prefill", "b": "decode"})
+    query, handovers = make_query(16 * 19), Handovers()  # 20 blocks
+    assert handovers.have_room(query, view.candidates((), 0.0), 50)
+    assert not handovers.have_room(query, view.candidates((), 0.0), 51)
+    for name in ("one", "two"):
+        handovers.expect(replace(query, request_id=name))
+    assert handovers.have_room(query, view.candidates((), 0.0), 10)
+    assert not handovers.have_room(query, view.candidates((), 0.0), 11)
+    handovers.forget("one")
+    handovers.forget("one")
+    assert handovers.have_room(query, view.candidates((), 0.0), 30)
+    view.apply_update("b", make_stats(num_total_blocks=80, num_free_blocks=29), (), (), 0.0)
+    assert not handovers.have_room(query, view.candidates((), 0.0), 0)
+    handovers.forget("two")
+    hashes = tuple(hash_blocks(range(16 * 19), 16))
+    view.apply_update("b", None, hashes[:1], (), 0.0)
+    assert not handovers.have_room(query, view.candidates(hashes, 0.0), 0)  # the blocks of all that come count whole
+    view.apply_update("b", make_stats(num_total_blocks=80, num_free_blocks=30), (), (), 0.0)
+    assert handovers.have_room(query, view.candidates(hashes, 0.0), 0)
 
 
 async def with_roles(serve: FakeServe, share: float = 0.5) -> dict[str, str]:
     serve.hold()
-    serve.ledger.roles.share = share
+    serve.ledger.phases.roles.share = share
     await until(lambda: serve.ledger.view.has_roles)
     return {role: replica_id for replica_id, role in roles_in(serve.ledger.view).items()}
 
@@ -159,6 +199,20 @@ async def test_one_computes_the_prompt_and_another_goes_on_with_its_blocks() -> 
             assert record.replay() == record.decision
         quality = serve.ledger.tally.quality()
         assert quality.num_cached_tokens == quality.num_predicted_tokens
+
+
+async def test_where_there_is_no_room_to_go_on_it_stays() -> None:
+    async with serving("a", "b") as serve:
+        who = await with_roles(serve)
+        table = GuestTable(serve.replicas[who["decode"]].engine.blocks._kv, tuple(hash_blocks(range(160), 4)))
+        table.make_room()  # 40 of 64 blocks
+        serve.replicas[who["decode"]].engine._reports.note_change()
+        await until(lambda: serve.ledger.view.present(0.0).columns[ROOM].min() < 30)
+        answer = await ask(serve, prompt_token_ids=tuple(range(100, 170)), max_tokens=NUM_TOKENS)
+        table.close()
+        assert answer.usage is not None
+        assert answer.usage.replica_id == who["prefill"]
+        assert len(serve.times[0].legs) == 1
 
 
 async def test_each_of_several_sequences_goes_on() -> None:

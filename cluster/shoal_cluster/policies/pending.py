@@ -74,11 +74,12 @@ class PendingQueue:
 
     Attributes:
         num_tokens: prompt tokens that they have to compute, each where most of it is cached as far as is known.
+        num_blocks_to_decode: blocks of those that wait for replicas that only decode.
     """
 
     def __init__(self, config: HoldConfig, is_one_of_many: bool = False) -> None:
         self._config = config
-        self.num_tokens = 0
+        self.num_tokens = self.num_blocks_to_decode = 0
         self._sizes_s = -math.inf  # when sizes were looked up last
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
@@ -110,6 +111,8 @@ class PendingQueue:
         held.asked_at = self._shares.clock
         self._resize(held, pending.query.num_prompt_tokens)
         self._dates.note(held, pending.arrival_s)
+        if pending.query.phase == "decode":
+            self.num_blocks_to_decode += pending.query.num_blocks_needed
         self._has_unplanned = self._is_one_of_many
 
     def remove(self, request_id: str) -> PendingRequest | None:
@@ -124,6 +127,8 @@ class PendingQueue:
     def _take_out(self, held: Held) -> None:
         del self._held[held.pending.query.request_id]
         self.num_tokens -= held.num_new_tokens
+        if held.pending.query.phase == "decode":
+            self.num_blocks_to_decode -= held.pending.query.num_blocks_needed
         self._by_urgency.remove(held)
         self._shares.leave(held.pending.tenant, held.pending.priority)
 

@@ -79,6 +79,7 @@ class Dispatcher:
         self._rng = random.Random()
         self._waiters: dict[str, Waiter] = {}
         ledger.on_news = self._hear
+        ledger.phases.take_from(self._queue, hold.objective.ttft_s)
 
     @property
     def num_held(self) -> int:

@@ -142,9 +142,9 @@ class Gateway:
         if weights != self._ledger.weights:
             self._ledger.journal.note(EventKind.CHANGED, f"routing: {weights}")
         self._ledger.weights = weights
-        if (share := told.routing.prefill_share) != self._ledger.roles.share:
+        if (share := told.routing.prefill_share) != self._ledger.phases.roles.share:
             self._ledger.journal.note(EventKind.CHANGED, f"routing: {share:g} of the replicas only compute prompts")
-        self._ledger.roles.share = share
+        self._ledger.phases.roles.share = share
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """The ports that the servers listen on, which matter where free ones were asked for."""
@@ -311,7 +311,7 @@ class Gateway:
 
     def _place(self, request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
         pending = PendingRequest(
-            query=query,
+            query=self._ledger.phases.of(request, query),
             arrival_s=request.arrival_s,
             deadline_s=deadline_s,
             tenant=request.tenant,

@@ -14,7 +14,6 @@ from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named import NamedPlacement, placement_by
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
-from shoal_cluster.policies.roles import Roles
 from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteRecord, RouteWeights, decide
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
@@ -24,6 +23,7 @@ from shoal_cluster.serve.feed_messages import BlockSource, Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.member import Member
 from shoal_cluster.serve.moves import Moves
+from shoal_cluster.serve.phases import Phases
 from shoal_cluster.serve.recalls import Recalls
 from shoal_cluster.serve.route_log import RouteLog
 from shoal_cluster.serve.sent import Follower, SentRequests
@@ -67,7 +67,7 @@ class GatewayLedger:
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
         self._replica_of: dict[str, str] = {}
         self._slowness = Slowness(self.view)
-        self.roles = Roles(self.view)
+        self.phases = Phases(self.view)
         self.recalls = Recalls(
             self.view, self._feeds, self._replica_of, self._sent.records, self.can_place, self.journal
         )
@@ -177,10 +177,8 @@ class GatewayLedger:
         self._credit.withdraw(request_id)
         self.view.release(request_id)
         self.view.computed(request_id)
-        self.tally.forget(request_id)
-        self._sent.forget(request_id)
-        self.recalls.forget(request_id)
-        self.moves.forget(request_id)
+        for part in (self.tally, self._sent, self.recalls, self.moves, self.phases):
+            part.forget(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
             self._close_unused_feed(replica_id)
@@ -278,13 +276,13 @@ class GatewayLedger:
             self.view.apply_snapshot(replica_id, message.stats, message.hashes, now)
             self._credit.take(replica_id, message, now)
             self._changed.set()
-            self.roles.look(now)
+            self.phases.roles.look(now)
             self.on_news()
             return
         self.recalls.hear(replica_id, message.stats, now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
         self._slowness.look(now)
-        self.roles.look(now)
+        self.phases.roles.look(now)
         self._credit.take(replica_id, message, now)
         if message.stats is not None and (message.stats.draining or self.view.is_stalled(replica_id)):
             self.recalls.recall(replica_id)

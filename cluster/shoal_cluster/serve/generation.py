@@ -17,7 +17,6 @@ from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLeft, ReplicaLost, ReplicaUnheard
-from shoal_cluster.serve.phases import in_phase
 from shoal_cluster.serve.request_id import leg_id
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
@@ -223,10 +222,10 @@ class Generation:
             query = self._ledger.moves.with_blocks(replace(query, request_id=request.request_id))
         if excluded:
             query = replace(query, excluded=frozenset(excluded))
-        request, query = in_phase(request, query, self._ledger.view)
         times = self._times.start_leg(time.monotonic())
 
         def go_on(replica_id: str) -> None:
+            self._ledger.phases.forget(request.request_id)
             self._ledger.moves.note_left(self._request.request_id, replica_id, time.monotonic())
             self._resume(whole, indexes, num_resumes)
 

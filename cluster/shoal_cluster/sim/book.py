@@ -8,7 +8,7 @@ from shoal_cluster.policies.autoscaling_view import Demand
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.prefix_cache import BlockHash
-from shoal_replica.request import TokenDelta
+from shoal_replica.request import FinishReason, TokenDelta
 
 
 @dataclass(slots=True)
@@ -32,6 +32,13 @@ class Outcome:
     @property
     def is_open(self) -> bool:
         return self.finished_s is None and self.refusal is None
+
+    @property
+    def inter_token_s(self) -> float:
+        """Mean time between its tokens, of which a finished one has several."""
+        assert self.finished_s is not None
+        assert self.first_token_s is not None
+        return (self.finished_s - self.first_token_s) / (self.num_output_tokens - 1)
 
     @property
     def is_late(self) -> bool:
@@ -105,7 +112,7 @@ class Book:
             own_s = self._config.step_time.prefill.seconds(delta.num_cached_tokens, uncached)
             outcome.objective_s = self._config.objective.due_in_s(own_s)
             self.num_missed += outcome.is_late
-        if delta.finish_reason is None:
+        if delta.finish_reason in (None, FinishReason.PREFILLED):
             return False
         outcome.finished_s = now
         self._end(delta.request_id)

@@ -50,6 +50,7 @@ class SimCluster:
             )
             for number in range(config.num_gateways)
         ]
+        self._gateway_by_id = {gateway.gateway_id: gateway for gateway in self.gateways}
         self.num_peak = 0
         self._rng = rng
         self._numbers = itertools.count()
@@ -96,6 +97,9 @@ class SimCluster:
             self.book.take(delta, self.loop.now)
         for gateway in self.gateways:
             gateway.hear(replica_id, message)
+        for delta in message.deltas:
+            if delta.finish_reason is not None:
+                self._gateway_of(delta.request_id).end_part(delta, replica_id)
         replica = self.replicas.get(replica_id)
         if replica is not None and replica.draining and not replica.scheduler.has_work:
             self._retire(replica)
@@ -186,6 +190,9 @@ class SimCluster:
         self.loop.after(self.config.feed_delay_s, partial(self._resume, request_ids))
 
     def _resume(self, request_ids: list[str]) -> None:
-        gateways = {gateway.gateway_id: gateway for gateway in self.gateways}
         for request_id in request_ids:
-            gateways[self.book.outcomes[request_id].gateway_id].resume(request_id)
+            self._gateway_of(request_id).resume(request_id)
+
+    def _gateway_of(self, request_id: str) -> SimGateway:
+        """The gateway at which a request has arrived."""
+        return self._gateway_by_id[self.book.outcomes[request_id].gateway_id]

@@ -64,6 +64,10 @@ def sim(
             min=1.0, help="Tokens/s whose KV is copied to a replica from another that has it; default: it is computed."
         ),
     ] = None,
+    prefill_share: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.99, help="Of the replicas: they compute prompts, others go on with them."),
+    ] = 0.0,
     routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = "predicted_ttft",
     hold: Annotated[
         bool | None,
@@ -148,6 +152,8 @@ def sim(
         raise ConfigError("host_blocks: got it with shared_pool, the ceiling of what fits the devices")
     if transfer_rate is not None and shared_pool:
         raise ConfigError("transfer_rate: got it with shared_pool, whose transfers are free")
+    if prefill_share and transfer_rate is None:
+        raise ConfigError("prefill_share: got it without transfer_rate; whoever goes on takes the prompt's blocks over")
     step_time = replace(_step_time(model_rate, model_from), move_s=block_size / (host_rate or HOST_TOKENS_PER_S))
     objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     rule = _one_of("routing", routing, ROUTINGS)
@@ -180,6 +186,7 @@ def sim(
         num_gateways=gateways,
         has_shared_pool=shared_pool,
         transfer_s=None if transfer_rate is None else block_size / transfer_rate,
+        prefill_share=prefill_share,
         objective=objective,
         faults=parse_faults(fault or (), 1 if least else replicas),  # --find-replicas starts with one replica
         seed=seed,

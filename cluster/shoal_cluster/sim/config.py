@@ -44,6 +44,8 @@ class SimConfig:
             placement can achieve.
         transfer_s: seconds that a cached block takes from one replica to another, which then need not compute it; None
             if they compute all that they have not cached.
+        prefill_share: of the replicas, those that only compute prompts; others go on with their blocks, so
+            ``transfer_s`` must be given.
         hold: how gateways hold requests until a replica can start them; None places each request on arrival.
         objective: TTFT up to which a request counts as good, given its actual uncached prefill.
     """
@@ -64,6 +66,7 @@ class SimConfig:
     num_gateways: int = 1
     has_shared_pool: bool = False
     transfer_s: float | None = None
+    prefill_share: float = 0.0
     hold: HoldConfig | None = None
     faults: tuple[Fault, ...] = ()
     seed: int = 0

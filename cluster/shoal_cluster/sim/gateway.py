@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -11,7 +11,6 @@ from typing import Protocol
 
 from shoal_cluster.policies.admission import admit, keep, lateness_s, misfit, stay
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
-from shoal_cluster.policies.block_offer import best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.policies.memory import RoutingMemory
@@ -24,11 +23,14 @@ from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
+from shoal_cluster.sim.credit import Credit
 from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.phases import SimPhases
 from shoal_cluster.sim.replica import FeedMessage, Order, Promise
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.errors import ResourceExhausted
 from shoal_replica.prefix_cache import BlockHash
+from shoal_replica.request import FinishReason, TokenDelta
 from shoal_replica.stats import ReplicaStats
 
 LOOK_S = 1.0
@@ -69,7 +71,6 @@ class SimGateway:
         self.gateway_id = gateway_id
         self._is_one_of_many = config.num_gateways > 1
         self.queue = PendingQueue(config.hold, self._is_one_of_many) if config.hold is not None else None
-        self._told: dict[str, tuple[Wish, ...]] = {}  # wishes last sent, by replica
         self._is_due = False  # a dispatch is scheduled
         self._config = config
         self._loop = loop
@@ -79,23 +80,14 @@ class SimGateway:
         self._memory = RoutingMemory()
         self._stalls = Stalls(view, pause_s=math.inf)  # a simulated gateway itself never pauses
         self._slowness = Slowness(view)
+        self._phases = SimPhases(view, self.queue, config.prefill_share, config.objective.ttft_s)
+        self._credit = Credit(gateway_id, view, book, targets)
         self._sent: dict[str, PendingRequest] = {}  # requests sent from the queue, until their first token
-        self._in_flight: dict[str, str] = {}  # other gateways' requests before their first token, and their replicas
 
     def take(self, request: SimRequest) -> None:
         """A request arrives at this gateway."""
         self._book.arrive(request.request_id, self.gateway_id, self._loop.now)
-        config, now = self._config, self._loop.now
-        block_size = config.cache.block_size
-        num_tokens = request.num_prompt_tokens
-        query = RouteQuery(
-            request_id=request.request_id,
-            block_hashes=self._book.block_hashes(request.request_id),
-            num_prompt_tokens=num_tokens,
-            num_blocks_needed=-(-(num_tokens + 1) // block_size),
-            block_size=block_size,
-            decode_steps=priced_steps(request.max_tokens),
-        )
+        config, now, query = self._config, self._loop.now, self._query(request.request_id)
         if self.queue is not None:
             self.queue.push(PendingRequest(query=query, arrival_s=now, tenant=request.tenant))
             self._take_turn()
@@ -147,25 +139,27 @@ class SimGateway:
 
     def resume(self, request_id: str) -> None:
         """Continue a request elsewhere, after the tokens received so far: its replica cut it off or is gone."""
+        self._place_again(request_id)
+        outcome = self._book.outcomes[request_id]
+        outcome.num_resumes += self.queue is not None or outcome.is_open
+
+    def end_part(self, delta: TokenDelta, replica_id: str) -> None:
+        """A replica has done what it was asked for of a request that came to this gateway."""
+        if delta.finish_reason is FinishReason.PREFILLED:
+            self._phases.note_prefilled(delta.request_id, replica_id)
+            self._place_again(delta.request_id)
+        else:
+            self._phases.forget(delta.request_id)
+
+    def _place_again(self, request_id: str) -> None:
         request, outcome = self._book.requests[request_id], self._book.outcomes[request_id]
-        block_size = self._config.cache.block_size
-        num_tokens = request.num_prompt_tokens + outcome.num_output_tokens
-        query = RouteQuery(
-            request_id=request_id,
-            block_hashes=self._book.block_hashes(request_id),
-            num_prompt_tokens=num_tokens,
-            num_blocks_needed=-(-(num_tokens + 1) // block_size),
-            block_size=block_size,
-            decode_steps=priced_steps(request.max_tokens, outcome.num_output_tokens),
-        )
+        query = self._query(request_id)
         outcome.replica_id = None
         self.view.release(request_id)
         self._sent.pop(request_id, None)
         if self.queue is None:
             self._place(query, self.view.candidates(query.block_hashes, self._loop.now))
-            outcome.num_resumes += outcome.is_open
             return
-        outcome.num_resumes += 1
         pending = PendingRequest(
             query=query,
             arrival_s=outcome.arrival_s,
@@ -177,10 +171,26 @@ class SimGateway:
         self._take_turn()
         self._look_whether_late(request_id, query)
 
+    def _query(self, request_id: str) -> RouteQuery:
+        """The query that places a request, after the tokens received so far."""
+        request, outcome = self._book.requests[request_id], self._book.outcomes[request_id]
+        block_size = self._config.cache.block_size
+        num_tokens = request.num_prompt_tokens + outcome.num_output_tokens
+        query = RouteQuery(
+            request_id=request_id,
+            block_hashes=self._book.block_hashes(request_id),
+            num_prompt_tokens=num_tokens,
+            num_blocks_needed=-(-(num_tokens + 1) // block_size),
+            block_size=block_size,
+            decode_steps=priced_steps(request.max_tokens, outcome.num_output_tokens),
+        )
+        return self._phases.of(query, outcome.num_output_tokens, self._loop.now)
+
     def meet(self, replica_id: str, stats: ReplicaStats) -> None:
         """A replica has joined, with an empty cache. Refuse held requests that turn out too large for every replica."""
         self.view.join(replica_id)
         self.view.apply_snapshot(replica_id, stats, (), self._loop.now)
+        self._phases.roles.look(self._loop.now)
         candidates = self.view.candidates((), self._loop.now)
         for pending in tuple(self.queue or ()):
             if self.queue is not None and (reason := misfit(pending.query, candidates)):
@@ -190,7 +200,8 @@ class SimGateway:
     def lose(self, replica_id: str) -> None:
         """A replica is gone, and with it all prompts in flight there."""
         self.view.leave(replica_id)
-        self._in_flight = {prompt: where for prompt, where in self._in_flight.items() if where != replica_id}
+        self._phases.roles.look(self._loop.now)
+        self._credit.lose(replica_id)
 
     def hear(self, replica_id: str, message: FeedMessage) -> None:
         """Take in a replica's feed message."""
@@ -198,6 +209,7 @@ class SimGateway:
         self._stalls.hear(replica_id, message.stats, now)
         self.view.apply_update(replica_id, message.stats, message.stored, message.removed, now)
         self._slowness.look(now)
+        self._phases.roles.look(now)
         stalls = self._stalls.look(now)
         for stalled_id, _ in stalls.found:
             self._loop.after(self._config.feed_delay_s, partial(self._recall, stalled_id))
@@ -206,27 +218,11 @@ class SimGateway:
         for delta in message.deltas:
             self.view.computed(delta.request_id)
             self._sent.pop(delta.request_id, None)
-            self._in_flight.pop(delta.request_id, None)
+            self._credit.computed(delta.request_id)
         if self._is_one_of_many:
-            others = [p for p in message.promised if p.gateway_id != self.gateway_id]
-            self._hear_of_prompts(replica_id, message, {promise.request_id for promise in others})
-            num_blocks, num_tokens = sum(p.num_blocks for p in others), sum(p.num_tokens for p in others)
-            self.view.set_foreign(replica_id, len(others), num_blocks, num_tokens)
-            wishes = [wish for of, wish in message.wishes if of != self.gateway_id]
-            self.view.set_wishes(replica_id, wishes)
+            self._credit.hear(replica_id, message)
         if self.queue:
             self._take_turn()
-
-    def _hear_of_prompts(self, replica_id: str, message: FeedMessage, others: Set[str]) -> None:
-        """Note other gateways' prompts that have come to a replica or have left it."""
-        for request_id in message.landed:
-            if self._in_flight.get(request_id) == replica_id:
-                del self._in_flight[request_id]
-                self.view.computed(request_id)
-        for request_id, num_cached_blocks in message.in_flight:
-            if request_id in others:
-                self._in_flight[request_id] = replica_id
-                self.view.expect(request_id, replica_id, self._book.block_hashes(request_id)[num_cached_blocks:])
 
     def _take_turn(self) -> None:
         """Dispatch now or, with several gateways, after a delay: they take turns, and each sees what earlier ones have
@@ -248,7 +244,7 @@ class SimGateway:
             return
         self._send_startable(self.queue)
         if self._is_one_of_many:
-            self._wish(self.queue.wishes())
+            self._credit.wish(self.queue.wishes())
 
     def _send_startable(self, queue: PendingQueue) -> None:
         config, now = self._config, self._loop.now
@@ -288,14 +284,6 @@ class SimGateway:
             self.queue.push(replace(pending, query=query, is_admitted=True))
             self._look_whether_late(query.request_id, query)
 
-    def _wish(self, wishes: dict[str, tuple[Wish, ...]]) -> None:
-        """Tell each replica what this gateway means to send it, where that has changed."""
-        for replica_id in {**self._told, **wishes}:
-            of_it = wishes.get(replica_id, ())
-            if of_it != self._told.get(replica_id, ()) and (replica := self.targets.get(replica_id)) is not None:
-                replica.wish(self.gateway_id, of_it)
-        self._told = wishes
-
     def _place(self, query: RouteQuery, candidates: Candidates) -> None:
         config = self._config
         recalled = self._memory.recall(query, candidates)
@@ -323,8 +311,10 @@ class SimGateway:
         num_blocks, num_tokens = uncached_blocks(query, num_matched_blocks), uncached_tokens(query, num_matched_blocks)
         promise = Promise(query.request_id, self.gateway_id, num_blocks, num_tokens) if self._is_one_of_many else None
         try:
-            offer = None if config.transfer_s is None else best_offer(candidates, replica_id)
-            order = Order(query.request_id, due_s, yields, outcome.num_output_tokens, promise, offer)
+            offer = None if config.transfer_s is None else self._phases.offer(query, candidates, replica_id)
+            has_parts = request.num_output_tokens > 1 and not outcome.num_output_tokens
+            is_part = has_parts and self._phases.is_part(query, replica_id, candidates)
+            order = Order(query.request_id, due_s, yields, outcome.num_output_tokens, promise, offer, is_part)
             replica.place(order, request, query.block_hashes or request.block_hashes(query.block_size))
         except ResourceExhausted:
             return False

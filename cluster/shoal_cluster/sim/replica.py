@@ -63,7 +63,8 @@ class Promise(msgspec.Struct, frozen=True):
 class Order(msgspec.Struct, frozen=True):
     """A request as a gateway sends it; the rest of the request is in the trace.
 
-    ``num_output_tokens``: tokens that other replicas have generated already. ``due_s`` and ``yields`` as in Request.
+    ``num_output_tokens``: tokens that other replicas have generated already. ``due_s``, ``yields`` and
+    ``is_prefill_only`` as in Request.
     ``offer``: another replica has more of its blocks.
     """
 
@@ -73,6 +74,7 @@ class Order(msgspec.Struct, frozen=True):
     num_output_tokens: int = 0
     promise: Promise | None = None
     offer: BlockOffer | None = None
+    is_prefill_only: bool = False
 
 
 class EndedReplica(msgspec.Struct, frozen=True):
@@ -160,6 +162,7 @@ class SimReplica:
             block_hashes=block_hashes,
             cache_salt=str(request.round),
             output_token_ids=(FIRST_OUTPUT_TOKEN_ID,) * order.num_output_tokens,
+            is_prefill_only=order.is_prefill_only,
         )
         self.add(engine_request, order.promise, order.offer)
 

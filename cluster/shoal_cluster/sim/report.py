@@ -43,6 +43,7 @@ class SimReport:
         host_hit_rate: share of prompt tokens that came back from host memory. A request that resumes elsewhere counts
             again.
         transfer_rate: tokens whose blocks were copied from other replicas, per prompt token.
+        inter_token_s: each finished request's mean time between tokens, of those that have several.
         num_resumes: how often requests were resumed elsewhere, or held for that, because their replica crashed or
             drained for too long.
         imbalance: busy time of the busiest replica over the mean of all replicas that existed.
@@ -65,6 +66,7 @@ class SimReport:
     replica_s: float
     ttft_s: Distribution
     latency_s: Distribution
+    inter_token_s: Distribution
     goodput: float
     hit_rate: float
     predicted_hit_rate: float
@@ -82,7 +84,7 @@ class SimReport:
 
     def summary(self) -> str:
         """A few lines for people to read."""
-        ttft, latency = self.ttft_s, self.latency_s
+        ttft, latency, between = self.ttft_s, self.latency_s, self.inter_token_s
         from_host = f", {self.host_hit_rate:.1%} from host memory" if self.host_hit_rate else ""
         if self.transfer_rate:
             from_host += f", {self.transfer_rate:.1%} copied from other replicas"
@@ -90,6 +92,7 @@ class SimReport:
             ("requests", f"{self.num_finished} finished, {self.num_shed} shed, of {self.num_requests}"),
             ("first token", f"p50 {ttft.p50:.2f} s, p90 {ttft.p90:.2f} s, p99 {ttft.p99:.2f} s"),
             ("latency", f"p50 {latency.p50:.2f} s, p90 {latency.p90:.2f} s, p99 {latency.p99:.2f} s"),
+            ("inter-token", f"p50 {between.p50:.3f} s, p90 {between.p90:.3f} s, p99 {between.p99:.3f} s"),
             ("goodput", f"{self.goodput:.1%} within the objective"),
             ("hit rate", f"{self.hit_rate:.1%} ({self.predicted_hit_rate:.1%} predicted){from_host}"),
             ("imbalance", f"{self.imbalance:.3f} busiest over mean; {self.utilization:.1%} busy"),

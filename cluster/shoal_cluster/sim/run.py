@@ -82,6 +82,7 @@ def report(cluster: SimCluster) -> SimReport:
         replica_s=sum(max(0.0, life_s) for _, life_s in lives_s),
         ttft_s=Distribution.of([o.first_token_s - o.arrival_s for o in finished if o.first_token_s is not None]),
         latency_s=Distribution.of([o.finished_s - o.arrival_s for o in finished if o.finished_s is not None]),
+        inter_token_s=Distribution.of([o.inter_token_s for o in finished if o.num_output_tokens > 1]),
         goodput=sum(o.is_good for o in finished) / max(1, len(outcomes)),
         hit_rate=sum(o.num_cached_tokens for o in finished) / max(1, num_prompt),
         predicted_hit_rate=sum(o.num_predicted_tokens for o in finished) / max(1, num_prompt),

@@ -19,6 +19,7 @@ from shoal_cluster.policies.routing import RouteDecision, RouteRecord
 from shoal_cluster.serve.call import GenerateCall, ReplicaRow, Usage
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
+from shoal_cluster.serve.call_times import LegTimes
 from shoal_cluster.serve.journal import Journal
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.metrics import definitions as d
@@ -186,6 +187,24 @@ def _add_call(metrics: GatewayMetrics, model: str, usage: Usage | None) -> None:
     metrics.add_call(
         CallRecord(request_id="r", outcome=outcome, time_s=0.0, arrived_s=0.0, ended_s=1.0, model=model, usage=usage)
     )
+
+
+def test_placements_that_others_go_on_from_are_counted_by_why() -> None:
+    metrics = gateway_metrics()
+    legs = tuple(LegTimes(0.0, end=end) for end in ("refused", "prefilled", "moved", "moved", "lost", ""))
+    metrics.add_call(
+        CallRecord(
+            request_id="r",
+            outcome=RequestOutcome.FINISHED,
+            time_s=0.0,
+            arrived_s=0.0,
+            ended_s=1.0,
+            usage=USAGE,
+            legs=legs,
+        )
+    )
+    points = [p for p in metrics.points((), ViewQuality(), PrefixIndex()) if p.family is d.HANDOVERS]
+    assert {point.labels[1]: point.value for point in points} == {"prefilled": 1, "moved": 2}
 
 
 def test_requests_and_tokens_count_for_the_model_or_adapter_that_served_them() -> None:

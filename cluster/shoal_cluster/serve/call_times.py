@@ -7,6 +7,9 @@ from typing import Protocol
 
 from shoal_replica.request import StartTimes
 
+HANDOVER_REASONS = ("prefilled", "moved")
+"""A leg's ``end`` where another replica goes on with its blocks."""
+
 
 class TokenWatch(Protocol):
     """Counts waiting times as they happen. Called for every chunk: it must cost no more than a microsecond."""
@@ -30,7 +33,7 @@ class LegTimes:
         queue_s, prefill_s: how long it waited there for its first step, and from then for its first token, by the
             replica's own clock.
         first_token_s, last_token_s: of the tokens that went on to the client.
-        end: why it did not finish there; empty if it did, or still runs.
+        end: why it did not finish there: one of ``HANDOVER_REASONS``, refused or lost; empty if it did, or still runs.
     """
 
     placed_s: float

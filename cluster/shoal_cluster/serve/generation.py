@@ -225,6 +225,7 @@ class Generation:
         times = self._times.start_leg(time.monotonic())
 
         def go_on(replica_id: str) -> None:
+            times.end = leg.end
             self._ledger.phases.forget(request.request_id)
             self._ledger.moves.note_left(self._request.request_id, replica_id, time.monotonic())
             self._resume(whole, indexes, num_resumes)

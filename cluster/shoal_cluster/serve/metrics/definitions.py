@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shoal_cluster.serve.call_record import RequestOutcome
+from shoal_cluster.serve.call_times import HANDOVER_REASONS
 from shoal_replica.request import FinishReason
 
 
@@ -137,6 +138,13 @@ WITHIN_OBJECTIVE = _gateway(
 )
 ACTIVE = _gateway("requests_active", _G, "requests", "Requests in progress")
 RESUMES = _gateway("resumes_total", _C, "streams", "Streams that went on at another replica")
+HANDOVERS = _gateway(
+    "handovers_total",
+    _C,
+    "streams",
+    "Streams that went on at another replica with their blocks: their prompt was computed, or their replica drained",
+    Label("reason", HANDOVER_REASONS),
+)
 STALLS = _gateway(
     "stalls_total",
     _C,

@@ -11,6 +11,7 @@ from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.call import ReplicaRow
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
+from shoal_cluster.serve.call_times import HANDOVER_REASONS
 from shoal_cluster.serve.latency_window import LatencyWindow
 from shoal_cluster.serve.metrics import definitions as d
 from shoal_cluster.serve.metrics.model_tally import ModelTally
@@ -88,6 +89,9 @@ class GatewayMetrics:
         if record.usage is not None:
             self.tally.inc(d.RESUMES, by=record.usage.num_resumes)
             self.by_model.add(record.model, record.usage)  # what is not served has none
+        for leg in record.legs:
+            if leg.end in HANDOVER_REASONS:
+                self.tally.inc(d.HANDOVERS, leg.end)
         if record.legs and (routed_s := record.legs[0].routed_s) is not None:
             self.tally.histogram(d.PLACEMENT).observe(routed_s - record.arrived_s)
 

@@ -1,4 +1,6 @@
-"""Gateways over replicas that join, die, drain, hang and lose their feeds, all at once: every call gets its answer."""
+"""Gateways over replicas that join, die, drain, hang, change their roles and lose their feeds, all at once: every call
+gets its answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from shoal_replica.testing import expected_tokens
 
 NUM_TURNS = 150
 HANG_S = 0.03
-MAX_REPLICAS = 2
+MAX_REPLICAS = 3
 
 
 class Churn:
@@ -38,15 +40,17 @@ class Churn:
         self._names = (f"r{number}" for number in itertools.count())
 
     async def turn(self) -> None:
-        kinds = {"ask": 60, "leave": 8, "lose": 8, "start": 10, "break": 12, "hang": 4}
+        kinds = {"ask": 60, "leave": 8, "lose": 8, "start": 10, "break": 12, "hang": 4, "share out": 4}
         (kind,) = self.rng.choices([*kinds], [*kinds.values()])
         if kind == "ask":
             for _ in range(self.rng.choice((1, 1, 4))):
-                self.calls.append(asyncio.create_task(self._ask(len(self.calls))))
+                self.calls.append(asyncio.create_task(self.ask(1 + len(self.calls))))
         elif kind == "leave" and self.calls:
             self.rng.choice(self.calls).cancel()
         elif kind == "start" and len(self.replicas) < MAX_REPLICAS:
             await self.start()
+        elif kind == "share out":
+            self.share_out(self.rng.choice((0.0, 0.4, 0.6)))
         elif self.replicas:
             await {"lose": self._lose, "break": self._break, "hang": self._hang}.get(kind, self._nothing)()
         self.happened[kind] += 1
@@ -60,6 +64,10 @@ class Churn:
         for serve in self.serves:
             serve.join(name, made)
 
+    def share_out(self, prefill_share: float) -> None:
+        for serve in self.serves:
+            serve.ledger.phases.roles.share = prefill_share
+
     async def end(self) -> None:
         """Wait for every call to end, then check that gateways and replicas have nothing left of any."""
         if not self.replicas:
@@ -71,13 +79,13 @@ class Churn:
             await until(lambda serve=serve: serve.is_idle)
             await until(lambda serve=serve: all(sent == (0, 0, 0) for sent in serve.ledger.view._foreign))
             assert serve.dispatcher is not None
-            assert serve.dispatcher.num_held == 0
+            assert serve.dispatcher.num_held == serve.dispatcher._queue.num_blocks_to_decode == 0
             assert not len(serve.ledger.view.index.expected)
             serve.ledger.view.check_invariants()
         for made in self.replicas.values():
             made.engine.check_invariants()
 
-    async def _ask(self, number: int) -> None:
+    async def ask(self, number: int) -> None:
         serve, count = self.rng.choice(self.serves), self.rng.choice((4, 12))
         n, prompt = self.rng.choice((1, 1, 2)), [*range(8 * self.rng.randrange(1, 4)), 500 + number % 7, 600 + number]
         answer = await ask(serve, f"call{number}", prompt_token_ids=prompt, max_tokens=count, n=n)
@@ -113,12 +121,18 @@ async def test_whatever_becomes_of_replicas_every_call_gets_its_answer(num_gatew
     async with AsyncExitStack() as stack:
         churn = Churn(Random(seed), num_gateways, stack)
         await churn.start()
+        await churn.start()
+        churn.share_out(0.5)
         try:
+            for serve in churn.serves:
+                await until(lambda serve=serve: serve.ledger.view.has_roles)
+            await churn.ask(0)
             for _ in range(NUM_TURNS):
                 await churn.turn()
             await churn.end()
         finally:
             for serve in churn.serves:
                 await serve.ledger.close()
-        assert {"ask", "leave", "lose", "start", "break", "hang"} <= churn.happened.keys()
+        assert {"ask", "leave", "lose", "start", "break", "hang", "share out"} <= churn.happened.keys()
+        assert any(leg.end == "prefilled" for serve in churn.serves for times in serve.times for leg in times.legs)
         assert sum(made.engine.stats().num_blocks_taken for made in churn.ever) > 0

@@ -64,15 +64,17 @@ class BlockExchange:
         Raises:
             EngineDead: a rank has failed.
         """
-        with closing(GuestTable(self._kv, block_hashes)) as table:
-            if self._kv.host.num_rows:  # a block that comes back from host memory counts as cached before it is there
-                await self._thread.run(lambda: None)
-            for start in range(first, table.num_filled, num_at_once):
-                block_ids = table.block_ids[start : start + num_at_once]
-                parts = await self._copy(partial(self._executor.read_blocks, block_ids))
-                self._totals.num_blocks_given += len(block_ids)
-                self._on_change()
-                yield len(block_ids), parts
+        try:
+            with closing(GuestTable(self._kv, block_hashes)) as table:
+                if self._kv.host.num_rows:  # what comes back from host memory counts as cached before it is there
+                    await self._thread.run(lambda: None)
+                for start in range(first, table.num_filled, num_at_once):
+                    block_ids = table.block_ids[start : start + num_at_once]
+                    parts = await self._copy(partial(self._executor.read_blocks, block_ids))
+                    self._totals.num_blocks_given += len(block_ids)
+                    yield len(block_ids), parts
+        finally:
+            self._on_change()
 
     @contextmanager
     def taking(self, block_hashes: Sequence[BlockHash]) -> Iterator[Taking]:

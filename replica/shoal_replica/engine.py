@@ -71,7 +71,7 @@ class Engine:
         self._pace = PrefillPace(scheduler.config.max_num_batched_tokens)
         self._rested_s = 0.0
         self._reports = Reports(scheduler, self.stats, heartbeat_s)
-        self.blocks = BlockExchange(scheduler.kv, executor, self._thread, scheduler.totals, self._note_taken)
+        self.blocks = BlockExchange(scheduler.kv, executor, self._thread, scheduler.totals, self._note_blocks)
 
     def start(self) -> None:
         """Begin stepping on the running event loop."""
@@ -310,8 +310,8 @@ class Engine:
                 self._executor.check_health()
             self._reports.publish()
 
-    def _note_taken(self) -> None:
-        """Blocks of another replica have been entered: let the gateways know."""
+    def _note_blocks(self) -> None:
+        """Blocks have been given to another replica, or taken from one: let the gateways know."""
         self._reports.note_change()
         self._reports.publish()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from shoal_replica.config import SchedulerConfig
 from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.prefill_pace import Pace
-from shoal_replica.request import Sequence, SequenceStatus
+from shoal_replica.request import FinishReason, Sequence, SequenceStatus
 from shoal_replica.scheduling_policy import by_progress, due_profile
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.waiting_queue import WaitingQueue
@@ -75,6 +75,13 @@ class Ledger:
         else:
             num_from_host = sum(not isinstance(block, int) for block in matched) * self._kv.block_size
             self._totals.note_start(num_prompt, num_cached, num_from_host)
+
+    def note_end(self, last: Sequence, reason: FinishReason) -> None:
+        """A request is over here, with its ``last`` sequence. It may go on elsewhere; and of several that began at
+        another replica, each with a sequence of the same request, the first counts.
+        """
+        began_elsewhere = bool(last.request.output_token_ids)
+        self._totals.num_finished += reason is not FinishReason.PREFILLED and not (began_elsewhere and last.index)
 
     def check_invariants(self) -> None:
         """Queues, statuses and block tables agree; an idle scheduler holds no block."""

@@ -346,4 +346,4 @@ class Scheduler:
         self._drop(sequence)
         if self._live.end(sequence):
             self._beams.close(sequence.request.request_id)
-            self.totals.num_finished += reason is not FinishReason.PREFILLED
+            self._ledger.note_end(sequence, reason)

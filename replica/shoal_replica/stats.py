@@ -75,8 +75,8 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         by_due: whether the ``deadline`` policy is used: a later arrival that is due sooner still goes first.
         due_tokens: see ``due_profile``.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_refused,
-            num_steps: totals since the replica started. Of a request that began at another replica only the tokens
-            count that had to be computed again; one that goes on elsewhere has not finished.
+            num_steps: totals since the replica started. Of a request that began at another replica only the prompt's
+            tokens count that had to be computed again; one that goes on elsewhere has not finished.
         num_draft_tokens, num_accepted_tokens: guesses at what follows that steps computed, and those that were right;
             totals.
         num_host_cached_tokens: of ``num_cached_tokens``, those that came back from host memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -15,13 +16,16 @@ from hypothesis import strategies as st
 
 from shoal_cluster.policies import native_library, plan
 from shoal_cluster.policies.columns import ROOM
+from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
-from shoal_cluster.policies.roles import SHORT_S, Handovers, Roles, num_prefills, phase_at_arrival
-from shoal_cluster.policies.routing import RouteWeights, decide
+from shoal_cluster.policies.phases import SHORT_S, Kind, PhaseRule
+from shoal_cluster.policies.roles import Roles, num_prefills
+from shoal_cluster.policies.routing import RouteQuery, RouteWeights, decide
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.journal import EventKind
 from shoal_replica.guest_table import GuestTable
 from shoal_replica.prefix_cache import hash_blocks
+from shoal_replica.request import FinishReason, TokenDelta
 from shoal_replica.testing import expected_tokens, make_request
 
 PROMPT = tuple(range(100, 141))
@@ -113,61 +117,153 @@ def test_held_requests_wait_for_a_replica_of_their_phase(is_native: bool, monkey
     assert (sent.pending.query.request_id, sent.replica_id) == ("prefill", "b")
 
 
+def rule(view: ClusterView, ttft_s: float = 2.0, num_gateways: int = 1) -> Callable[..., str]:
+    """What a rule says of queries by ``view``."""
+    made = PhaseRule(None, ttft_s, num_gateways)
+
+    def phase(query: RouteQuery, kind: Kind = "new") -> str:
+        return made.place(query, kind, view.candidates(query.block_hashes, 0.0)).phase
+
+    return phase
+
+
 def test_a_prompt_of_which_little_is_left_is_computed_where_it_decodes() -> None:
     view = view_of("a", "b", num_total_blocks=1000, token_s=0.001, step_s=0.01)
     view.set_roles({"a": "prefill", "b": "decode"})
-    few = round(SHORT_S / 0.001)
+    phase, few = rule(view), round(SHORT_S / 0.001)
+    assert phase(make_query(few)) == "decode"
+    assert phase(make_query(few + 1)) == "prefill"
     hashes = tuple(hash_blocks(range(160), 16))
     query = replace(make_query(160 + few), block_hashes=hashes)
-    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "prefill"
+    assert phase(query) == "prefill"
     view.apply_update("a", None, hashes, (), 0.0)  # that is no help
-    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "prefill"
+    assert phase(query) == "prefill"
     view.apply_update("b", None, hashes, (), 0.0)
-    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "decode"
+    assert phase(query) == "decode"
     longer = replace(query, num_prompt_tokens=query.num_prompt_tokens + 1)
-    assert phase_at_arrival(longer, view.candidates(hashes, 0.0), 0, 2.0) == "prefill"
+    assert phase(longer) == "prefill"
     view.apply_update("b", make_stats(num_total_blocks=1000, token_s=0.001, step_s=0.05), (), (), 0.0)
-    assert phase_at_arrival(longer, view.candidates(hashes, 0.0), 0, 2.0) == "decode"  # decode steps take longer
+    assert phase(longer) == "decode"  # decode steps take longer
     view.apply_update("b", make_stats(num_total_blocks=1000), (), (), 0.0)
-    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "decode"  # as slow as the other
+    assert phase(query) == "decode"  # as slow as the other
     view.apply_update("a", make_stats(num_total_blocks=1000), (), (), 0.0)
-    assert phase_at_arrival(query, view.candidates(hashes, 0.0), 0, 2.0) == "prefill"  # no pace is known
+    assert phase(query) == "prefill"  # no pace is known
+
+
+def test_what_has_begun_or_stays_whole_is_decoded_and_what_has_one_token_is_not() -> None:
+    view = view_of("a", "b", num_total_blocks=1000, token_s=0.001)
+    view.set_roles({"a": "prefill", "b": "decode"})
+    phase, query = rule(view), make_query(1000)
+    kinds: tuple[Kind, ...] = ("new", "begun", "whole", "one token")
+    assert [phase(query, kind) for kind in kinds] == ["prefill", "decode", "decode", "prefill"]
+    assert phase(replace(query, excluded=frozenset("x"))) == ""
+    view.apply_update("b", make_stats(num_total_blocks=1000, num_free_blocks=125), (), (), 0.0)
+    assert [phase(query, kind) for kind in kinds] == ["", "", "", "prefill"]  # there is no room to decode
 
 
 def test_others_help_when_prompts_would_wait_longer_than_the_objective_allows() -> None:
     view = view_of("a", "b", "c", num_total_blocks=1000, token_s=0.001)
     view.set_roles({"a": "prefill", "b": "prefill", "c": "decode"})
-    query = make_query(1000)
-    view.apply_update("a", make_stats(num_total_blocks=1000, token_s=0.001, num_waiting_tokens=1000), (), (), 0.0)
-    assert phase_at_arrival(query, view.candidates((), 0.0), 3000, 2.0) == "prefill"
-    assert phase_at_arrival(query, view.candidates((), 0.0), 3001, 2.0) == ""
+    phase, query = rule(view), make_query(1000)
+    view.apply_update("a", make_stats(num_total_blocks=1000, token_s=0.001, num_waiting_tokens=4000), (), (), 0.0)
+    assert phase(query) == "prefill"
     view.reserve("other", "b", 1, 1, 0.0)
-    assert phase_at_arrival(query, view.candidates((), 0.0), 3000, 2.0) == ""
+    assert phase(query) == ""
     view.reserve("other", "c", 1, 1, 0.0)
-    assert phase_at_arrival(query, view.candidates((), 0.0), 3000, 2.0) == "prefill"
+    assert phase(query) == "prefill"
+    queue = PendingQueue(HoldConfig())
+    queue.push(PendingRequest(query=make_query(request_id="held"), arrival_s=0.0))  # 160 tokens
+    for num_gateways in (1, 4):
+        made = PhaseRule(queue, 2.0, num_gateways)
+        for tokens, expected in ((4000 - 160 * num_gateways, "prefill"), (4001 - 160 * num_gateways, "")):
+            stats = make_stats(num_total_blocks=1000, token_s=0.001, num_waiting_tokens=tokens)
+            view.apply_update("a", stats, (), (), 0.0)
+            assert made.place(query, "new", view.candidates((), 0.0)).phase == expected
 
 
 def test_a_request_stays_where_its_prompt_is_computed_unless_another_has_room_for_all_that_come() -> None:
     view = view_of("a", "b", num_total_blocks=80)  # ten of them stay free when blocks come
     view.set_roles({"a": "prefill", "b": "decode"})
-    query, handovers = make_query(16 * 19), Handovers()  # 20 blocks
-    assert handovers.have_room(query, view.candidates((), 0.0), 50)
-    assert not handovers.have_room(query, view.candidates((), 0.0), 51)
+    query, made = make_query(16 * 19), PhaseRule(None, 2.0)  # 20 blocks
+
+    def is_part(replica_id: str = "a") -> bool:
+        return made.is_part(query, replica_id, view.candidates(query.block_hashes, 0.0))
+
+    assert is_part()
+    assert not is_part("b")
     for name in ("one", "two"):
-        handovers.expect(replace(query, request_id=name))
-    assert handovers.have_room(query, view.candidates((), 0.0), 10)
-    assert not handovers.have_room(query, view.candidates((), 0.0), 11)
-    handovers.forget("one")
-    handovers.forget("one")
-    assert handovers.have_room(query, view.candidates((), 0.0), 30)
+        made.expect(replace(query, request_id=name))
+    assert is_part()
+    made.expect(replace(query, request_id="three"))
+    assert not is_part()  # 70 - 60 blocks are left
+    made.forget("three")
+    made.forget("three")
+    assert is_part()
+    made.expect(query)
+    assert is_part()  # it is not counted twice
+    assert len(made) == 2
+    view.apply_update("b", make_stats(num_total_blocks=80, num_free_blocks=69), (), (), 0.0)
+    assert not is_part()
+    made.forget("one")
+    made.forget("two")
     view.apply_update("b", make_stats(num_total_blocks=80, num_free_blocks=29), (), (), 0.0)
-    assert not handovers.have_room(query, view.candidates((), 0.0), 0)
-    handovers.forget("two")
-    hashes = tuple(hash_blocks(range(16 * 19), 16))
-    view.apply_update("b", None, hashes[:1], (), 0.0)
-    assert not handovers.have_room(query, view.candidates(hashes, 0.0), 0)  # the blocks of all that come count whole
-    view.apply_update("b", make_stats(num_total_blocks=80, num_free_blocks=30), (), (), 0.0)
-    assert handovers.have_room(query, view.candidates(hashes, 0.0), 0)
+    assert not is_part()
+    query = replace(query, block_hashes=tuple(hash_blocks(range(16 * 19), 16)))
+    view.apply_update("b", make_stats(num_total_blocks=80, max_num_seqs=1), query.block_hashes[:1], (), 0.0)
+    assert is_part()
+    made.expect(replace(query, request_id="one"))
+    assert not is_part()  # its only slot will be taken
+
+
+@pytest.mark.parametrize("state", ["draining", "not connected", "stalled"])
+def test_room_of_replicas_that_take_nothing_is_no_room(state: str) -> None:
+    view = view_of("a", "b", "c", num_total_blocks=80)
+    view.set_roles({"a": "prefill", "b": "decode"})
+    view.apply_update("b", make_stats(num_total_blocks=80, num_free_blocks=40), (), (), 0.0)
+    if state == "draining":
+        view.apply_update("c", make_stats(num_total_blocks=80, draining=True), (), (), 0.0)
+    elif state == "stalled":
+        view.set_stalled("c", True)
+    else:
+        view.disconnect("c")
+    made, query = PhaseRule(None, 2.0), make_query(16 * 9)
+    assert made.is_part(query, "a", view.candidates((), 0.0))
+    for name in ("one", "two", "three"):
+        made.expect(replace(query, request_id=name))
+    assert not made.is_part(query, "a", view.candidates((), 0.0))
+
+
+def queue_of(*phases: str) -> PendingQueue:
+    queue = PendingQueue(HoldConfig(objective=LatencyObjective(ttft_s=2.0)))
+    for number, phase in enumerate(phases):
+        query = make_query(request_id=str(number), phase=phase)
+        queue.push(PendingRequest(query=query, arrival_s=0.001 * number))
+    return queue
+
+
+def test_who_waits_for_long_goes_anywhere() -> None:
+    view = view_of("a", "b")
+    view.set_roles({"a": "prefill", "b": "decode"})
+    view.apply_update("a", make_stats(num_waiting_tokens=5000), (), (), 0.0)
+    queue = queue_of("prefill", "prefill")
+    for now in (1.0, 1.2, 1.4):
+        assert queue.next(view, RouteWeights(), now, Random(0)) is None
+    sent = queue.next(view, RouteWeights(), 1.6, Random(0))
+    assert sent is not None
+    assert (sent.replica_id, sent.pending.query.phase) == ("b", "")
+    assert sent.look is not None
+    assert sent.look.replay() == (sent.look.steps, True)
+
+
+def test_those_of_one_phase_do_not_hide_those_of_the_other() -> None:
+    view = view_of("a", "b")
+    view.set_roles({"a": "prefill", "b": "decode"})
+    view.apply_update("a", make_stats(num_waiting_tokens=5000), (), (), 0.0)
+    queue = queue_of(*["prefill"] * 100, "decode")
+    sent = queue.next(view, RouteWeights(), 0.2, Random(0))
+    assert sent is not None
+    assert (sent.pending.query.phase, sent.replica_id) == ("decode", "b")
+    assert queue.num_blocks_to_decode == 0
 
 
 async def with_roles(serve: FakeServe, share: float = 0.5) -> dict[str, str]:
@@ -208,7 +304,8 @@ async def test_where_there_is_no_room_to_go_on_it_stays() -> None:
         table.make_room()  # 40 of 64 blocks
         serve.replicas[who["decode"]].engine._reports.note_change()
         await until(lambda: serve.ledger.view.present(0.0).columns[ROOM].min() < 30)
-        answer = await ask(serve, prompt_token_ids=tuple(range(100, 170)), max_tokens=NUM_TOKENS)
+        prompt = tuple(range(100, 200))  # 25 blocks
+        answer = await ask(serve, prompt_token_ids=prompt, max_tokens=NUM_TOKENS)
         table.close()
         assert answer.usage is not None
         assert answer.usage.replica_id == who["prefill"]
@@ -220,6 +317,8 @@ async def test_each_of_several_sequences_goes_on() -> None:
         await with_roles(serve, 0.3)
         answer = await ask(serve, prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS, n=3)
         assert answer.tokens == [expected_tokens(PROMPT, NUM_TOKENS, index) for index in range(3)]
+        assert [leg.end for leg in serve.times[0].legs] == ["prefilled", "", "", ""]
+        assert sum(made.engine.stats().num_finished for made in serve.replicas.values()) == 1
 
 
 @pytest.mark.parametrize(
@@ -249,7 +348,7 @@ async def test_an_answer_that_ends_with_its_first_token_goes_nowhere_else() -> N
             async with streaming(serve.generation(request)) as chunks:
                 reasons = [chunk.finish_reason async for chunk in chunks]
             assert reasons == ["stop"]
-        assert [len(times.legs) for times in serve.times] == [1, 1]
+        assert [[leg.end for leg in times.legs] for times in serve.times] == [[""], [""]]
 
 
 @pytest.mark.parametrize("dies", ["prefill", "decode"])
@@ -289,3 +388,81 @@ async def test_many_at_once() -> None:
             *(ask(serve, f"call-{p[0]}", prompt_token_ids=p, max_tokens=NUM_TOKENS) for p in prompts)
         )
         assert [answer.tokens for answer in answers] == [[expected_tokens(p, NUM_TOKENS)] for p in prompts]
+
+
+async def test_a_client_that_leaves_at_the_very_moment_of_a_handover_stops_it() -> None:
+    """The prompt's only token comes when the leg has been cancelled and has not yet heard of it."""
+    (token_id,) = expected_tokens(PROMPT, 1)
+    delta = TokenDelta(
+        request_id="call",
+        index=0,
+        position=0,
+        token_ids=(token_id,),
+        num_cached_tokens=0,
+        finish_reason=FinishReason.PREFILLED,
+    )
+    async with serving("a", "b") as serve:
+        who = await with_roles(serve)
+        made = serve.replicas[who["prefill"]]
+        made.executor.gate.clear()
+        call = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS))
+        await until(lambda: made.executor.is_held)
+        follower = serve.ledger._followers["call"]
+        call.cancel()
+        asyncio.get_running_loop().call_soon(follower.on_delta, who["prefill"], delta)
+        await asyncio.wait([call])
+        assert not serve.ledger._followers
+        made.executor.gate.set()
+        await until(lambda: serve.is_idle)
+        assert serve.replicas[who["decode"]].engine.stats().num_steps == 0
+
+
+async def test_a_burst_that_is_handed_over_is_not_computed_again() -> None:
+    prompts = [tuple(range(number, number + 81)) for number in range(100, 124)]
+    async with serving("a", "b", num_blocks=1024, max_num_seqs=32) as serve:
+        who = await with_roles(serve)
+        asked = [ask(serve, f"call-{p[0]}", prompt_token_ids=p, max_tokens=8) for p in prompts]
+        for answer, prompt in zip(await asyncio.gather(*asked), prompts, strict=True):
+            assert answer.tokens == [expected_tokens(prompt, 8)]
+        stats = serve.replicas[who["decode"]].engine.stats()
+        assert stats.num_prompt_tokens < 81 * 4
+        assert stats.num_blocks_taken > 20 * 20
+
+
+async def test_what_stayed_at_a_prefill_replica_leaves_when_that_drains() -> None:
+    async with serving("a", "b", "c") as serve:
+        await with_roles(serve, 0.6)
+        prefills = [r for r, role in roles_in(serve.ledger.view).items() if role == "prefill"]
+        serve.ledger.phases.rule.is_part = lambda *args: False  # type: ignore[method-assign]
+        for made in serve.replicas.values():
+            made.executor.pause_s = 0.01
+        call = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=80))
+        await until(lambda: serve.ledger._replica_of.get("call") in prefills)
+        owner = serve.ledger._replica_of["call"]
+        await until(lambda: serve.replicas[owner].engine.stats().num_generated_tokens > 5)
+        (other,) = [r for r in prefills if r != owner]
+        table = GuestTable(serve.replicas[other].engine.blocks._kv, tuple(hash_blocks(range(200), 4)))
+        table.make_room()  # 50 of 64 blocks
+        serve.replicas[other].engine._reports.note_change()
+        place = serve.ledger.view.replica_ids.index(other)
+        await until(lambda: serve.ledger.view.present(0.0).columns[ROOM, place] < 20)
+        assert await serve.replicas[owner].engine.drain(DEADLINE_S)
+        table.close()
+        answer = await call
+        assert answer.tokens == [expected_tokens(PROMPT, 80)]
+        assert [leg.end for leg in serve.times[0].legs] == ["moved", ""]
+
+
+async def test_a_replica_that_dies_after_a_handover_leaves_no_more_blocks_than_there_are() -> None:
+    async with serving("a", "b") as serve:
+        who = await with_roles(serve)
+        for made in serve.replicas.values():
+            made.executor.pause_s = 0.01
+        call = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=60))
+        await until(lambda: serve.replicas[who["decode"]].engine.stats().num_generated_tokens > 20)
+        await serve.leave(who["decode"]).die()
+        answer = await call
+        assert answer.tokens == [expected_tokens(PROMPT, 60)]
+        last = serve.placements[-1].query
+        assert len(last.block_hashes) > len(HASHES)
+        assert last.num_prompt_tokens > 20  # the prompt's blocks are there, those of the answer are not

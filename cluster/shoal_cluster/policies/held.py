@@ -63,6 +63,7 @@ class Held:
     due_s: float = 0.0
     length_s: float = 0.0  # of its objective, from arrival
     is_particular: bool = False  # not every replica may take it
+    in_phase_since_s: float | None = None  # since when it is known to wait for replicas of one role
     matched: Ints = field(default_factory=lambda: UNKNOWN)  # blocks cached on each replica
     matched_s: float = -math.inf  # when ``matched`` was looked up
     matched_of: tuple[str, ...] = ()  # the replicas that ``matched`` speaks of

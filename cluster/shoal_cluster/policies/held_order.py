@@ -187,7 +187,12 @@ class HeldOrder:
         urgent = [held for _, _, held in self._ranked[:size]]
         num_more = sum(held.is_particular for held in urgent) if self._num_particular else 0
         if num_more:
-            others = (held for _, _, held in islice(self._ranked, size, None) if not held.is_particular)
+            phases = {held.pending.query.phase for held in urgent if held.is_particular}
+            others = (
+                held
+                for _, _, held in islice(self._ranked, size, None)
+                if not held.is_particular or held.pending.query.phase not in phases
+            )
             urgent += islice(others, num_more)
         self._last_considered = math.inf if num_more else size
         return urgent

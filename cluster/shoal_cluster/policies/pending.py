@@ -38,6 +38,7 @@ TURN_DELAYS = 2.4  # feed delays per gateway: turns are spread over this long fo
 MAX_SIZE_AGE_S = 1.0  # a held request's size (prompt tokens to compute) is looked up again when it is older,
 MOST_SIZES = 1000  # but no more than about so many in this time: with n times as many held, n times less often
 NUM_SIZES_AT_ONCE = 64  # such lookups in one pass at least; of long queues the part that is due since the last pass
+PHASE_PATIENCE = 0.25  # of the objective for first tokens: so long a request waits for replicas of one role
 URGENCY = 0.75  # the part of a turn's delay that depends on urgency; the rest is random
 
 
@@ -80,6 +81,7 @@ class PendingQueue:
     def __init__(self, config: HoldConfig, is_one_of_many: bool = False) -> None:
         self._config = config
         self.num_tokens = self.num_blocks_to_decode = 0
+        self._num_in_phase = 0
         self._sizes_s = -math.inf  # when sizes were looked up last
         self._is_one_of_many = is_one_of_many
         self._has_unplanned = False
@@ -111,8 +113,7 @@ class PendingQueue:
         held.asked_at = self._shares.clock
         self._resize(held, pending.query.num_prompt_tokens)
         self._dates.note(held, pending.arrival_s)
-        if pending.query.phase == "decode":
-            self.num_blocks_to_decode += pending.query.num_blocks_needed
+        self._count_phase(held, +1)
         self._has_unplanned = self._is_one_of_many
 
     def remove(self, request_id: str) -> PendingRequest | None:
@@ -127,10 +128,28 @@ class PendingQueue:
     def _take_out(self, held: Held) -> None:
         del self._held[held.pending.query.request_id]
         self.num_tokens -= held.num_new_tokens
-        if held.pending.query.phase == "decode":
-            self.num_blocks_to_decode -= held.pending.query.num_blocks_needed
+        self._count_phase(held, -1)
         self._by_urgency.remove(held)
         self._shares.leave(held.pending.tenant, held.pending.priority)
+
+    def _count_phase(self, held: Held, sign: int) -> None:
+        query = held.pending.query
+        self._num_in_phase += sign * bool(query.phase)
+        if query.phase == "decode":
+            self.num_blocks_to_decode += sign * query.num_blocks_needed
+
+    def _widen(self, now: float) -> None:
+        """Let requests go anywhere that have waited for replicas of one role for long: others may be idle."""
+        patience_s = PHASE_PATIENCE * self._config.objective.ttft_s
+        for held in [h for h in self._held.values() if h.pending.query.phase] if self._num_in_phase else ():
+            if held.in_phase_since_s is None:
+                held.in_phase_since_s = now
+            elif now - held.in_phase_since_s >= patience_s:
+                self._count_phase(held, -1)
+                self._by_urgency.remove(held)
+                held.pending = replace(held.pending, query=replace(held.pending.query, phase=""))
+                held.considered = held.step = None
+                self._by_urgency.put(held)
 
     def know_match(self, request_id: str, candidates: Candidates) -> None:
         """Take in what is cached of a request's prompt, by ``candidates`` for it, before a look has found that out."""
@@ -243,6 +262,7 @@ class PendingQueue:
             begins_s = now + plan.outlook(self._pace.token_s).wait_s
         self._dates.renew(self._held.values(), begins_s, is_new)
         if is_due:
+            self._widen(now)
             if len(self._held) > 1:
                 self._know_sizes(view, present, now)
             wishes = view.wishes(now) if self._is_one_of_many else ()

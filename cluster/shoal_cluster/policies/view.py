@@ -44,6 +44,7 @@ class ClusterView:
         self._in_flight = PromptsInFlight()
         self._wishes = ForeignWishes()
         self.index = PrefixIndex(max_index_entries)
+        self.has_roles = False  # whether members are for one phase of requests only
         # Members sorted by id, and the columns of ``Candidates`` with one element per member.
         self._place_of: dict[str, int] = {}
         self._replica_ids: tuple[str, ...] = ()
@@ -73,11 +74,6 @@ class ClusterView:
     def is_stalled(self, replica_id: str) -> bool:
         """Whether ``replica_id`` is a member that is marked as stalled."""
         return replica_id in self and self._states[self._place_of[replica_id]].stalled
-
-    @property
-    def has_roles(self) -> bool:
-        """Whether some members are for one phase of requests only."""
-        return any(state.role for state in self._states)
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
@@ -147,6 +143,7 @@ class ClusterView:
 
     def set_roles(self, roles: Mapping[str, Phase]) -> None:
         """Set the phases that members are for, "" unless named. Queues look members up anew, as if some had joined."""
+        self.has_roles = any(roles.values())
         for replica_id in self._replica_ids:
             self._change(replica_id, role=roles.get(replica_id, ""))
         self._set_members(self._replica_ids)

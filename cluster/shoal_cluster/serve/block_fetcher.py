@@ -23,6 +23,7 @@ LEAST_S = 0.25
 MOST_S = 10.0  # in any case, with the wait for its turn
 UNKNOWN_S = 2.0  # the same while nothing is known of how long that takes
 MAX_AT_ONCE = 8
+MAX_BEGUN = 64  # the same for requests that another replica has begun
 RETRY_S = 10.0  # after a failure, nothing is asked of that replica for so long
 CLOSE_S = 5.0
 
@@ -51,15 +52,17 @@ class BlockFetcher:
 
     def num_coming(self, request: Request, source: BlockSource | None) -> int:
         """Leading blocks of ``request`` that will be here if it waits for what ``source`` has; 0: it is not to wait."""
-        if source is None or len(self._tasks) >= MAX_AT_ONCE:
+        has_begun = bool(request.output_token_ids)  # elsewhere: to compute it would also delay what runs here
+        if source is None or len(self._tasks) >= (MAX_BEGUN if has_begun else MAX_AT_ONCE):
             return 0
         now, wanted = time.monotonic(), self._wanted(request, source)
         self._failed = {address: at for address, at in self._failed.items() if now - at < RETRY_S}
         num_blocks = self._engine.blocks.num_missing(wanted)
         if not num_blocks or (source.host, source.port) in self._failed:
             return 0
-        is_worth = self._pace.is_worth(self._num_blocks + num_blocks, self._compute_s(num_blocks), now)
-        return len(wanted) if is_worth else 0
+        num_in_turn = self._num_blocks + num_blocks
+        compute_s = self._compute_s(num_in_turn if has_begun else num_blocks)
+        return len(wanted) if self._pace.is_worth(num_in_turn, compute_s, now) else 0
 
     def fetch(self, request: Request, source: BlockSource, finished: asyncio.Future[None]) -> None:
         """Begin to fetch the blocks of a held request, and release it once they are here, or will not come.

@@ -67,7 +67,7 @@ class GatewayLedger:
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
         self._replica_of: dict[str, str] = {}
         self._slowness = Slowness(self.view)
-        self.phases = Phases(self.view)
+        self.phases = Phases(self.view, num_gateways)
         self.recalls = Recalls(
             self.view, self._feeds, self._replica_of, self._sent.records, self.can_place, self.journal
         )
@@ -106,6 +106,7 @@ class GatewayLedger:
                 if (older := self._feeds.pop(replica_id, None)) is not None:
                     older.close()  # it left and came back: only a new feed begins with a snapshot
                 self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
+        self.phases.roles.look(time.monotonic())
         self._changed.set()
 
     def ranks(self, request_id: str) -> tuple[str, ...]:
@@ -319,6 +320,7 @@ class GatewayLedger:
             self.journal.note(EventKind.LOST, text, replica_id=replica_id)
         there = [follower for request_id, follower in self._followers.items() if self._where(request_id) == replica_id]
         self.view.disconnect(replica_id)
+        self.phases.roles.look(time.monotonic())
         for follower in there:
             follower.on_routed(replica_id, False)
             follower.on_lost()

@@ -72,6 +72,7 @@ class Generation:
         self._ready = asyncio.Event()
         self._failure: BaseException | None = None
         self._legs: set[asyncio.Task[None]] = set()
+        self._is_over = False  # no more legs
 
     async def chunks(self, timeout_s: float) -> AsyncIterator[Chunk]:
         """Stream the call's chunks; the last one carries the usage.
@@ -100,6 +101,7 @@ class Generation:
                     raise self._failure
         finally:
             deadline.cancel()
+            self._is_over = True
             if not self._is_done:  # else its calls are returning: cancelling one would count as a failure
                 self._keep_end(refused_before)
                 await self._cancel_legs()
@@ -165,6 +167,8 @@ class Generation:
     # Legs: a leg places a request until a replica runs it, for some or all of the call's sequences
 
     def _start_leg(self, request: Request, indexes: range, num_resumes: int) -> None:
+        if self._is_over or self._failure is not None:
+            return  # a handover that comes just when its client has left
         task = self._loop.create_task(self._run_leg(request, indexes, num_resumes))
         self._legs.add(task)
         task.add_done_callback(self._end_leg)
@@ -227,7 +231,8 @@ class Generation:
         def go_on(replica_id: str) -> None:
             times.end = leg.end
             self._ledger.phases.forget(request.request_id)
-            self._ledger.moves.note_left(self._request.request_id, replica_id, time.monotonic())
+            num_blocks = len(self._query.block_hashes)
+            self._ledger.moves.note_left(self._request.request_id, replica_id, num_blocks, time.monotonic())
             self._resume(whole, indexes, num_resumes)
 
         leg = Leg({i: self._outputs[i] for i in indexes}, times, self._try_take, go_on)

@@ -74,6 +74,7 @@ class Leg:
         loop = asyncio.get_running_loop()
         self.replica_id = ""
         self.is_replica_gone = False  # the replica cannot finish what it took, be it this request or another
+        self.end = ""  # as in ``LegTimes``, of a leg that is done
         self._sent_s: float | None = None  # when the request went to ``replica_id``
         self._refusal: Outcome | None = None  # why that replica does not run it
         self._is_handed_back = False  # it had begun there
@@ -89,11 +90,6 @@ class Leg:
     @property
     def is_done(self) -> bool:
         return all(output.is_done or index in self._prefilled for index, output in self._outputs.items())
-
-    @property
-    def end(self) -> str:
-        """As in ``LegTimes``, of a leg that is done."""
-        return "prefilled" if self._prefilled else ""
 
     async def see_through(self, placement: Placement, placement_timeout_s: float) -> str | None:
         """Wait for the end. Returns why the replica refused the request, or None when its sequences are done.
@@ -164,7 +160,8 @@ class Leg:
             self._take(self._times, replica_id, delta)
             if self.is_done and not self._ended.done():
                 self._on_lost()
-                if self._prefilled:
+                if any(not self._outputs[index].is_done for index in self._prefilled):
+                    self.end = "prefilled"
                     self._go_on(replica_id)
 
     def _on_refused(self, replica_id: str, reason: str, field: str) -> None:

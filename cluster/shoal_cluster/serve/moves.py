@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,13 +18,22 @@ from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import BlockSource
-from shoal_cluster.serve.request_id import call_of
+from shoal_cluster.serve.request_id import call_of, is_later_leg
 
 LOOK_S = 0.1  # how often a few requests are moved: those before have arrived by then, and count where they went
 MAX_AT_ONCE = 4
 KEPT_S = 60.0  # a request that has left a replica finds another within this time, or no blocks
 
 Address = tuple[str, int]
+ALL = sys.maxsize  # of its blocks: those of the answer that are full by then, too
+
+
+class _Left(NamedTuple):
+    """When a call left a replica, which still has so many of its leading blocks."""
+
+    time_s: float
+    address: Address
+    num_blocks: int
 
 
 class Moves:
@@ -45,7 +57,7 @@ class Moves:
         self._dispatched = dispatched
         self._addresses: dict[str, Address] = {}  # of replicas whose feeds are followed, members or not
         self._asked: set[str] = set()
-        self._left: dict[str, tuple[float, Address]] = {}  # by call: when it left a replica, which still has its blocks
+        self._left: dict[str, _Left] = {}  # by call
         self._next_s = 0.0
 
     def join(self, replica_id: str, blocks_address: Address | None) -> None:
@@ -75,26 +87,28 @@ class Moves:
         for replica_id in [r for r in self._addresses if self._drains(r, cluster)]:
             self._move_some(replica_id, cluster, now)
 
-    def note_left(self, call_id: str, replica_id: str, now: float) -> None:
-        """A call goes on elsewhere; the replica still has its blocks."""
+    def note_left(self, call_id: str, replica_id: str, num_blocks: int, now: float) -> None:
+        """A call goes on elsewhere; the replica still has so many of its leading blocks."""
         self._left.pop(call_id, None)  # it is the newest now
         if (address := self._addresses.get(replica_id)) is not None:
-            self._left[call_id] = now, address
+            self._left[call_id] = _Left(now, address, num_blocks)
 
     def with_blocks(self, query: RouteQuery) -> RouteQuery:
-        """``query``, of whose blocks none are to be computed if its call has left a replica that gives them."""
-        return query.comes_with(len(query.block_hashes)) if call_of(query.request_id) in self._left else query
+        """The query of a later leg: blocks are not to be computed that the replica has which its call has left."""
+        left = self._left.get(call_of(query.request_id))
+        return query if left is None else query.comes_with(min(left.num_blocks, len(query.block_hashes)))
 
     def source(self, query: RouteQuery, candidates: Candidates, replica_id: str) -> BlockSource | None:
         """Where the replica to which a request goes may fetch more of its blocks than it has."""
-        if (left := self._left.get(call_of(query.request_id))) is not None:
-            return BlockSource(*left[1], len(query.block_hashes))
+        left = self._left.get(call_of(query.request_id)) if is_later_leg(query.request_id) else None
+        if left is not None and left.address != self._addresses.get(replica_id):
+            return BlockSource(*left.address, min(left.num_blocks, len(query.block_hashes)))
         offer = best_offer(candidates, replica_id)
         address = None if offer is None else self._addresses.get(offer.replica_id)
         return None if offer is None or address is None else BlockSource(*address, offer.num_blocks)
 
     def _forget_left(self, now: float) -> None:
-        for call_id in [*takewhile(lambda call: now - self._left[call][0] >= KEPT_S, self._left)]:
+        for call_id in [*takewhile(lambda call: now - self._left[call].time_s >= KEPT_S, self._left)]:
             del self._left[call_id]
 
     def _drains(self, replica_id: str, cluster: Candidates) -> bool:
@@ -112,7 +126,7 @@ class Moves:
         for request_id in [r for r, where in self._replica_of.items() if where == replica_id and r not in self._asked]:
             if (record := self._dispatched.get(request_id)) is None:
                 continue
-            query = record.query
+            query = replace(record.query, phase="")  # it goes on anywhere
             num_blocks = query.num_blocks_needed + -(-query.decode_steps // query.block_size)
             fits = is_eligible(query, cluster) & (room >= num_blocks) & (slots >= 1)
             if not fits.any():
@@ -121,7 +135,7 @@ class Moves:
             room[place] -= num_blocks
             slots[place] -= 1
             self._asked.add(request_id)
-            self.note_left(call_of(request_id), replica_id, now)
+            self.note_left(call_of(request_id), replica_id, ALL, now)
             feed.recall(request_id, also_started=True)
             num_asked += 1
             if num_asked == MAX_AT_ONCE:

@@ -15,6 +15,7 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY
 from shoal_cluster.policies.memory import RoutingMemory
 from shoal_cluster.policies.pending import PendingQueue, PendingRequest
+from shoal_cluster.policies.phases import Kind, PhaseRule
 from shoal_cluster.policies.ranking import is_eligible, priced_steps
 from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.slowness import Slowness
@@ -80,7 +81,8 @@ class SimGateway:
         self._memory = RoutingMemory()
         self._stalls = Stalls(view, pause_s=math.inf)  # a simulated gateway itself never pauses
         self._slowness = Slowness(view)
-        self._phases = SimPhases(view, self.queue, config.prefill_share, config.objective.ttft_s)
+        rule = PhaseRule(self.queue, config.objective.ttft_s, config.num_gateways)
+        self._phases = SimPhases(view, rule, config.prefill_share)
         self._credit = Credit(gateway_id, view, book, targets)
         self._sent: dict[str, PendingRequest] = {}  # requests sent from the queue, until their first token
 
@@ -184,7 +186,8 @@ class SimGateway:
             block_size=block_size,
             decode_steps=priced_steps(request.max_tokens, outcome.num_output_tokens),
         )
-        return self._phases.of(query, outcome.num_output_tokens, self._loop.now)
+        kind: Kind = "begun" if outcome.num_output_tokens else "new" if request.num_output_tokens > 1 else "one token"
+        return self._phases.of(query, kind, self._loop.now)
 
     def meet(self, replica_id: str, stats: ReplicaStats) -> None:
         """A replica has joined, with an empty cache. Refuse held requests that turn out too large for every replica."""
@@ -313,11 +316,13 @@ class SimGateway:
         try:
             offer = None if config.transfer_s is None else self._phases.offer(query, candidates, replica_id)
             has_parts = request.num_output_tokens > 1 and not outcome.num_output_tokens
-            is_part = has_parts and self._phases.is_part(query, replica_id, candidates)
+            is_part = has_parts and self._phases.rule.is_part(query, replica_id, candidates)
             order = Order(query.request_id, due_s, yields, outcome.num_output_tokens, promise, offer, is_part)
             replica.place(order, request, query.block_hashes or request.block_hashes(query.block_size))
         except ResourceExhausted:
             return False
+        if is_part:
+            self._phases.rule.expect(query)
         outcome.replica_id = replica_id
         if outcome.first_token_s is None:  # later placements do not count, as for ``num_cached_tokens``
             num_cached_tokens = num_matched_blocks * query.block_size
@@ -328,4 +333,4 @@ class SimGateway:
 
 
 def _without(query: RouteQuery, replica_id: str) -> RouteQuery:
-    return replace(query, excluded=query.excluded | {replica_id}, passed=())
+    return replace(query, excluded=query.excluded | {replica_id}, passed=(), phase="")

@@ -22,7 +22,7 @@ class Side(Protocol):
 
 
 class Transfers:
-    """Moves blocks as ``BlockExchange`` and its callers do, in simulated time. Steps wait for none of it.
+    """How one replica takes blocks, as ``BlockFetcher`` does, in simulated time. Steps wait for none of it.
 
     Args:
         block_s: seconds that a block takes.
@@ -33,6 +33,7 @@ class Transfers:
         self._pace = TransferPace(block_s)
         self._replicas = replicas
         self._loop = loop
+        self._free_s = 0.0  # when the last one has ended: they take turns
 
     def begin(
         self, taker: Scheduler, request: Request, offer: BlockOffer, token_s: float, then: Callable[[], None]
@@ -44,10 +45,12 @@ class Transfers:
         kv = taker.kv
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         wanted = request.block_hashes[: min(offer.num_blocks, (num_tokens - 1) // kv.block_size)]
-        num_missing = kv.num_missing(wanted)
-        compute_s = num_missing * kv.block_size * token_s if token_s else None
+        num_missing, now = kv.num_missing(wanted), self._loop.now
+        num_in_turn = num_missing + round(max(0.0, self._free_s - now) / self._pace.block_s(now))
+        num_instead = num_in_turn if request.output_token_ids else num_missing
+        compute_s = num_instead * kv.block_size * token_s if token_s else None
         giver = self._replicas.get(offer.replica_id)
-        if giver is None or not self._pace.is_worth(num_missing, compute_s, self._loop.now):
+        if giver is None or not num_missing or not self._pace.is_worth(num_in_turn, compute_s, now):
             return 0
         here = GuestTable(kv, wanted)
         try:
@@ -67,5 +70,6 @@ class Transfers:
             there.close()
             then()
 
-        self._loop.after(self._pace.seconds(num_blocks, self._loop.now), end)
+        self._free_s = max(now, self._free_s) + self._pace.seconds(num_blocks, now)
+        self._loop.at(self._free_s, end)
         return len(wanted)

@@ -140,8 +140,10 @@ class PendingQueue:
 
     def _widen(self, now: float) -> None:
         """Let requests go anywhere that have waited for replicas of one role for long: others may be idle."""
+        if not self._num_in_phase:
+            return
         patience_s = PHASE_PATIENCE * self._config.objective.ttft_s
-        for held in [h for h in self._held.values() if h.pending.query.phase] if self._num_in_phase else ():
+        for held in [held for held in self._held.values() if held.pending.query.phase]:
             if held.in_phase_since_s is None:
                 held.in_phase_since_s = now
             elif now - held.in_phase_since_s >= patience_s:

@@ -141,8 +141,8 @@ RESUMES = _gateway("resumes_total", _C, "streams", "Streams that went on at anot
 HANDOVERS = _gateway(
     "handovers_total",
     _C,
-    "streams",
-    "Streams that went on at another replica with their blocks: their prompt was computed, or their replica drained",
+    "placements",
+    "Placements after which another replica went on with the blocks: the prompt was computed, or the replica drained",
     Label("reason", HANDOVER_REASONS),
 )
 STALLS = _gateway(

@@ -31,7 +31,7 @@ from shoal_cluster.serve.dashboard.roster import roster
 from shoal_cluster.serve.dashboard.state import DashboardState
 from shoal_cluster.serve.dashboard.update import MAX_UPDATE_BYTES, NUM_ROUTES
 from shoal_cluster.serve.deployment_watch import DeploymentRow, ServeReplica
-from shoal_cluster.serve.http_api import build_http_app
+from shoal_cluster.serve.http.api import build_http_app
 
 MAX_PAGE_BYTES = 250_000
 # XML namespaces are names: nothing is fetched by them.

@@ -22,10 +22,10 @@ from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import ToolCall
-from shoal_cluster.serve import openai_answers
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
-from shoal_cluster.serve.http_api import build_http_app
+from shoal_cluster.serve.http import openai_answers
+from shoal_cluster.serve.http.api import build_http_app
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable

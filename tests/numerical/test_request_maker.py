@@ -11,8 +11,8 @@ from fixtures.tool_formats import HERMES_TEMPLATE
 from tiny_models import make_checkpoint
 
 from shoal_cluster.serve.call import Prompt
-from shoal_cluster.serve.openai_chat import ChatRequest
-from shoal_cluster.serve.openai_types import CompletionRequest, RequestBody
+from shoal_cluster.serve.http.openai_chat import ChatRequest
+from shoal_cluster.serve.http.openai_types import CompletionRequest, RequestBody
 from shoal_cluster.serve.request_maker import Made, RequestMaker
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fixtures.tiny_tokenizer import BOS, tiny_tokenizer
 
-from shoal_cluster.serve.openai_echo import Echo
-from shoal_cluster.serve.openai_shapes import CompletionShape
+from shoal_cluster.serve.http.openai_echo import Echo
+from shoal_cluster.serve.http.openai_shapes import CompletionShape
 from shoal_replica.executor import TokenLogprobs
 
 TOKENIZER = tiny_tokenizer()

@@ -20,7 +20,7 @@ from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.feed_messages import LENGTH_BYTES, Snapshot, Update, frame
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.generation import Generation
-from shoal_cluster.serve.http_api import HttpCore
+from shoal_cluster.serve.http.api import HttpCore
 from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.member import Member

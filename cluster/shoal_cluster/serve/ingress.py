@@ -13,7 +13,7 @@ import uvicorn
 from shoal_cluster.addresses import listen
 from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve.grpc_service import start_grpc_server
-from shoal_cluster.serve.http_api import HttpCore, http_config
+from shoal_cluster.serve.http.api import HttpCore, http_config
 from shoal_replica.errors import ConfigError
 
 SHUTDOWN_S = 5.0

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from shoal_cluster.serve.admin import key_of_header
 from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.dashboard.scaling import limits, scaling_now
-from shoal_cluster.serve.http_stream import error_response
+from shoal_cluster.serve.http.errors import error_response
 from shoal_replica.errors import ShoalError
 
 

@@ -25,7 +25,8 @@ from shoal_cluster.serve.dashboard.records import encode_explanation
 from shoal_cluster.serve.dashboard.scaling import encode_decision, mark
 from shoal_cluster.serve.dashboard.state import DashboardState
 from shoal_cluster.serve.dashboard.update import rounded_sample
-from shoal_cluster.serve.http_stream import EventStream, error_response
+from shoal_cluster.serve.http.errors import error_response
+from shoal_cluster.serve.http.stream import EventStream
 from shoal_cluster.serve.request_id import call_of
 from shoal_replica.errors import NotFound, ShoalError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.serve.call import CHAT_ID, COMPLETION_ID, Chunk
-from shoal_cluster.serve.openai_echo import Echo
+from shoal_cluster.serve.http.openai_echo import Echo
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 

@@ -11,9 +11,9 @@ import msgspec
 
 from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
-from shoal_cluster.serve.openai_echo import Echo
-from shoal_cluster.serve.openai_shapes import AnswerShape, Choice, CompletionShape, Json, prompt_logprobs_body
-from shoal_cluster.serve.openai_types import RequestBody
+from shoal_cluster.serve.http.openai_echo import Echo
+from shoal_cluster.serve.http.openai_shapes import AnswerShape, Choice, CompletionShape, Json, prompt_logprobs_body
+from shoal_cluster.serve.http.openai_types import RequestBody
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall
-from shoal_cluster.serve.openai_fields import (
+from shoal_cluster.serve.http.openai_fields import (
     Body,
     Text,
     TextOrNull,
@@ -25,7 +25,7 @@ from shoal_cluster.serve.openai_fields import (
     only,
     unicode_text,
 )
-from shoal_cluster.serve.openai_structures import ResponseFormat, StructuredOutputs
+from shoal_cluster.serve.http.openai_structures import ResponseFormat, StructuredOutputs
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_BEAM_WIDTH, SamplingParams
 from shoal_replica.structured_output import StructuredOutput

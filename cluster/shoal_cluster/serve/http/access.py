@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal_cluster.serve.call import GatewayCore
-from shoal_cluster.serve.http_stream import error_response
+from shoal_cluster.serve.http.errors import error_response
 from shoal_replica.errors import Unauthenticated
 
 OPEN_PATHS = frozenset({"/healthz", "/health"})  # probes have no keys

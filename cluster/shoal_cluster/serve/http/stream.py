@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -12,20 +10,17 @@ from typing import Any, TypeVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal_cluster.errors import INTERNAL, ErrorReport, report_error
-from shoal_cluster.serve.logs import error_fields, fields
-from shoal_cluster.serve.openai_answers import event
+from shoal_cluster.serve.http.errors import error_response, report
+from shoal_cluster.serve.http.openai_answers import event
 from shoal_cluster.serve.request_id import check_request_id, new_request_id
 from shoal_replica.errors import ShoalError
 
 T = TypeVar("T")
 
 DRAIN_FACTOR = 8  # how far past the limit a body is still read, so that its sender gets to see the refusal
-
-_log = logging.getLogger(__name__)
 
 
 class RequestFrame:
@@ -131,23 +126,6 @@ class EventStream(StreamingResponse):
                 await send({"type": "http.response.body", "body": data or b"", "more_body": more})
                 if not more:
                     return
-
-
-def report(error: Exception, request_id: str) -> ErrorReport:
-    """What the client may know of ``error``; an internal error is logged."""
-    told = report_error(error, request_id)
-    if told.kind is INTERNAL:
-        _log.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
-    return told
-
-
-def error_response(error: Exception, request_id: str) -> Response:
-    """The error response in OpenAI's format."""
-    told = report(error, request_id)
-    headers = {}
-    if told.retry_after_s is not None:
-        headers["retry-after"] = str(math.ceil(told.retry_after_s))
-    return JSONResponse(told.openai_body(), status_code=told.kind.http_status, headers=headers)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from shoal_cluster.serve.call import GatewayCore, Prompt
-from shoal_cluster.serve.http_stream import error_response
-from shoal_cluster.serve.openai_answers import encode
-from shoal_cluster.serve.openai_chat import ChatTurn, prompt_end
-from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null
-from shoal_cluster.serve.openai_shapes import token_text
-from shoal_cluster.serve.openai_tools import ToolBody, tool_use
+from shoal_cluster.serve.http.errors import error_response
+from shoal_cluster.serve.http.openai_answers import encode
+from shoal_cluster.serve.http.openai_chat import ChatTurn, prompt_end
+from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null
+from shoal_cluster.serve.http.openai_shapes import token_text
+from shoal_cluster.serve.http.openai_tools import ToolBody, tool_use
 from shoal_replica.errors import InvalidArgument
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
-from shoal_cluster.serve.http_stream import report
-from shoal_cluster.serve.openai_answers import encode
-from shoal_cluster.serve.openai_shapes import ChatShape, Json
-from shoal_cluster.serve.responses_types import NamedFunction, ResponsesRequest
+from shoal_cluster.serve.http.errors import report
+from shoal_cluster.serve.http.openai_answers import encode
+from shoal_cluster.serve.http.openai_shapes import ChatShape, Json
+from shoal_cluster.serve.http.responses_types import NamedFunction, ResponsesRequest
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 

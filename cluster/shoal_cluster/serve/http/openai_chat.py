@@ -8,9 +8,9 @@ from pydantic import Field
 
 from shoal_cluster.chat.message import Message
 from shoal_cluster.serve.call import GenerateCall
-from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, only
-from shoal_cluster.serve.openai_tools import CallBody, ToolBody, ToolChoice, tool_use
-from shoal_cluster.serve.openai_types import RequestBody
+from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull, Unsupported, only
+from shoal_cluster.serve.http.openai_tools import CallBody, ToolBody, ToolChoice, tool_use
+from shoal_cluster.serve.http.openai_types import RequestBody
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS

@@ -13,9 +13,9 @@ from pydantic import Field
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import AUTO, REQUIRED, ToolCall, ToolUse
 from shoal_cluster.serve.call import GenerateCall
-from shoal_cluster.serve.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null, only
-from shoal_cluster.serve.openai_tools import FunctionBody
-from shoal_cluster.serve.openai_types import RequestBody
+from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null, only
+from shoal_cluster.serve.http.openai_tools import FunctionBody
+from shoal_cluster.serve.http.openai_types import RequestBody
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS
 from shoal_replica.structured_output import StructuredOutput

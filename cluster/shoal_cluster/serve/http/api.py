@@ -19,18 +19,19 @@ from shoal_cluster.errors import ErrorKind, ErrorReport
 from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve.call import GatewayCore, GenerateCall, ModelCard
 from shoal_cluster.serve.dashboard.page import dashboard_router
-from shoal_cluster.serve.http_access import KeyCheck
-from shoal_cluster.serve.http_stream import EventStream, RequestFrame, error_response, until_disconnect
-from shoal_cluster.serve.http_tokens import tokens_router
+from shoal_cluster.serve.http.access import KeyCheck
+from shoal_cluster.serve.http.errors import error_response, report_response
+from shoal_cluster.serve.http.openai_answers import ChoiceAnswers, encode
+from shoal_cluster.serve.http.openai_chat import ChatRequest
+from shoal_cluster.serve.http.openai_shapes import ChatShape, CompletionShape, Json
+from shoal_cluster.serve.http.openai_tools import NamedChoice
+from shoal_cluster.serve.http.openai_types import CompletionRequest, RequestBody
+from shoal_cluster.serve.http.responses_answers import ResponsesAnswers
+from shoal_cluster.serve.http.responses_types import NamedFunction, ResponsesRequest
+from shoal_cluster.serve.http.stream import EventStream, RequestFrame, until_disconnect
+from shoal_cluster.serve.http.tokens import tokens_router
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
-from shoal_cluster.serve.openai_answers import ChoiceAnswers, encode
-from shoal_cluster.serve.openai_chat import ChatRequest
-from shoal_cluster.serve.openai_shapes import ChatShape, CompletionShape, Json
-from shoal_cluster.serve.openai_tools import NamedChoice
-from shoal_cluster.serve.openai_types import CompletionRequest, RequestBody
 from shoal_cluster.serve.request_id import another_id
-from shoal_cluster.serve.responses_answers import ResponsesAnswers
-from shoal_cluster.serve.responses_types import NamedFunction, ResponsesRequest
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import ShoalError
 
@@ -218,7 +219,7 @@ async def _on_disconnect(_: Request, __: Exception) -> Response:
 
 def _refusal(status: int, kind: str, code: str, message: str, field: str | None) -> Response:
     told = ErrorReport(kind=ErrorKind("INVALID_ARGUMENT", status, kind, code), message=message, field=field)
-    return JSONResponse(told.openai_body(), status_code=status)
+    return report_response(told)
 
 
 def _path(location: Sequence[int | str]) -> str:

@@ -29,11 +29,12 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """One generated sequence."""
+    """One generated sequence. ``stop_reason`` is the stop string or stop token id that has ended it, if one has."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -312,10 +313,12 @@ class _Collector:
                 output.text += text.finish()
             if text.stopped:
                 output.finish_reason = FinishReason.STOP
+            output.stop_reason = text.stop_reason(delta)
             return text.stopped and is_live
         if delta.finish_reason is not None:
             ended_by_token = len(delta.token_ids) - len(delta.text_token_ids(self._keeps_stop))
             output.text = text.push(output.token_ids[: len(output.token_ids) - ended_by_token])[0] + text.finish()
+            output.stop_reason = text.stop_reason(delta)
         return False
 
 

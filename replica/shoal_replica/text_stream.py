@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal_replica.detokenizer import IncrementalDetokenizer
-from shoal_replica.request import TokenDelta
+from shoal_replica.request import FinishReason, TokenDelta
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.tokenizer import Tokenizer
 
@@ -46,7 +46,11 @@ class StopChecker:
         self._keeps = keeps
         self._matchers = [_StopMatcher(text) for text in stop]
         self._held = ""
-        self.stopped = False
+        self.found = ""  # the stop string that was completed
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.found)
 
     def push(self, text: str) -> str:
         """The text that is now certain to precede any stop string, or to be one that is kept; empty after a stop."""
@@ -57,11 +61,10 @@ class StopChecker:
         for end, character in enumerate(text, start=1):
             complete = [matcher for matcher in self._matchers if matcher.advance(character)]
             if complete:
-                self.stopped = True
+                self.found = max((matcher.stop for matcher in complete), key=len)
                 before = self._held + text[:end]
                 self._held = ""
-                stop = max(len(matcher.stop) for matcher in complete)
-                return before if self._keeps else before[: len(before) - stop]
+                return before if self._keeps else before[: len(before) - len(self.found)]
         known = self._held + text
         num_sure = len(known) - max(matcher.num_matched for matcher in self._matchers)
         self._held = known[num_sure:]
@@ -91,7 +94,9 @@ class TextStream:
         min_tokens: int = 0,
         shown: frozenset[int] = frozenset(),
         includes_stop: bool = False,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
+        self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
         self._includes_stop = includes_stop
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, context, shown)
@@ -116,6 +121,7 @@ class TextStream:
             params.min_tokens,
             shown,
             params.include_stop_str_in_output,
+            params.stop_token_ids,
         )
 
     def take(self, delta: TokenDelta) -> tuple[str, TokenDelta]:
@@ -134,6 +140,13 @@ class TextStream:
     @property
     def stopped(self) -> bool:
         return self._checker.stopped
+
+    def stop_reason(self, delta: TokenDelta) -> str | int | None:
+        """What of the parameters has ended the sequence, with its last delta: the stop string, or the stop token id."""
+        if self.stopped:
+            return self._checker.found
+        is_ended = delta.finish_reason is FinishReason.STOP and bool(delta.token_ids)
+        return delta.token_ids[-1] if is_ended and delta.token_ids[-1] in self._stop_token_ids else None
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         """Take tokens. Returns the text to emit and whether a stop string ended it; later tokens are not consumed."""

@@ -115,6 +115,29 @@ async def test_chat_stream(client: openai.AsyncOpenAI, core: FakeGateway) -> Non
     assert len({event.id for event in events}) == 1
 
 
+@pytest.mark.parametrize("reason", ["END", 7, None])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_what_has_ended_a_choice_is_told(
+    http: httpx.AsyncClient, core: FakeGateway, path: str, reason: str | int | None
+) -> None:
+    """As vLLM tells it; a choice that is cut has been ended by nothing."""
+    core.stop_reason = reason
+    asked: dict[str, Any] = {"messages": HI} if path == CHAT else {"prompt": "then"}
+    for limits, told in (({}, ("stop", reason)), ({"max_tokens": 1}, ("length", None))):
+        (choice,) = (await http.post(path, json=asked | limits)).json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == told
+        streamed = (await http.post(path, json=asked | limits | {"stream": True})).text.split("\n\n")[:-2]
+        *earlier, last = [json.loads(event.removeprefix("data: "))["choices"][0] for event in streamed]
+        assert (last["finish_reason"], last["stop_reason"]) == told
+        assert not any("stop_reason" in each for each in earlier)
+    if path == COMPLETION:
+        all_prompt = {"prompt": "then", "echo": True, "max_tokens": 0}
+        for body in (all_prompt, all_prompt | {"stream": True}):
+            text = (await http.post(path, json=body)).text
+            assert '"stop_reason":null' in text
+            assert "END" not in text
+
+
 async def test_stream_without_usage_ends_with_done(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/chat/completions", json={"messages": HI, "stream": True})
     events = answer.text.removesuffix("\n\n").split("\n\n")

@@ -125,12 +125,15 @@ def test_what_ends_an_answer_may_be_part_of_it(tiny):
         end = whole.text.index(stop)
         for includes, text in ((False, whole.text[:end]), (True, whole.text[: end + len(stop)])):
             cut = replace(asked, stop=(stop,), include_stop_str_in_output=includes)
-            assert llm.generate([[5, 6]], cut)[0].text == text
+            output = llm.generate([[5, 6]], cut)[0].outputs[0]
+            assert (output.text, output.stop_reason) == (text, stop)
         first = whole.token_ids[0]
         for includes, text in ((False, ""), (True, llm.tokenizer.decode([first]))):
             cut = replace(asked, stop_token_ids=(first,), include_stop_str_in_output=includes)
             output = llm.generate([[5, 6]], cut)[0]
             assert (output.text, output.token_ids) == (text, [first])
+            assert output.outputs[0].stop_reason == first
+        assert whole.outputs[0].stop_reason is None
 
 
 def test_bad_prompts_are_refused_before_anything_runs(tiny):

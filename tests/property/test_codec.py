@@ -157,6 +157,7 @@ chunks = st.builds(
     token_ids=token_ids,
     logprobs=st.lists(logprobs, max_size=2).map(tuple),
     finish_reason=st.none() | st.sampled_from([reason for reason in FinishReason if reason != "prefilled"]),
+    stop_reason=st.none() | count | text,
     usage=st.none() | usages,
     reasoning=text,
     tool_calls=st.lists(st.builds(CallPiece, count, text, text, text), max_size=2).map(tuple),

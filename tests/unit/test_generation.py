@@ -105,7 +105,7 @@ async def test_a_stop_string_ends_the_sequence_at_the_replica() -> None:
                 answer.take(chunk)
         assert answer.texts == [text_of(tokens[:5])[:-1]]
         assert answer.tokens == [tokens[:6]]
-        assert answer.reasons == ["stop"]
+        assert (answer.reasons, answer.stop_reasons) == (["stop"], [f" {tokens[5]} "])
         await until(lambda: serve.is_idle)
         assert serve.replicas["a"].engine.stats().num_generated_tokens < 90
         assert not serve.placements[0].is_cancelled
@@ -119,6 +119,7 @@ async def test_one_of_several_may_stop_early() -> None:
             async for chunk in chunks:
                 answer.take(chunk)
         assert answer.reasons == ["length", "stop", "length"]
+        assert answer.stop_reasons == [None, f" {tokens[1][3]} ", None]
         assert answer.tokens == [tokens[0], tokens[1][:4], tokens[2]]
         assert serve.replicas["a"].engine.stats().num_generated_tokens < 270
 

@@ -51,6 +51,28 @@ def test_a_stop_that_is_part_of_the_text() -> None:
         assert stream.push(TOKENIZER.encode(" in the end")) == (" in the" if is_included else " in ", True)
 
 
+def test_what_has_ended_the_text_is_told() -> None:
+    """The longest of those that end together; of tokens, only those that were asked for, and only at an end."""
+
+    def last(reason: FinishReason | None, *token_ids: int) -> TokenDelta:
+        return TokenDelta(
+            request_id="", index=0, position=0, token_ids=token_ids, num_cached_tokens=0, finish_reason=reason
+        )
+
+    params = SamplingParams(stop=("he", "the"), stop_token_ids=(6,))
+    stream = TextStream.of(TOKENIZER, params, ())
+    for delta, told in (
+        (last(FinishReason.STOP, 5, 6), 6),
+        (last(FinishReason.STOP, 6, 5), None),
+        (last(FinishReason.LENGTH, 6), None),
+        (last(None, 6), None),
+        (last(FinishReason.STOP), None),
+    ):
+        assert stream.stop_reason(delta) == told
+    stream.push(TOKENIZER.encode("in the end"))
+    assert stream.stop_reason(last(FinishReason.STOP, 5, 6)) == "the"
+
+
 def test_special_tokens_are_text_if_asked_for() -> None:
     token_ids = TOKENIZER.encode(f"a{EOS}b")
     for skips, text in ((True, "ab"), (False, f"a{EOS}b")):

@@ -99,8 +99,9 @@ class Chunk:
     """New text and tokens of one sequence. Text lags behind tokens at an unfinished character or possible stop string.
     An answer to messages has its reasoning and tool calls, if any, apart from its text.
 
-    ``finish_reason`` comes with a sequence's last chunk; ``usage`` with the request's last chunk. ``prompt_logprobs``,
-    if asked for, come before the first token of sequence 0 or with it.
+    ``finish_reason`` comes with a sequence's last chunk, with ``stop_reason`` if a stop string or stop token id of the
+    call has ended it; ``usage`` with the request's last chunk. ``prompt_logprobs``, if asked for, come before the first
+    token of sequence 0 or with it.
     """
 
     index: int
@@ -108,6 +109,7 @@ class Chunk:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     usage: Usage | None = None
     reasoning: str = ""
     tool_calls: tuple[CallPiece, ...] = ()

@@ -157,6 +157,8 @@ def chunk_to_proto(chunk: Chunk) -> pb.GenerateResponse:
         token_ids=chunk.token_ids,
         logprobs=[_logprobs_to_proto(logprobs) for logprobs in chunk.logprobs],
         finish_reason=None if chunk.finish_reason is None else _FINISH_REASONS[chunk.finish_reason],
+        stop_string=chunk.stop_reason if isinstance(chunk.stop_reason, str) else None,
+        stop_token_id=chunk.stop_reason if isinstance(chunk.stop_reason, int) else None,
         usage=None if chunk.usage is None else _usage_to_proto(chunk.usage),
         reasoning=chunk.reasoning,
         tool_calls=[
@@ -168,12 +170,14 @@ def chunk_to_proto(chunk: Chunk) -> pb.GenerateResponse:
 
 
 def chunk_from_proto(response: pb.GenerateResponse) -> Chunk:
+    stopped_by = response.WhichOneof("stop_reason")
     return Chunk(
         index=response.index,
         text=response.text,
         token_ids=tuple(response.token_ids),
         logprobs=tuple(_logprobs_from_proto(logprobs) for logprobs in response.logprobs),
         finish_reason=_FINISH_REASONS_BACK.get(response.finish_reason),
+        stop_reason=None if stopped_by is None else getattr(response, stopped_by),
         usage=_usage_from_proto(response.usage) if response.HasField("usage") else None,
         reasoning=response.reasoning,
         tool_calls=tuple(

@@ -146,6 +146,7 @@ class Generation:
             token_ids=tuple([token_id for chunk in chunks for token_id in chunk.token_ids]),
             logprobs=tuple([logprobs for chunk in chunks for logprobs in chunk.logprobs]),
             finish_reason=chunks[-1].finish_reason,
+            stop_reason=chunks[-1].stop_reason,
             prompt_logprobs=tuple([logprobs for chunk in chunks for logprobs in chunk.prompt_logprobs]),
         )
 
@@ -326,6 +327,7 @@ class Generation:
                 token_ids=delta.token_ids,
                 logprobs=delta.logprobs,
                 finish_reason=finish_reason,
+                stop_reason=None if finish_reason is None else output.text_stream.stop_reason(delta),
             )
         )
         self._ready.set()

@@ -59,7 +59,7 @@ class AnswerReaders:
             chunks.append(
                 Chunk(index=chunk.index, text=piece.content, reasoning=piece.reasoning, tool_calls=piece.calls)
             )
-        chunks[-1] = replace(chunks[-1], finish_reason=chunk.finish_reason, usage=usage)
+        chunks[-1] = replace(chunks[-1], finish_reason=chunk.finish_reason, stop_reason=chunk.stop_reason, usage=usage)
         return chunks
 
 

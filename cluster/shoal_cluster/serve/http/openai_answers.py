@@ -100,7 +100,7 @@ class ChoiceAnswers:
                 answer = Choice() if echo.is_all else choice
                 choice = replace(choice, text=[echo.text, *answer.text])
                 if echo.is_all:
-                    choice.finish_reason = FinishReason.LENGTH
+                    choice.finish_reason, choice.stop_reason = FinishReason.LENGTH, None
                 if params.logprobs is not None and isinstance(shape, CompletionShape):
                     if index % params.n == 0:  # its siblings share it
                         prompt = shape.prompt_logprobs(echo, _cut(choice.prompt_logprobs, params.logprobs))
@@ -162,7 +162,7 @@ def _after_prompt(chunk: Chunk, echo: Echo, is_first: bool) -> Chunk:
     """A chunk of a stream that begins with its prompt."""
     if echo.is_all:
         reason = None if chunk.finish_reason is None else FinishReason.LENGTH
-        chunk = replace(chunk, text="", logprobs=(), finish_reason=reason)
+        chunk = replace(chunk, text="", logprobs=(), finish_reason=reason, stop_reason=None)
     return replace(chunk, text=echo.text + chunk.text) if is_first else chunk
 
 

@@ -29,6 +29,7 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
 
     def add(self, chunk: Chunk) -> None:
         self.text.append(chunk.text)
@@ -40,6 +41,7 @@ class Choice:
         self.logprobs += chunk.logprobs
         self.prompt_logprobs += chunk.prompt_logprobs
         self.finish_reason = chunk.finish_reason or self.finish_reason
+        self.stop_reason = self.stop_reason if chunk.stop_reason is None else chunk.stop_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class ChatShape:
         if chunk.tool_calls:
             delta["tool_calls"] = [_call_delta(piece) for piece in chunk.tool_calls]
         reason = _finish_reason(chunk.finish_reason, has_called)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason} | _stop_reason(chunk)
 
     def whole(self, index: int, choice: Choice, logprobs: Json | None) -> Json:
         text, reasoning = "".join(choice.text), "".join(choice.reasoning)
@@ -78,7 +80,8 @@ class ChatShape:
             message["content"] = text or None
             message["tool_calls"] = [_call_body(call_id, name, parts) for call_id, name, parts in choice.calls]
         reason = _finish_reason(choice.finish_reason, bool(choice.calls))
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        told = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return told | _stop_reason(choice)
 
     def logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> tuple[Json, int]:
         content = []
@@ -106,11 +109,13 @@ class CompletionShape:
         return None
 
     def delta(self, index: int, chunk: Chunk, logprobs: Json | None, has_called: bool) -> Json:
-        return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+        told = {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+        return told | _stop_reason(chunk)
 
     def whole(self, index: int, choice: Choice, logprobs: Json | None) -> Json:
         text = "".join(choice.text)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        told = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return told | _stop_reason(choice)
 
     def logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> tuple[Json, int]:
         texts, offsets, tops = [], [], []
@@ -192,3 +197,8 @@ def _call_body(call_id: str, name: str, arguments: Sequence[str]) -> Json:
 
 def _finish_reason(reason: FinishReason | None, has_called: bool) -> str | None:
     return TOOL_CALLS if has_called and reason is FinishReason.STOP else reason
+
+
+def _stop_reason(ended: Chunk | Choice) -> Json:
+    """As vLLM tells it: which stop string or stop token id it was, once a choice has ended."""
+    return {} if ended.finish_reason is None else {"stop_reason": ended.stop_reason}

@@ -1,25 +1,26 @@
-"""How errors are reported to clients: the gRPC status, the HTTP status, and OpenAI's error type and code.
+"""How errors are reported to clients: the gRPC status, the HTTP status, OpenAI's type and code, Anthropic's type.
 
-=================  ====================  ====  =======================  =======================
-error              gRPC status           HTTP  OpenAI type              OpenAI code
-=================  ====================  ====  =======================  =======================
-InvalidArgument    INVALID_ARGUMENT      400   invalid_request_error    invalid_value
-PromptTooLong      INVALID_ARGUMENT      400   invalid_request_error    context_length_exceeded
-Unauthenticated    UNAUTHENTICATED       401   invalid_request_error    invalid_api_key
-PermissionDenied   PERMISSION_DENIED     403   invalid_request_error    permission_denied
-NotFound           NOT_FOUND             404   invalid_request_error    model_not_found
-ResourceExhausted  RESOURCE_EXHAUSTED    429   rate_limit_error         rate_limit_exceeded
-DeadlineExceeded   DEADLINE_EXCEEDED     504   timeout_error            deadline_exceeded
-Unavailable        UNAVAILABLE           503   server_error             unavailable
-EngineDead         UNAVAILABLE           503   server_error             unavailable
-ConfigError        FAILED_PRECONDITION   500   server_error             misconfigured
-anything else      INTERNAL              500   server_error             internal_error
-=================  ====================  ====  =======================  =======================
+=================  ===================  ====  =====================  =======================  =====================
+error              gRPC status          HTTP  OpenAI type            OpenAI code              Anthropic type
+=================  ===================  ====  =====================  =======================  =====================
+InvalidArgument    INVALID_ARGUMENT     400   invalid_request_error  invalid_value            invalid_request_error
+PromptTooLong      INVALID_ARGUMENT     400   invalid_request_error  context_length_exceeded  invalid_request_error
+Unauthenticated    UNAUTHENTICATED      401   invalid_request_error  invalid_api_key          authentication_error
+PermissionDenied   PERMISSION_DENIED    403   invalid_request_error  permission_denied        permission_error
+NotFound           NOT_FOUND            404   invalid_request_error  model_not_found          not_found_error
+ResourceExhausted  RESOURCE_EXHAUSTED   429   rate_limit_error       rate_limit_exceeded      rate_limit_error
+DeadlineExceeded   DEADLINE_EXCEEDED    504   timeout_error          deadline_exceeded        timeout_error
+Unavailable        UNAVAILABLE          503   server_error           unavailable              overloaded_error
+EngineDead         UNAVAILABLE          503   server_error           unavailable              overloaded_error
+ConfigError        FAILED_PRECONDITION  500   server_error           misconfigured            api_error
+anything else      INTERNAL             500   server_error           internal_error           api_error
+=================  ===================  ====  =====================  =======================  =====================
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shoal_replica.errors import (
     ConfigError,
@@ -44,6 +45,7 @@ class ErrorKind:
     http_status: int
     openai_type: str
     openai_code: str
+    anthropic_type: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +67,29 @@ class ErrorReport:
         }
         return {"error": error}
 
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """The body that Anthropic's clients parse."""
+        error = {"type": self.kind.anthropic_type, "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
 
-INTERNAL = ErrorKind("INTERNAL", 500, "server_error", "internal_error")
-_UNAVAILABLE = ErrorKind("UNAVAILABLE", 503, "server_error", "unavailable")
+
+INTERNAL = ErrorKind("INTERNAL", 500, "server_error", "internal_error", "api_error")
+_INVALID = "invalid_request_error"
+_UNAVAILABLE = ErrorKind("UNAVAILABLE", 503, "server_error", "unavailable", "overloaded_error")
 ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
-    InvalidArgument: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value"),
-    PromptTooLong: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"),
-    Unauthenticated: ErrorKind("UNAUTHENTICATED", 401, "invalid_request_error", "invalid_api_key"),
-    PermissionDenied: ErrorKind("PERMISSION_DENIED", 403, "invalid_request_error", "permission_denied"),
+    InvalidArgument: ErrorKind("INVALID_ARGUMENT", 400, _INVALID, "invalid_value", _INVALID),
+    PromptTooLong: ErrorKind("INVALID_ARGUMENT", 400, _INVALID, "context_length_exceeded", _INVALID),
+    Unauthenticated: ErrorKind("UNAUTHENTICATED", 401, _INVALID, "invalid_api_key", "authentication_error"),
+    PermissionDenied: ErrorKind("PERMISSION_DENIED", 403, _INVALID, "permission_denied", "permission_error"),
     # Over HTTP, a model is the only thing that a client can name.
-    NotFound: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
-    ResourceExhausted: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
-    DeadlineExceeded: ErrorKind("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded"),
+    NotFound: ErrorKind("NOT_FOUND", 404, _INVALID, "model_not_found", "not_found_error"),
+    ResourceExhausted: ErrorKind(
+        "RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"
+    ),
+    DeadlineExceeded: ErrorKind("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded", "timeout_error"),
     Unavailable: _UNAVAILABLE,
     EngineDead: _UNAVAILABLE,
-    ConfigError: ErrorKind("FAILED_PRECONDITION", 500, "server_error", "misconfigured"),
+    ConfigError: ErrorKind("FAILED_PRECONDITION", 500, "server_error", "misconfigured", "api_error"),
 }
 
 

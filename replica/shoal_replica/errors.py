@@ -46,6 +46,12 @@ class InvalidArgument(ShoalError):
         error.field, error.limit = field, message
         return error
 
+    def renamed(self, field: str) -> InvalidArgument:
+        """The same of a field that the caller spells otherwise."""
+        error = type(self).retold(field, field + str(self).removeprefix(self.field))
+        error.limit = self.limit
+        return error
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), str(self), {"field": self.field, "limit": self.limit})
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import grpc
 import httpx
 import jsonschema
@@ -484,6 +485,49 @@ def test_the_openai_client(cluster: LiveCluster):
         client.chat.completions.create(model="gpt-9", messages=messages)
     completion = client.completions.create(model=cluster.model, prompt="1, 2, 3,", max_tokens=4, temperature=0)
     assert completion.choices[0].text.strip().startswith("4")
+
+
+def test_the_anthropic_client(cluster: LiveCluster):
+    """Its messages are the chats that OpenAI's client has, and its tools are called and answered."""
+    base = f"http://{cluster.http_address}"
+    client = anthropic.Anthropic(base_url=base, api_key="unused", max_retries=0)
+    greedy: Any = {"extra_body": {"temperature": 0}}
+    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    whole = client.messages.create(model=cluster.model, max_tokens=12, system="Be brief.", messages=messages, **greedy)
+    (said,) = whole.content
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="unused") as other:
+        chat: Any = [{"role": "system", "content": "Be brief."}, *messages]
+        told = other.chat.completions.create(model=cluster.model, messages=chat, max_tokens=12, temperature=0)
+    ended = {"stop": "end_turn", "length": "max_tokens"}[told.choices[0].finish_reason]
+    assert (said.text, whole.stop_reason) == (told.choices[0].message.content, ended)
+    assert told.usage.prompt_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    counted = client.messages.count_tokens(model=cluster.model, system="Be brief.", messages=messages)
+    assert counted.input_tokens == told.usage.prompt_tokens
+
+    stop = said.text[5:8]
+    asked: Any = {"model": cluster.model, "max_tokens": 12, "system": "Be brief.", "messages": messages}
+    with client.messages.stream(**asked, stop_sequences=[stop], **greedy) as stream:
+        cut = stream.get_final_message()
+    assert (cut.content[0].text, cut.stop_reason, cut.stop_sequence) == (said.text[:5], "stop_sequence", stop)
+    first_words = " ".join(said.text.split()[:2])
+    begun = [*messages, {"role": "assistant", "content": first_words}]
+    goes_on = client.messages.create(**asked | {"messages": begun}, **greedy)
+    assert first_words + goes_on.content[0].text == said.text
+
+    name, schema = WEATHER.name, dict(WEATHER.parameters)
+    asked |= {"max_tokens": 120, "tools": [{"name": name, "input_schema": schema}]}
+    asked["messages"] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    with client.messages.stream(**asked, tool_choice={"type": "tool", "name": name}, **greedy) as stream:
+        called = stream.get_final_message()
+    (made,) = called.content
+    assert (made.name, called.stop_reason) == (name, "tool_use")
+    jsonschema.validate(made.input, schema)
+    result = {"type": "tool_result", "tool_use_id": made.id, "content": "It rains in Paris."}
+    asked["messages"] = [*asked["messages"], called.to_param(), {"role": "user", "content": [result]}]
+    answer = client.messages.create(**asked, tool_choice={"type": "none"}, **greedy)
+    assert answer.content[0].text
+    with pytest.raises(anthropic.BadRequestError, match="leaves one to generate"):
+        client.messages.create(**asked | {"messages": [{"role": "user", "content": "sea " * 9000}]})
 
 
 def test_the_command_line(cluster: LiveCluster):

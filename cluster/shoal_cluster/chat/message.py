@@ -32,6 +32,12 @@ class Message:
         calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
         return sum(map(len, (self.role, self.content, self.reasoning, self.name, self.tool_call_id))) + calls
 
+    def joined(self, more: Message) -> Message:
+        """This turn and ``more``, of the same role, as one."""
+        content = "\n".join(filter(None, (self.content, more.content)))
+        reasoning = "\n".join(filter(None, (self.reasoning, more.reasoning)))
+        return Message(self.role, content, (*self.tool_calls, *more.tool_calls), reasoning=reasoning)
+
     def turn(self) -> dict[str, Any]:
         """As chat templates read it. What it has not is left out, for some templates only ask whether it is there."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}

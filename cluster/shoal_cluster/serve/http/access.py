@@ -31,12 +31,15 @@ class KeyCheck:
         if scope["type"] == "http":
             tenant = None
             if scope["path"] not in OPEN_PATHS:
-                given = Headers(scope=scope).get("authorization")
+                headers = Headers(scope=scope)
+                given = headers.get("authorization")
+                if given is None and (key := headers.get("x-api-key")) is not None:  # as Anthropic's clients send it
+                    given = f"{BEARER} {key}"
                 try:
                     tenant = self._core.authenticate(given)
                 except Unauthenticated as error:
                     self._refuse(scope["path"])
-                    response = error_response(error, scope["state"]["request_id"])
+                    response = error_response(error, scope["state"]["request_id"], scope["path"])
                     response.headers.append("www-authenticate", BEARER)  # browsers take one challenge from a line
                     if given is None or given.lower().startswith("basic"):  # else a script of the page has asked
                         response.headers.append("www-authenticate", BASIC)

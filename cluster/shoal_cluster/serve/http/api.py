@@ -1,4 +1,4 @@
-"""The HTTP front end: OpenAI's routes over a gateway core, plus health and metrics."""
+"""The HTTP front end: OpenAI's and Anthropic's routes over a gateway core, plus health and metrics."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from shoal_cluster.errors import ErrorKind, ErrorReport
 from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve.call import GatewayCore, GenerateCall, ModelCard
 from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.http.access import KeyCheck
-from shoal_cluster.serve.http.errors import error_response, report_response
+from shoal_cluster.serve.http.errors import MESSAGES_PATH, error_response, http_error, invalid_body, report_response
+from shoal_cluster.serve.http.messages_answers import MessagesAnswers
+from shoal_cluster.serve.http.messages_types import MessagesRequest
 from shoal_cluster.serve.http.openai_answers import ChoiceAnswers, encode
 from shoal_cluster.serve.http.openai_chat import ChatRequest
 from shoal_cluster.serve.http.openai_shapes import ChatShape, CompletionShape, Json
 from shoal_cluster.serve.http.openai_tools import NamedChoice
-from shoal_cluster.serve.http.openai_types import CompletionRequest, RequestBody
+from shoal_cluster.serve.http.openai_types import CompletionRequest
 from shoal_cluster.serve.http.responses_answers import ResponsesAnswers
 from shoal_cluster.serve.http.responses_types import NamedFunction, ResponsesRequest
 from shoal_cluster.serve.http.stream import EventStream, RequestFrame, until_disconnect
@@ -35,11 +36,9 @@ from shoal_cluster.serve.request_id import another_id
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import ShoalError
 
-B = TypeVar("B", bound=RequestBody, contravariant=True)
-
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH)
+GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH)
 TENANT_HEADER = "x-tenant"  # takes precedence over the body's `user`; an API key's tenant over both
 KEEP_ALIVE_S = 75  # longer than most load balancers keep idle connections by default: theirs must be closed first
 ALTERNATIVES = {"str", NamedChoice.__name__, NamedFunction.__name__}  # of unions, in the paths of their errors
@@ -52,6 +51,27 @@ class HttpCore(GatewayCore, Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for."""
         ...
+
+
+class AskingBody(Protocol):
+    """A body that asks for an answer."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def stream(self) -> bool | None: ...
+
+    def to_calls(self, request_id: str) -> list[GenerateCall]:
+        """The calls that it asks for. Raises InvalidArgument."""
+        ...
+
+    def in_its_words(self, error: Exception) -> Exception:
+        """``error`` with the field that the body has for it."""
+        ...
+
+
+B = TypeVar("B", bound=AskingBody, contravariant=True)
 
 
 class Answers(Protocol[B]):
@@ -87,9 +107,11 @@ def build_http_app(
         if request.method == "POST":
             refuse_unread(request.url.path)
         if isinstance(error, HTTPException):
-            return _http_error(error)
-        assert isinstance(error, RequestValidationError)
-        return _invalid_body(error)
+            told = http_error(error)
+        else:
+            assert isinstance(error, RequestValidationError)
+            told = invalid_body(error, ALTERNATIVES)
+        return report_response(told, request.state.request_id, request.url.path)
 
     app.add_exception_handler(RequestValidationError, refuse)
     app.add_exception_handler(HTTPException, refuse)
@@ -98,7 +120,7 @@ def build_http_app(
     app.include_router(tokens_router(core))
     shape = ChatShape(core.token_bytes)
     chats, completions = ChoiceAnswers(shape), ChoiceAnswers(CompletionShape(core.token_bytes))
-    responses = ResponsesAnswers(shape)
+    responses, messages = ResponsesAnswers(shape), MessagesAnswers()
 
     @app.post(CHAT_PATH)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
@@ -111,6 +133,10 @@ def build_http_app(
     @app.post(RESPONSES_PATH)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         return await _answer(core, body, request, responses)
+
+    @app.post(MESSAGES_PATH)
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        return await _answer(core, body, request, messages)
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -153,7 +179,7 @@ def http_config(core: HttpCore, settings: GatewaySettings, shutdown_s: float) ->
 
 async def _answer(core: GatewayCore, body: B, request: Request, answers: Answers[B]) -> Response:
     """Run the body's calls. Whatever ends them early, a disconnect included, closes the core's streams."""
-    request_id: str = request.state.request_id
+    request_id, path = str(request.state.request_id), request.url.path
     try:
         core.check_model(body.model)
         calls = body.to_calls(request_id)
@@ -165,7 +191,7 @@ async def _answer(core: GatewayCore, body: B, request: Request, answers: Answers
         calls = [replace(call, trace=trace, tenant=call.tenant if tenant is None else tenant) for call in calls]
     except ShoalError as error:
         core.refuse_unread()
-        return error_response(body.in_its_words(error), request_id)
+        return error_response(body.in_its_words(error), request_id, path)
     try:
         model = core.model_card(body.model).name
         if body.stream:
@@ -175,7 +201,7 @@ async def _answer(core: GatewayCore, body: B, request: Request, answers: Answers
     except ClientDisconnect:
         raise
     except Exception as error:
-        return error_response(body.in_its_words(error), request_id)
+        return error_response(body.in_its_words(error), request_id, path)
 
 
 def _model_body(card: ModelCard) -> dict[str, Any]:
@@ -190,44 +216,5 @@ def _model_body(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _invalid_body(error: RequestValidationError) -> Response:
-    """One line about the first invalid field, named by its path in the body."""
-    errors = error.errors()
-    if errors[0]["type"] == "json_invalid":  # its location is an offset in the text
-        message = f"body: {errors[0]['msg']}: {errors[0]['ctx']['error']}"
-        return _refusal(400, "invalid_request_error", "invalid_value", message, "body")
-    first = _path(errors[0]["loc"])
-    within = [path for e in errors if (path := _path(e["loc"])) == first or path.startswith(f"{first}.")]
-    # A union complains once per alternative: the one that got furthest was meant, and all that got as far.
-    field = max(within, key=lambda path: path.count("."))
-    same = [e for e in errors if _path(e["loc"]) == field]
-    words = (e["msg"].removeprefix("Value error, ") for e in same)
-    limits = dict.fromkeys(line[0].lower() + line[1:] for line in words)
-    shown = "" if same[0]["type"] == "missing" else f"got {_shown(same[0].get('input'))}; "
-    message = f"{field}: {shown}{', or '.join(limits)}"
-    return _refusal(400, "invalid_request_error", "invalid_value", message, field)
-
-
-def _http_error(error: HTTPException) -> Response:
-    """What the router itself refuses: unknown paths, wrong methods, bodies that are too large."""
-    return _refusal(error.status_code, "invalid_request_error", f"http_{error.status_code}", str(error.detail), None)
-
-
 async def _on_disconnect(_: Request, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-def _refusal(status: int, kind: str, code: str, message: str, field: str | None) -> Response:
-    told = ErrorReport(kind=ErrorKind("INVALID_ARGUMENT", status, kind, code), message=message, field=field)
-    return report_response(told)
-
-
-def _path(location: Sequence[int | str]) -> str:
-    """``messages.0.content`` from pydantic's location, without the names of unions' alternatives."""
-    parts = [str(part) for part in location[1:]] if location[:1] == ("body",) else [str(part) for part in location]
-    return ".".join(part for part in parts if "[" not in part and part not in ALTERNATIVES) or "body"
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:79] + "…"

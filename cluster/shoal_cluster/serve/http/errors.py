@@ -1,16 +1,29 @@
-"""Errors as the responses of HTTP routes."""
+"""Errors as HTTP clients are told: in OpenAI's words, and on the routes of Anthropic's API in its words."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
+from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from shoal_cluster.errors import INTERNAL, ErrorReport, report_error
+from shoal_cluster.errors import INTERNAL, ErrorKind, ErrorReport, report_error
 from shoal_cluster.serve.logs import error_fields, fields
 
+MESSAGES_PATH = "/v1/messages"  # and below it: the routes of Anthropic's API
+SHOWN = 80  # characters of a value that is refused
+_ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large"}
+
 _log = logging.getLogger(__name__)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is one of Anthropic's API."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def report(error: Exception, request_id: str) -> ErrorReport:
@@ -21,14 +34,59 @@ def report(error: Exception, request_id: str) -> ErrorReport:
     return told
 
 
-def error_response(error: Exception, request_id: str) -> Response:
-    """The error response in OpenAI's format."""
-    return report_response(report(error, request_id))
+def error_response(error: Exception, request_id: str, path: str = "") -> Response:
+    """The error response on a path."""
+    return report_response(report(error, request_id), request_id, path)
 
 
-def report_response(told: ErrorReport) -> Response:
+def report_response(told: ErrorReport, request_id: str, path: str) -> Response:
     """The same, of what may be known."""
     headers = {}
     if told.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(told.retry_after_s))
-    return JSONResponse(told.openai_body(), status_code=told.kind.http_status, headers=headers)
+    body: dict[str, Any] = told.anthropic_body(request_id) if is_anthropic(path) else told.openai_body()
+    return JSONResponse(body, status_code=told.kind.http_status, headers=headers)
+
+
+def invalid_body(error: RequestValidationError, alternatives: set[str]) -> ErrorReport:
+    """One line about the first invalid field, named by its path in the body.
+
+    Args:
+        alternatives: names of unions' alternatives, which are no part of that path.
+    """
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":  # its location is an offset in the text
+        message = f"body: {errors[0]['msg']}: {errors[0]['ctx']['error']}"
+        return refusal(400, "invalid_value", message, "body")
+    paths = [_path(each["loc"], alternatives) for each in errors]
+    within = [path for path in paths if path == paths[0] or path.startswith(f"{paths[0]}.")]
+    # A union complains once per alternative: the one that got furthest was meant, and all that got as far.
+    field = max(within, key=lambda path: path.count("."))
+    same = [each for each, path in zip(errors, paths, strict=True) if path == field]
+    words = (each["msg"].removeprefix("Value error, ") for each in same)
+    limits = dict.fromkeys(line[0].lower() + line[1:] for line in words)
+    shown = "" if same[0]["type"] == "missing" else f"got {_shown(same[0].get('input'))}; "
+    return refusal(400, "invalid_value", f"{field}: {shown}{', or '.join(limits)}", field)
+
+
+def http_error(error: HTTPException) -> ErrorReport:
+    """What the router itself refuses: unknown paths, wrong methods, bodies that are too large."""
+    return refusal(error.status_code, f"http_{error.status_code}", str(error.detail), None)
+
+
+def refusal(status: int, code: str, message: str, field: str | None) -> ErrorReport:
+    """A report with an HTTP status of its own."""
+    invalid = "invalid_request_error"
+    kind = ErrorKind("INVALID_ARGUMENT", status, invalid, code, _ANTHROPIC_TYPES.get(status, invalid))
+    return ErrorReport(kind=kind, message=message, field=field)
+
+
+def _path(location: Sequence[int | str], alternatives: set[str]) -> str:
+    """``messages.0.content`` from pydantic's location."""
+    parts = [str(part) for part in location[1:]] if location[:1] == ("body",) else [str(part) for part in location]
+    return ".".join(part for part in parts if "[" not in part and part not in alternatives) or "body"
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"

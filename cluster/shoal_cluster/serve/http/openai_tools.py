@@ -23,7 +23,7 @@ class FunctionBody(Body):
         try:
             return Tool(self.name, self.description, self.parameters or {}, bool(self.strict))
         except InvalidArgument as error:
-            raise InvalidArgument.retold(f"{where}.{error.field}", f"{where}.{error}") from None
+            raise error.renamed(f"{where}.{error.field}") from None
 
 
 class ToolBody(Body):

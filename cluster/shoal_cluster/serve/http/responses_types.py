@@ -6,6 +6,7 @@ Nothing is kept between responses: a client sends the whole conversation as `inp
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -166,7 +167,7 @@ def _messages(instructions: str, given: str | list[Item]) -> tuple[Message, ...]
             turn = _assistant(where, item, "\n".join(thoughts))
             thoughts = []
             if turns and turns[-1].role == "assistant" and (turn.tool_calls or turns[-1].tool_calls):
-                turn = _joined(turns.pop(), turn)
+                turn = turns.pop().joined(replace(turn, content=turn.content.lstrip("\n")))
             turns.append(turn)
         elif kind != "message":
             raise InvalidArgument(f"{where}.type", kind, "only messages, function calls and reasoning are served")
@@ -187,12 +188,6 @@ def _assistant(where: str, item: Item, thought: str) -> Message:
         if not getattr(item, field):
             raise InvalidArgument(f"{where}.{field}", None, "must be set")
     return Message("assistant", "", (ToolCall(item.call_id, item.name, item.arguments),), reasoning=thought)
-
-
-def _joined(turn: Message, more: Message) -> Message:
-    content = "\n".join(filter(None, (turn.content, more.content.lstrip("\n"))))
-    reasoning = "\n".join(filter(None, (turn.reasoning, more.reasoning)))
-    return Message("assistant", content, (*turn.tool_calls, *more.tool_calls), reasoning=reasoning)
 
 
 def _text(where: str, content: str | list[Part] | None) -> str:

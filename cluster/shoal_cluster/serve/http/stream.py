@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal_cluster.serve.http.errors import error_response, report
+from shoal_cluster.serve.http.errors import error_response, is_anthropic, report
 from shoal_cluster.serve.http.openai_answers import event
 from shoal_cluster.serve.request_id import check_request_id, new_request_id
 from shoal_replica.errors import ShoalError
@@ -41,7 +41,7 @@ class RequestFrame:
         try:
             check_request_id(request_id)
         except ShoalError as error:
-            await error_response(error, "")(scope, receive, send)
+            await error_response(error, "", scope["path"])(scope, receive, send)
             return
         scope.setdefault("state", {})["request_id"] = request_id
         num_bytes = 0
@@ -59,7 +59,10 @@ class RequestFrame:
 
         async def named_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = scope["state"]["request_id"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = scope["state"]["request_id"]
+                if is_anthropic(scope["path"]):
+                    headers["request-id"] = scope["state"]["request_id"]
             await send(message)
 
         await self._app(scope, limited_receive, named_send)
@@ -115,7 +118,7 @@ class EventStream(StreamingResponse):
                 except Exception as caught:
                     error, data = caught, None
                 if error is not None and not started:
-                    await error_response(error, self._request_id)(scope, receive, send)
+                    await error_response(error, self._request_id, scope["path"])(scope, receive, send)
                     return
                 if error is not None:
                     data = event(report(error, self._request_id).openai_body())

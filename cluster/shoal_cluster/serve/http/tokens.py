@@ -1,4 +1,4 @@
-"""vLLM's routes between texts and tokens: `/tokenize` and `/detokenize`."""
+"""Routes between texts and tokens: vLLM's `/tokenize` and `/detokenize`, Anthropic's `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from shoal_cluster.serve.call import GatewayCore, Prompt
-from shoal_cluster.serve.http.errors import error_response
+from shoal_cluster.serve.http.errors import MESSAGES_PATH, error_response
+from shoal_cluster.serve.http.messages_types import Conversation
 from shoal_cluster.serve.http.openai_answers import encode
 from shoal_cluster.serve.http.openai_chat import ChatTurn, prompt_end
 from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null
@@ -71,6 +72,16 @@ def tokens_router(core: GatewayCore) -> APIRouter:
             return _json(await asyncio.to_thread(_detokenized, core, body.tokens, vocab_size))
         except Exception as error:
             return error_response(error, request.state.request_id)
+
+    @router.post(f"{MESSAGES_PATH}/count_tokens")
+    async def count_tokens(body: Conversation, request: Request) -> Response:
+        try:
+            core.check_model(body.model)
+            asked = body.to_prompt()
+            token_ids = await asyncio.to_thread(core.tokenize, asked, add_special_tokens=False)
+            return _json(encode({"input_tokens": len(token_ids)}))
+        except Exception as error:
+            return error_response(body.in_its_words(error), request.state.request_id, request.url.path)
 
     return router
 

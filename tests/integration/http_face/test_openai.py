@@ -1,11 +1,10 @@
-"""The HTTP API over a scripted core: real uvicorn, the real openai client, loopback."""
+"""OpenAI's API over a scripted core: real uvicorn, the real openai client, loopback."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-import uvicorn
 from fixtures.fake_gateway import ADAPTER, MAX_MODEL_LEN, MODEL, TOKENIZER, FakeGateway
 from fixtures.tiny_tokenizer import BOS
 from fixtures.tool_formats import WEATHER
@@ -25,7 +23,6 @@ from shoal_cluster.chat.tool import ToolCall
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.http import openai_answers
-from shoal_cluster.serve.http.api import build_http_app
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
@@ -33,7 +30,6 @@ from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import StructuredOutput
 from shoal_replica.testing import make_request
 
-MAX_BODY_BYTES = 64 * 1024
 HI = [{"role": "user", "content": "hi"}]
 JSON = {"content-type": "application/json"}
 
@@ -43,44 +39,10 @@ CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/re
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for all: starting and stopping it is slow
 
 
-@pytest.fixture(scope="module")
-def shared_core() -> FakeGateway:
-    return FakeGateway()
-
-
-@pytest.fixture
-def core(shared_core: FakeGateway) -> FakeGateway:
-    shared_core.reset()
-    return shared_core
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_url(shared_core: FakeGateway) -> AsyncIterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(build_http_app(shared_core, MAX_BODY_BYTES), log_config=None, timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: server.started)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    await task
-
-
-@pytest.fixture
-def url(shared_url: str, core: FakeGateway) -> str:
-    return shared_url
-
-
 @pytest_asyncio.fixture(loop_scope="module")
 async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
         yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as http:
-        yield http
 
 
 async def test_chat(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
@@ -999,7 +961,7 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "messages", "below 128"),
         (COMPLETION, {"prompt": "x" * 500}, 400, "prompt", "below 128"),
         (COMPLETION, {"prompt": "x", "seed": -2}, 400, "seed", "at least 0"),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * MAX_BODY_BYTES * 3}]}, 413, None, "at most"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 3 * 64 * 1024}]}, 413, None, "at most"),
         (
             CHAT,
             {"messages": HI, "max_completion_tokens": 0},
